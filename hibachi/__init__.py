@@ -1,0 +1,50 @@
+"""Continuous batching for any autoregressive model, on any array library."""
+
+from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
+from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
+from hibachi.engine.stream import Item as Item
+from hibachi.engine.stream import ItemStream as ItemStream
+from hibachi.errors import BackendError as BackendError
+from hibachi.errors import BackendNotFound as BackendNotFound
+from hibachi.errors import BackendNotInstalled as BackendNotInstalled
+from hibachi.errors import ConfigError as ConfigError
+from hibachi.errors import EngineClosed as EngineClosed
+from hibachi.errors import EngineError as EngineError
+from hibachi.errors import EngineFailed as EngineFailed
+from hibachi.errors import HibachiError as HibachiError
+from hibachi.errors import InvalidModelFiles as InvalidModelFiles
+from hibachi.errors import InvalidModelOutput as InvalidModelOutput
+from hibachi.errors import InvalidRequest as InvalidRequest
+from hibachi.errors import InvalidTensorOperation as InvalidTensorOperation
+from hibachi.errors import MissingExtra as MissingExtra
+from hibachi.errors import ModelError as ModelError
+from hibachi.errors import ModelFault as ModelFault
+from hibachi.errors import NonFiniteOutput as NonFiniteOutput
+from hibachi.errors import PromptTooLong as PromptTooLong
+from hibachi.errors import RequestError as RequestError
+from hibachi.errors import UnknownArchitecture as UnknownArchitecture
+from hibachi.errors import UnsupportedOperation as UnsupportedOperation
+from hibachi.model.ladder import Autoregressive as Autoregressive
+from hibachi.model.ladder import AutoregressiveBatcher as AutoregressiveBatcher
+from hibachi.model.ladder import CachedModel as CachedModel
+from hibachi.model.ladder import Feedforward as Feedforward
+from hibachi.model.ladder import FeedforwardBatcher as FeedforwardBatcher
+from hibachi.model.ladder import LogitsModel as LogitsModel
+from hibachi.request import Finish as Finish
+from hibachi.request import SamplingParams as SamplingParams
+from hibachi.request import StopRule as StopRule
+from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
+from hibachi.tensor.cache import CacheSpec as CacheSpec
+from hibachi.tensor.cache import Paged as Paged
+from hibachi.tensor.cache import State as State
+from hibachi.tensor.cache import StepInputs as StepInputs
+from hibachi.tensor.discover import available as available
+from hibachi.tensor.discover import backend_for as backend_for
+from hibachi.tensor.discover import load as load
+from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
+from hibachi.tensor.protocol import Backend as Backend
+from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
+
+import logging as _logging
+
+_logging.getLogger("hibachi").addHandler(_logging.NullHandler())  # silent unless the application configures logging

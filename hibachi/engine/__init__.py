@@ -1,0 +1,1 @@
+"""Plans meet arrays: the only floor with threads."""

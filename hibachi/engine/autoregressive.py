@@ -1,0 +1,320 @@
+"""The crate's face: hand over a model, hand over prompts, get a stream for each."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.cached import CachedRunner
+from hibachi.engine.engine import Engine
+from hibachi.engine.job import Job, Stopper, TokenTable, as_token
+from hibachi.engine.runner import Runner
+from hibachi.engine.sampler import RowSampler
+from hibachi.engine.service import Service
+from hibachi.engine.stream import Channel, ItemStream
+from hibachi.engine.whole import WholeRunner
+from hibachi.engine.worker import Worker
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.request import SamplingParams, StopRule
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.cache import Paged
+from hibachi.tensor.discover import backend_for, resolve
+
+NO_LIMIT = 2**31 - 2
+DEFAULT_CACHE_BYTES = 2**30
+
+
+class AutoregressiveBatchInference(Service):
+    """Continuous batching for one model: requests join and leave the batch at every step.
+
+    model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
+    `forward` (level 0, `Autoregressive`); the highest it has is used.
+    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop=)`.
+    padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None: only rows of equal
+    length share a forward pass, and nothing is padded.
+    max_batch_size: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
+    model's own `max_model_len`.
+    max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block.
+    cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
+    dtype: level 2, of the cache.
+    backend: a name, a backend, or None: the model's `backend`, else that of the first array seen.
+
+    Raises ConfigError, BackendNotFound or BackendNotInstalled.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        stop_token: Any = None,
+        padding_token: Any = None,
+        max_batch_size: int = 16,
+        max_model_len: int | None = None,
+        backend: str | ArrayBackend | None = None,
+        max_batch_tokens: int = 2048,
+        block_size: int = 16,
+        cache_bytes: int | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__(max_batch_size)
+        self._model = model
+        self._level = level_of(model)
+        self._vocab: int | None = getattr(model, "vocab_size", None) if self._level else None
+        own = getattr(model, "max_model_len", None)
+        limit = max_model_len if max_model_len is not None else own
+        if limit is None and stop_token is None:
+            raise ConfigError(
+                "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an attribute "
+                "max_model_len of the model); got none of them. Pass max_model_len=N, the most tokens of a request."
+            )
+        for name, value, least in (
+            ("max_batch_size", max_batch_size, 1),
+            ("max_model_len", NO_LIMIT if limit is None else limit, 2),
+            ("max_batch_tokens", max_batch_tokens, 1),
+            ("block_size", block_size, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
+        if self._level == 2 and limit is None:
+            raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
+        self.max_model_len = NO_LIMIT if limit is None else limit
+        self._budget, self._block_size = max(max_batch_tokens, max_batch_size), block_size
+        self._cache_bytes, self._dtype = cache_bytes, dtype
+        self._stop_token, self._padding_token = stop_token, padding_token
+        self._backend = self._find_backend(backend, stop_token, padding_token)
+        if padding_token is not None:
+            _check_padding(self._host(padding_token), padding_token)
+        if self._backend is not None and self._vocab is not None:
+            self._start((), np.int32 if self._level == 2 else np.int64)
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Any = None,
+        include_stop: bool = True,
+    ) -> ItemStream[Any]:
+        """Queue a prompt (seq, *tok); returns its stream at once.
+
+        params: levels 1 and 2, how to sample; None: plain sampling up to the limit. max_new_tokens: overrides
+        params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
+        stop_token. include_stop: deliver the stop token as the last item.
+
+        Level 0 streams yield native arrays (*tok); with sampling they yield ints.
+        Raises InvalidRequest, PromptTooLong, EngineClosed or EngineFailed, before anything else is touched.
+        """
+        host, worker = self._admit_prompt(prompt)
+        if params is not None and self._vocab is None:
+            raise InvalidRequest(
+                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params out "
+                f"and pass max_new_tokens= or stop=."
+            )
+        if params is None and self._vocab is not None:
+            params = SamplingParams(max_tokens=None)
+        limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
+        if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
+            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
+        seq = Seq(len(host), None if limit is None else int(limit))
+        self._scheduler.fit(seq.prompt_len, seq.max_new)
+        seed = params.seed if params and params.seed is not None else secrets.randbits(64)
+        job = Job(
+            seq,
+            Channel(),
+            host,
+            stop=self._stopper(stop, params),
+            include_stop=include_stop,
+            params=params,
+            seed=seed & (2**64 - 1),
+        )
+        worker.add(job)
+        read = _as_it_is if self._vocab is not None else _native_row
+        return ItemStream(job.channel, partial(self._cancel, job), read)
+
+    def _admit_prompt(self, prompt: Any) -> tuple[HostArray, Worker]:
+        """Check a prompt; returns it on the host, with the worker that serves it."""
+        if self._backend is None:
+            self._backend = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
+        host = self._host(prompt)
+        if host.ndim == 0:
+            raise InvalidRequest(f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}.")
+        if not host.shape[0]:
+            raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")
+        if host.dtype.kind not in "iufb":
+            raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
+        worker = self._worker
+        if worker is None:
+            worker = self._start(host.shape[1:], host.dtype if self._vocab is None else np.dtype(np.int32))
+        table = self._table.values
+        if host.shape[1:] != self._table.shape or (host.dtype.kind in "iu") != (table.dtype.kind in "iu"):
+            raise InvalidRequest(
+                f"This engine batches tokens of shape {self._table.shape} and dtype {table.dtype} (those of its first "
+                f"request); got shape {host.shape[1:]} and dtype {host.dtype}. Use an engine for each kind of token."
+            )
+        if self._vocab is not None and (int(host.min()) < 0 or int(host.max()) >= self._vocab):
+            raise InvalidRequest(
+                f"Token ids must be from 0 to {self._vocab - 1} (the model's vocabulary); got {int(host.min())} to "
+                f"{int(host.max())}. Is this the tokenizer of this model?"
+            )
+        return host.astype(table.dtype, copy=False), worker
+
+    def _host(self, value: Any) -> HostArray:
+        if self._backend is not None and self._backend.owns(value):
+            return self._backend.get(value)
+        if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
+            return backend_for(value).get(value)
+        try:
+            return np.asarray(value)
+        except ValueError as e:
+            raise InvalidRequest(f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e}).") from e
+
+    def _stopper(self, stop: Any, params: SamplingParams | None) -> Stopper | None:
+        """The engine's own rule, or that and the request's; equal rules are one object, so that a batch is judged at once."""
+        ids = tuple(params.stop_token_ids) if params else ()
+        if stop is None and not ids:
+            return self._default_stop
+        extra = as_rule(stop)
+        tokens = (*extra.tokens, *ids, *(() if self._stop_token is None else (self._stop_token,)))
+        rule = StopRule(tokens, extra.where, extra.atol)
+        if stop is not None:
+            return self._make_stopper(rule)
+        if ids not in self._stoppers:
+            self._stoppers[ids] = self._make_stopper(rule)
+        return self._stoppers[ids]
+
+    def _make_stopper(self, rule: StopRule) -> Stopper:
+        tokens = [self._host(t) for t in rule.tokens]
+        return Stopper(StopRule(tokens, rule.where, rule.atol), self._table.shape, self._table.values.dtype)
+
+    # ---- building ----------------------------------------------------------------------------------------------
+
+    def _find_backend(self, backend: Any, *arrays: Any) -> ArrayBackend | None:
+        if isinstance(backend, str):
+            return resolve(backend)
+        if backend is None:
+            backend = getattr(self._model, "backend", None)
+        if backend is None:
+            native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
+            return backend_for(native[0]) if native else None
+        if not isinstance(backend, ArrayBackend):
+            raise ConfigError(
+                f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
+                f"inherits from hibachi.ArrayBackend."
+            )
+        return backend
+
+    def _start(self, shape: tuple[int, ...], dtype: Any) -> Worker:
+        """Build the engine, once the kind of token is known."""
+        with self._building:
+            if self._worker is not None:
+                return self._worker
+            backend = self._backend
+            assert backend is not None
+            padding = None
+            if self._padding_token is not None:
+                padding = as_token(self._host(self._padding_token), shape, dtype, "padding token")
+            if self._stop_token is not None:
+                as_token(self._host(self._stop_token), shape, dtype, "stop token")
+            rows = self.max_batch_size
+            table = TokenTable(rows, shape, dtype)
+            sampler = RowSampler(backend, rows, self._vocab) if self._vocab is not None else None
+            runner: Runner
+            if self._level == 2:
+                scheduler = Scheduler(self._cached_limits(backend))
+                runner = CachedRunner(self._model, backend, scheduler, table, sampler, self._dtype)
+            else:
+                scheduler = Scheduler(Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len))
+                runner = WholeRunner(self._model, backend, table, padding, sampler)
+            self._table, self._scheduler = table, scheduler
+            self._default_stop: Stopper | None = None
+            if self._stop_token is not None:
+                self._default_stop = self._make_stopper(StopRule((self._stop_token,)))
+            self._stoppers: dict[tuple[int, ...], Stopper] = {}
+            return self._serve(Engine(scheduler, runner))
+
+    def _cached_limits(self, backend: ArrayBackend) -> Limits:
+        """Blocks for a full batch of the longest requests, if the memory allows; at least for one."""
+        rows, longest, size = self.max_batch_size, self.max_model_len, self._block_size
+        paged = [s for s in self._model.cache_spec() if isinstance(s, Paged)]
+        blocks = 0
+        if paged:
+            position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or self._dtype) for s in paged)
+            allowed = self._cache_bytes
+            if allowed is None:
+                memory = backend.memory()
+                allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
+                allowed = max(allowed, position * (longest + size)) if memory is None else allowed
+            blocks = min(rows * -(-longest // size), allowed // (position * size)) + 1
+            if blocks < 2:
+                raise ConfigError(
+                    f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "
+                    f"block_size smaller."
+                )
+        return Limits(rows, self._budget, self._budget, longest, blocks, size)
+
+
+def level_of(model: Any) -> int:
+    """The highest rung of the ladder that the model stands on. Raises ConfigError if none."""
+
+    def has(name: str) -> bool:
+        return callable(getattr(model, name, None))
+
+    if has("step") and has("cache_spec"):
+        return 2
+    if has("logits"):
+        if not isinstance(getattr(model, "vocab_size", None), int):
+            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
+        return 1
+    if has("forward"):
+        return 0
+    raise ConfigError(
+        f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)` or `step(params, cache, x)` with "
+        f"`cache_spec()`; {type(model).__name__} has none. See docs/models.md."
+    )
+
+
+def as_rule(stop: Any) -> StopRule:
+    if stop is None:
+        return StopRule()
+    if isinstance(stop, StopRule):
+        return stop
+    if callable(stop):
+        return StopRule(where=stop)
+    return StopRule(tuple(stop) if isinstance(stop, (list, tuple, set, frozenset)) else (stop,))
+
+
+def _check_padding(host: HostArray, given: Any) -> None:
+    if isinstance(given, (int, float)):
+        return  # a plain number stands for a scalar token
+    if host.ndim == 0:
+        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
+    if host.shape[0] != 1:
+        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _native_row(item: Any) -> Any:
+    batch, i = item
+    return batch[i, ...]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for v in tree.values() for leaf in _leaves(v)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for v in tree for leaf in _leaves(v)]
+    return [tree]
+
+
+def _bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)

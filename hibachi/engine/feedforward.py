@@ -1,0 +1,61 @@
+"""The feed-forward twin: single inputs in, single outputs out, batched behind the scenes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.engine import Engine
+from hibachi.engine.job import Job
+from hibachi.engine.service import Service
+from hibachi.engine.stream import Channel, Item, ItemStream
+from hibachi.engine.whole import FeedforwardRunner
+from hibachi.engine.worker import Worker
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import backend_for, resolve
+
+
+class FeedforwardBatchInference(Service):
+    """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
+
+    There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
+    are never stacked; each kind gets its own forward pass.
+    """
+
+    def __init__(self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None) -> None:
+        if not callable(getattr(model, "forward", None)):
+            raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
+        if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
+            raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
+        super().__init__(max_batch_size)
+        self._model = model
+        found = getattr(model, "backend", None) if backend is None else backend
+        self._backend: ArrayBackend | None = resolve(found) if isinstance(found, str) else found
+
+    def run(self, item: Any) -> Item[Any]:
+        """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
+        if self._backend is None:
+            self._backend = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
+        host = self._backend.get(item) if self._backend.owns(item) else np.asarray(item)
+        if host.dtype.kind not in "iufbc":
+            raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
+        worker = self._worker or self._start(self._backend)
+        job = Job(Seq(1, 1), Channel(), host)
+        worker.add(job)
+        return Item(ItemStream(job.channel, partial(self._cancel, job), _native_row))
+
+    def _start(self, backend: ArrayBackend) -> Worker:
+        with self._building:
+            if self._worker is not None:
+                return self._worker
+            n = self.max_batch_size
+            return self._serve(Engine(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend)))
+
+
+def _native_row(item: Any) -> Any:
+    batch, i = item
+    return batch[i, ...]

@@ -1,0 +1,108 @@
+"""The engine's record of a request, the stop rules of a batch, and the host's table of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.stream import Channel
+from hibachi.errors import InvalidRequest
+from hibachi.plan.scheduler import Seq
+from hibachi.request import SamplingParams, StopRule
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What the engine keeps of a request, beside the scheduler's `Seq`."""
+
+    seq: Seq
+    channel: Channel[Any]
+    prompt: Any  # host array [n, *tok]; a feed-forward input
+    stop: Stopper | None = None
+    include_stop: bool = True
+    params: SamplingParams | None = None
+    seed: int = 0
+
+
+class Stopper:
+    """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
+
+    def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
+        self.tokens = np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
+        self.atol, self.where = rule.atol, rule.where
+
+    def match(self, tokens: HostArray) -> Any:
+        """Which of `tokens` [n, *tok] are equal to a stop token in all their elements: bool [n]."""
+        if self.tokens is None:
+            return np.zeros(len(tokens), bool)
+        axes = tuple(range(2, tokens.ndim + 1))
+        near = np.abs(tokens[:, None] - self.tokens) <= self.atol if self.atol else tokens[:, None] == self.tokens
+        return near.all(axis=axes).any(axis=1)
+
+
+def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend) -> Any:
+    """Which requests end with their new token. tokens [n, *tok] on the host, `batch` the same natively: bool [n]."""
+    rules = {id(job.stop): job.stop for job in jobs}
+    out = np.zeros(len(jobs), bool)
+    for key, rule in rules.items():
+        if rule is None:
+            continue
+        everyone = len(rules) == 1
+        mine = np.arange(len(jobs)) if everyone else np.flatnonzero([id(job.stop) == key for job in jobs])
+        out[mine] = rule.match(tokens if everyone else tokens[mine])
+        if rule.where is not None:
+            native = batch if everyone else backend.take(batch, backend.put(mine))
+            hit = rule.where(native)
+            hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
+            if hit.shape != (len(mine),):
+                raise InvalidRequest(
+                    f"The stop predicate must return one bool for each of {len(mine)} rows, shape ({len(mine)},); "
+                    f"got shape {hit.shape}. Reduce over the token's own dimensions."
+                )
+            out[mine] |= hit.astype(bool)
+    return out
+
+
+def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostArray:
+    """One token as a host array of this shape: from a number, or an array of shape (*tok) or (1, *tok)."""
+    token = np.asarray(value)
+    if token.shape == (1, *shape):
+        token = token[0]
+    if token.shape != shape:
+        raise InvalidRequest(
+            f"The {what} must have the shape of one token, {shape} or {(1, *shape)}; got {token.shape}. "
+            f"Reshape it, or check the dimensions of the prompt: (sequence, *token)."
+        )
+    if np.dtype(dtype).kind in "iu" and not np.array_equal(token, token.astype(dtype)):
+        raise InvalidRequest(f"The {what} must hold integers, as the tokens do; got {token}.")
+    return token.astype(dtype)
+
+
+class TokenTable:
+    """The tokens of all running rows, on the host: what is fed to the model and compared with stop tokens."""
+
+    def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape = shape
+        self.values = np.zeros((rows, 64, *shape), dtype)
+
+    def fill(self, row: int, prompt: HostArray) -> None:
+        self._widen(len(prompt) + 1)
+        self.values[row, : len(prompt)] = prompt
+
+    def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
+        """One new token for each of `rows`, at its position."""
+        if len(rows):
+            self._widen(int(positions.max()) + 1)
+            self.values[rows, positions] = tokens
+
+    def _widen(self, width: int) -> None:
+        have = self.values.shape[1]
+        if width > have:
+            more = np.zeros((self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype)
+            self.values = np.concatenate([self.values, more], axis=1)
+
+

@@ -1,0 +1,145 @@
+"""What every runner shares: the outcome of a step, the check of a model's output, and finding who is guilty."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from hibachi.engine.job import Job
+from hibachi.errors import InvalidModelOutput, ModelError, ModelFault, NonFiniteOutput
+from hibachi.plan.scheduler import Seq, StepPlan
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """The new tokens of some rows of a plan, from one forward pass. n rows."""
+
+    idx: Any  # [n] places in the plan
+    tokens: HostArray | None  # [n, *tok]; None: outputs that are no tokens (feed-forward)
+    batch: Array  # the same natively; rows of it go to the streams. None: the ints of `tokens` go
+    stopped: Any  # bool [n]
+    bad: Any = None  # bool [n]: not finite; None: all are
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place in the part
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a step came to. Rows of the plan in neither list get nothing this time."""
+
+    parts: list[Part]
+    faults: dict[int, ModelFault]  # by place in the plan
+    cache_lost: bool = False  # everybody computes again
+
+
+class Runner(Protocol):
+    """Turns plans into tokens, for one rung of the ladder."""
+
+    def admit(self, seq: Seq) -> None:
+        """The sequence has a row now."""
+        ...
+
+    def run(self, plan: StepPlan) -> Outcome: ...
+
+    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
+        """The tokens of `part` are decided: remember them. `keep` selects them from the part."""
+        ...
+
+
+class CacheLost(Exception):
+    """The cache was given away to a call that failed; re-running rows would compute on nothing."""
+
+
+def isolate(call: Callable[[Any], Part], idx: Any) -> tuple[list[Part], dict[int, ModelFault]]:
+    """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone.
+
+    Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
+    g guilty rows of n cost at most 2 g log2(n) + 1 calls. If every row fails alone, every row is guilty.
+    """
+    try:
+        part = call(idx)
+    except CacheLost:
+        raise
+    except Exception as e:
+        if len(idx) == 1:
+            return [], {int(idx[0]): as_fault(e)}
+        half = len(idx) // 2
+        parts, faults = isolate(call, idx[:half])
+        more_parts, more_faults = isolate(call, idx[half:])
+        return parts + more_parts, faults | more_faults
+    if part.bad is None or not part.bad.any():
+        return [part], {}
+    faults = {int(i): NonFiniteOutput(_NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+    return [part], faults
+
+
+_NOT_FINITE = (
+    "The model returned NaN or infinity for this request; expected finite values. Look for an overflow or a division "
+    "by zero in its forward pass (a float16 model may need float32)."
+)
+
+
+def as_fault(e: Exception) -> ModelFault:
+    if isinstance(e, ModelFault):
+        return e
+    fault = ModelError(f"The model raised {type(e).__name__}: {e}")
+    fault.__cause__ = e
+    return fault
+
+
+class Awaiter:
+    """Runs `async def forward` to its end, on an event loop of the engine's own thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.Runner | None = None
+
+    def __call__(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.Runner()
+        return self._loop.run(_await(result))
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def check_output(
+    out: Any, backend: ArrayBackend, expected: tuple[int | None, ...], call: str, *, kind: str | None = None
+) -> Array:
+    """The model's output, if it is an array of the backend and of the expected shape (None: any size).
+
+    kind: NumPy's letter of the tokens' dtype; integers must stay integers, floats floats.
+    """
+    if not backend.owns(out):
+        raise InvalidModelOutput(
+            f"{call} must return an array of {backend.name}; got {type(out).__module__}.{type(out).__qualname__}. "
+            f"Return the bare array (no tuple, no output object), or pass backend=."
+        )
+    shape = tuple(int(n) for n in out.shape)
+    if len(shape) != len(expected) or any(e is not None and e != n for e, n in zip(expected, shape, strict=True)):
+        want = "(" + ", ".join("any" if n is None else str(n) for n in expected) + ("," if len(expected) == 1 else "") + ")"
+        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
+    if kind is not None:
+        is_float = backend.xp.isdtype(out.dtype, "real floating")
+        if is_float != (kind == "f"):
+            raise InvalidModelOutput(
+                f"{call} must return {'floating-point' if kind == 'f' else 'integer'} tokens, as the prompt's are; "
+                f"got {out.dtype}. Convert its output, or return logits from `logits` to have them sampled."
+            )
+    return out
+
+
+def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
+    seqs = plan.seqs
+    return [seqs[i].owner for i in idx.tolist()]

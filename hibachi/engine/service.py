@@ -1,0 +1,64 @@
+"""What both faces of the engine share: a worker that is built with the first request, and its life."""
+
+from __future__ import annotations
+
+import threading
+from typing import Self
+
+from hibachi.engine.engine import Engine, Stats
+from hibachi.engine.job import Job
+from hibachi.engine.worker import Worker
+
+
+class Service:
+    """Owns a `Worker`. A context manager, sync and async; leaving it closes."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self.max_batch_size = max_batch_size
+        self._building = threading.RLock()
+        self._worker: Worker | None = None
+        self._closed = False
+
+    def _serve(self, engine: Engine) -> Worker:
+        """Start serving; the caller holds `_building`."""
+        self._worker = Worker(engine)
+        if self._closed:
+            self._worker.close()
+        return self._worker
+
+    def _cancel(self, job: Job) -> None:  # a method, so that open streams keep their engine alive
+        if self._worker is not None:
+            self._worker.cancel(job)
+
+    def stats(self) -> Stats:
+        """A snapshot: waiting, running, steps, tokens, free blocks."""
+        return self._worker.stats() if self._worker else Stats(max_batch_size=self.max_batch_size)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        with self._building:
+            self._closed = True
+        return self._worker.drain(timeout) if self._worker else True
+
+    def close(self) -> None:
+        """Finish the running step and end all streams, with the reason "closed". Closing twice is fine."""
+        with self._building:
+            self._closed = True
+        if self._worker is not None:
+            self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_worker", None) is not None:
+            self._worker.stop()  # type: ignore[union-attr]  # no waiting in a destructor

@@ -1,0 +1,124 @@
+"""Runners for models without a cache: level 0 (tokens out), level 1 (logits out) and feed-forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, isolate, jobs_of
+from hibachi.engine.sampler import RowSampler
+from hibachi.plan.scheduler import Seq, StepPlan
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+
+
+class WholeRunner:
+    """Feeds the whole sequence of every row in every step, as the crate does.
+
+    Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
+    the left, so that the newest token is always last.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        backend: ArrayBackend,
+        table: TokenTable,
+        padding: HostArray | None,
+        sampler: RowSampler | None,
+    ) -> None:
+        self.backend, self.table, self.padding, self.sampler = backend, table, padding, sampler
+        self.forward = model.logits if sampler else model.forward
+        self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
+        self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
+        self.wait = Awaiter()
+
+    def admit(self, seq: Seq) -> None:
+        job: Job = seq.owner
+        self.table.fill(seq.row, job.prompt)
+        if self.sampler:
+            self.sampler.admit(job)
+
+    def run(self, plan: StepPlan) -> Outcome:
+        lengths = plan.end
+        everyone = np.arange(len(lengths))
+        groups = [everyone]
+        if self.padding is None and (lengths != lengths[0]).any():
+            groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
+        outcome = Outcome([], {})
+        for idx in groups:
+            parts, faults = isolate(lambda rows: self._forward(plan, lengths, rows), idx)
+            outcome.parts += parts
+            outcome.faults |= faults
+        return outcome
+
+    def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
+        rows, lengths = plan.rows[idx], lengths[idx]
+        jobs = jobs_of(plan, idx)
+        with self.backend.guard():
+            args = [self.backend.put(self._batch(rows, lengths))]
+            if self.takes_lengths:
+                args.append(self.backend.put(lengths))
+            out = self.wait(self.forward(*args))
+            if self.sampler:
+                check_output(out, self.backend, (len(idx), self.sampler.vocab_size), self.name)
+                tokens, bad, logprobs = self.sampler.draw(out, jobs, rows, lengths)
+                return Part(idx, tokens, None, stopped(jobs, tokens, out, self.backend), bad, logprobs)
+            kind = "f" if self.table.values.dtype.kind == "f" else "i"
+            check_output(out, self.backend, (len(idx), *self.table.shape), self.name, kind=kind)
+            tokens = self.backend.get(out)
+            bad = ~np.isfinite(tokens).reshape(len(idx), -1).all(axis=1) if kind == "f" else None
+            return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
+
+    def _batch(self, rows: Any, lengths: Any) -> HostArray:
+        """[B, S, *tok], padded on the left."""
+        width = int(lengths.max())
+        batch: HostArray = self.table.values[rows, :width]
+        if self.padding is not None:
+            for i in np.flatnonzero(lengths != width).tolist():
+                pad = width - int(lengths[i])
+                batch[i, pad:] = self.table.values[rows[i], : lengths[i]]
+                batch[i, :pad] = self.padding
+        return batch
+
+    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
+        assert part.tokens is not None
+        self.table.write(rows, positions, part.tokens[keep])
+
+
+class FeedforwardRunner:
+    """One forward pass a request; inputs of one shape and dtype go together."""
+
+    def __init__(self, model: Any, backend: ArrayBackend) -> None:
+        self.model, self.backend = model, backend
+        self.name = f"{type(model).__name__}.forward"
+        self.wait = Awaiter()
+
+    def admit(self, seq: Seq) -> None:
+        pass
+
+    def run(self, plan: StepPlan) -> Outcome:
+        groups: dict[Any, list[int]] = {}
+        for i, seq in enumerate(plan.seqs):
+            groups.setdefault((seq.owner.prompt.shape, seq.owner.prompt.dtype), []).append(i)
+        outcome = Outcome([], {})
+        for members in groups.values():
+            parts, faults = isolate(lambda idx: self._forward(plan, idx), np.array(members))
+            outcome.parts += parts
+            outcome.faults |= faults
+        return outcome
+
+    def _forward(self, plan: StepPlan, idx: Any) -> Part:
+        with self.backend.guard():
+            out = self.wait(self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)]))))
+        if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
+            check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
+        bad = None
+        if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
+            bad = ~np.isfinite(self.backend.get(out)).reshape(len(idx), -1).all(axis=1)
+        return Part(idx, None, out, np.ones(len(idx), bool), bad)
+
+    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
+        pass

@@ -1,0 +1,115 @@
+"""Every error that hibachi raises, as one tree.
+
+HibachiError
+├── InvalidTensorOperation (ValueError)      a tensor operation was asked for something it cannot mean
+├── ModelFault
+│   ├── InvalidModelOutput (ValueError)      the model returned the wrong type, shape, dtype or row count
+│   ├── NonFiniteOutput (ArithmeticError)    the model returned NaN or infinity for this request
+│   └── ModelError                           the model raised; the original is in __cause__
+├── RequestError
+│   ├── InvalidRequest (ValueError)          a prompt, a parameter or a stop rule that cannot be served
+│   └── PromptTooLong (ValueError)           prompt (plus what was asked for) exceeds the context or the cache
+├── EngineError
+│   ├── EngineClosed                         the engine was closed
+│   └── EngineFailed                         the engine's own loop failed; the original is in __cause__
+├── BackendError
+│   ├── BackendNotFound (LookupError)        no backend has this name, or none knows this array
+│   ├── BackendNotInstalled (ImportError)    the backend is known, the library below it is missing
+│   └── UnsupportedOperation (NotImplementedError)  the backend lacks an operation that the model needs
+└── ConfigError (ValueError)
+    ├── UnknownArchitecture                  config.json names an architecture that nobody registered
+    ├── InvalidModelFiles                    a file of the model is missing, truncated or contradicts another
+    └── MissingExtra (ImportError)           an optional dependency is needed and not installed
+
+Messages say what was expected, what came, and how to mend it. Errors of one request are raised from its stream (or
+from the call that made it) and never touch another request.
+"""
+
+from __future__ import annotations
+
+
+class HibachiError(Exception):
+    """Root of all errors raised by hibachi."""
+
+
+class InvalidTensorOperation(HibachiError, ValueError):
+    """A tensor operation got arguments that have no meaning. Raised before the array library is called.
+
+    Attributes: `op` (the operation), `expected`, `got`, `mend` (sentences without a final stop).
+    """
+
+    def __init__(self, op: str, *, expected: str, got: str, mend: str) -> None:
+        super().__init__(f"{op}: expected {expected}; got {got}. {mend}.")
+        self.op, self.expected, self.got, self.mend = op, expected, got, mend
+
+
+class ModelFault(HibachiError):
+    """The model did something that ends this request."""
+
+
+class InvalidModelOutput(ModelFault, ValueError):
+    """The model returned the wrong type, shape, dtype or number of rows."""
+
+
+class NonFiniteOutput(ModelFault, ArithmeticError):
+    """The model returned NaN or infinity for this request."""
+
+
+class ModelError(ModelFault):
+    """The model raised while computing this request; the original exception is `__cause__`."""
+
+
+class RequestError(HibachiError):
+    """A request that is refused, at the call that made it."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A prompt, a parameter or a stop rule that cannot be served."""
+
+
+class PromptTooLong(RequestError, ValueError):
+    """The prompt, or the prompt and what was asked for, does not fit into the context or the cache."""
+
+
+class EngineError(HibachiError):
+    """The engine as a whole cannot serve."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed; make a new one."""
+
+
+class EngineFailed(EngineError):
+    """The engine's own loop failed; the original exception is `__cause__`."""
+
+
+class BackendError(HibachiError):
+    """A backend is missing or lacks something."""
+
+
+class BackendNotFound(BackendError, LookupError):
+    """No backend has this name, or none knows this array."""
+
+
+class BackendNotInstalled(BackendError, ImportError):
+    """The backend is known, but the library below it is not installed."""
+
+
+class UnsupportedOperation(BackendError, NotImplementedError):
+    """The backend lacks an operation that the model needs."""
+
+
+class ConfigError(HibachiError, ValueError):
+    """A model's files or settings cannot be used."""
+
+
+class UnknownArchitecture(ConfigError):
+    """config.json names an architecture that is not registered."""
+
+
+class InvalidModelFiles(ConfigError):
+    """A file of the model is missing, truncated or contradicts another."""
+
+
+class MissingExtra(ConfigError, ImportError):
+    """An optional dependency is needed and not installed."""

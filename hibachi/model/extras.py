@@ -1,0 +1,21 @@
+"""Optional libraries, imported when first needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hibachi.errors import MissingExtra
+
+
+def need(module: str, what: str) -> Any:
+    """The module, imported. Raises MissingExtra, which says that `what` needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != module:  # the library is there, but something below it is not
+            raise
+        raise MissingExtra(
+            f"{what} needs the package {module!r}, which is not installed. "
+            f"It is in the extra 'text': pip install '.[text]' in the checkout."
+        ) from e

@@ -1,0 +1,1 @@
+"""Who runs next, on which blocks: integers only, no array of a library, no clock, no thread."""

@@ -1,0 +1,105 @@
+"""From a plan to packed index arrays, once a step for every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hibachi.plan.scheduler import Bools, Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """The index arrays of `StepInputs` (see there for shapes and meaning), as int32 host arrays."""
+
+    pos: Ints
+    slot: Ints
+    seg: Ints
+    row: Ints
+    start: Ints
+    kv_len: Ints
+    cu_q: Ints
+    block_table: Ints
+    last: Ints
+    tile_q: Ints
+    tile_row: Ints
+    tile_of: Ints
+
+
+@lru_cache
+def _upto(n: int) -> Ints:
+    a = np.arange(n, dtype=np.int32)
+    a.flags.writeable = False
+    return a
+
+
+def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size: int, *, tile: int = 32) -> Packed:
+    """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
+
+    Outputs are wanted of the last token of each emitting row. `tile`: tokens in a query tile when a row has several.
+    """
+    n = len(row)
+    end = start + q
+    width = min(-(-int(end.max()) // block_size), table.shape[1])
+    blocks = table[row, :width]
+    if int(q.max()) == 1:  # decode only: every array is a plain range
+        one = _upto(n)
+        slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
+        last = one if emit.all() else np.flatnonzero(emit).astype(np.int32)
+        return Packed(start, slot, one, row, start, end, _upto(n + 1), blocks, last, one[:, None], one, one)
+    cu_q = np.zeros(n + 1, np.int32)
+    np.cumsum(q, out=cu_q[1:])
+    total = int(cu_q[-1])
+    seg = np.repeat(_upto(n), q)
+    offset = _upto(total) - cu_q[seg]  # place of each token among the new ones of its row
+    pos = start[seg] + offset
+    slot = blocks[seg, pos // block_size] * block_size + pos % block_size if width else np.zeros(total, np.int32)
+    last = (cu_q[1:] - 1)[emit]
+    tiles = -(-q // tile)
+    first = np.zeros(n + 1, np.int32)
+    np.cumsum(tiles, out=first[1:])
+    tile_of = (first[seg] + offset // tile) * tile + offset % tile
+    tile_q = np.zeros(int(first[-1]) * tile, np.int32)
+    tile_q[tile_of] = _upto(total)
+    tile_row = np.repeat(_upto(n), tiles)
+    return Packed(
+        pos, slot, seg, row, start, end, cu_q, blocks, last, tile_q.reshape(-1, tile), tile_row, tile_of.astype(np.int32)
+    )
+
+
+def pad(p: Packed, *, tokens: int, rows: int, blocks: int, tile: int, trash_row: int) -> Packed:
+    """The same step in fixed shapes: T = tokens, B = n_out = rows, `blocks` columns, tiles to hold any such step.
+
+    Padding tokens stand at position 0 of block 0, padding rows hold `trash_row`, padding outputs repeat token 0.
+    """
+    n_tiles = rows if tile == 1 else tokens // tile + rows
+    tile_q = p.tile_q if p.tile_q.shape[1] == tile else np.zeros((0, tile), np.int32)
+    tile_of = p.tile_of
+    if not len(tile_q):  # a decode-only step in the shape of a mixed one: one tile a row
+        tile_q = np.zeros((len(p.row), tile), np.int32)
+        tile_q[:, 0] = p.tile_q[:, 0]
+        tile_of = (_upto(len(p.row)) * tile).astype(np.int32)
+
+    def to(a: Ints, n: int, fill: int = 0) -> Ints:
+        out = np.full((n, *a.shape[1:]), fill, np.int32)
+        out[: len(a)] = a
+        return out
+
+    table = np.zeros((rows, blocks), np.int32)
+    table[: p.block_table.shape[0], : p.block_table.shape[1]] = p.block_table
+    return Packed(
+        pos=to(p.pos, tokens),
+        slot=to(p.slot, tokens),
+        seg=to(p.seg, tokens),
+        row=to(p.row, rows, trash_row),
+        start=to(p.start, rows),
+        kv_len=to(p.kv_len, rows),
+        cu_q=to(p.cu_q, rows + 1, len(p.pos)),
+        block_table=table,
+        last=to(p.last, rows),
+        tile_q=to(tile_q, n_tiles),
+        tile_row=to(p.tile_row, n_tiles),
+        tile_of=to(tile_of, tokens),
+    )

@@ -1,0 +1,1 @@
+"""What an array library must be able to do: the backend contract, its derivation from the array API, discovery."""

@@ -1,0 +1,329 @@
+"""A backend derived from an array-API namespace: correct on any library, overridden where a library does better.
+
+The first half are the nine operations with their checks; the second half is what the engine and the decoder need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
+from hibachi.tensor.cache import Paged, State, StepInputs
+
+Array: TypeAlias = Any  # an array of the library below
+LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to the backend
+HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class ArrayBackend:
+    """All operations of a backend over one array-API namespace `xp` (2023.12 or newer).
+
+    A new library is served by `ArrayBackend(namespace)` as it is; subclasses override what is faster natively.
+    """
+
+    name: str = "array_api"
+    static_shapes: bool = False
+    """The library compiles per shape, so the engine pads its steps to few shapes."""
+
+    def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
+        self.xp, self.device = xp, device
+        self.name = name or (self.name if type(self) is not ArrayBackend else xp.__name__)
+        self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+
+    def owns(self, t: Any) -> bool:
+        """Is this an array of this library?"""
+        return isinstance(t, self._array_type)
+
+    @classmethod
+    def for_array(cls, t: Any) -> ArrayBackend | None:
+        """A backend for this array's library and device, or None if the array is foreign."""
+        backend = cls()  # type: ignore[call-arg]  # subclasses bind their namespace
+        return backend if backend.owns(t) else None
+
+    # ---- the nine operations -----------------------------------------------------------------------------------
+
+    def shape(self, t: Array) -> tuple[int, ...]:
+        self._arrays("shape", t)
+        return tuple(int(n) for n in t.shape)
+
+    def cat(self, ts: Sequence[Array], dim: int) -> Array:
+        if not isinstance(ts, (list, tuple)) or not ts:
+            got = "none" if isinstance(ts, (list, tuple)) else type(ts).__qualname__
+            raise InvalidTensorOperation("cat", expected="a list of arrays", got=got, mend="Pass at least one, in a list")
+        first = self.shape(self._arrays("cat", *ts))
+        self._dim("cat", first, dim)
+        for t in ts[1:]:
+            shape = self.shape(t)
+            if len(shape) != len(first) or any(a != b for d, (a, b) in enumerate(zip(first, shape, strict=True)) if d != dim):
+                raise InvalidTensorOperation(
+                    "cat",
+                    expected=f"shapes equal to {first} except in dimension {dim}",
+                    got=f"{shape}",
+                    mend="Pad, slice or unsqueeze the arrays before joining them",
+                )
+        self._one_dtype("cat", ts)
+        return self.xp.concat(ts, axis=int(dim))
+
+    def eq(self, a: Array, b: Array) -> Array:
+        self._arrays("eq", a, b)
+        if self.shape(a) != self.shape(b):
+            raise InvalidTensorOperation(
+                "eq",
+                expected=f"two arrays of shape {self.shape(a)}",
+                got=f"{self.shape(b)}",
+                mend="Repeat the smaller one first: nothing is broadcast",
+            )
+        self._one_dtype("eq", [a, b])
+        return a == b
+
+    def vectorize_dim(self, t: Array, dim: int) -> list[Array]:
+        self._dim("vectorize_dim", self.shape(self._arrays("vectorize_dim", t)), dim)
+        return list(self.xp.unstack(t, axis=int(dim))) if t.shape[dim] else []
+
+    def slice(self, t: Array, dim: int, start: int, length: int) -> Array:
+        shape = self.shape(self._arrays("slice", t))
+        self._dim("slice", shape, dim)
+        if not (_is_int(start) and _is_int(length) and start >= 0 and length >= 0 and start + length <= shape[dim]):
+            raise InvalidTensorOperation(
+                "slice",
+                expected=f"start >= 0, length >= 0 and start + length <= {shape[dim]} (size of dimension {dim})",
+                got=f"start {start!r}, length {length!r} on shape {shape}",
+                mend="Take a range inside the array",
+            )
+        return t[(slice(None),) * dim + (slice(start, start + length), ...)]
+
+    def idx_where_all_true(self, t: Array, dim: int) -> list[int]:
+        shape = self.shape(self._arrays("idx_where_all_true", t))
+        self._dim("idx_where_all_true", shape, dim)
+        if not self.xp.isdtype(t.dtype, "bool"):
+            raise InvalidTensorOperation(
+                "idx_where_all_true",
+                expected="an array of bool",
+                got=f"dtype {t.dtype}",
+                mend="Compare first, for example with eq",
+            )
+        rest = tuple(d for d in range(len(shape)) if d != dim)
+        rows = self.xp.all(t, axis=rest) if rest else t
+        return [int(i) for i in np.flatnonzero(self.get(rows))]
+
+    def pop(self, t: Array, dim: int, index: int) -> Array:
+        shape = self.shape(self._arrays("pop", t))
+        self._dim("pop", shape, dim)
+        if not (_is_int(index) and 0 <= index < shape[dim]):
+            raise InvalidTensorOperation(
+                "pop",
+                expected=f"0 <= index < {shape[dim]}",
+                got=f"index {index!r}",
+                mend=f"Index {index} is out of bounds for dimension {dim} with size {shape[dim]}: take one inside",
+            )
+        before = self.slice(t, dim, 0, index)
+        return self.cat([before, self.slice(t, dim, index + 1, shape[dim] - index - 1)], dim)
+
+    def repeat(self, t: Array, dim: int, times: int) -> Array:
+        shape = self.shape(self._arrays("repeat", t))
+        self._dim("repeat", shape, dim)
+        if not (_is_int(times) and times >= 0):
+            raise InvalidTensorOperation(
+                "repeat", expected="times >= 0", got=f"times {times!r}", mend="Pass how often the array is laid down"
+            )
+        return self.xp.tile(t, tuple(int(times) if d == dim else 1 for d in range(len(shape))))
+
+    def unsqueeze(self, t: Array, dim: int) -> Array:
+        rank = len(self.shape(self._arrays("unsqueeze", t)))
+        if not (_is_int(dim) and 0 <= dim <= rank):
+            raise InvalidTensorOperation(
+                "unsqueeze", expected=f"0 <= dim <= {rank}", got=f"dim {dim!r}", mend="Dimensions count from the left"
+            )
+        return self.xp.expand_dims(t, axis=int(dim))
+
+    def _arrays(self, op: str, *ts: Any) -> Any:
+        """Check that all are arrays of this library; returns the first."""
+        for t in ts:
+            if not self.owns(t):
+                raise InvalidTensorOperation(
+                    op,
+                    expected=f"an array of {self.name}",
+                    got=f"{type(t).__module__}.{type(t).__qualname__}",
+                    mend="Convert it with backend.put(numpy_array)",
+                )
+        return ts[0]
+
+    def _dim(self, op: str, shape: tuple[int, ...], dim: int) -> None:
+        if not (_is_int(dim) and 0 <= dim < len(shape)):
+            raise InvalidTensorOperation(
+                op,
+                expected=f"0 <= dim < {len(shape)}" if shape else "an array of rank 1 or higher",
+                got=f"dim {dim!r} on shape {shape}",
+                mend="Dimensions count from the left; negative ones are refused",
+            )
+
+    def _one_dtype(self, op: str, ts: Sequence[Array]) -> None:
+        for t in ts[1:]:
+            if t.dtype != ts[0].dtype:
+                raise InvalidTensorOperation(
+                    op,
+                    expected=f"one dtype, {ts[0].dtype} as in the first array",
+                    got=f"{t.dtype}",
+                    mend="Convert the arrays first: nothing is promoted",
+                )
+
+    # ---- movement ----------------------------------------------------------------------------------------------
+
+    def dtype(self, name: str) -> Any:
+        """The library's dtype of this name ("float32"). Raises UnsupportedOperation where it has none."""
+        found = getattr(self.xp, name, None)
+        if found is None:
+            raise UnsupportedOperation(f"{self.name} has no dtype {name!r}; choose another, for example float32.")
+        return found
+
+    def put(self, a: HostArray, dtype: str | None = None) -> Array:
+        """Host array -> array of this library on its device, cast to `dtype` if given."""
+        return self.xp.asarray(a, dtype=self.dtype(dtype) if dtype else None, device=self.device)
+
+    def get(self, t: Array) -> HostArray:
+        """Array -> host array; waits for the device."""
+        return np.asarray(t)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return self.xp.zeros(shape, dtype=self.dtype(dtype), device=self.device)
+
+    def put_weight(self, w: HostArray, dtype: str) -> Array:
+        """Like `put`, for a matrix [out, in] that `linear` will multiply with; the memory layout may differ."""
+        return self.put(w, dtype)
+
+    def take(self, t: Array, idx: Array) -> Array:
+        """Rows of `t` [n, ...] at integer indices `idx` of any shape: idx.shape + t.shape[1:]."""
+        rows = self.xp.take(t, self.xp.reshape(idx, (-1,)), axis=0)
+        return self.xp.reshape(rows, (*idx.shape, *t.shape[1:]))
+
+    def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
+        """`dst` [n, ...] with rows `idx` [m] replaced by `src` [m, ...]; later duplicates win. May reuse `dst`.
+
+        This default never writes, so that it is right on immutable arrays as well; it costs a pass over `dst`.
+        """
+        source = np.full(dst.shape[0], -1, np.int64)
+        source[self.get(idx)] = np.arange(idx.shape[0])
+        hit = self.xp.reshape(self.put(source >= 0), (-1, *(1,) * (dst.ndim - 1)))
+        return self.xp.where(hit, self.take(src, self.put(np.maximum(source, 0))), dst)
+
+    # ---- cache and attention -----------------------------------------------------------------------------------
+
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        """Memory of one layer. Paged: keys [blocks, block_size, kv_heads, k_dim] and values; State: [rows, *shape]."""
+        dtype = spec.dtype or dtype
+        if isinstance(spec, State):
+            return self.zeros((rows, *spec.shape), dtype)
+        shape = (blocks, block_size, spec.kv_heads)
+        return self.zeros((*shape, spec.k_dim), dtype), self.zeros((*shape, spec.v_dim), dtype)
+
+    def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
+        """One half of a paged cache [blocks, block_size, ...] with positions `slot` [T] set to `rows` [T, ...]."""
+        flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
+        return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
+
+    def attend(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, x: StepInputs[Array], *, scale: float | None = None
+    ) -> tuple[Array, LayerCache]:
+        """Write k and v into the paged cache at x.slot, then causal attention of q over the row's whole cache.
+
+        q [T, heads, k_dim], k [T, kv_heads, k_dim], v [T, kv_heads, v_dim]; heads is a multiple of kv_heads.
+        scale: of the scores; None: k_dim ** -0.5. Returns ([T, heads, v_dim], cache).
+
+        The order is part of the contract: requests of one step may share blocks that are written in that step. The
+        reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
+        """
+        xp = self.xp
+        keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
+        tiles, tile = x.tile_q.shape
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+        group = heads // kv_heads
+        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
+        span = table.shape[1] * keys.shape[1]
+        kt = xp.permute_dims(xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim)), (0, 2, 3, 1))
+        vt = xp.permute_dims(xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2])), (0, 2, 1, 3))
+        qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
+        qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
+        scores = self.float32(xp.matmul(qt, kt)) * (dim**-0.5 if scale is None else scale)
+        at = self.take(x.pos, x.tile_q)  # [N, tile] position of each query
+        hidden = self._positions(span)[None, None, :] > at[:, :, None]
+        bias = xp.where(hidden, self._scalar(-math.inf), self._scalar(0.0))[:, None, None, :, :]
+        scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span)) + bias
+        weights = xp.astype(self.softmax(scores), v.dtype)
+        out = xp.matmul(xp.reshape(weights, (tiles, kv_heads, group * tile, span)), vt)
+        out = xp.permute_dims(xp.reshape(out, (tiles, kv_heads, group, tile, v.shape[2])), (0, 3, 1, 2, 4))
+        return self.take(xp.reshape(out, (tiles * tile, heads, v.shape[2])), x.tile_of), (keys, values)
+
+    def _positions(self, n: int) -> Array:
+        return self.xp.arange(n, dtype=self.xp.int32, device=self.device)
+
+    def _scalar(self, value: float) -> Array:
+        return self.xp.asarray(value, dtype=self.xp.float32, device=self.device)
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def float32(self, x: Array) -> Array:
+        return self.xp.astype(x, self.xp.float32, copy=False)
+
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        """x [..., in], w [out, in] (from `put_weight`), b [out] -> [..., out]."""
+        y = self.xp.matmul(x, self.xp.matrix_transpose(w))
+        return y if b is None else y + b
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        """x / sqrt(mean(x^2) + eps) * w over the last axis, computed in float32 (Zhang & Sennrich 2019)."""
+        f = self.float32(x)
+        scaled = f / self.xp.sqrt(self.xp.mean(f * f, axis=-1, keepdims=True) + eps)
+        return self.xp.astype(scaled, x.dtype, copy=False) * w
+
+    def silu(self, x: Array) -> Array:
+        """x * sigmoid(x)."""
+        e = self.xp.exp(-self.xp.abs(x))  # never overflows
+        return x * self.xp.where(x >= 0, self.xp.ones_like(x), e) / (1 + e)
+
+    def softmax(self, x: Array) -> Array:
+        """Over the last axis."""
+        e = self.xp.exp(x - self.xp.max(x, axis=-1, keepdims=True))
+        return e / self.xp.sum(e, axis=-1, keepdims=True)
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Rotary position embedding (Su et al. 2021), halves paired as in Hugging Face.
+
+        x [T, heads, dim]; cos, sin [T, 1, dim / 2].
+        """
+        half = x.shape[-1] // 2
+        a, b = x[..., :half], x[..., half:]
+        return self.xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    # ---- execution ---------------------------------------------------------------------------------------------
+
+    def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
+        return fn
+
+    def usable(self, cache: Sequence[LayerCache]) -> bool:
+        """Is the cache still readable after a step failed? False if it was given away to a compiled call."""
+        return True
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Entered around every step: switches off gradients and the like."""
+        return nullcontext()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Free and total bytes of the device, or None if unknown."""
+        return None
+
+    def versions(self) -> dict[str, str]:
+        """Library and device, for `hibachi doctor`."""
+        return {"library": f"{self.xp.__name__}", "device": str(self.device or "default")}
+
+
+def _is_int(n: Any) -> bool:
+    return isinstance(n, (int, np.integer)) and not isinstance(n, bool)

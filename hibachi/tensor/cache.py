@@ -1,0 +1,56 @@
+"""What a cached model and a backend tell each other: the memory a layer needs, and the inputs of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A layer that keeps keys and values of every position, in blocks that the engine hands out.
+
+    kv_heads, k_dim, v_dim: sizes of one position. dtype: name of the stored dtype; None: the model's default.
+    """
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A layer that keeps one recurrent state a row. shape: of one row's state, which starts as zeros."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+CacheSpec: TypeAlias = Sequence[Paged | State]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs(Generic[T]):
+    """One step, packed: the new tokens of all rows one after another. All index arrays are int32, on the device.
+
+    T tokens, B rows, `bs` the block size, n_out outputs wanted. Backends with static shapes see all of them padded:
+    padding tokens write to block 0, which no request owns, and their outputs are dropped.
+    """
+
+    tok: T  # [T, *tok]   tokens of row 0, then of row 1, ...; single-token rows come first
+    pos: T  # [T]         position of each token in its sequence, from 0
+    slot: T  # [T]        where its key and value go: block * bs + offset in the block
+    seg: T  # [T]         which of the B rows it belongs to
+    row: T  # [B]         the persistent row that the request holds
+    start: T  # [B]       positions cached before this step
+    kv_len: T  # [B]      positions cached after it
+    cu_q: T  # [B + 1]    tokens of row i are cu_q[i] to cu_q[i + 1] - 1
+    block_table: T  # [B, blocks]  blocks of each row, in order
+    last: T  # [n_out]    indices into the T tokens whose output is wanted
+    tile_q: T  # [N, tile]  query tiles for attention: `tile` tokens of one row each (indices into T, padded with 0)
+    tile_row: T  # [N]      which of the B rows a tile belongs to
+    tile_of: T  # [T]       where each token stands in the flattened tiles

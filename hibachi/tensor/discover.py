@@ -1,0 +1,104 @@
+"""Finding backends: by name, by array, by entry point in the group `hibachi.backends`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from hibachi.errors import BackendNotFound, BackendNotInstalled
+from hibachi.tensor.array_backend import ArrayBackend
+
+GROUP = "hibachi.backends"
+
+
+@cache
+def _found() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP)}
+
+
+def _class(name: str) -> Any:
+    try:
+        return _found()[name].load()
+    except ModuleNotFoundError as e:
+        raise BackendNotInstalled(
+            f"Backend {name!r} needs the module {e.name!r}, which is not installed. "
+            f"From the checkout: pip install '.[{name}]'."
+        ) from e
+
+
+def known() -> list[str]:
+    """Names of all registered backends, installed or not."""
+    return sorted(_found())
+
+
+def load(name: str, *, device: Any = None) -> ArrayBackend:
+    """The backend called `name`, on `device` (the library's own notation; None: its default).
+
+    Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing.
+    """
+    if name not in _found():
+        raise BackendNotFound(
+            f"No backend is called {name!r}. Known: {', '.join(known()) or 'none'}. "
+            f"A package adds one by an entry point in the group {GROUP!r}."
+        )
+    backend: ArrayBackend = _class(name)(**({} if device is None else {"device": device}))
+    return backend
+
+
+def available() -> list[str]:
+    """Names of the backends that load on this machine."""
+    return [name for name in known() if why_missing(name) is None]
+
+
+def why_missing(name: str) -> str | None:
+    """Why a registered backend does not load, or None if it does."""
+    try:
+        _class(name)
+    except Exception as e:  # a broken library must not take the working ones with it
+        return str(e) if isinstance(e, BackendNotInstalled) else f"{type(e).__name__}: {e}"
+    return None
+
+
+def backend_for(array: Any) -> ArrayBackend:
+    """The backend for this array's library and device.
+
+    An entry point is asked if a module of its name is imported already (nobody holds an array of a library that is not),
+    so that backends are named after their library. Any other array that follows the array API is served through its own
+    namespace. Raises BackendNotFound.
+    """
+    library = type(array).__module__.split(".")[0]
+    for name in sorted(known(), key=lambda n: not library.startswith(n)):
+        if name in sys.modules and why_missing(name) is None:
+            backend: ArrayBackend | None = _class(name).for_array(array)
+            if backend is not None:
+                return backend
+    if hasattr(array, "__array_namespace__"):
+        return ArrayBackend(array.__array_namespace__(), name=library)
+    raise BackendNotFound(
+        f"No backend knows {type(array).__module__}.{type(array).__qualname__}. Installed: {', '.join(available())}. "
+        f"Pass backend=NAME or a Backend object."
+    )
+
+
+def resolve(spec: str) -> ArrayBackend:
+    """A backend from NAME, `package:object` (a backend, its class or factory) or the name of an array-API module."""
+    if spec in _found():
+        return load(spec)
+    module, _, attribute = spec.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        raise BackendNotFound(
+            f"{spec!r} is neither a backend (known: {', '.join(known())}) nor a module that can be imported ({e})."
+        ) from e
+    for part in filter(None, attribute.split(".")):
+        if not hasattr(found, part):
+            raise BackendNotFound(f"Module {module!r} has no attribute {attribute!r}.")
+        found = getattr(found, part)
+    if not attribute:
+        return ArrayBackend(found)
+    backend: ArrayBackend = found() if callable(found) else found
+    return backend

@@ -1,0 +1,53 @@
+"""`hibachi conformance`: runs the conformance suite on installed backends, from any folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def suite() -> Path:
+    """The folder of the suite: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside, beside = package / "conformance", package.parent / "conformance"
+    return inside if inside.is_dir() else beside
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: every promise is kept; 1: some are broken; more: the suite did not run."""
+    parser = argparse.ArgumentParser(
+        prog="hibachi conformance",
+        description="Which of the promises that hibachi relies on does a backend keep?",
+        epilog="Other arguments go to pytest, for example -k pop, or -x to stop at the first broken promise.",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a registered name, package:object, or an array-API module; repeatable. Default: all that load",
+    )
+    known, rest = parser.parse_known_args(argv)
+    try:
+        import pytest
+    except ModuleNotFoundError:
+        print(
+            "hibachi conformance needs pytest, which is not installed. From the checkout: pip install '.[test]'.",
+            file=sys.stderr,
+        )
+        return 2
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # for --backend my_module:MyBackend; last, so that it hides nothing
+    folder = suite()
+    # Nothing of the folder we are called from may change the outcome: no configuration, no conftest.py, no cache.
+    alone = ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder), "-p", "no:cacheprovider"]
+    chosen = [f"--backend={name}" for name in known.backend]
+    quiet = ["-q", "--no-header", "--tb=short", "--show-capture=no", "-rN", "-p", "hibachi.testing.plugin"]
+    return int(pytest.main([str(folder), *alone, *quiet, *chosen, *rest]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""JAX, as a hibachi backend."""
+
+from hibachi_jax.backend import JaxBackend as JaxBackend

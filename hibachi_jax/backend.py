@@ -1,0 +1,67 @@
+"""JAX: the array-API defaults, compiled per shape, with caches donated from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.cache import StepInputs
+
+jax.tree_util.register_dataclass(
+    StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[]
+)
+
+
+class JaxBackend(ArrayBackend):
+    """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device."""
+
+    name = "jax"
+    static_shapes = True
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__(jnp, device=jax.devices(device)[0] if isinstance(device, str) else device)
+        self._array_type = jax.Array
+
+    @classmethod
+    def for_array(cls, t: Any) -> JaxBackend | None:
+        return cls() if isinstance(t, jax.Array) else None
+
+    # ---- movement ----------------------------------------------------------------------------------------------
+
+    def put(self, a: HostArray, dtype: str | None = None) -> Array:
+        return jax.device_put(a if dtype is None else a.astype(self.dtype(dtype)), self.device)
+
+    def take(self, t: Array, idx: Array) -> Array:
+        return t[idx]
+
+    def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
+        return dst.at[idx].set(src)
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def silu(self, x: Array) -> Array:
+        return jax.nn.silu(x)
+
+    def softmax(self, x: Array) -> Array:
+        return jax.nn.softmax(x, axis=-1)
+
+    # ---- execution ---------------------------------------------------------------------------------------------
+
+    def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        return jax.jit(fn, donate_argnums=donate)
+
+    def usable(self, cache: Sequence[LayerCache]) -> bool:
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array))
+
+    def memory(self) -> tuple[int, int] | None:
+        stats = (self.device or jax.devices()[0]).memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return None
+        return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+
+    def versions(self) -> dict[str, str]:
+        return {"library": f"jax {jax.__version__}", "device": str(self.device or jax.devices()[0])}

@@ -1,0 +1,3 @@
+"""PyTorch, as a hibachi backend."""
+
+from hibachi_torch.backend import TorchBackend as TorchBackend

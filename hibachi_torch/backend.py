@@ -1,0 +1,71 @@
+"""PyTorch on the CPU and on CUDA: the array-API defaults, and what torch does better."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+
+class TorchBackend(ArrayBackend):
+    """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU."""
+
+    name = "torch"
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self._array_type = torch.Tensor
+
+    @classmethod
+    def for_array(cls, t: Any) -> TorchBackend | None:
+        return cls(t.device) if isinstance(t, torch.Tensor) else None
+
+    # ---- movement ----------------------------------------------------------------------------------------------
+
+    def put(self, a: HostArray, dtype: str | None = None) -> Array:
+        a = np.asarray(a, order="C")  # np.ascontiguousarray would make an array of rank 0 one of rank 1
+        refused = not a.flags.writeable or min(a.strides, default=0) < 0
+        t = torch.from_numpy(a.copy() if refused else a)
+        return t.to(self.device, self.dtype(dtype) if dtype else None)
+
+    def get(self, t: Array) -> HostArray:
+        t = t.detach()
+        return (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
+
+    def take(self, t: Array, idx: Array) -> Array:
+        return t[idx]
+
+    def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
+        return dst.index_copy_(0, idx.long(), src)
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return F.linear(x, w, b)
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+    def silu(self, x: Array) -> Array:
+        return F.silu(x)
+
+    def softmax(self, x: Array) -> Array:
+        return torch.softmax(x, -1)
+
+    # ---- execution ---------------------------------------------------------------------------------------------
+
+    def guard(self) -> AbstractContextManager[Any]:
+        return torch.inference_mode()
+
+    def memory(self) -> tuple[int, int] | None:
+        return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
+
+    def versions(self) -> dict[str, str]:
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return {"library": f"torch {torch.__version__}", "device": f"{device}, {torch.get_num_threads()} threads"}
