@@ -3,6 +3,7 @@
 from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
 from hibachi.engine.stream import Item as Item
+from hibachi.engine.llm import LLM as LLM
 from hibachi.engine.stream import ItemStream as ItemStream
 from hibachi.errors import BackendError as BackendError
 from hibachi.errors import BackendNotFound as BackendNotFound

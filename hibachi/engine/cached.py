@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
-from hibachi.engine.runner import CacheLost, Outcome, Part, check_output, isolate, jobs_of
+from hibachi.engine.runner import CacheLost, Outcome, Part, check_output, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
@@ -122,7 +122,7 @@ class CachedRunner:
             if not n:
                 return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool))
             tokens, bad, logprobs = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
-            return Part(idx, tokens, None, stopped(jobs, tokens, tokens, self.backend), bad, logprobs)
+            return Part(idx, tokens, None, stopped(jobs, tokens, None, self.backend), bad, logprobs)
         kind = "f" if self.table.values.dtype.kind == "f" else "i"
         check_output(out, self.backend, (wanted, *self.table.shape), self.name, kind=kind)
         tokens = self.backend.get(out)[:n]
@@ -219,11 +219,6 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),
         logprobs=logprobs,
     )
-
-
-def row_bucket(n: int, most: int) -> int:
-    """1, or the next power of two from 8 on, at most `most`."""
-    return 1 if n == 1 else min(most, max(8, 1 << (n - 1).bit_length()))
 
 
 def width_bucket(n: int, most: int) -> int:

@@ -45,7 +45,7 @@ class Stopper:
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend) -> Any:
-    """Which requests end with their new token. tokens [n, *tok] on the host, `batch` the same natively: bool [n]."""
+    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host, batch the same natively, or None."""
     rules = {id(job.stop): job.stop for job in jobs}
     out = np.zeros(len(jobs), bool)
     for key, rule in rules.items():
@@ -55,7 +55,10 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
         mine = np.arange(len(jobs)) if everyone else np.flatnonzero([id(job.stop) == key for job in jobs])
         out[mine] = rule.match(tokens if everyone else tokens[mine])
         if rule.where is not None:
-            native = batch if everyone else backend.take(batch, backend.put(mine))
+            if batch is None:
+                native = backend.put(tokens[mine])
+            else:
+                native = batch if everyone else backend.take(batch, backend.put(mine))
             hit = rule.where(native)
             hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
             if hit.shape != (len(mine),):
@@ -92,6 +95,12 @@ class TokenTable:
     def fill(self, row: int, prompt: HostArray) -> None:
         self._widen(len(prompt) + 1)
         self.values[row, : len(prompt)] = prompt
+
+    def window(self, rows: Any, width: int) -> HostArray:
+        """A copy of the first `width` positions of `rows`."""
+        self._widen(width)
+        out: HostArray = self.values[rows, :width]
+        return out
 
     def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
         """One new token for each of `rows`, at its position."""

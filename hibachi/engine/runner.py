@@ -143,3 +143,8 @@ def check_output(
 def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
     seqs = plan.seqs
     return [seqs[i].owner for i in idx.tolist()]
+
+
+def row_bucket(n: int, most: int) -> int:
+    """1, or the next power of two from 8 on, at most `most`."""
+    return 1 if n == 1 else min(most, max(8, 1 << (n - 1).bit_length()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from hibachi.errors import EngineClosed, RequestError
@@ -257,3 +257,25 @@ def closed(stream: ItemStream[Any]) -> Exception:
     if stream.finish_reason == Finish.CLOSED:
         return EngineClosed("The engine was closed before this request was done. Make a new one.")
     return RequestError("The request was cancelled before it was done.")
+
+
+def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
+    """(which stream, its new items) as they come from any of them, until all have ended. Raises the first error."""
+    event = threading.Event()
+    active = dict(enumerate(streams))
+    for stream in streams:
+        stream._channel._sync_waiter = event
+    while active:
+        event.clear()
+        for i, stream in list(active.items()):
+            channel = stream._channel
+            over = channel.finish is not None  # read before the buffer: nothing is pushed after the end
+            items = [stream._read(channel.buffer.popleft()) for _ in range(len(channel.buffer))]
+            if items:
+                yield i, items
+            if over:
+                del active[i]
+                if channel.error is not None:
+                    raise channel.error
+        if active:
+            event.wait()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
-from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, isolate, jobs_of
+from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.scheduler import Seq, StepPlan
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
@@ -57,25 +57,39 @@ class WholeRunner:
     def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
         rows, lengths = plan.rows[idx], lengths[idx]
         jobs = jobs_of(plan, idx)
+        n = len(idx)
         with self.backend.guard():
-            args = [self.backend.put(self._batch(rows, lengths))]
+            shown_rows, shown_lengths, width = self._shape(rows, lengths)
+            args = [self.backend.put(self._batch(shown_rows, shown_lengths, width))]
             if self.takes_lengths:
-                args.append(self.backend.put(lengths))
+                args.append(self.backend.put(shown_lengths))
             out = self.wait(self.forward(*args))
             if self.sampler:
-                check_output(out, self.backend, (len(idx), self.sampler.vocab_size), self.name)
+                check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
                 tokens, bad, logprobs = self.sampler.draw(out, jobs, rows, lengths)
-                return Part(idx, tokens, None, stopped(jobs, tokens, out, self.backend), bad, logprobs)
+                return Part(idx, tokens, None, stopped(jobs, tokens, None, self.backend), bad, logprobs)
             kind = "f" if self.table.values.dtype.kind == "f" else "i"
-            check_output(out, self.backend, (len(idx), *self.table.shape), self.name, kind=kind)
+            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=kind)
+            out = out if len(shown_rows) == n else out[:n, ...]
             tokens = self.backend.get(out)
-            bad = ~np.isfinite(tokens).reshape(len(idx), -1).all(axis=1) if kind == "f" else None
+            bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
             return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
 
-    def _batch(self, rows: Any, lengths: Any) -> HostArray:
-        """[B, S, *tok], padded on the left."""
+    def _shape(self, rows: Any, lengths: Any) -> tuple[Any, Any, int]:
+        """What the model is shown: the rows as they are, or, where every new shape would be compiled, padded to few.
+
+        Only a model that is told the lengths can pass over more padding than its batch needs.
+        """
         width = int(lengths.max())
-        batch: HostArray = self.table.values[rows, :width]
+        if not self.backend.static_shapes or self.padding is None or not self.takes_lengths:
+            return rows, lengths, width
+        extra = row_bucket(len(rows), len(self.table.values)) - len(rows)
+        rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
+        return rows, lengths, max(16, 1 << (width - 1).bit_length())
+
+    def _batch(self, rows: Any, lengths: Any, width: int) -> HostArray:
+        """[B, S, *tok], padded on the left."""
+        batch: HostArray = self.table.window(rows, width)
         if self.padding is not None:
             for i in np.flatnonzero(lengths != width).tolist():
                 pad = width - int(lengths[i])

@@ -48,7 +48,7 @@ class Decoder:
         """
         arch, checkpoint = load_arch(path), Checkpoint(path)
         checkpoint.check(*tensor_shapes(arch))
-        max_len, dtype = max_model_len or arch.max_positions, dtype or "float32"
+        max_len, dtype = arch.max_positions if max_model_len is None else max_model_len, dtype or "float32"
         if not 1 <= max_len <= arch.max_positions:
             raise ConfigError(
                 f"max_model_len must be between 1 and {arch.max_positions} (max_position_embeddings of this model); "

@@ -209,6 +209,8 @@ class ArrayBackend:
 
         This default never writes, so that it is right on immutable arrays as well; it costs a pass over `dst`.
         """
+        if not idx.shape[0]:
+            return dst
         source = np.full(dst.shape[0], -1, np.int64)
         source[self.get(idx)] = np.arange(idx.shape[0])
         hit = self.xp.reshape(self.put(source >= 0), (-1, *(1,) * (dst.ndim - 1)))

@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: every promise is kept; 1: some are broken; more: the suite did not run."""
     parser = argparse.ArgumentParser(
         prog="hibachi conformance",
+        allow_abbrev=False,
         description="Which of the promises that hibachi relies on does a backend keep?",
         epilog="Other arguments go to pytest, for example -k pop, or -x to stop at the first broken promise.",
     )
@@ -34,19 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import pytest
     except ModuleNotFoundError:
-        print(
-            "hibachi conformance needs pytest, which is not installed. From the checkout: pip install '.[test]'.",
-            file=sys.stderr,
-        )
+        print("The suite needs pytest. From the checkout: pip install '.[test]'.", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # for --backend my_module:MyBackend; last, so that it hides nothing
-    folder = suite()
-    # Nothing of the folder we are called from may change the outcome: no configuration, no conftest.py, no cache.
-    alone = ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder), "-p", "no:cacheprovider"]
-    chosen = [f"--backend={name}" for name in known.backend]
+    folder = str(suite())
+    # Nothing of the folder we are called from may matter: no configuration, no conftest.py, no cache.
+    alone = ["-c", os.devnull, "--rootdir", folder, "--confcutdir", folder, "-p", "no:cacheprovider"]
     quiet = ["-q", "--no-header", "--tb=short", "--show-capture=no", "-rN", "-p", "hibachi.testing.plugin"]
-    return int(pytest.main([str(folder), *alone, *quiet, *chosen, *rest]))
+    chosen = [f"--backend={name}" for name in known.backend]
+    return int(pytest.main([folder, *alone, *quiet, *chosen, *rest]))
 
 
 if __name__ == "__main__":

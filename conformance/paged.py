@@ -1,0 +1,117 @@
+"""A paged cache under test beside a slow, obvious one: a dictionary from position to key and value."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hibachi import Paged, StepInputs
+
+
+@cache
+def compiled(backend: Any, scale: float | None) -> Any:
+    """Attention as a step of the engine runs it."""
+    return backend.compile(lambda *args: backend.attend(*args, scale=scale), donate=(3,))
+
+
+class Row(NamedTuple):
+    """What one request computes in a step: `q` tokens after `start` cached ones, kept in `blocks`."""
+
+    start: int
+    q: int
+    blocks: tuple[int, ...]
+
+
+class Memory:
+    """One layer's keys and values. `step` runs attention on the backend and the slow way, and compares."""
+
+    def __init__(
+        self, backend: Any, *, heads: int = 4, kv_heads: int = 2, k_dim: int = 8, v_dim: int = 6
+    ) -> None:
+        self.backend, self.block_size, self.blocks = backend, 4, 8
+        self.heads, self.kv_heads, self.k_dim, self.v_dim = heads, kv_heads, k_dim, v_dim
+        self.random = np.random.default_rng(0)
+        spec = Paged(kv_heads, k_dim, v_dim)
+        self.cache = backend.make_cache(
+            spec, blocks=self.blocks, block_size=self.block_size, rows=4, dtype="float32"
+        )
+        self.slow: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> key, value
+
+    def dirty(self) -> Memory:
+        """Every position of every block holds large numbers that earlier requests left behind."""
+        self.step([Row(0, self.blocks * self.block_size, tuple(range(self.blocks)))], size=100.0)
+        return self
+
+    def step(
+        self, rows: list[Row], *, size: float = 1.0, scale: float | None = None, tile: int = 4, pad: int = 0
+    ) -> None:
+        """Random queries, keys and values for the new tokens of all rows. AssertionError: they differ."""
+        host = step_inputs(rows, self.block_size, tile, pad)
+        tokens, real = len(host["pos"]), sum(row.q for row in rows)
+        q, k, v = (
+            size * self.random.normal(size=(tokens, n, dim)).astype("float32")
+            for n, dim in ((self.heads, self.k_dim), (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim))
+        )
+        put = self.backend.put
+        x = StepInputs(**{name: put(a) for name, a in host.items()})
+        with self.backend.guard():
+            got, self.cache = compiled(self.backend, scale)(put(q), put(k), put(v), self.cache, x)
+        self.slow |= {int(slot): (k[t], v[t]) for t, slot in enumerate(host["slot"][:real])}
+        want = self.slow_attention(rows, q, self.k_dim**-0.5 if scale is None else scale)
+        got = self.backend.get(got)
+        assert got.shape == (tokens, self.heads, self.v_dim), f"attend gave shape {got.shape}"
+        # Loose enough for a library that multiplies float32 with the precision of bfloat16.
+        off = np.abs(got[:real] - want).max(axis=(1, 2))
+        bad = [f"token {t} of {rows}" for t in np.flatnonzero(~(off <= 0.02 * size))]
+        assert not bad, f"attend differs from slow attention by up to {off.max():.3g} at {'; '.join(bad[:3])}"
+
+    def slow_attention(self, rows: list[Row], q: np.ndarray, scale: float) -> np.ndarray:
+        """Token by token and head by head, in float64."""
+        out, group = [], self.heads // self.kv_heads
+        tokens = [(row.blocks, at) for row in rows for at in range(row.start, row.start + row.q)]
+        for token, (blocks, at) in enumerate(tokens):
+            past = [self.slow[slot_of(blocks, p, self.block_size)] for p in range(at + 1)]
+            keys, values = (np.array(each, "float64") for each in zip(*past, strict=True))
+            for head in range(self.heads):
+                scores = keys[:, head // group] @ q[token, head] * scale
+                weights = np.exp(scores - scores.max())
+                out.append(weights / weights.sum() @ values[:, head // group])
+        return np.reshape(out, (-1, self.heads, self.v_dim))
+
+
+def slot_of(blocks: tuple[int, ...], position: int, block_size: int) -> int:
+    return blocks[position // block_size] * block_size + position % block_size
+
+
+def step_inputs(rows: list[Row], block_size: int, tile: int, pad: int) -> dict[str, np.ndarray]:
+    """The packed index arrays of one step; `pad` more of each kind, as backends with static shapes see them."""
+    pos = [p for row in rows for p in range(row.start, row.start + row.q)]
+    seg = [i for i, row in enumerate(rows) for _ in range(row.q)]
+    slot = [slot_of(rows[i].blocks, p, block_size) for i, p in zip(seg, pos, strict=True)]
+    cu_q = np.cumsum([0] + [row.q for row in rows]).tolist()
+    tile_q, tile_row, tile_of = [], [], []
+    for i, row in enumerate(rows):
+        for first in range(cu_q[i], cu_q[i] + row.q, tile):
+            tokens = list(range(first, min(first + tile, cu_q[i] + row.q)))
+            tile_of += [len(tile_q) * tile + n for n in range(len(tokens))]
+            tile_q.append(tokens + [0] * (tile - len(tokens)))
+            tile_row.append(i)
+    width = max(len(row.blocks) for row in rows) + pad
+    host = dict(
+        tok=[0] * len(pos) + [0] * pad,
+        pos=pos + [0] * pad,
+        slot=slot + [0] * pad,
+        seg=seg + [0] * pad,
+        row=list(range(len(rows))) + [0] * pad,
+        start=[row.start for row in rows] + [0] * pad,
+        kv_len=[row.start + row.q for row in rows] + [0] * pad,
+        cu_q=cu_q + cu_q[-1:] * pad,
+        block_table=[[*row.blocks, *[0] * (width - len(row.blocks))] for row in rows] + [[0] * width] * pad,
+        last=[end - 1 for end in cu_q[1:]] + [0] * pad,
+        tile_q=tile_q + [[0] * tile] * pad,
+        tile_row=tile_row + [0] * pad,
+        tile_of=tile_of + [0] * pad,
+    )
+    return {name: np.array(values, "int32") for name, values in host.items()}

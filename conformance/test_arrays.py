@@ -1,0 +1,202 @@
+"""What the engine and a decoder need besides the nine operations: movement, arithmetic, caches, execution."""
+
+import numpy as np
+import pytest
+
+from hibachi import State
+
+from .cases import expect, sample, samples
+
+pytestmark = pytest.mark.promise("arrays and arithmetic")
+
+NEAR = 1e-5
+ABOUT = 0.02  # for products: libraries may multiply float32 with the precision of bfloat16
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape).astype("float32")
+
+
+def matches(backend, got, want):
+    """`got` is `want`, an array, with the dtype that the backend keeps such an array in."""
+    got = backend.get(got)
+    assert got.dtype == backend.get(backend.put(want)).dtype
+    np.testing.assert_array_equal(got, want)
+
+
+# movement
+
+
+def test_put_and_get_are_inverse(backend):
+    """Of every rank; int64 may come back narrower, where a library has none."""
+    for x in samples():
+        got = backend.get(backend.put(x))
+        assert isinstance(got, np.ndarray)
+        assert got.dtype == x.dtype or (x.dtype == np.int64 and got.dtype == np.int32)
+        np.testing.assert_array_equal(got, x, strict=x.dtype != np.int64)
+
+
+def test_put_takes_host_arrays_of_any_memory_layout(backend):
+    x = sample((4, 6))
+    read_only = x.copy()
+    read_only.setflags(write=False)
+    for view in (x.T, x[::2, 1::2], x[::-1], np.flip(x[:1], 0), np.asfortranarray(x), read_only, x[1:1]):
+        np.testing.assert_array_equal(backend.get(backend.put(view)), view, strict=True)
+
+
+def test_put_casts_to_the_dtype_asked_for(backend):
+    matches(backend, backend.put(np.array([0, 1, 2]), "float32"), np.array([0, 1, 2], "float32"))
+    matches(backend, backend.put(np.array([0.0, 1.0, 2.0]), "int32"), np.array([0, 1, 2], "int32"))
+    matches(backend, backend.put(np.array([0, 1, 2]), "bool"), np.array([False, True, True]))
+
+
+def test_zeros_has_the_shape_and_dtype_asked_for(backend):
+    for dtype in ("float32", "int32", "bool"):
+        for shape in ((), (3,), (2, 0), (2, 3, 4)):
+            matches(backend, backend.zeros(shape, dtype), np.zeros(shape, dtype))
+
+
+def test_a_backend_owns_its_arrays_and_nothing_else(backend):
+    assert backend.owns(backend.put(sample((2, 3))))
+    assert backend.owns(backend.zeros((2,), "float32"))
+    assert not any(backend.owns(x) for x in ([1, 2], (1,), 1, 1.0, None, "x"))
+
+
+# rows
+
+
+def test_take_gives_rows_at_indices_of_any_shape(backend):
+    for x in (sample((5,)), sample((5, 3), "float32"), sample((5, 2, 2), "bool")):
+        for idx in (np.array([4, 0, 0]), np.array([[1, 2], [3, 4]]), np.array(2), np.array([], int)):
+            matches(
+                backend, backend.take(backend.put(x), backend.put(idx.astype("int32"))), np.asarray(x[idx])
+            )
+
+
+def scattered(backend, x, idx, rows):
+    """The rows of x after the call; the array passed in may be gone then, so only the answer counts."""
+    idx = np.array(idx, "int32")
+    return backend.scatter_rows(backend.put(x.copy()), backend.put(idx), backend.put(rows))
+
+
+def test_scatter_rows_replaces_the_named_rows_and_no_other(backend):
+    for x in (sample((5,)), sample((5, 3), "float32"), sample((5, 2, 2), "bool")):
+        rows = np.flip(x, 0)[:2].copy()
+        want = x.copy()
+        want[[4, 1]] = rows
+        matches(backend, scattered(backend, x, [4, 1], rows), want)
+
+
+def test_scatter_rows_of_no_rows_changes_nothing(backend):
+    x = sample((5, 3), "float32")
+    matches(backend, scattered(backend, x, [], x[:0]), x)
+
+
+def test_scatter_rows_named_twice_leaves_the_others_alone(backend):
+    """Padding writes to one place many times; what stays there is nobody's business."""
+    x = sample((5, 3), "float32")
+    got = backend.get(scattered(backend, x, [0, 3, 0], -x[:3]))
+    np.testing.assert_array_equal(got[1:], [x[1], x[2], -x[1], x[4]])
+
+
+# arithmetic
+
+
+def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias(backend):
+    w, b = normal(6, 4), normal(6)
+    weight = backend.put_weight(w, "float32")
+    for shape in ((4,), (3, 4), (2, 3, 4), (0, 4)):
+        x = normal(*shape)
+        for bias in (None, b):
+            got = backend.get(
+                backend.linear(backend.put(x), weight, None if bias is None else backend.put(bias))
+            )
+            want = x @ w.T + (0 if bias is None else bias)
+            np.testing.assert_allclose(got, want, rtol=ABOUT, atol=ABOUT)
+            assert got.dtype == np.float32
+
+
+def test_rms_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight(backend):
+    x, w = normal(3, 2, 8) * 5, normal(8)
+    for eps in (1e-6, 0.5):
+        want = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * w
+        expect(backend, want, "rms_norm", x, w, eps, atol=NEAR)
+    expect(backend, np.zeros((1, 8), "float32"), "rms_norm", np.zeros((1, 8), "float32"), w, 1e-6)
+
+
+def test_silu_is_x_times_its_sigmoid(backend):
+    x = np.array([[-1000, -20, -1, -0.0, 0, 0.5, 1, 20, 1000]], "float32")
+    want = (x.astype("float64") / (1 + np.exp(-np.maximum(x, -100).astype("float64")))).astype("float32")
+    expect(backend, want, "silu", x, atol=NEAR)
+
+
+def test_softmax_sums_to_one_over_the_last_axis(backend):
+    x = normal(3, 2, 5)
+    e = np.exp(x)
+    expect(backend, e / e.sum(-1, keepdims=True), "softmax", x, atol=NEAR)
+
+
+def test_softmax_stays_finite_for_large_and_hidden_scores(backend):
+    x = np.array([[1e4, 1e4, -1e4, -np.inf], [-np.inf, 3, -np.inf, -np.inf]], "float32")
+    expect(backend, np.array([[0.5, 0.5, 0, 0], [0, 1, 0, 0]], "float32"), "softmax", x, atol=NEAR)
+
+
+def test_softmax_leaves_its_argument_as_it_was(backend):
+    x = normal(2, 3)
+    there = backend.put(x.copy())
+    backend.softmax(there)
+    np.testing.assert_array_equal(backend.get(there), x)
+
+
+def test_rope_rotates_the_two_halves_of_each_head(backend):
+    x, angle = normal(3, 2, 8), normal(3, 1, 4)
+    cos, sin = np.cos(angle), np.sin(angle)
+    want = np.empty_like(x)
+    for i in range(4):  # element i is paired with element i + 4
+        a, b = x[..., i], x[..., i + 4]
+        want[..., i] = a * cos[..., i] - b * sin[..., i]
+        want[..., i + 4] = b * cos[..., i] + a * sin[..., i]
+    expect(backend, want, "rope", x, cos, sin, atol=NEAR)
+
+
+# memory and execution
+
+
+def test_the_cache_of_a_state_is_zeros_for_every_row(backend):
+    options = dict(blocks=8, block_size=4, rows=3)
+    matches(
+        backend, backend.make_cache(State((2, 5)), dtype="float32", **options), np.zeros((3, 2, 5), "float32")
+    )
+    matches(backend, backend.make_cache(State(()), dtype="float32", **options), np.zeros((3,), "float32"))
+    matches(
+        backend,
+        backend.make_cache(State((2,), "int32"), dtype="float32", **options),
+        np.zeros((3, 2), "int32"),
+    )
+
+
+def test_a_compiled_function_gives_what_the_function_gives(backend):
+    def step(memory, x):
+        return [backend.softmax(memory[0] + x)], x
+
+    memory, x = normal(2, 3), normal(2, 3)
+    compiled = backend.compile(step, donate=(0,))
+    for _ in range(2):
+        with backend.guard():
+            got, same = compiled([backend.put(memory.copy())], backend.put(x))
+        e = np.exp(memory + x)
+        np.testing.assert_allclose(backend.get(got[0]), e / e.sum(-1, keepdims=True), rtol=NEAR, atol=NEAR)
+        np.testing.assert_array_equal(backend.get(same), x)
+        assert backend.usable(got)
+
+
+def test_free_memory_is_unknown_or_part_of_the_total(backend):
+    if (memory := backend.memory()) is not None:
+        free, total = memory
+        assert 0 <= free <= total
+
+
+def test_a_backend_says_its_name_and_the_version_of_its_library(backend):
+    assert isinstance(backend.name, str) and backend.name
+    versions = backend.versions()
+    assert versions.get("library") and all(isinstance(v, str) for v in versions.values())

@@ -1,0 +1,74 @@
+"""Attention over the paged cache equals attention written out token by token."""
+
+import pytest
+
+from .paged import Memory, Row
+
+pytestmark = pytest.mark.promise("paged attention")
+
+
+def test_attend_equals_slow_attention_on_a_prompt(backend):
+    Memory(backend).step([Row(0, 6, (3, 1))])
+
+
+def test_attend_equals_slow_attention_on_single_tokens(backend):
+    memory = Memory(backend)
+    memory.step([Row(0, 5, (1, 2)), Row(0, 2, (5,))])
+    memory.step([Row(5, 1, (1, 2)), Row(2, 1, (5,))], tile=1)
+
+
+def test_attend_equals_slow_attention_on_single_tokens_beside_a_chunk(backend):
+    memory = Memory(backend)
+    memory.step([Row(0, 5, (1, 2)), Row(0, 3, (4, 6))])
+    memory.step([Row(5, 1, (1, 2)), Row(3, 5, (4, 6)), Row(0, 3, (7,))])
+
+
+def test_attend_gives_the_same_whatever_the_size_of_the_tiles(backend):
+    for tile in (1, 2, 8):
+        memory = Memory(backend)
+        memory.step([Row(0, 7, (2, 5))], tile=tile)
+        memory.step([Row(7, 1, (2, 5)), Row(0, 6, (1, 3))], tile=tile)
+
+
+def test_attend_never_looks_ahead(backend):
+    memory = Memory(backend)
+    memory.step([Row(0, 4, (1,))])
+    memory.step([Row(4, 4, (1, 2))])
+
+
+def test_attend_writes_before_it_reads(backend):
+    """A request may start on blocks that another one fills in the same step."""
+    Memory(backend).step([Row(4, 1, (1, 2)), Row(0, 4, (1,))])
+
+
+def test_attend_remembers_what_earlier_steps_wrote(backend):
+    memory = Memory(backend)
+    for at in range(6):
+        memory.step([Row(at, 1, (7, 2))])
+
+
+def test_attend_reads_no_block_and_no_position_of_others(backend):
+    memory = Memory(backend).dirty()
+    memory.step([Row(0, 3, (1, 2)), Row(0, 5, (4, 6))])
+    memory.step([Row(3, 1, (1, 2)), Row(5, 2, (4, 6))])
+
+
+def test_attend_shares_key_heads_among_groups_of_query_heads(backend):
+    for heads, kv_heads in ((4, 4), (6, 2), (4, 1)):
+        memory = Memory(backend, heads=heads, kv_heads=kv_heads)
+        memory.step([Row(0, 5, (1, 2))])
+        memory.step([Row(5, 1, (1, 2))])
+
+
+def test_attend_scales_the_scores_as_told(backend):
+    Memory(backend).step([Row(0, 5, (1, 2))], scale=1.5)
+
+
+def test_attend_stays_finite_for_large_scores(backend):
+    Memory(backend).step([Row(0, 5, (1, 2))], scale=1000.0)
+
+
+def test_attend_gives_padding_no_influence(backend):
+    memory = Memory(backend).dirty()
+    memory.step([Row(0, 3, (1,)), Row(0, 5, (4, 6))], pad=3)
+    memory.step([Row(3, 1, (1,)), Row(5, 1, (4, 6))], pad=3)

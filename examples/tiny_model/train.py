@@ -1,0 +1,228 @@
+"""Train, export, score and sample the tiny Llama-architecture model that ships with hibachi.
+
+Needs torch, numpy, tokenizers and safetensors, no accelerator. One novel is held out whole; a file
+given with --text is trained on whole. Train (about an hour on one core), then write the model card:
+
+    python examples/tiny_model/train.py --text NOVELS... --held-out NOVEL --work WORK --out OUT
+    python examples/tiny_model/train.py --held-out NOVEL --work WORK --out OUT --card
+
+WORK keeps the tokenizer and, every two minutes, a checkpoint: the same command takes up an interrupted
+training where the checkpoint stands, with the same batches and the same dropout that an uninterrupted
+one would have had. OUT gets the model in the Hugging Face layout when the training ends; --export
+writes it from the checkpoint at any time before. --eval and --samples print what they find in OUT.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from card import load, samples, score, write_card
+from model import CONFIG, END_OF_TEXT, Llama, bits_per_character, encode, read, train_tokenizer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import nn
+
+WARMUP, REPORT_STEPS, CHECKPOINT_SECONDS = 100, 100, 120
+CONTEXT, SHORT_CONTEXT, SHORT_PART = 512, 256, 0.7  # short (cheaper) windows for the first part of the steps
+SETTINGS = ("steps", "threads", "seed", "batch_tokens", "lr", "decay", "dropout", "weight_decay")
+PROBE_TOKENS = 64 * 512  # of the held-out novel, scored at every report
+
+
+def batch_at(stream, step, tokens, length, seed):
+    """The inputs and targets of a step, [tokens / length, length] each; depends on the arguments only.
+
+    Every pass over the stream cuts it, from a random offset, into windows and deals them out shuffled.
+    """
+    rows = tokens // length
+    steps_per_pass = (len(stream) - length - 1) // length // rows
+    rng = np.random.default_rng((seed, length, step // steps_per_pass))
+    offset = rng.integers(length)
+    order = rng.permutation(steps_per_pass * rows)
+    chosen = order[(step % steps_per_pass) * rows :][:rows]
+    windows = np.stack([stream[offset + i * length :][: length + 1] for i in chosen])
+    windows = torch.from_numpy(windows)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def rate(step, steps, decay):
+    """The learning rate's factor: warm-up, constant, then linear to zero over the last `decay` steps."""
+    return min(1.0, (step + 1) / WARMUP, (steps - step) / decay)
+
+
+def save_atomically(state, path):
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def train(args):
+    """Train up to --steps, or for --minutes of this run; returns whether the training is complete."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    texts = [read(path) for path in args.text]
+    tokenizer_file, checkpoint = args.work / "tokenizer.json", args.work / "checkpoint.pt"
+    if not tokenizer_file.exists():
+        train_tokenizer(texts).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    stream = encode(tokenizer, texts)
+    probe = encode(tokenizer, [read(args.held_out)])[: PROBE_TOKENS + 1]
+    probe_characters = len(tokenizer.decode(probe.tolist()))
+
+    torch.manual_seed(args.seed)
+    model = Llama(CONFIG, args.dropout)
+    facts = {key: getattr(args, key) for key in SETTINGS} | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "texts": [path.name for path in args.text],
+        "characters": sum(map(len, texts)),
+        "tokens": len(stream) - len(texts),
+        "short": SHORT_CONTEXT,
+        "short_part": SHORT_PART,
+        "probe": PROBE_TOKENS,
+    }  # for the model card
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    optimizers = {
+        "muon": torch.optim.Muon(
+            matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        "adam": torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    }
+    step, wall, cpu, log = 0, 0.0, 0.0, []
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(state[name])
+        step, wall, cpu, log = (state[key] for key in ("step", "wall", "cpu", "log"))
+    print(
+        f"{facts['parameters']} parameters, {facts['tokens']} training tokens, from step {step}", flush=True
+    )
+
+    def save():
+        state = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+        state |= {
+            "model": model.state_dict(),
+            "step": step,
+            "wall": wall,
+            "cpu": cpu,
+            "log": log,
+            "facts": facts,
+        }
+        save_atomically(state, checkpoint)
+
+    decay = round(args.steps * args.decay)
+    began = saved = time.monotonic()
+    losses = []
+    while step < args.steps and time.monotonic() - began < args.minutes * 60:
+        wall_before, cpu_before = time.monotonic(), time.process_time()
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * rate(step, args.steps, decay)
+        length = CONTEXT if step >= args.steps * SHORT_PART else SHORT_CONTEXT
+        x, y = batch_at(stream, step, args.batch_tokens, length, args.seed)
+        torch.manual_seed(args.seed * 1_000_003 + step)  # the dropout of this step
+        model.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(x)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        step += 1
+        if step % REPORT_STEPS == 0 or step == args.steps:
+            with torch.autocast("cpu", torch.bfloat16):
+                bits = bits_per_character(model, probe, probe_characters, length, length)
+            log.append((step, sum(losses) / len(losses), bits))
+            losses = []
+            print(
+                f"step {step}: training loss {log[-1][1]:.4f} nats per token, held-out probe {bits:.4f} bits"
+                f" per character, {wall:.0f} s, CPU {cpu:.0f} s",
+                flush=True,
+            )
+        wall += time.monotonic() - wall_before
+        cpu += time.process_time() - cpu_before
+        if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            save()
+            saved = time.monotonic()
+    save()
+    return step == args.steps
+
+
+def export(work, out):
+    """Write the checkpoint of `work` to `out` in the Hugging Face layout, weights in fp16."""
+    out.mkdir(parents=True, exist_ok=True)
+    state = torch.load(work / "checkpoint.pt", weights_only=True)
+    weights = {name: p.half().contiguous() for name, p in state["model"].items()}
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+    }
+    generation = {"bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    (out / "model.safetensors").chmod(0o644)
+    (out / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
+    for name, value in (
+        ("config", CONFIG),
+        ("tokenizer_config", tokenizer),
+        ("generation_config", generation),
+    ):
+        (out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    print(f"{out}: step {state['step']}, {(out / 'model.safetensors').stat().st_size} bytes of weights")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="the novels to train on")
+    parser.add_argument("--held-out", type=Path, metavar="FILE", help="the novel to score on")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="tokenizer and checkpoint")
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="the exported model")
+    parser.add_argument("--export", action="store_true", help="only export the checkpoint")
+    parser.add_argument("--eval", action="store_true", help="only score the exported model")
+    parser.add_argument("--samples", action="store_true", help="only print samples of the exported model")
+    parser.add_argument(
+        "--card", action="store_true", help="only write the model card, score and samples in it"
+    )
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop this run after so long")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--decay", type=float, default=0.5, help="part of the steps with a falling rate")
+    parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--weight-decay", type=float, default=1.0)
+    args = parser.parse_args()
+    training = not (args.export or args.eval or args.samples or args.card)
+    needed = ["text"] * training + ["work"] * (training or args.export or args.card)
+    needed += ["held_out"] * (training or args.eval or args.card)
+    for name in needed:
+        if getattr(args, name) is None:
+            parser.error(f"--{name.replace('_', '-')} is needed")
+    torch.set_num_threads(args.threads)
+    if (training and train(args)) or args.export:
+        export(args.work, args.out)
+    if args.eval:
+        bits, tokens, characters = score(*load(args.out), args.held_out)
+        print(f"{bits:.4f} bits per character ({characters} characters, {tokens} tokens)")
+    if args.samples:
+        for seed, prompt, text in samples(*load(args.out)):
+            print(f"--- seed {seed}\n[{prompt}]{text}\n")
+    if args.card:
+        write_card(args.work, args.out, args.held_out)
+
+
+if __name__ == "__main__":
+    main()

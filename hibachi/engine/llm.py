@@ -1,0 +1,309 @@
+"""Text in, text out: a model folder, its tokenizer and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.engine import Stats
+from hibachi.engine.stream import ItemStream, closed, merge
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.model.decoder import Decoder
+from hibachi.model.text import Detokenizer, Tokenizer
+from hibachi.request import Finish, SamplingParams
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import load, resolve
+
+TINY = Path(__file__).parent.parent / "data" / "tiny"
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: Finish
+    logprobs: list[dict[int, float]] | None  # of each token, if asked for: {token id: log-probability}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of a text. All pieces together are the whole text, and the whole list of token ids."""
+
+    text: str
+    token_ids: list[int]
+
+
+class LLM:
+    """A language model in Hugging Face layout, batched.
+
+    model: a folder, or "tiny", the model that ships with hibachi. backend: a name, a backend, or None: numpy. device: in
+    the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model was trained for.
+    max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
+    values, see `AutoregressiveBatchInference`.
+
+    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, BackendNotFound, BackendNotInstalled.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        backend: str | ArrayBackend | None = None,
+        dtype: str | None = None,
+        device: Any = None,
+        deterministic: bool | None = None,
+        max_model_len: int | None = None,
+        max_batch_size: int = 16,
+        max_batch_tokens: int = 2048,
+        cache_bytes: int | None = None,
+        block_size: int = 16,
+    ) -> None:
+        if deterministic:
+            raise ConfigError(
+                "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding may "
+                "differ with the batch. Leave deterministic out."
+            )
+        self.path = TINY if model == "tiny" else Path(model)
+        if isinstance(backend, ArrayBackend):
+            self.backend = backend
+        else:
+            name = backend or "numpy"
+            self.backend = load(name, device=device) if device is not None else resolve(name)
+        self.model = Decoder.load(self.path, self.backend, dtype=dtype, max_model_len=max_model_len)
+        self.tokenizer = Tokenizer.load(self.path, vocab_size=self.model.arch.vocab_size)
+        self.engine = AutoregressiveBatchInference(
+            self.model,
+            max_batch_size=max_batch_size,
+            max_model_len=self.model.max_len,
+            backend=self.backend,
+            max_batch_tokens=max_batch_tokens,
+            block_size=block_size,
+            cache_bytes=cache_bytes,
+            dtype=self.model.dtype,
+        )
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: the defaults."""
+        params = SamplingParams() if params is None else params
+        ids = self._encode(prompt)
+        eos = () if params.ignore_eos else self.model.arch.eos_ids
+        run = params.with_(stop_token_ids=(*params.stop_token_ids, *eos))
+        tokens = self.engine.run(np.asarray(ids), run, include_stop=False)
+        return TextStream(prompt, ids, tokens, Detokenizer(self.tokenizer, params.stop), params.logprobs is not None)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete all prompts together; results in their order. params: one for all, or one for each.
+
+        Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
+        """
+        streams = self._start(prompts, params)
+        for i, tokens in merge([s.tokens for s in streams]):
+            streams[i].feed(tokens)
+        return [s.completion() for s in streams]
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """`generate` for asyncio."""
+        streams = self._start(prompts, params)
+        await asyncio.gather(*[_exhaust(s) for s in streams])
+        return [s.completion() for s in streams]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+        **variables: Any,
+    ) -> list[Completion]:
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's chat template.
+
+        variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
+        """
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        texts = [self.tokenizer.render_chat(m, **variables) for m in many]
+        return self.generate([self.tokenizer.encode(t, add_special_tokens=False) for t in texts], params)
+
+    def _start(self, prompts: Any, params: Any) -> list[TextStream]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
+            prompts = [prompts]
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"Expected one SamplingParams or one for each of {len(prompts)} prompts; got {len(each)}.")
+        return [self.stream(p, q) for p, q in zip(prompts, each, strict=True)]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            if not ids:
+                raise InvalidRequest(f"A prompt must hold at least one token; got {prompt!r}. Write something in it.")
+            return ids
+        ids = list(prompt)
+        if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
+            raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {prompt!r}.")
+        return [int(i) for i in ids]
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        return self.engine.drain(timeout)
+
+    def close(self) -> None:
+        """End all streams. Closing twice is fine."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _exhaust(stream: TextStream) -> None:
+    async for _ in stream:
+        pass
+
+
+class TextStream:
+    """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it."""
+
+    def __init__(
+        self, prompt: Prompt, prompt_ids: list[int], tokens: ItemStream[int], text: Detokenizer, logprobs: bool
+    ) -> None:
+        self.prompt, self.prompt_token_ids, self.tokens = prompt, prompt_ids, tokens
+        self._text, self._logprobs = text, logprobs
+        self._pieces: list[str] = []
+        self._ids: list[int] = []
+        self._held = 0  # tokens whose text has not come out yet
+        self._flushed = False
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """Why the text ended, or None while it runs."""
+        return Finish.STOP if self._text.stopped else self.tokens.finish_reason
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Take new tokens; returns the text that they complete. Ends the request at a stop string."""
+        out = ""
+        for i in ids:
+            if self._text.stopped:
+                break
+            self._ids.append(i)
+            out += self._text.push(i)
+        if self._text.stopped:
+            self.tokens.close()
+        if out:
+            self._pieces.append(out)
+        return out
+
+    def completion(self) -> Completion:
+        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off."""
+        self._flush()
+        reason = self.finish_reason
+        if reason is None or reason in (Finish.CLOSED, Finish.CANCELLED):
+            raise closed(self.tokens)
+        logprobs = self.tokens.logprobs[: len(self._ids)] if self._logprobs else None
+        return Completion(
+            self.prompt, self.prompt_token_ids, "".join(self._pieces), self._ids, reason, logprobs
+        )
+
+    def _piece(self, ids: Sequence[int]) -> Piece | None:
+        """The piece that new tokens complete, if they do."""
+        before = len(self._ids) - self._held
+        text = self.feed(ids)
+        self._held = len(self._ids) - before
+        if not text:
+            return None
+        self._held = 0
+        return Piece(text, self._ids[before:])
+
+    def _rest(self) -> Piece | None:
+        """What was held back, at the end."""
+        before = len(self._ids) - self._held
+        self._held = 0
+        text = self._flush()
+        return Piece(text, self._ids[before:]) if text or before < len(self._ids) else None
+
+    def _flush(self) -> str:
+        text = "" if self._flushed else self._text.flush()
+        self._flushed = True
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def __iter__(self) -> Iterator[Piece]:
+        for token in self.tokens:
+            if (piece := self._piece([token])) is not None:
+                yield piece
+            if self._text.stopped:
+                break
+        if (piece := self._rest()) is not None:
+            yield piece
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return _Pieces(self)
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        self.tokens.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Pieces:
+    """What `async for` holds; dropped with the loop, so that `break` cancels at once."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream, self._tokens = stream, aiter(stream.tokens)
+        self._over = False
+
+    def __aiter__(self) -> _Pieces:
+        return self
+
+    async def __anext__(self) -> Piece:
+        stream = self._stream
+        while not self._over:
+            try:
+                piece = stream._piece([await anext(self._tokens)])
+            except StopAsyncIteration:
+                break
+            self._over = stream._text.stopped
+            if piece is not None:
+                return piece
+        self._over = True
+        if (piece := stream._rest()) is not None:
+            return piece
+        raise StopAsyncIteration

@@ -1,0 +1,245 @@
+"""The decoder against transformers, on every library: whole prompts, and chunks mixed with decode."""
+
+import json
+from itertools import pairwise
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hibachi.errors import ConfigError, InvalidModelFiles
+from hibachi.model.decoder import Decoder
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi_jax import JaxBackend
+from hibachi_torch import TorchBackend
+
+BLOCK, TILE = 4, 4
+SHAPES = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+MODELS = {
+    "plain": {},
+    "tied, wide heads": dict(tie_word_embeddings=True, head_dim=16),
+    "llama3 rope, biases": dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True),
+    "linear rope, one kv head": dict(
+        rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.5), num_key_value_heads=1
+    ),
+}
+
+
+def save(name, path):
+    """A random model in transformers, and the directory that it is saved in."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES | MODELS[name])).eval()
+    with torch.no_grad():
+        for parameter, p in model.named_parameters():  # the default is too small to tell errors from noise
+            p.normal_(1.0 if "norm" in parameter else 0.0, 0.3)
+    model.save_pretrained(path)
+    return model, path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request, tmp_path_factory):
+    return save(request.param, tmp_path_factory.mktemp("llama"))
+
+
+LIBRARIES = {
+    "numpy": NumpyBackend,
+    "torch": TorchBackend,
+    "jax": JaxBackend,
+    "array_api_strict": lambda: ArrayBackend(array_api_strict),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return LIBRARIES[request.param]()
+
+
+def logits_of(model, tokens):
+    """[len(tokens), vocab] by transformers, in one pass without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+def pack(library, rows, last=None, blocks=8):
+    """The inputs of a step: rows of (request, tokens cached before, new tokens); request r owns its own blocks."""
+    starts, counts = [start for _, start, _ in rows], [len(new) for _, _, new in rows]
+    seg = np.repeat(np.arange(len(rows)), counts)
+    pos = np.concatenate([start + np.arange(n) for start, n in zip(starts, counts, strict=True)])
+    table = np.array([[1 + r * blocks + i for i in range(blocks)] for r, _, _ in rows])
+    cu_q = np.concatenate([[0], np.cumsum(counts)])
+    tiles = [np.arange(a, b)[i : i + TILE] for a, b in pairwise(cu_q) for i in range(0, b - a, TILE)]
+    arrays = dict(
+        tok=np.concatenate([new for _, _, new in rows]),
+        pos=pos,
+        slot=table[seg, pos // BLOCK] * BLOCK + pos % BLOCK,
+        seg=seg,
+        row=np.array([r for r, _, _ in rows]),
+        start=np.array(starts),
+        kv_len=np.array(starts) + counts,
+        cu_q=cu_q,
+        block_table=table,
+        last=cu_q[1:] - 1 if last is None else np.array(last),
+        tile_q=np.array([[*tile, *[0] * (TILE - len(tile))] for tile in tiles]),
+        tile_row=np.array([seg[tile[0]] for tile in tiles]),
+        tile_of=np.concatenate([n * TILE + np.arange(len(tile)) for n, tile in enumerate(tiles)]),
+    )
+    if library.static_shapes:  # padded with zeros to one shape, so that JAX compiles once
+        sizes = dict.fromkeys(("tok", "pos", "slot", "seg", "tile_of"), 44)
+        sizes |= dict(cu_q=4) | dict.fromkeys(("row", "start", "kv_len", "block_table", "last"), 3)
+        sizes |= dict.fromkeys(("tile_q", "tile_row"), 14)
+        arrays = {k: np.pad(a, [(0, sizes[k] - len(a)), *[(0, 0)] * (a.ndim - 1)]) for k, a in arrays.items()}
+    return StepInputs(**{name: library.put(a.astype(np.int32)) for name, a in arrays.items()})
+
+
+def cache_of(model, dtype="float32"):
+    make = model.backend.make_cache
+    return [make(s, blocks=1 + 3 * 8, block_size=BLOCK, rows=3, dtype=dtype) for s in model.cache_spec()]
+
+
+@pytest.fixture
+def run(reference, library):
+    """Runs steps of a loaded model, keeping its cache: run(rows, last) -> logits."""
+    model = Decoder.load(reference[1], library)
+    step = library.compile(model.step, donate=(1,))
+    cache = cache_of(model)
+
+    def run(rows, last=None):
+        nonlocal cache
+        with library.guard():
+            logits, cache = step(model.params, cache, pack(library, rows, last))
+            return library.get(logits)
+
+    return run
+
+
+def prompts(seed, *lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SHAPES["vocab_size"], n) for n in lengths]
+
+
+def test_whole_prompts_give_the_logits_of_transformers(reference, run):
+    texts = prompts(0, 1, 9, 32)
+    got = run([(r, 0, text) for r, text in enumerate(texts)])
+    assert got.dtype == np.float32
+    for row, text in zip(got, texts, strict=True):
+        np.testing.assert_allclose(row, logits_of(reference[0], text)[-1], atol=1e-4)
+
+
+def test_chunks_mixed_with_decode_give_the_logits_of_transformers(reference, run):
+    texts = prompts(1, 12, 11, 5)
+    expected = [logits_of(reference[0], text) for text in texts]
+    schedule = [  # (request, from, to) of each row, single tokens first as the engine orders them
+        [(0, 0, 6)],
+        [(0, 6, 7), (1, 0, 5)],
+        [(0, 7, 8), (2, 0, 1), (1, 5, 11)],
+        [(0, 8, 9), (2, 1, 5)],
+        [(0, 9, 12)],
+    ]
+    for rows in schedule:
+        got = run([(r, lo, texts[r][lo:hi]) for r, lo, hi in rows])[: len(rows)]
+        for logits, (r, _, hi) in zip(got, rows, strict=True):
+            np.testing.assert_allclose(logits, expected[r][hi - 1], atol=1e-4)
+
+
+def test_several_outputs_of_one_row_can_be_wanted(reference, run):
+    [text] = prompts(2, 8)
+    got = run([(0, 0, text)], last=[7, 0, 3])
+    np.testing.assert_allclose(got, logits_of(reference[0], text)[[7, 0, 3]], atol=1e-4)
+
+
+# ---- loading -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A directory with a plain model."""
+    return save("plain", tmp_path_factory.mktemp("plain"))[1]
+
+
+def test_a_tied_head_is_the_embedding_itself(tmp_path):
+    model = Decoder.load(save("tied, wide heads", tmp_path)[1], NumpyBackend())
+    assert model.params["head"] is model.params["embed"]
+
+
+def test_the_step_is_pure(plain):
+    b = NumpyBackend()
+    model = Decoder.load(plain, b)
+    params, model.params = model.params, None
+    cache = cache_of(model)
+    logits, after = model.step(params, cache, pack(b, [(0, 0, np.arange(5))]))
+    assert logits.shape == (1, SHAPES["vocab_size"]) and len(after) == len(cache)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"], indirect=True)
+def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
+    logits = []
+    for dtype in ("float32", "bfloat16"):
+        model = Decoder.load(plain, library, dtype=dtype)
+        cache = cache_of(model, dtype="float16")  # the model's own wish wins
+        step = library.compile(model.step)
+        with library.guard():
+            out, cache = step(model.params, cache, pack(library, [(0, 0, np.arange(9))]))
+            assert cache[0][0].dtype == library.dtype(dtype)
+            logits.append(library.get(out)[0])
+    exact, rounded = logits
+    assert rounded.dtype == np.float32
+    assert 1e-4 < np.linalg.norm(rounded - exact) / np.linalg.norm(exact) < 0.05
+
+
+def test_a_shorter_context_needs_smaller_tables(plain):
+    assert Decoder.load(plain, NumpyBackend(), max_model_len=7).params["cos"].shape == (7, 4)
+    assert Decoder.load(plain, NumpyBackend()).max_len == SHAPES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("length", [0, -1, 65])
+def test_a_context_that_the_model_does_not_have_is_refused(plain, length):
+    with pytest.raises(ConfigError, match=f"between 1 and 64.*got {length}"):
+        Decoder.load(plain, NumpyBackend(), max_model_len=length)
+
+
+def test_biases_are_recognised_by_their_presence(tmp_path):
+    _, path = save("llama3 rope, biases", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["attention_bias"], config["mlp_bias"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert "qkv_bias" in Decoder.load(path, NumpyBackend()).params["layers"][0]
+
+
+def test_biases_that_the_config_denies_are_refused(tmp_path):
+    _, path = save("llama3 rope, biases", tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"mlp_bias": False}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidModelFiles, match=r"mlp\.down_proj\.bias .* not part of this architecture"):
+        Decoder.load(path, NumpyBackend())
+
+
+def test_weights_of_another_size_are_refused_with_every_name(plain, tmp_path):
+    config = json.loads((plain / "config.json").read_text()) | {"intermediate_size": 48, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((plain / "model.safetensors").read_bytes())
+    with pytest.raises(InvalidModelFiles) as e:
+        Decoder.load(tmp_path, NumpyBackend())
+    text = str(e.value)
+    assert "model.layers.0.mlp.down_proj.weight has shape (32, 40), expected (32, 48)" in text
+    assert "model.layers.2.input_layernorm.weight is missing (expected shape (32,))" in text
+    assert text.count("\n") == 1 + 2 * 3 + 9
