@@ -48,7 +48,7 @@ def call(backend: Any, op: str, *args: Any) -> Any:
 def expect(backend: Any, want: Any, op: str, *args: Any, atol: float = 0.0) -> None:
     """The call gives `want`: an array, a list of arrays, or anything else that compares by ==.
 
-    Values are equal (or within atol), shapes are, and dtypes are those in which the backend keeps such an array:
+    Values are equal (or within atol), shapes are, and dtypes are those the backend keeps such an array in:
     a library may lack int64, but then everywhere.
     """
     got = call(backend, op, *args)

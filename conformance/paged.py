@@ -27,16 +27,12 @@ class Row(NamedTuple):
 class Memory:
     """One layer's keys and values. `step` runs attention on the backend and the slow way, and compares."""
 
-    def __init__(
-        self, backend: Any, *, heads: int = 4, kv_heads: int = 2, k_dim: int = 8, v_dim: int = 6
-    ) -> None:
+    def __init__(self, backend: Any, *, heads: int = 4, kv_heads: int = 2, k_dim: int = 8, v_dim: int = 6) -> None:
         self.backend, self.block_size, self.blocks = backend, 4, 8
         self.heads, self.kv_heads, self.k_dim, self.v_dim = heads, kv_heads, k_dim, v_dim
         self.random = np.random.default_rng(0)
         spec = Paged(kv_heads, k_dim, v_dim)
-        self.cache = backend.make_cache(
-            spec, blocks=self.blocks, block_size=self.block_size, rows=4, dtype="float32"
-        )
+        self.cache = backend.make_cache(spec, blocks=self.blocks, block_size=self.block_size, rows=4, dtype="float32")
         self.slow: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> key, value
 
     def dirty(self) -> Memory:
@@ -86,7 +82,7 @@ def slot_of(blocks: tuple[int, ...], position: int, block_size: int) -> int:
 
 
 def step_inputs(rows: list[Row], block_size: int, tile: int, pad: int) -> dict[str, np.ndarray]:
-    """The packed index arrays of one step; `pad` more of each kind, as backends with static shapes see them."""
+    """The packed index arrays of one step; `pad` more of each, as with static shapes."""
     pos = [p for row in rows for p in range(row.start, row.start + row.q)]
     seg = [i for i, row in enumerate(rows) for _ in range(row.q)]
     slot = [slot_of(rows[i].blocks, p, block_size) for i, p in zip(seg, pos, strict=True)]

@@ -68,9 +68,7 @@ def test_a_backend_owns_its_arrays_and_nothing_else(backend):
 def test_take_gives_rows_at_indices_of_any_shape(backend):
     for x in (sample((5,)), sample((5, 3), "float32"), sample((5, 2, 2), "bool")):
         for idx in (np.array([4, 0, 0]), np.array([[1, 2], [3, 4]]), np.array(2), np.array([], int)):
-            matches(
-                backend, backend.take(backend.put(x), backend.put(idx.astype("int32"))), np.asarray(x[idx])
-            )
+            matches(backend, backend.take(backend.put(x), backend.put(idx.astype("int32"))), np.asarray(x[idx]))
 
 
 def scattered(backend, x, idx, rows):
@@ -108,9 +106,7 @@ def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias(backend):
     for shape in ((4,), (3, 4), (2, 3, 4), (0, 4)):
         x = normal(*shape)
         for bias in (None, b):
-            got = backend.get(
-                backend.linear(backend.put(x), weight, None if bias is None else backend.put(bias))
-            )
+            got = backend.get(backend.linear(backend.put(x), weight, None if bias is None else backend.put(bias)))
             want = x @ w.T + (0 if bias is None else bias)
             np.testing.assert_allclose(got, want, rtol=ABOUT, atol=ABOUT)
             assert got.dtype == np.float32
@@ -164,9 +160,7 @@ def test_rope_rotates_the_two_halves_of_each_head(backend):
 
 def test_the_cache_of_a_state_is_zeros_for_every_row(backend):
     options = dict(blocks=8, block_size=4, rows=3)
-    matches(
-        backend, backend.make_cache(State((2, 5)), dtype="float32", **options), np.zeros((3, 2, 5), "float32")
-    )
+    matches(backend, backend.make_cache(State((2, 5)), dtype="float32", **options), np.zeros((3, 2, 5), "float32"))
     matches(backend, backend.make_cache(State(()), dtype="float32", **options), np.zeros((3,), "float32"))
     matches(
         backend,

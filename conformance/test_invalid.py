@@ -26,9 +26,7 @@ def refuses(backend, op, *args, says=()):
         for word in says:
             assert str(word) in str(e), f"no {word!r} in: {e}"
     except Exception as e:
-        raise AssertionError(
-            f"{repro(op, *args)} let {type(e).__module__}.{type(e).__name__} out: {e}"
-        ) from e
+        raise AssertionError(f"{repro(op, *args)} let {type(e).__module__}.{type(e).__name__} out: {e}") from e
     else:
         raise AssertionError(f"{repro(op, *args)} was accepted and gave {got!r}")
 
@@ -157,9 +155,7 @@ def test_pop_refuses_an_index_that_does_not_exist(backend):
     """H-18."""
     refuses(backend, "pop", X, 0, 3, says=["Index 3 is out of bounds for dimension 0 with size 2"])
     refuses(backend, "pop", X, 1, 3, says=["Index 3 is out of bounds for dimension 1 with size 3"])
-    refuses(
-        backend, "pop", sample((2, 0)), 1, 0, says=["Index 0 is out of bounds for dimension 1 with size 0"]
-    )
+    refuses(backend, "pop", sample((2, 0)), 1, 0, says=["Index 0 is out of bounds for dimension 1 with size 0"])
 
 
 def test_pop_refuses_a_negative_index(backend):

@@ -48,4 +48,6 @@ from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
 
 import logging as _logging
 
-_logging.getLogger("hibachi").addHandler(_logging.NullHandler())  # silent unless the application configures logging
+_logging.getLogger("hibachi").addHandler(
+    _logging.NullHandler()
+)  # silent unless the application configures logging

@@ -77,7 +77,9 @@ class SamplingParams:
         _check(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", self.stop)
         object.__setattr__(self, "stop", stop)
         ids = tuple(int(i) if hasattr(i, "__index__") else i for i in self.stop_token_ids)
-        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids)
+        _check(
+            all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids
+        )
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property

@@ -68,4 +68,7 @@ class TorchBackend(ArrayBackend):
 
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        return {"library": f"torch {torch.__version__}", "device": f"{device}, {torch.get_num_threads()} threads"}
+        return {
+            "library": f"torch {torch.__version__}",
+            "device": f"{device}, {torch.get_num_threads()} threads",
+        }

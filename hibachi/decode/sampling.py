@@ -22,8 +22,8 @@ _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint6
 def uniforms(seed: HostArray, position: HostArray) -> HostArray:
     """seed [n] and position [n], integers >= 0 -> float32 [n] in the open interval (0, 1).
 
-    Number `position` (from 0) of the SplitMix64 generator that starts at `seed`, computed directly: Steele, Lea and Flood,
-    "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Vigna's public-domain splitmix64.c.
+    Number `position` (from 0) of the SplitMix64 generator that starts at `seed`, computed directly: Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Vigna's splitmix64.c.
     """
     z = np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA  # wraps, as it should
     for shift, factor in _MIX:
@@ -59,16 +59,19 @@ def sample(
     """One token for each row: int32 [n].
 
     logits [n, V], any float dtype; temperature, top_p and u float32 [n]; top_k int32 [n]; u in (0, 1). A row with
-    temperature 0 takes the most likely token. Other rows draw from softmax(logits / temperature), restricted to the top_k
-    most likely tokens (top_k <= 0: all) and, among what is left, to the smallest set of most likely tokens with a share
-    of top_p in its mass (top_p >= 1: all). Ties with the last token kept are kept. `filtered` is false if no row has a
-    filter: the same tokens without a sort. Rows without finite logits give any token (see `row_finite`).
+    temperature 0 takes the most likely token. Other rows draw from softmax(logits / temperature), restricted to the
+    top_k most likely tokens (top_k <= 0: all) and then to the smallest set of most likely tokens with a share of top_p
+    in the mass that is left (top_p >= 1: all). Ties with the last token kept are kept.
+
+    filtered: False if no row has a filter, which gives the same tokens without a sort. Rows without finite logits give
+    any token (see `row_finite`).
     """
     xp = backend.xp
     logits = backend.float32(logits)
-    hot = temperature > 0
-    scaled = logits - xp.max(logits, axis=-1, keepdims=True)
-    scaled = scaled / xp.where(hot, temperature, xp.ones_like(temperature))[:, None]
+    top = xp.max(logits, axis=-1, keepdims=True)
+    fine = xp.isfinite(top)  # other rows become zeros: what they give does not matter, but NumPy would warn
+    scaled = xp.where(fine, logits, xp.zeros_like(logits)) - xp.where(fine, top, xp.zeros_like(top))
+    scaled = scaled / xp.clip(temperature, min=1e-30)[:, None]
     weights = xp.exp(scaled)  # not normalised: the largest is 1
     if filtered:
         weights = xp.where(scaled >= _cutoff(backend, scaled, top_k, top_p)[:, None], weights, xp.zeros_like(weights))
@@ -76,13 +79,13 @@ def sample(
     sums = xp.where(weights > 0, xp.cumulative_sum(weights, axis=-1), xp.zeros_like(weights))
     passed = sums > u[:, None] * xp.max(sums, axis=-1, keepdims=True)  # u < 1, so the last token with a weight passes
     drawn = xp.argmax(xp.astype(passed, xp.int8), axis=-1)
-    return xp.where(hot, xp.astype(drawn, xp.int32), greedy(backend, logits))
+    return xp.where(temperature > 0, xp.astype(drawn, xp.int32), greedy(backend, logits))
 
 
 def _cutoff(backend: ArrayBackend, scaled: Array, top_k: Array, top_p: Array) -> Array:
     """The smallest of the row's values [n, V] that its filters keep: [n]; -inf for a row without filters."""
     xp = backend.xp
-    ranked = xp.sort(scaled, axis=-1, descending=True)
+    ranked = xp.sort(scaled, axis=-1, descending=True, stable=False)
     rank = xp.arange(scaled.shape[1], dtype=xp.int32, device=backend.device)[None, :]
     inf = xp.full_like(ranked, math.inf)
     all_k = top_k <= 0
@@ -101,8 +104,9 @@ def logprobs(row: HostArray, token: int, n: int) -> dict[int, float]:
     row [V]: the raw logits of one token, on the host; the softmax is computed in float64.
     """
     row = np.asarray(row, np.float64)
-    top = row.max()
-    logs = row - (top + np.log(np.exp(row - top).sum()))
+    with np.errstate(invalid="ignore"):  # a row without finite logits gives NaN
+        top = row.max()
+        logs = row - (top + np.log(np.exp(row - top).sum()))
     n = min(n, len(row))
     wanted = {token}
     if n:

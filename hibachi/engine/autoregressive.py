@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -80,7 +81,9 @@ class AutoregressiveBatchInference(Service):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
         if self._level == 2 and limit is None:
-            raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
+            raise ConfigError(
+                "A model with a cache needs max_model_len=N, the most tokens of a request; got None."
+            )
         self.max_model_len = NO_LIMIT if limit is None else limit
         self._budget, self._block_size = max(max_batch_tokens, max_batch_size), block_size
         self._cache_bytes, self._dtype = cache_bytes, dtype
@@ -120,8 +123,12 @@ class AutoregressiveBatchInference(Service):
         if params is None and self._vocab is not None:
             params = SamplingParams(max_tokens=None)
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
-        if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
-            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
+        if limit is not None and (
+            not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1
+        ):
+            raise InvalidRequest(
+                f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}."
+            )
         seq = Seq(len(host), None if limit is None else int(limit))
         self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
@@ -144,9 +151,13 @@ class AutoregressiveBatchInference(Service):
             self._backend = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
         host = self._host(prompt)
         if host.ndim == 0:
-            raise InvalidRequest(f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}.")
+            raise InvalidRequest(
+                f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}."
+            )
         if not host.shape[0]:
-            raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")
+            raise InvalidRequest(
+                "A prompt must hold at least one token; got an empty one. Start it with a start token."
+            )
         if host.dtype.kind not in "iufb":
             raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
         worker = self._worker
@@ -163,7 +174,7 @@ class AutoregressiveBatchInference(Service):
                 f"Token ids must be from 0 to {self._vocab - 1} (the model's vocabulary); got {int(host.min())} to "
                 f"{int(host.max())}. Is this the tokenizer of this model?"
             )
-        return host.astype(table.dtype, copy=False), worker
+        return host.astype(table.dtype), worker  # a copy: the caller's may change
 
     def _host(self, value: Any) -> HostArray:
         if self._backend is not None and self._backend.owns(value):
@@ -173,7 +184,9 @@ class AutoregressiveBatchInference(Service):
         try:
             return np.asarray(value)
         except ValueError as e:
-            raise InvalidRequest(f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e}).") from e
+            raise InvalidRequest(
+                f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e})."
+            ) from e
 
     def _stopper(self, stop: Any, params: SamplingParams | None) -> Stopper | None:
         """The engine's own rule, or that and the request's; equal rules are one object, so that a batch is judged at once."""
@@ -181,16 +194,18 @@ class AutoregressiveBatchInference(Service):
         if stop is None and not ids:
             return self._default_stop
         extra = as_rule(stop)
-        tokens = (*extra.tokens, *ids, *(() if self._stop_token is None else (self._stop_token,)))
-        rule = StopRule(tokens, extra.where, extra.atol)
-        if stop is not None:
-            return self._make_stopper(rule)
-        if ids not in self._stoppers:
-            self._stoppers[ids] = self._make_stopper(rule)
-        return self._stoppers[ids]
+        key = StopRule((*extra.tokens, *ids), extra.where, extra.atol)
+        try:
+            found = self._stoppers.get(key)
+        except TypeError:  # its tokens are arrays, which have no hash
+            return self._make_stopper(key)
+        if found is None:
+            found = self._stoppers[key] = self._make_stopper(key)
+        return found
 
     def _make_stopper(self, rule: StopRule) -> Stopper:
-        tokens = [self._host(t) for t in rule.tokens]
+        own = () if self._stop_token is None else (self._stop_token,)
+        tokens = [self._host(t) for t in (*rule.tokens, *own)]
         return Stopper(StopRule(tokens, rule.where, rule.atol), self._table.shape, self._table.values.dtype)
 
     # ---- building ----------------------------------------------------------------------------------------------
@@ -201,7 +216,9 @@ class AutoregressiveBatchInference(Service):
         if backend is None:
             backend = getattr(self._model, "backend", None)
         if backend is None:
-            native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
+            native = [
+                a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")
+            ]
             return backend_for(native[0]) if native else None
         if not isinstance(backend, ArrayBackend):
             raise ConfigError(
@@ -215,6 +232,7 @@ class AutoregressiveBatchInference(Service):
         with self._building:
             if self._worker is not None:
                 return self._worker
+            self._check_open()
             backend = self._backend
             assert backend is not None
             padding = None
@@ -235,8 +253,8 @@ class AutoregressiveBatchInference(Service):
             self._table, self._scheduler = table, scheduler
             self._default_stop: Stopper | None = None
             if self._stop_token is not None:
-                self._default_stop = self._make_stopper(StopRule((self._stop_token,)))
-            self._stoppers: dict[tuple[int, ...], Stopper] = {}
+                self._default_stop = self._make_stopper(StopRule())
+            self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
             return self._serve(Engine(scheduler, runner))
 
     def _cached_limits(self, backend: ArrayBackend) -> Limits:
@@ -270,7 +288,9 @@ def level_of(model: Any) -> int:
         return 2
     if has("logits"):
         if not isinstance(getattr(model, "vocab_size", None), int):
-            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
+            raise ConfigError(
+                f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer."
+            )
         return 1
     if has("forward"):
         return 0
@@ -294,9 +314,13 @@ def _check_padding(host: HostArray, given: Any) -> None:
     if isinstance(given, (int, float)):
         return  # a plain number stands for a scalar token
     if host.ndim == 0:
-        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
+        raise ConfigError(
+            "The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,)."
+        )
     if host.shape[0] != 1:
-        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
+        raise ConfigError(
+            f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}."
+        )
 
 
 def _as_it_is(item: Any) -> Any:

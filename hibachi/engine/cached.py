@@ -40,16 +40,20 @@ class CachedRunner:
         self._make_cache()
 
     def _compile(self, *, donate: bool) -> None:
+        self._donating = donate
         step = self._recurrent_piece if self.states else self.model.step
         self._step = self.backend.compile(step, donate=(1,) if donate else ())
         self._gather = self.backend.compile(self._gather_states)
         self._scatter = self.backend.compile(self._scatter_states)
+        self._wipe = self.backend.compile(self.backend.wipe, donate=(0,) if donate else ())
 
     def _make_cache(self) -> None:
         b, lim = self.backend, self.limits
         self.cache = [
             # One row more than the limit: padding rows write there.
-            b.make_cache(s, blocks=max(lim.blocks, 1), block_size=lim.block_size, rows=lim.rows + 1, dtype=self.dtype)
+            b.make_cache(
+                s, blocks=max(lim.blocks, 1), block_size=lim.block_size, rows=lim.rows + 1, dtype=self.dtype
+            )
             for s in self.spec
         ]
 
@@ -73,6 +77,17 @@ class CachedRunner:
         assert part.tokens is not None
         self.table.write(rows, positions, part.tokens[keep])
 
+    def wipe(self, seq: Seq) -> None:
+        """Zeros in the blocks of a sequence: attention multiplies hidden positions by 0, which NaN would survive."""
+        with self.backend.guard():
+            blocks = self.backend.put(self.block_table[seq.row])  # with block 0 for those it has not
+            for i, layer in enumerate(self.spec):
+                if isinstance(layer, Paged):
+                    self.cache[i] = self._wipe(self.cache[i], blocks)
+
+    def close(self) -> None:
+        pass
+
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
         try:
@@ -80,7 +95,7 @@ class CachedRunner:
                 run = self._recurrent if self.states else self._paged
                 return run(plan, idx, rows, start, q, emit)
         except Exception as e:
-            if not self.backend.usable(self.cache):
+            if self._donating and not self.backend.usable(self.cache):
                 raise CacheLost from e
             raise
 
@@ -95,7 +110,9 @@ class CachedRunner:
         tokens = self.table.values[rows[packed.seg], packed.pos]
         if self.backend.static_shapes:
             packed = self._pad(packed, q)
-            tokens = np.concatenate([tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)])
+            tokens = np.concatenate(
+                [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
+            )
         put = self.backend.put
         return StepInputs(tok=put(tokens), **{f.name: put(getattr(packed, f.name)) for f in fields(Packed)})
 
@@ -111,7 +128,9 @@ class CachedRunner:
         else:
             rows, tokens = lim.rows, max(2 * TILE, 1 << (len(packed.pos) - 1).bit_length())
         blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
-        return pad(packed, tokens=tokens, rows=rows, blocks=blocks, tile=1 if decode else TILE, trash_row=lim.rows)
+        return pad(
+            packed, tokens=tokens, rows=rows, blocks=blocks, tile=1 if decode else TILE, trash_row=lim.rows
+        )
 
     def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array]) -> Part:
         """Check and sample the outputs of the rows `idx`, all of which emit."""
@@ -159,7 +178,10 @@ class CachedRunner:
             place[: len(mine)] = mine
             out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
             work = [caches[i] for i in self.states]
-            self.cache = [c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)]
+            self.cache = [
+                c if isinstance(s, Paged) else old
+                for c, s, old in zip(caches, self.spec, self.cache, strict=True)
+            ]
             if last.any():
                 parts.append(self._part(plan, idx[mine[last]], out, x))
             at[mine] += piece
@@ -171,12 +193,18 @@ class CachedRunner:
 
     def _with(self, work: list[Array]) -> list[Any]:
         given = iter(work)
-        return [c if isinstance(s, Paged) else next(given) for c, s in zip(self.cache, self.spec, strict=True)]
+        return [
+            c if isinstance(s, Paged) else next(given) for c, s in zip(self.cache, self.spec, strict=True)
+        ]
 
-    def _recurrent_piece(self, params: Any, cache: list[Any], place: Array, x: StepInputs[Array]) -> tuple[Array, list[Any]]:
+    def _recurrent_piece(
+        self, params: Any, cache: list[Any], place: Array, x: StepInputs[Array]
+    ) -> tuple[Array, list[Any]]:
         """One call of the model on the rows at `place` of the working states; returns all working states."""
         b = self.backend
-        given = [b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)]
+        given = [
+            b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)
+        ]
         out, new = self.model.step(params, given, x)
         for i in self.states:
             expected = (int(place.shape[0]), *self.spec[i].shape)  # type: ignore[union-attr]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy as np
 from hibachi.engine.job import Job
 from hibachi.engine.runner import Outcome, Part, Runner
 from hibachi.engine.stream import Wakeups
-from hibachi.errors import ModelFault
+from hibachi.errors import HibachiError
 from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
 from hibachi.request import Finish
 
@@ -41,6 +43,18 @@ class Stats:
         return self.new_tokens / self.steps if self.steps else 0.0
 
 
+@dataclass(slots=True)
+class _Counts:
+    """The counters of `Stats`."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
 class Engine:
     """Owns the scheduler and a runner. Not thread-safe: whoever steps it also adds and cancels."""
 
@@ -48,26 +62,34 @@ class Engine:
         self.scheduler, self.runner = scheduler, runner
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
-        self._counts = Stats(max_batch_size=scheduler.limits.rows)
+        self._counts = _Counts()
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        return replace(
-            self._counts,
+        return Stats(
             waiting=scheduler.waiting,
             running=scheduler.running,
+            max_batch_size=scheduler.limits.rows,
             blocks=pool.usable if pool else 0,
             free_blocks=pool.free if pool else 0,
+            **asdict(self._counts),
         )
+
+    @property
+    def finished(self) -> int:
+        """How many of the requests added have ended."""
+        return self._counts.finished
 
     def add(self, job: Job) -> None:
         job.seq.owner = job
-        if job.channel.finish is None:  # else it was closed before it got here
-            self._live.add(job)
-            self.scheduler.add(job.seq)
+        self._live.add(job)
+        self.scheduler.add(job.seq)
 
     def cancel(self, job: Job) -> None:
-        if self.scheduler.cancel(job.seq):
+        if job in self._live:
+            if self.scheduler.prefilling(job.seq):
+                self.runner.wipe(job.seq)
+            self.scheduler.cancel(job.seq)
             self._ended(job, Finish.CANCELLED)
 
     def step(self) -> bool:
@@ -82,14 +104,12 @@ class Engine:
         if outcome.cache_lost:
             log.warning("a failed step took the cache with it; %d requests compute again", len(plan.seqs))
             self.scheduler.rewind()
-        self._settle(plan, outcome)
+        # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
-        self._counts = replace(
-            counts,
-            steps=counts.steps + 1,
-            step_seconds=counts.step_seconds + time.perf_counter() - began,
-            prompt_tokens=counts.prompt_tokens + sum(s.prompt_len for s in plan.fresh),
-        )
+        counts.steps += 1
+        counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh)
+        self._settle(plan, outcome)
+        counts.step_seconds += time.perf_counter() - began
         return True
 
     def _settle(self, plan: StepPlan, outcome: Outcome) -> None:
@@ -116,6 +136,7 @@ class Engine:
         if not len(keep):
             return
         idx = part.idx[keep]
+        self._counts.new_tokens += len(keep)
         self.runner.written(plan.rows[idx], plan.end[idx], part, keep)
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         values = part.tokens.tolist() if batch is None and part.tokens is not None else None
@@ -126,27 +147,30 @@ class Engine:
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])
             job.channel.push((batch, j) if values is None else values[j], wakeups)
-        self._counts = replace(self._counts, new_tokens=self._counts.new_tokens + len(keep))
 
-    def _fail(self, seq: Seq, fault: ModelFault) -> None:
-        if self.scheduler.cancel(seq, Finish.ERROR):
+    def _fail(self, seq: Seq, fault: HibachiError) -> None:
+        if seq.finish is None:
             log.warning("a request failed: %s", fault)
+            self.runner.wipe(seq)
+            self.scheduler.cancel(seq, Finish.ERROR)
             self._ended(seq.owner, Finish.ERROR, fault)
 
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
+        job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
+        self._counts.finished += 1
+        self._counts.failed += reason is Finish.ERROR
         job.channel.end(reason, error, self._wakeups)
-        counts = self._counts
-        failed = counts.failed + (reason is Finish.ERROR)
-        self._counts = replace(counts, finished=counts.finished + 1, failed=failed)
 
-    def end_all(self, reason: Finish, error: BaseException | None = None) -> None:
-        """End every waiting and running request."""
-        for job in list(self._live):
-            self.scheduler.cancel(job.seq, reason)
-            self._ended(job, reason, error)
+    def end_all(self, reason: Finish, error: Callable[[], HibachiError] | None = None) -> None:
+        """End every waiting and running request, with an error of its own each."""
+        live = list(self._live)
+        for job in live:
+            self._ended(job, reason, error() if error else None)
         self._wakeups.post()
+        for job in live:
+            with suppress(Exception):  # after a failure the scheduler may be in any state
+                self.scheduler.cancel(job.seq, reason)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._live)
+    def close(self) -> None:
+        self.runner.close()

@@ -26,7 +26,9 @@ class FeedforwardBatchInference(Service):
     are never stacked; each kind gets its own forward pass.
     """
 
-    def __init__(self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None) -> None:
+    def __init__(
+        self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None
+    ) -> None:
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
@@ -40,7 +42,7 @@ class FeedforwardBatchInference(Service):
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
             self._backend = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
-        host = self._backend.get(item) if self._backend.owns(item) else np.asarray(item)
+        host = np.array(self._backend.get(item) if self._backend.owns(item) else item)  # a copy: the caller's may change
         if host.dtype.kind not in "iufbc":
             raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
         worker = self._worker or self._start(self._backend)
@@ -52,6 +54,7 @@ class FeedforwardBatchInference(Service):
         with self._building:
             if self._worker is not None:
                 return self._worker
+            self._check_open()
             n = self.max_batch_size
             return self._serve(Engine(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend)))
 

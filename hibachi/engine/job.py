@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ class Stopper:
     """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
 
     def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
-        self.tokens = np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
+        self.tokens = (
+            np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
+        )
         self.atol, self.where = rule.atol, rule.where
 
     def match(self, tokens: HostArray) -> Any:
@@ -40,39 +42,54 @@ class Stopper:
         if self.tokens is None:
             return np.zeros(len(tokens), bool)
         axes = tuple(range(2, tokens.ndim + 1))
-        near = np.abs(tokens[:, None] - self.tokens) <= self.atol if self.atol else tokens[:, None] == self.tokens
+        near = (
+            np.abs(tokens[:, None] - self.tokens) <= self.atol
+            if self.atol
+            else tokens[:, None] == self.tokens
+        )
         return near.all(axis=axes).any(axis=1)
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend) -> Any:
     """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host, batch the same natively, or None."""
-    rules = {id(job.stop): job.stop for job in jobs}
+    groups: dict[Stopper, list[int]] = {}
+    for i, job in enumerate(jobs):
+        if job.stop is not None:
+            groups.setdefault(job.stop, []).append(i)
     out = np.zeros(len(jobs), bool)
-    for key, rule in rules.items():
-        if rule is None:
-            continue
-        everyone = len(rules) == 1
-        mine = np.arange(len(jobs)) if everyone else np.flatnonzero([id(job.stop) == key for job in jobs])
-        out[mine] = rule.match(tokens if everyone else tokens[mine])
+    for rule, members in groups.items():
+        everyone = len(members) == len(jobs)
+        mine: Any = slice(None) if everyone else np.array(members)
+        out[mine] = rule.match(tokens[mine])
         if rule.where is not None:
             if batch is None:
                 native = backend.put(tokens[mine])
             else:
                 native = batch if everyone else backend.take(batch, backend.put(mine))
-            hit = rule.where(native)
-            hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
-            if hit.shape != (len(mine),):
-                raise InvalidRequest(
-                    f"The stop predicate must return one bool for each of {len(mine)} rows, shape ({len(mine)},); "
-                    f"got shape {hit.shape}. Reduce over the token's own dimensions."
-                )
-            out[mine] |= hit.astype(bool)
+            out[mine] |= _ask(rule.where, native, len(members), backend)
     return out
+
+
+def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBackend) -> Any:
+    """What a stop predicate says of n rows, on the host: bool [n]."""
+    try:
+        hit = where(batch)
+        hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
+    except Exception as e:
+        raise InvalidRequest(f"The stop predicate raised {type(e).__name__}: {e}") from e
+    if hit.shape != (n,):
+        raise InvalidRequest(
+            f"The stop predicate must return one bool for each of {n} rows, shape ({n},); got shape {hit.shape}. "
+            f"Reduce over the token's own dimensions."
+        )
+    return hit.astype(bool)
 
 
 def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostArray:
     """One token as a host array of this shape: from a number, or an array of shape (*tok) or (1, *tok)."""
     token = np.asarray(value)
+    if token.dtype.kind not in "iufb":
+        raise InvalidRequest(f"The {what} must be a number or an array of numbers; got {value!r}.")
     if token.shape == (1, *shape):
         token = token[0]
     if token.shape != shape:
@@ -111,7 +128,7 @@ class TokenTable:
     def _widen(self, width: int) -> None:
         have = self.values.shape[1]
         if width > have:
-            more = np.zeros((self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype)
+            more = np.zeros(
+                (self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype
+            )
             self.values = np.concatenate([self.values, more], axis=1)
-
-

@@ -101,10 +101,14 @@ class LLM:
         eos = () if params.ignore_eos else self.model.arch.eos_ids
         run = params.with_(stop_token_ids=(*params.stop_token_ids, *eos))
         tokens = self.engine.run(np.asarray(ids), run, include_stop=False)
-        return TextStream(prompt, ids, tokens, Detokenizer(self.tokenizer, params.stop), params.logprobs is not None)
+        return TextStream(
+            prompt, ids, tokens, Detokenizer(self.tokenizer, params.stop), params.logprobs is not None
+        )
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete all prompts together; results in their order. params: one for all, or one for each.
 
@@ -116,7 +120,9 @@ class LLM:
         return [s.completion() for s in streams]
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio."""
         streams = self._start(prompts, params)
@@ -142,14 +148,18 @@ class LLM:
             prompts = [prompts]
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"Expected one SamplingParams or one for each of {len(prompts)} prompts; got {len(each)}.")
+            raise InvalidRequest(
+                f"Expected one SamplingParams or one for each of {len(prompts)} prompts; got {len(each)}."
+            )
         return [self.stream(p, q) for p, q in zip(prompts, each, strict=True)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
             if not ids:
-                raise InvalidRequest(f"A prompt must hold at least one token; got {prompt!r}. Write something in it.")
+                raise InvalidRequest(
+                    f"A prompt must hold at least one token; got {prompt!r}. Write something in it."
+                )
             return ids
         ids = list(prompt)
         if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
@@ -191,7 +201,12 @@ class TextStream:
     """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it."""
 
     def __init__(
-        self, prompt: Prompt, prompt_ids: list[int], tokens: ItemStream[int], text: Detokenizer, logprobs: bool
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        tokens: ItemStream[int],
+        text: Detokenizer,
+        logprobs: bool,
     ) -> None:
         self.prompt, self.prompt_token_ids, self.tokens = prompt, prompt_ids, tokens
         self._text, self._logprobs = text, logprobs

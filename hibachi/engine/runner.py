@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from hibachi.engine.job import Job
-from hibachi.errors import InvalidModelOutput, ModelError, ModelFault, NonFiniteOutput
+from hibachi.errors import (
+    HibachiError,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    ModelFault,
+    NonFiniteOutput,
+)
 from hibachi.plan.scheduler import Seq, StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -33,7 +40,7 @@ class Outcome:
     """What a step came to. Rows of the plan in neither list get nothing this time."""
 
     parts: list[Part]
-    faults: dict[int, ModelFault]  # by place in the plan
+    faults: dict[int, HibachiError]  # by place in the plan
     cache_lost: bool = False  # everybody computes again
 
 
@@ -50,12 +57,20 @@ class Runner(Protocol):
         """The tokens of `part` are decided: remember them. `keep` selects them from the part."""
         ...
 
+    def wipe(self, seq: Seq) -> None:
+        """The sequence is about to lose its row, and may have left NaN in its blocks."""
+        ...
+
+    def close(self) -> None:
+        """Called once, in the engine's thread."""
+        ...
+
 
 class CacheLost(Exception):
     """The cache was given away to a call that failed; re-running rows would compute on nothing."""
 
 
-def isolate(call: Callable[[Any], Part], idx: Any) -> tuple[list[Part], dict[int, ModelFault]]:
+def isolate(call: Callable[[Any], Part], idx: Any) -> tuple[list[Part], dict[int, HibachiError]]:
     """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
@@ -74,8 +89,7 @@ def isolate(call: Callable[[Any], Part], idx: Any) -> tuple[list[Part], dict[int
         return parts + more_parts, faults | more_faults
     if part.bad is None or not part.bad.any():
         return [part], {}
-    faults = {int(i): NonFiniteOutput(_NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
-    return [part], faults
+    return [part], {int(i): NonFiniteOutput(_NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
 
 
 _NOT_FINITE = (
@@ -84,8 +98,8 @@ _NOT_FINITE = (
 )
 
 
-def as_fault(e: Exception) -> ModelFault:
-    if isinstance(e, ModelFault):
+def as_fault(e: Exception) -> HibachiError:
+    if isinstance(e, (ModelFault, InvalidRequest)):  # InvalidRequest: of a stop predicate
         return e
     fault = ModelError(f"The model raised {type(e).__name__}: {e}")
     fault.__cause__ = e
@@ -127,9 +141,18 @@ def check_output(
             f"Return the bare array (no tuple, no output object), or pass backend=."
         )
     shape = tuple(int(n) for n in out.shape)
-    if len(shape) != len(expected) or any(e is not None and e != n for e, n in zip(expected, shape, strict=True)):
-        want = "(" + ", ".join("any" if n is None else str(n) for n in expected) + ("," if len(expected) == 1 else "") + ")"
-        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
+    if len(shape) != len(expected) or any(
+        e is not None and e != n for e, n in zip(expected, shape, strict=True)
+    ):
+        want = (
+            "("
+            + ", ".join("any" if n is None else str(n) for n in expected)
+            + ("," if len(expected) == 1 else "")
+            + ")"
+        )
+        raise InvalidModelOutput(
+            f"{call} must return shape {want}; got {shape}. Return one row for each input row."
+        )
     if kind is not None:
         is_float = backend.xp.isdtype(out.dtype, "real floating")
         if is_float != (kind == "f"):
@@ -146,5 +169,5 @@ def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
 
 
 def row_bucket(n: int, most: int) -> int:
-    """1, or the next power of two from 8 on, at most `most`."""
-    return 1 if n == 1 else min(most, max(8, 1 << (n - 1).bit_length()))
+    """2, or the next power of two from 8 on, at most `most`. (XLA on the CPU copies the whole cache to write one row.)"""
+    return min(max(most, 2), 2 if n <= 2 else max(8, 1 << (n - 1).bit_length()))

@@ -47,9 +47,10 @@ class RowSampler:
             top_k, top_p = self._top_k[rows], self._top_p[rows]
             draw = self._filtered if top_k.any() or (top_p < 1).any() else self._plain
             u = sampling.uniforms(self._seed[rows], np.asarray(positions))
-            put = self.backend.put
-            columns = [np.pad(a, (0, m - n)) for a in (temperature, top_k, top_p, u.astype(np.float32))]
-            ids, finite = draw(logits, *[put(c) for c in columns])
+            columns = (temperature, top_k, top_p, u)
+            if m > n:
+                columns = tuple(np.concatenate([c, np.zeros(m - n, c.dtype)]) for c in columns)
+            ids, finite = draw(logits, *map(self.backend.put, columns))
         tokens = self.backend.get(ids)[:n]
         ok = self.backend.get(finite)[:n]
         logprobs = {}
@@ -65,7 +66,13 @@ def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
 
 
 def _sample(
-    backend: ArrayBackend, filtered: bool, logits: Array, temperature: Array, top_k: Array, top_p: Array, u: Array
+    backend: ArrayBackend,
+    filtered: bool,
+    logits: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    u: Array,
 ) -> tuple[Array, Array]:
     ids = sampling.sample(backend, logits, temperature, top_k, top_p, u, filtered=filtered)
     return ids, sampling.row_finite(backend, logits)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Self
 
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.job import Job
 from hibachi.engine.worker import Worker
+from hibachi.errors import EngineClosed
 
 
 class Service:
@@ -19,11 +21,13 @@ class Service:
         self._worker: Worker | None = None
         self._closed = False
 
-    def _serve(self, engine: Engine) -> Worker:
-        """Start serving; the caller holds `_building`."""
-        self._worker = Worker(engine)
+    def _check_open(self) -> None:
         if self._closed:
-            self._worker.close()
+            raise EngineClosed("The engine is closed. Make a new one.")
+
+    def _serve(self, engine: Engine) -> Worker:
+        """Start serving; the caller holds `_building`, and has checked that we are open."""
+        self._worker = Worker(engine)
         return self._worker
 
     def _cancel(self, job: Job) -> None:  # a method, so that open streams keep their engine alive
@@ -57,7 +61,7 @@ class Service:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)  # the running step ends first, and the event loop need not wait for it
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

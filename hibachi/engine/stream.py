@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from hibachi.errors import EngineClosed, RequestError
@@ -44,22 +46,24 @@ def _resolve(futures: list[asyncio.Future[None]]) -> None:
 
 
 class Channel(Generic[T]):
-    """The engine's end of a stream: a buffer, and the way it ended."""
+    """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it."""
 
-    __slots__ = ("_async_waiter", "_ending", "_sync_waiter", "buffer", "error", "finish", "logprobs")
+    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs")
 
     def __init__(self) -> None:
         self.buffer: deque[T] = deque()
-        self.logprobs: deque[dict[int, float] | None] = deque()
+        self.logprobs: list[dict[int, float] | None] = []
         self.finish: Finish | None = None
         self.error: BaseException | None = None
-        self._sync_waiter: threading.Event | None = None
-        self._async_waiter: asyncio.Future[None] | None = None
-        self._ending = threading.Lock()
+        self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
+        self._ending = (
+            threading.RLock()
+        )  # reentrant: the garbage collector may drop the stream in the midst of `end`
 
     def push(self, item: T, wakeups: Wakeups) -> None:
         self.buffer.append(item)
-        self._wake(wakeups)
+        if self._waiters:
+            self._wake(wakeups)
 
     def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
         """End once; False if it had ended. Items pushed before stay readable."""
@@ -68,37 +72,64 @@ class Channel(Generic[T]):
                 return False
             self.error = error
             self.finish = reason
-        own = Wakeups()
-        self._wake(own if wakeups is None else wakeups)
-        own.post()
+        if wakeups is not None:
+            self._wake(wakeups)
+        else:
+            self._wake(own := Wakeups())
+            own.post()
         return True
 
     def _wake(self, wakeups: Wakeups) -> None:
-        if (event := self._sync_waiter) is not None:
-            event.set()
-        if (future := self._async_waiter) is not None:
-            self._async_waiter = None
-            wakeups.add(future)
+        """Wake everybody: they look for themselves whether there is something left for them."""
+        while self._waiters:
+            try:
+                waiter = self._waiters.popleft()
+            except IndexError:  # the other of `push` and `end` took it
+                return
+            if isinstance(waiter, threading.Event):
+                waiter.set()
+            else:
+                wakeups.add(waiter)
+
+    @property
+    def ready(self) -> bool:
+        """There is an item, or the end."""
+        return bool(self.buffer) or self.finish is not None
+
+    def listen(self, waiter: threading.Event | asyncio.Future[None]) -> None:
+        """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more."""
+        if waiter not in self._waiters:
+            self._waiters.append(waiter)
+
+    def unlisten(self, waiter: threading.Event | asyncio.Future[None]) -> None:
+        with suppress(ValueError):  # it was woken
+            self._waiters.remove(waiter)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block this thread until there is an item or the end; False after `timeout` seconds."""
-        event = self._sync_waiter or threading.Event()
-        while True:
-            event.clear()
-            self._sync_waiter = event
-            if self.buffer or self.finish is not None:
-                self._sync_waiter = None
-                return True
-            if not event.wait(timeout):
-                return False
+        deadline = None if timeout is None else time.monotonic() + timeout
+        event = threading.Event()
+        try:
+            while not self.ready:
+                event.clear()
+                self.listen(event)
+                left = None if deadline is None else deadline - time.monotonic()
+                if not self.ready and not event.wait(left):
+                    return self.ready
+        finally:
+            self.unlisten(event)
+        return True
 
     async def wait_async(self) -> None:
-        while not self.buffer and self.finish is None:
-            future = self._async_waiter = asyncio.get_running_loop().create_future()
-            if self.buffer or self.finish is not None:
-                self._async_waiter = None
-                return
-            await future
+        """Suspend this task until there is an item or the end."""
+        while not self.ready:
+            future = asyncio.get_running_loop().create_future()
+            self.listen(future)
+            try:
+                if not self.ready:
+                    await future
+            finally:
+                self.unlisten(future)
 
 
 class ItemStream(Generic[T]):
@@ -109,7 +140,8 @@ class ItemStream(Generic[T]):
     """
 
     def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
-        self._channel, self._cancel, self._read = channel, cancel, read
+        self._channel, self._read = channel, read
+        self._cancel: Callable[[], None] | None = cancel  # keeps the engine alive while the request runs
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -130,13 +162,27 @@ class ItemStream(Generic[T]):
         channel = self._channel
         while True:
             try:
-                return self._read(channel.buffer.popleft())
+                item = channel.buffer.popleft()
             except IndexError:
-                if channel.finish is not None and not channel.buffer:
-                    if channel.error is not None:
-                        raise channel.error from channel.error.__cause__
+                if self._over():
                     raise StopIteration from None
                 channel.wait()
+            else:
+                return self._read(item)
+
+    def _over(self) -> bool:
+        """Has everything been read? Raises the request's error."""
+        channel = self._channel
+        if channel.finish is None or channel.buffer:
+            return False
+        channel.buffer = deque(
+            maxlen=0
+        )  # the engine may not know yet that we closed: nothing comes after the end
+        self._cancel = None
+        if channel.error is not None:
+            # Without its traceback, which would grow with each raise.
+            raise channel.error.with_traceback(None) from channel.error.__cause__
+        return True
 
     def __iter__(self) -> Iterator[T]:
         try:
@@ -151,35 +197,39 @@ class ItemStream(Generic[T]):
 
     async def __anext__(self) -> T:
         channel = self._channel
-        while not channel.buffer:
-            if channel.finish is not None and not channel.buffer:
-                if channel.error is not None:
-                    raise channel.error from channel.error.__cause__
-                raise StopAsyncIteration
-            await channel.wait_async()
-        return self._read(channel.buffer.popleft())
+        while True:
+            try:
+                item = channel.buffer.popleft()
+            except IndexError:
+                if self._over():
+                    raise StopAsyncIteration from None
+                await channel.wait_async()
+            else:
+                return self._read(item)
 
     def __aiter__(self) -> AsyncIterator[T]:
         return _Cursor(self)
 
     def collect(self) -> list[T]:
         """All remaining items, waiting for the end. Raises the request's error."""
-        buffer, read, items = self._channel.buffer, self._read, []
+        channel, read, items = self._channel, self._read, []
         while True:
-            while buffer:
-                items.append(read(buffer.popleft()))
             try:
-                items.append(next(self))
-            except StopIteration:
-                return items
+                while True:
+                    items.append(channel.buffer.popleft())
+            except IndexError:
+                if self._over():
+                    return [read(item) for item in items]
+                channel.wait()
 
     async def acollect(self) -> list[T]:
         return [item async for item in self]
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
-        if self._channel.end(Finish.CANCELLED):
-            self._cancel()
+        if self._channel.end(Finish.CANCELLED) and (cancel := self._cancel) is not None:
+            cancel()
+            self._cancel = None
 
     async def aclose(self) -> None:
         self.close()
@@ -211,42 +261,53 @@ class _Cursor(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        return await self._stream.__anext__()
+        try:
+            return await self._stream.__anext__()
+        except (
+            BaseException
+        ):  # a cancelled task or a timeout: their traceback would keep this object for a while
+            self._stream.close()
+            raise
 
     def __del__(self) -> None:
         self._stream.close()
 
 
 class Item(Generic[T]):
-    """The one result of a feed-forward request: `await item`, or `item.result()` from any thread."""
+    """The one result of a feed-forward request: `await item`, or `item.result()` from any thread, as often as you like.
+
+    Dropping it, or cancelling the task that awaits it, cancels the request.
+    """
 
     def __init__(self, stream: ItemStream[T]) -> None:
         self._stream = stream
-        self._value: list[T] = []
 
     def done(self) -> bool:
-        return bool(self._value) or self._stream.finish_reason is not None
+        return self._stream._channel.ready
 
     def result(self, timeout: float | None = None) -> T:
         """The output, waiting for it up to `timeout` seconds. Raises TimeoutError or the request's error."""
-        if not self._value:
-            if not self._stream._channel.wait(timeout):
-                raise TimeoutError(f"no result within {timeout} s")
-            self._take(self._stream.collect())
-        return self._value[0]
+        if not self._stream._channel.wait(timeout):
+            raise TimeoutError(f"no result within {timeout} s")
+        return self._look()
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
     async def _wait(self) -> T:
-        if not self._value:
-            self._take(await self._stream.acollect())
-        return self._value[0]
+        try:
+            await self._stream._channel.wait_async()
+        except BaseException:
+            self.cancel()
+            raise
+        return self._look()
 
-    def _take(self, items: list[T]) -> None:
-        if not items:
-            raise closed(self._stream)
-        self._value = items
+    def _look(self) -> T:
+        stream = self._stream
+        if stream._channel.buffer:
+            return stream._read(stream._channel.buffer[0])
+        stream._over()
+        raise closed(stream)
 
     def cancel(self) -> None:
         self._stream.close()
@@ -263,19 +324,21 @@ def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
     """(which stream, its new items) as they come from any of them, until all have ended. Raises the first error."""
     event = threading.Event()
     active = dict(enumerate(streams))
-    for stream in streams:
-        stream._channel._sync_waiter = event
-    while active:
-        event.clear()
-        for i, stream in list(active.items()):
-            channel = stream._channel
-            over = channel.finish is not None  # read before the buffer: nothing is pushed after the end
-            items = [stream._read(channel.buffer.popleft()) for _ in range(len(channel.buffer))]
-            if items:
-                yield i, items
-            if over:
-                del active[i]
-                if channel.error is not None:
-                    raise channel.error
-        if active:
-            event.wait()
+    try:
+        while active:
+            event.clear()
+            for i, stream in list(active.items()):
+                channel = stream._channel
+                channel.listen(event)
+                over = channel.finish is not None  # read before the buffer: nothing is pushed after the end
+                items = [stream._read(channel.buffer.popleft()) for _ in range(len(channel.buffer))]
+                if items:
+                    yield i, items
+                if over:
+                    del active[i]
+                    stream._over()
+            if active:
+                event.wait()
+    finally:
+        for stream in streams:
+            stream._channel.unlisten(event)

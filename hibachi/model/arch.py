@@ -140,9 +140,7 @@ def _llama(config: Config) -> Arch:
     hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     kv_heads = _count(config, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise _contradiction(
-            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
-        )
+        raise _contradiction(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
     if config.get("head_dim") is None and hidden % heads:
         raise _contradiction(
             f"without head_dim, hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})"

@@ -1,7 +1,8 @@
 """One decoder-only transformer, written once over the backend.
 
-A block is the pre-norm block of Llama (Touvron et al. 2023): grouped-query attention with rotary positions (Ainslie et al.
-2023, Su et al. 2021), then a gated feed-forward part (SwiGLU, Shazeer 2020), each behind an RMSNorm and added to its input.
+A block is the pre-norm block of Llama (Touvron et al. 2023): grouped-query attention (Ainslie et al. 2023) with rotary
+positions (Su et al. 2021), then a gated feed-forward part (SwiGLU, Shazeer 2020), each behind an RMSNorm and added to
+its input.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
     params, a plain tree of arrays: embed and head [vocab, hidden] (one array if tied), norm [hidden], cos and sin
-    [max_len, head_dim / 2], and for each of `layers` attn_norm and mlp_norm [hidden], qkv [(heads + 2 kv_heads) *
-    head_dim, hidden], o [hidden, heads * head_dim], gate_up [2 * intermediate, hidden], down [hidden, intermediate], each
-    matrix perhaps with a bias of the same name + "_bias". Matrices that multiply the same input lie in one array: fewer
-    and larger multiplications.
+    [max_len, head_dim / 2], and for each of `layers`:
+
+        attn_norm, mlp_norm  [hidden]
+        qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
+        o                    [hidden, heads * head_dim]
+        gate_up              [2 * intermediate, hidden]
+        down                 [hidden, intermediate]
+
+    and biases `qkv_bias` and so on where the model has them. Matrices that multiply the same input lie in one array:
+    fewer and larger multiplications.
     """
 
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
@@ -44,11 +51,13 @@ class Decoder:
         """The model in a directory of Hugging Face layout: config.json and safetensors.
 
         dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for;
-        None: what the model was trained for. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError.
+        None: what the model was trained for. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError,
+        UnsupportedOperation for a dtype that the library lacks.
         """
         arch, checkpoint = load_arch(path), Checkpoint(path)
         checkpoint.check(*tensor_shapes(arch))
         max_len, dtype = arch.max_positions if max_model_len is None else max_model_len, dtype or "float32"
+        backend.dtype(dtype)  # raises where the library has none
         if not 1 <= max_len <= arch.max_positions:
             raise ConfigError(
                 f"max_model_len must be between 1 and {arch.max_positions} (max_position_embeddings of this model); "
@@ -60,9 +69,7 @@ class Decoder:
         a = self.arch
         return [Paged(a.kv_heads, a.head_dim, a.head_dim, dtype=self.dtype)] * a.layers
 
-    def step(
-        self, params: Params, cache: list[LayerCache], x: StepInputs[Array]
-    ) -> tuple[Array, list[LayerCache]]:
+    def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
         b, eps = self.backend, self.arch.rms_eps
         h = b.take(params["embed"], x.tok)  # [T, hidden]
@@ -132,9 +139,7 @@ def tensor_shapes(arch: Arch) -> tuple[Shapes, Shapes]:
     return required, optional
 
 
-def _params(
-    arch: Arch, files: Mapping[str, HostArray], backend: ArrayBackend, dtype: str, max_len: int
-) -> Params:
+def _params(arch: Arch, files: Mapping[str, HostArray], backend: ArrayBackend, dtype: str, max_len: int) -> Params:
     b = backend
     # A matrix that `linear` multiplies with can be read by rows as well, so a tied head needs no second copy.
     head = b.put_weight(files["model.embed_tokens.weight" if arch.tied else "lm_head.weight"], dtype)

@@ -20,9 +20,7 @@ class Tokenizer:
     special: texts such as bos_token and eos_token, for chat templates. chat_template: Jinja source, or None.
     """
 
-    def __init__(
-        self, raw: Any, *, special: Mapping[str, str] | None = None, chat_template: str | None = None
-    ) -> None:
+    def __init__(self, raw: Any, *, special: Mapping[str, str] | None = None, chat_template: str | None = None) -> None:
         raw.no_truncation()  # some files carry settings from training
         raw.no_padding()
         self._raw, self.special, self.chat_template = raw, dict(special or {}), chat_template
@@ -97,9 +95,7 @@ class Tokenizer:
                 "tokenizer_config.json. Send plain text to it, or add a template to its directory."
             )
         variables = {**self.special, **variables}
-        return render_chat(
-            self.chat_template, messages, add_generation_prompt=add_generation_prompt, **variables
-        )
+        return render_chat(self.chat_template, messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
 def _content(token: Any) -> str | None:
@@ -109,14 +105,14 @@ def _content(token: Any) -> str | None:
 
 
 class Detokenizer:
-    """Text of token ids as they come. The pieces of `push` and `flush`, joined, are the text of all ids.
+    """Text of token ids as they come: the pieces of `push` and `flush`, joined, are the text of all ids.
 
-    A piece never ends inside a character: while bytes of it are missing, decoding gives U+FFFD, which is held back. With
-    `stop` strings the text ends before the one that is complete first, and what may become one is held back as well.
+    A piece never ends inside a character: while bytes of it are missing, decoding gives U+FFFD, which is held back.
+    With `stop` strings the text ends before the one that is complete first; what may become one is held back as well.
 
-    Only the ids since the last but one complete piece are decoded, so that a token costs the same anywhere in a text: the
-    older ones are context, as a token's text may depend on being the first. (Tokenizers that fall back to bytes one by one
-    decode a run of them as a whole. If such a run turns out not to be UTF-8, what it gave before stays.)
+    Only the ids since the last but one complete piece are decoded, so that a token costs the same anywhere in a text:
+    the older ones are context, as a token's text may depend on being the first. (Tokenizers that fall back to bytes one
+    by one decode a run of them as a whole. If such a run turns out not to be UTF-8, what it gave before stays.)
     """
 
     _PENDING = 7  # U+FFFDs that may still change: up to 3 bytes of a character, behind one of 4 that is context
@@ -195,9 +191,9 @@ def render_chat(
 ) -> str:
     """A conversation as the text that the model was trained on: the Jinja `template` with the set-up of transformers.
 
-    messages: [{"role": ..., "content": ...}, ...]. add_generation_prompt: end with the beginning of an answer. variables:
-    for the template, such as bos_token or tools. Raises InvalidRequest if the template refuses the conversation,
-    InvalidModelFiles if it is not a template, MissingExtra without the library minijinja.
+    messages: [{"role": ..., "content": ...}, ...]. add_generation_prompt: end with the beginning of an answer.
+    variables: for the template, such as bos_token or tools. Raises InvalidRequest if the template refuses the
+    conversation, InvalidModelFiles if it is not a template, MissingExtra without the library minijinja.
     """
     library = need("minijinja", "Rendering a chat template")
     environment = library.Environment(trim_blocks=True, lstrip_blocks=True, fuel=_FUEL, filters={"tojson": _to_json})

@@ -49,8 +49,8 @@ class Checkpoint(Mapping[str, HostArray]):
             self._read_shards(index)
         else:
             raise InvalidModelFiles(
-                f"No weights in {self.path}: expected model.safetensors, or model.safetensors.index.json and its shards. "
-                f"Download them, or convert other formats with transformers' save_pretrained."
+                f"No weights in {self.path}: expected model.safetensors, or model.safetensors.index.json and its "
+                f"shards. Download them, or convert other formats with transformers' save_pretrained."
             )
 
     def _read_shards(self, index: Path) -> None:
@@ -68,7 +68,8 @@ class Checkpoint(Mapping[str, HostArray]):
             self._entries |= _read_header(self.path / file)
         if lost := sorted(names.keys() - self._entries.keys()):
             raise InvalidModelFiles(
-                f"{index.name} promises tensors that no shard holds: {_listed(lost)}. {_AGAIN}, index and shards together."
+                f"{index.name} promises tensors that no shard holds: {_listed(lost)}. {_AGAIN}, index and shards "
+                f"together."
             )
 
     def __len__(self) -> int:
@@ -92,7 +93,7 @@ class Checkpoint(Mapping[str, HostArray]):
         """
         allowed = {**(optional or {}), **required}
         faults = [f"{name} is missing (expected shape {shape})" for name, shape in required.items() if name not in self]
-        for name, e in self._entries.items():
+        for name, e in sorted(self._entries.items()):
             if name not in allowed:
                 faults.append(f"{name} {e.shape} is not part of this architecture")
             elif e.shape != tuple(allowed[name]):
@@ -101,16 +102,17 @@ class Checkpoint(Mapping[str, HostArray]):
                 faults.append(f"{name} is stored as {e.dtype}, expected one of {', '.join(_DTYPES)}")
         if faults:
             raise InvalidModelFiles(
-                f"The weights in {self.path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\nTake config.json "
-                "and the weights from one download; a model of another architecture or a quantized one does not load."
+                f"The weights in {self.path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\n"
+                "Take config.json and the weights from one download; a model of another architecture or a quantized "
+                "one does not load."
             )
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
     """Names, dtypes, shapes and places of the tensors in a file.
 
-    The library checks the file as a whole (sizes, overlaps, truncation). Its NumPy side refuses bfloat16 tensors, so they
-    are read by their offset: 8 bytes with the length of a JSON header, the header, then the data it points into.
+    The library checks the file as a whole (sizes, overlaps, truncation). Its NumPy side refuses bfloat16 tensors, so
+    they are read by their offset: 8 bytes with the length of a JSON header, the header, then the data it points into.
     """
     safetensors = need("safetensors", "Reading weights")
     try:

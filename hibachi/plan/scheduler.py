@@ -88,7 +88,9 @@ class Scheduler:
         self.block_table = np.zeros((rows, width), np.int32)
         self._known = np.zeros(rows, np.int32)
         self._computed = np.zeros(rows, np.int32)
-        self._done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
+        self._done = np.zeros(
+            rows, np.int32
+        )  # tokens whose value is committed; known - done are placeholders
         self._end = np.zeros(rows, np.int32)
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -136,6 +138,10 @@ class Scheduler:
         else:
             self._leave(seq, reason)
         return True
+
+    def prefilling(self, seq: Seq) -> bool:
+        """Does it hold a row, and has nothing been sampled from it yet?"""
+        return seq.row >= 0 and int(self._done[seq.row]) == seq.prompt_len
 
     def rewind(self) -> None:
         """The cache is lost: all running sequences compute their tokens again."""
@@ -205,6 +211,7 @@ class Scheduler:
                     seq.blocks = blocks
                 row = seq.row = self._free_rows.pop()
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
+                self.block_table[row, len(seq.blocks) :] = 0
                 self._known[row] = self._done[row] = seq.prompt_len
                 self._computed[row] = 0
                 self._end[row] = seq.end
@@ -259,8 +266,14 @@ class Scheduler:
         assert sorted(rows + self._free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
         for s in running:
             computed, known, done = self._computed[s.row], self._known[s.row], self._done[s.row]
-            assert computed <= known <= s.end and s.prompt_len <= done <= known, (computed, done, known, s.end)
-            assert self.block_table[s.row, : len(s.blocks)].tolist() == s.blocks
+            assert computed <= known <= s.end and s.prompt_len <= done <= known, (
+                computed,
+                done,
+                known,
+                s.end,
+            )
+            table = self.block_table[s.row].tolist()
+            assert table[: len(s.blocks)] == s.blocks and not any(table[len(s.blocks) :]), (table, s.blocks)
         if self.pool:
             self.pool.check([b for s in running for b in s.blocks])
         assert self.waiting == sum(s.finish is None for s in self._waiting)

@@ -36,7 +36,9 @@ class ArrayBackend:
         self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+        return (
+            f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+        )
 
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""
@@ -57,12 +59,16 @@ class ArrayBackend:
     def cat(self, ts: Sequence[Array], dim: int) -> Array:
         if not isinstance(ts, (list, tuple)) or not ts:
             got = "none" if isinstance(ts, (list, tuple)) else type(ts).__qualname__
-            raise InvalidTensorOperation("cat", expected="a list of arrays", got=got, mend="Pass at least one, in a list")
+            raise InvalidTensorOperation(
+                "cat", expected="a list of arrays", got=got, mend="Pass at least one, in a list"
+            )
         first = self.shape(self._arrays("cat", *ts))
         self._dim("cat", first, dim)
         for t in ts[1:]:
             shape = self.shape(t)
-            if len(shape) != len(first) or any(a != b for d, (a, b) in enumerate(zip(first, shape, strict=True)) if d != dim):
+            if len(shape) != len(first) or any(
+                a != b for d, (a, b) in enumerate(zip(first, shape, strict=True)) if d != dim
+            ):
                 raise InvalidTensorOperation(
                     "cat",
                     expected=f"shapes equal to {first} except in dimension {dim}",
@@ -91,7 +97,9 @@ class ArrayBackend:
     def slice(self, t: Array, dim: int, start: int, length: int) -> Array:
         shape = self.shape(self._arrays("slice", t))
         self._dim("slice", shape, dim)
-        if not (_is_int(start) and _is_int(length) and start >= 0 and length >= 0 and start + length <= shape[dim]):
+        if not (
+            _is_int(start) and _is_int(length) and start >= 0 and length >= 0 and start + length <= shape[dim]
+        ):
             raise InvalidTensorOperation(
                 "slice",
                 expected=f"start >= 0, length >= 0 and start + length <= {shape[dim]} (size of dimension {dim})",
@@ -132,7 +140,10 @@ class ArrayBackend:
         self._dim("repeat", shape, dim)
         if not (_is_int(times) and times >= 0):
             raise InvalidTensorOperation(
-                "repeat", expected="times >= 0", got=f"times {times!r}", mend="Pass how often the array is laid down"
+                "repeat",
+                expected="times >= 0",
+                got=f"times {times!r}",
+                mend="Pass how often the array is laid down",
             )
         return self.xp.tile(t, tuple(int(times) if d == dim else 1 for d in range(len(shape))))
 
@@ -140,7 +151,10 @@ class ArrayBackend:
         rank = len(self.shape(self._arrays("unsqueeze", t)))
         if not (_is_int(dim) and 0 <= dim <= rank):
             raise InvalidTensorOperation(
-                "unsqueeze", expected=f"0 <= dim <= {rank}", got=f"dim {dim!r}", mend="Dimensions count from the left"
+                "unsqueeze",
+                expected=f"0 <= dim <= {rank}",
+                got=f"dim {dim!r}",
+                mend="Dimensions count from the left",
             )
         return self.xp.expand_dims(t, axis=int(dim))
 
@@ -181,7 +195,9 @@ class ArrayBackend:
         """The library's dtype of this name ("float32"). Raises UnsupportedOperation where it has none."""
         found = getattr(self.xp, name, None)
         if found is None:
-            raise UnsupportedOperation(f"{self.name} has no dtype {name!r}; choose another, for example float32.")
+            raise UnsupportedOperation(
+                f"{self.name} has no dtype {name!r}; choose another, for example float32."
+            )
         return found
 
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
@@ -218,7 +234,9 @@ class ArrayBackend:
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
-    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+    def make_cache(
+        self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str
+    ) -> LayerCache:
         """Memory of one layer. Paged: keys [blocks, block_size, kv_heads, k_dim] and values; State: [rows, *shape]."""
         dtype = spec.dtype or dtype
         if isinstance(spec, State):
@@ -231,8 +249,21 @@ class ArrayBackend:
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
         return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
 
+    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
+        """The paged cache of a layer with zeros in `blocks` [n]; an index may occur twice. May reuse `cache`."""
+        return tuple(
+            self.scatter_rows(half, blocks, self.xp.zeros_like(self.take(half, blocks))) for half in cache
+        )
+
     def attend(
-        self, q: Array, k: Array, v: Array, cache: LayerCache, x: StepInputs[Array], *, scale: float | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: LayerCache,
+        x: StepInputs[Array],
+        *,
+        scale: float | None = None,
     ) -> tuple[Array, LayerCache]:
         """Write k and v into the paged cache at x.slot, then causal attention of q over the row's whole cache.
 
@@ -250,7 +281,9 @@ class ArrayBackend:
         table = self.take(x.block_table, x.tile_row)  # [N, blocks]
         span = table.shape[1] * keys.shape[1]
         kt = xp.permute_dims(xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim)), (0, 2, 3, 1))
-        vt = xp.permute_dims(xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2])), (0, 2, 1, 3))
+        vt = xp.permute_dims(
+            xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2])), (0, 2, 1, 3)
+        )
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
         scores = self.float32(xp.matmul(qt, kt)) * (dim**-0.5 if scale is None else scale)
@@ -324,7 +357,10 @@ class ArrayBackend:
 
     def versions(self) -> dict[str, str]:
         """Library and device, for `hibachi doctor`."""
-        return {"library": f"{self.xp.__name__}", "device": str(self.device or "default")}
+        return {
+            "library": f"{self.xp.__name__} {getattr(self.xp, '__version__', '')}".strip(),
+            "device": str(self.device or "default"),
+        }
 
 
 def _is_int(n: Any) -> bool:

@@ -29,9 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "promise(group): a promise of the conformance suite; one row per group"
-    )
+    config.addinivalue_line("markers", "promise(group): a promise of the conformance suite; one row per group")
     config.pluginmanager.register(Promises(config))
     if config.getoption("backend"):
         try:
@@ -54,10 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     found = backends(metafunc.config)
     if not found:
-        why = (
-            " ".join(str(why_missing(name)) for name in known())
-            or "None is registered: is hibachi installed?"
-        )
+        why = " ".join(str(why_missing(name)) for name in known()) or "None is registered: is hibachi installed?"
         raise pytest.Collector.CollectError(f"No backend loads. {why}")
     metafunc.parametrize("backend", list(found.values()), ids=list(found), indirect=True)
 
@@ -84,9 +79,7 @@ class Promises:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.kept: dict[tuple[str, str], dict[str, bool]] = defaultdict(
-            dict
-        )  # (group, backend) -> {test: kept}
+        self.kept: dict[tuple[str, str], dict[str, bool]] = defaultdict(dict)  # (group, backend) -> {test: kept}
         self.broken: list[tuple[str, str, str]] = []  # backend, test, why
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -126,12 +119,7 @@ def title(test: str) -> str:
 def reason(report: pytest.TestReport) -> str:
     """First line of what the failing test said."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    return (
-        str(crash.message if crash else report.longrepr)
-        .removeprefix("AssertionError: ")
-        .strip()
-        .split("\n")[0]
-    )
+    return str(crash.message if crash else report.longrepr).removeprefix("AssertionError: ").strip().split("\n")[0]
 
 
 def table(kept: dict[tuple[str, str], dict[str, bool]]) -> Iterator[str]:

@@ -166,9 +166,7 @@ def converting(op: str, position: int = 0) -> Mutant:
 def rank_one(op: str) -> Mutant:
     """An operation that takes a number for an array of size 1."""
     takes = {op: lambda b, t, *args: getattr(b, op)(t if np.ndim(t) else t.reshape(1), *args)}
-    return broken(
-        "rank_zero_is_refused_where_a_dimension_is_needed", f"{op} takes rank 0 for rank 1", **takes
-    )
+    return broken("rank_zero_is_refused_where_a_dimension_is_needed", f"{op} takes rank 0 for rank 1", **takes)
 
 
 def reworded(b: Any, op: str, *args: Any, **parts: str) -> Any:
@@ -364,9 +362,7 @@ def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any 
     return b.attend(q, k, v, tuple(half.copy() for half in cache), x, scale=scale)[0], cache
 
 
-def padding_writes_to_block_one(
-    b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None
-) -> Any:
+def padding_writes_to_block_one(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None) -> Any:
     return b.attend(q, k, v, cache, replace(x, slot=np.where(x.slot == 0, 4, x.slot)), scale=scale)
 
 

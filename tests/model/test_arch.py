@@ -1,0 +1,166 @@
+"""config.json of the Llama family, in both generations, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hibachi.errors import InvalidModelFiles, UnknownArchitecture
+from hibachi.model.arch import Arch, LinearScaling, Llama3Scaling, load_arch, read_arch
+
+OLD = {  # as transformers 4 writes it
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 1000,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 5000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+NEW = {k: v for k, v in OLD.items() if not k.startswith("rope")} | {  # as transformers 5 writes it
+    "head_dim": 8,
+    "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+EXPECTED = Arch(
+    hidden_size=64,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    layers=3,
+    intermediate=96,
+    vocab_size=1000,
+    rms_eps=1e-5,
+    rope_theta=5000.0,
+    rope_scaling=None,
+    max_positions=2048,
+    tied=True,
+    attention_bias=False,
+    mlp_bias=None,
+    bos_ids=(1,),
+    eos_ids=(2, 3),
+)
+
+
+@pytest.mark.parametrize("config", [OLD, NEW], ids=["old", "new"])
+def test_both_generations_of_the_file_say_the_same(config):
+    assert read_arch(config) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2}, LinearScaling(2.0)),
+        ({"type": "linear", "factor": 2.0}, LinearScaling(2.0)),
+        (LLAMA3, Llama3Scaling(8.0, 1.0, 4.0, 512)),
+    ],
+)
+def test_rope_scaling_in_both_generations(written, read):
+    assert read_arch(OLD | {"rope_scaling": written}) == replace(EXPECTED, rope_scaling=read)
+    new = NEW | {"rope_parameters": written | {"rope_theta": 5000.0}}
+    assert read_arch(new) == replace(EXPECTED, rope_scaling=read)
+
+
+def test_what_old_files_leave_out_has_its_old_meaning():
+    left_out = ("num_key_value_heads", "rope_theta", "tie_word_embeddings", "attention_bias", "architectures")
+    config = {k: v for k, v in OLD.items() if k not in (*left_out, "bos_token_id", "eos_token_id")}
+    assert read_arch(config) == replace(
+        EXPECTED, kv_heads=8, rope_theta=10000.0, tied=False, attention_bias=None, bos_ids=(), eos_ids=()
+    )
+
+
+@pytest.mark.parametrize("eos, read", [(7, (7,)), ([7], (7,)), (None, ()), (-1, ())])
+def test_ids_are_one_or_several_or_none(eos, read):
+    assert read_arch(OLD | {"eos_token_id": eos}).eos_ids == read
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: 'llama'"),
+        ({"model_type": None}, "model_type is missing; supported: 'llama'"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "supported: ['LlamaForCausalLM']"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type is 'yarn'; supported: 'default', 'linear'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+    ],
+)
+def test_another_architecture_is_refused_with_what_is_supported(change, says):
+    with pytest.raises(UnknownArchitecture) as e:
+        read_arch(OLD | change)
+    assert says in str(e.value)
+    assert "CachedModel" in str(e.value) or "unquantized" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rms_norm_eps"]
+)
+@pytest.mark.parametrize("value", [None, 0, -1, "64", True])
+def test_a_missing_or_wrong_field_is_named(field, value):
+    got = "no such field" if value is None else repr(value)
+    with pytest.raises(InvalidModelFiles, match=f"{field} must be .*; got {got}. Take the config.json"):
+        read_arch(OLD | {field: value})
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(8\).*num_key_value_heads \(3\)"),
+        ({"hidden_size": 60}, r"hidden_size \(60\).*num_attention_heads \(8\)"),
+        ({"head_dim": 7}, r"head \(7\) must be even"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, r"rope_theta \(5000.0\) differs"),
+        ({"rope_parameters": LLAMA3, "rope_scaling": {"type": "linear", "factor": 2}}, "differs from rope_scaling"),
+    ],
+)
+def test_a_contradiction_is_named(change, says):
+    with pytest.raises(InvalidModelFiles, match=f"contradicts itself: .*{says}"):
+        read_arch(OLD | change)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"eos_token_id": 1000}, r"eos_token_id must be integers below vocab_size \(1000\); got 1000"),
+        ({"eos_token_id": "</s>"}, "got '</s>'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor must be a number > 0; got no such field"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number > 0; got nan"),
+    ],
+)
+def test_other_nonsense_is_named(change, says):
+    with pytest.raises(InvalidModelFiles, match=says):
+        read_arch(OLD | change)
+
+
+def test_generation_config_names_the_ends_of_a_turn(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(OLD))
+    assert load_arch(tmp_path) == EXPECTED
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9]}))
+    assert load_arch(tmp_path) == replace(EXPECTED, eos_ids=(2, 9))
+
+
+@pytest.mark.parametrize("content, says", [(None, "is missing"), ("{", "cannot be read as JSON"), ("[]", "got list")])
+def test_a_missing_or_broken_file_is_named(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InvalidModelFiles, match=rf"config\.json.*{says}"):
+        load_arch(tmp_path)
