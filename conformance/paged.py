@@ -35,33 +35,55 @@ class Memory:
         self.cache = backend.make_cache(spec, blocks=self.blocks, block_size=self.block_size, rows=4, dtype="float32")
         self.slow: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> key, value
 
-    def dirty(self) -> Memory:
-        """Every position of every block holds large numbers that earlier requests left behind."""
-        self.step([Row(0, self.blocks * self.block_size, tuple(range(self.blocks)))], size=100.0)
+    def dirty(self, value: float = 100.0) -> Memory:
+        """Every position of every block holds `value`, left behind by an earlier request."""
+        row = Row(0, self.blocks * self.block_size, tuple(range(self.blocks)))
+        self.attend(step_inputs([row], self.block_size, tile=4, pad=0), lambda *shape: np.full(shape, value))
         return self
 
+    def wipe(self, *blocks: int) -> None:
+        self.cache = self.backend.wipe(self.cache, self.backend.put(np.array(blocks, "int32")))
+
     def step(
-        self, rows: list[Row], *, size: float = 1.0, scale: float | None = None, tile: int = 4, pad: int = 0
+        self,
+        rows: list[Row],
+        *,
+        size: float = 1.0,
+        scale: float | None = None,
+        tile: int = 4,
+        pad: int = 0,
+        padding: float = 1.0,
     ) -> None:
-        """Random queries, keys and values for the new tokens of all rows. AssertionError: they differ."""
-        host = step_inputs(rows, self.block_size, tile, pad)
-        tokens, real = len(host["pos"]), sum(row.q for row in rows)
-        q, k, v = (
-            size * self.random.normal(size=(tokens, n, dim)).astype("float32")
-            for n, dim in ((self.heads, self.k_dim), (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim))
-        )
-        put = self.backend.put
-        x = StepInputs(**{name: put(a) for name, a in host.items()})
-        with self.backend.guard():
-            got, self.cache = compiled(self.backend, scale)(put(q), put(k), put(v), self.cache, x)
+        """Random queries, keys and values for the new tokens of all rows. AssertionError: attention is wrong.
+
+        pad: so many padding tokens, rows and blocks follow; padding: their values are multiplied by it.
+        """
+        host, real = step_inputs(rows, self.block_size, tile, pad), sum(row.q for row in rows)
+
+        def draw(*shape: int) -> np.ndarray:
+            values = size * self.random.normal(size=shape)
+            values[real:] *= padding
+            return values
+
+        q, k, v, got = self.attend(host, draw, scale)
         self.slow |= {int(slot): (k[t], v[t]) for t, slot in enumerate(host["slot"][:real])}
         want = self.slow_attention(rows, q, self.k_dim**-0.5 if scale is None else scale)
-        got = self.backend.get(got)
-        assert got.shape == (tokens, self.heads, self.v_dim), f"attend gave shape {got.shape}"
         # Loose enough for a library that multiplies float32 with the precision of bfloat16.
         off = np.abs(got[:real] - want).max(axis=(1, 2))
         bad = [f"token {t} of {rows}" for t in np.flatnonzero(~(off <= 0.02 * size))]
         assert not bad, f"attend differs from slow attention by up to {off.max():.3g} at {'; '.join(bad[:3])}"
+
+    def attend(self, host: dict[str, np.ndarray], draw: Any, scale: float | None = None) -> tuple[np.ndarray, ...]:
+        """Queries, keys and values of the new tokens, made by draw(*shape), and what attention makes of them."""
+        tokens, put = len(host["pos"]), self.backend.put
+        shapes = ((self.heads, self.k_dim), (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim))
+        q, k, v = (draw(tokens, *shape).astype("float32") for shape in shapes)
+        x = StepInputs(**{name: put(a) for name, a in host.items()})
+        with self.backend.guard():
+            out, self.cache = compiled(self.backend, scale)(put(q), put(k), put(v), self.cache, x)
+        got = self.backend.get(out)
+        assert got.shape == (tokens, self.heads, self.v_dim), f"attend gave shape {got.shape}"
+        return q, k, v, got
 
     def slow_attention(self, rows: list[Row], q: np.ndarray, scale: float) -> np.ndarray:
         """Token by token and head by head, in float64."""

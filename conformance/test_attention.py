@@ -72,3 +72,25 @@ def test_attend_gives_padding_no_influence(backend):
     memory = Memory(backend).dirty()
     memory.step([Row(0, 3, (1,)), Row(0, 5, (4, 6))], pad=3)
     memory.step([Row(3, 1, (1,)), Row(5, 1, (4, 6))], pad=3)
+
+
+def test_attend_does_not_catch_nan_from_padding_tokens(backend):
+    """They repeat a real token, so one request with NaN would otherwise spoil the whole batch."""
+    if backend.static_shapes:  # elsewhere no token is padding
+        memory = Memory(backend)
+        memory.step([Row(0, 3, (1,)), Row(0, 5, (4, 6))], pad=3, padding=float("nan"))
+        memory.step([Row(3, 1, (1,)), Row(5, 1, (4, 6))], pad=3, padding=float("nan"))
+
+
+def test_wipe_clears_nan_from_the_named_blocks(backend):
+    """The engine wipes the blocks of a request that failed, and block 0 along with them, perhaps twice."""
+    memory = Memory(backend).dirty(float("nan"))
+    memory.wipe(0, 2, 1, 0)
+    memory.step([Row(0, 5, (1, 2))])
+
+
+def test_wipe_leaves_other_blocks_alone(backend):
+    memory = Memory(backend)
+    memory.step([Row(0, 6, (1, 2))])
+    memory.wipe(0, 3, 0)
+    memory.step([Row(6, 1, (1, 2))])

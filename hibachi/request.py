@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -27,6 +27,11 @@ class Finish(str, Enum):
 def _check(ok: bool, name: str, expected: str, got: object) -> None:
     if not ok:
         raise InvalidRequest(f"{name} must be {expected}; got {got!r}.")
+
+
+def _tuple(x: object) -> tuple[Any, ...]:
+    """Its elements; none for None. What has no elements is one, for the check that follows."""
+    return () if x is None else tuple(x) if isinstance(x, Iterable) else (x,)
 
 
 def _is_int(x: object) -> bool:
@@ -73,10 +78,10 @@ class SamplingParams:
         n, lp = self.max_tokens, self.logprobs
         _check(n is None or (_is_int(n) and n >= 1), "max_tokens", "an integer >= 1 (or None: no limit)", n)
         _check(lp is None or (_is_int(lp) and lp >= 0), "logprobs", "an integer >= 0 (or None: none)", lp)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop)
         _check(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", self.stop)
         object.__setattr__(self, "stop", stop)
-        ids = tuple(int(i) if hasattr(i, "__index__") else i for i in self.stop_token_ids)
+        ids = tuple(int(i) if hasattr(i, "__index__") else i for i in _tuple(self.stop_token_ids))
         _check(
             all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids
         )
@@ -91,6 +96,15 @@ class SamplingParams:
         if unknown := changes.keys() - {f.name for f in fields(self)}:
             raise InvalidRequest(f"SamplingParams has no field {', '.join(sorted(unknown))}.")
         return replace(self, **changes)
+
+
+def as_params(value: object, default: SamplingParams) -> SamplingParams:
+    """The parameters that a caller passed; None: the default. Raises InvalidRequest for anything else."""
+    if value is None:
+        return default
+    if not isinstance(value, SamplingParams):
+        raise InvalidRequest(f"params must be a SamplingParams (or None); got {value!r}. Write SamplingParams(...).")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

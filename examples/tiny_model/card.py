@@ -87,62 +87,60 @@ text or output of any other model.
 
 ## Data
 
-Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them
-(Project Gutenberg's texts by origin). Trained on: {texts}; {characters} characters, {tokens} tokens. Held
-out whole, never trained on: `{held_out}`. No novel is split between the two.
+Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them.
+Trained on: {texts}; {characters} characters, {tokens} tokens. Held out whole, never trained on:
+`{held_out}`. No novel is split between the two.
 
 The text is cleaned first (`clean` in `model.py`): the hard-wrapped lines of a paragraph are joined, runs of
 blanks become one blank, underscores (italics) go, paragraphs are separated by an empty line.
 
 ## Training
 
-{steps} steps of {batch_tokens} tokens ({passes:.1f} passes over the text) on {threads} CPU thread(s): {wall:.0f}
-minutes, of them {cpu:.0f} minutes of CPU time. Windows of {short} tokens for the first {short_part:.0%} of the
-steps, of {context} after. Muon for the matrices (weight decay {weight_decay}), AdamW for the embedding and the norms,
-learning rate {lr}, constant and then linear to zero over the last {decay:.0%} of the steps; dropout {dropout};
-bf16 autocast; seed {seed}.
+{steps} steps of {batch_tokens} tokens, {passes:.1f} passes over the text, on {threads} thread(s) of a CPU:
+{cpu:.0f} minutes of CPU time, {wall:.0f} minutes by the clock (other work shared the machine). Windows of
+{short} tokens for the first {short_part:.0%} of the steps, of {context} tokens after. Muon for the matrices,
+weight decay {weight_decay}; AdamW for the embedding and the norms; learning rate {lr}, constant at first and
+falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout}; bf16
+autocast; seed {seed}.
 
 | Step | Training loss (nats per token, with dropout) | Held-out probe (bits per character) |
 |---:|---:|---:|
 {log}
 
-The probe is the first {probe} tokens of the held-out novel in windows that do not overlap, so its numbers lie
-above the score below. {selection}
+The probe is the first {probe} tokens of the held-out novel in windows that do not overlap, so that most of
+its tokens see less context than in the score below.
 
 ## Score
 
-{bits:.4f} bits per character on the whole of `{held_out}`: the shipped fp16 weights, computed with in fp32, over
-{held_out_tokens} tokens of {held_out_characters} characters. Windows of {score_context} tokens start every \
-{score_stride} tokens; every token is
-scored once, from at least {least} tokens before it (the first {score_context}: from all there are, an
-end-of-text token first). Bits per character are the sum of the negative log-probabilities in nats, divided by
-ln 2 and by the number of characters of the cleaned text. Cleaning makes this number lower than it would be on
-the hard-wrapped file, where the model would have to guess the line breaks. The score is of the
-tokenizer's own segmentation of the text.
+{bits:.4f} bits per character on the whole of `{held_out}`: the shipped fp16 weights, computed with in fp32,
+over {held_out_tokens} tokens of {held_out_characters} characters. Windows of {score_context} tokens start
+every {score_stride} tokens; every token is scored once, from at least {least} tokens before it (the first
+{score_context}: from all there are, an end-of-text token first). Bits per character are the sum of the
+negative log-probabilities in nats, divided by ln 2 and by the number of characters of the cleaned text.
+The cleaned text is easier than the hard-wrapped file, in which the line breaks would have to be guessed.
 
 ## Samples
 
-Ten samples, none left out: the prompts were written down before training, the seed is the number, temperature
-{temperature}, nucleus {top_p}, {sample_tokens} tokens. The prompt is in bold.
+Ten samples, none left out: the prompts were written down before this model was trained, the seed is the
+number, temperature {temperature}, nucleus {top_p}, at most {sample_tokens} tokens. The prompt is in bold.
 
 {samples}
 
 ## Limits
 
-It knows one author's six-novel world, five novels of it, and nothing else: its sentences are mostly grammatical
-and seldom make sense for longer than one. It follows no instructions, states no facts, repeats its period's
-views, and can reproduce short phrases of its training text. Texts other than English prose fare badly
-(any bytes can be encoded). It hardly ever ends a text of its own accord, having seen the end of only five;
-limit the number of tokens, or stop at an empty line. Positions from {max_position_embeddings} on were never trained.
+It knows five novels by one author and nothing else. Its sentences are mostly grammatical and seldom make
+sense together. It follows no instructions, states no facts, repeats the views of its period, and can
+reproduce phrases of its training text. Any text can be encoded, but other than English prose of the kind it
+fares badly. It hardly ever ends a text of its own accord, having seen the end of so few: limit the number
+of tokens, or stop at an empty line. Positions from {context} on were never trained.
 
 ## Making it again
 
     python examples/tiny_model/train.py --text {texts_plain} \\
-        --held-out {held_out} --work WORK --out OUT{options}
+        --held-out {held_out} --work WORK --out OUT
     python examples/tiny_model/train.py --held-out {held_out} --work WORK --out OUT --card
 
-The same seed gives the same weights on the same kind of CPU with the same version of torch; elsewhere
-rounding differs and the score moves a little.
+Another kind of CPU or version of torch rounds differently, and the score moves a little.
 """
 
 
@@ -166,9 +164,7 @@ def write_card(work, out, held_out):
         "passes": state["step"] * facts["batch_tokens"] / facts["tokens"],
         "wall": state["wall"] / 60,
         "cpu": state["cpu"] / 60,
-        "log": "\n".join(
-            f"| {step} | {loss:.3f} | {probe:.3f} |" for step, loss, probe in thin(state["log"])
-        ),
+        "log": "\n".join(f"| {step} | {loss:.3f} | {probe:.3f} |" for step, loss, probe in thin(state["log"])),
         "context": config["max_position_embeddings"],
         "score_context": CONTEXT,
         "score_stride": STRIDE,

@@ -147,9 +147,7 @@ class Llama(nn.Module):
         self.model.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.model.norm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
         frequencies = c["rope_theta"] ** (-torch.arange(0, c["head_dim"], 2) / c["head_dim"])
-        angles = torch.outer(
-            torch.arange(c["max_position_embeddings"]), torch.cat((frequencies, frequencies))
-        )
+        angles = torch.outer(torch.arange(c["max_position_embeddings"]), torch.cat((frequencies, frequencies)))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():

@@ -86,37 +86,26 @@ def train(args):
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = {
-        "muon": torch.optim.Muon(
-            matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        "muon": torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
         "adam": torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
     }
-    step, wall, cpu, log = 0, 0.0, 0.0, []
+    step, wall, cpu, log, losses = 0, 0.0, 0.0, [], []
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(state[name])
-        step, wall, cpu, log = (state[key] for key in ("step", "wall", "cpu", "log"))
-    print(
-        f"{facts['parameters']} parameters, {facts['tokens']} training tokens, from step {step}", flush=True
-    )
+        step, wall, cpu, log, losses = (state[key] for key in ("step", "wall", "cpu", "log", "losses"))
+    print(f"{facts['parameters']} parameters, {facts['tokens']} training tokens, from step {step}", flush=True)
 
     def save():
         state = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-        state |= {
-            "model": model.state_dict(),
-            "step": step,
-            "wall": wall,
-            "cpu": cpu,
-            "log": log,
-            "facts": facts,
-        }
+        state |= {"model": model.state_dict(), "step": step, "wall": wall, "cpu": cpu}
+        state |= {"log": log, "losses": losses, "facts": facts}
         save_atomically(state, checkpoint)
 
     decay = round(args.steps * args.decay)
     began = saved = time.monotonic()
-    losses = []
     while step < args.steps and time.monotonic() - began < args.minutes * 60:
         wall_before, cpu_before = time.monotonic(), time.process_time()
         for optimizer in optimizers.values():
@@ -182,9 +171,7 @@ def export(work, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="the novels to train on")
     parser.add_argument("--held-out", type=Path, metavar="FILE", help="the novel to score on")
     parser.add_argument("--work", type=Path, metavar="DIR", help="tokenizer and checkpoint")
@@ -192,16 +179,14 @@ def main():
     parser.add_argument("--export", action="store_true", help="only export the checkpoint")
     parser.add_argument("--eval", action="store_true", help="only score the exported model")
     parser.add_argument("--samples", action="store_true", help="only print samples of the exported model")
-    parser.add_argument(
-        "--card", action="store_true", help="only write the model card, score and samples in it"
-    )
+    parser.add_argument("--card", action="store_true", help="only write the model card, score and samples in it")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop this run after so long")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--decay", type=float, default=0.5, help="part of the steps with a falling rate")
+    parser.add_argument("--decay", type=float, default=0.6, help="part of the steps with a falling rate")
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--weight-decay", type=float, default=1.0)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""judge backends: which promises of the conformance suite each one keeps
+"""judge backends: which promises of the conformance suite are kept?
 
-Needs the extra `test`. Further arguments go to pytest (for example -k pop, or -x).
+Needs the extra `test`. Other arguments go to pytest: -k pop, for example, or -x.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a registered name, package:object, or the name of an array-API module; repeatable (default: all that load)",
+        help="a registered name, package:object, or an array-API module; repeatable (default: all that load)",
     )
 
 

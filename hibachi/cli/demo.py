@@ -1,16 +1,20 @@
 """sixteen prompts at once on the model that ships, live
 
-Then the same prompts one by one: how much faster was the batch, and are the tokens the same?
+Afterwards the same prompts one by one: how much faster was the batch, and are
+the tokens the same?
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
+import textwrap
 import time
+from typing import Protocol
 
-from hibachi.engine.llm import LLM, TextStream
+from hibachi.engine.llm import LLM, Completion
 from hibachi.engine.stream import merge
 from hibachi.request import SamplingParams
 
@@ -36,93 +40,159 @@ PROMPTS = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens for each prompt (default: 96)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
     parser.add_argument("--plain", action="store_true", help="no live view, as when the output is piped")
 
 
 def run(args: argparse.Namespace) -> int:
-    live = sys.stdout.isatty() and not args.plain
+    params = [
+        SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=args.tokens, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
     with LLM("tiny", backend=args.backend, max_batch_size=len(PROMPTS)) as llm:
-        arch = llm.model.arch
         facts = llm.backend.versions()
-        print(f"hibachi demo: {len(PROMPTS)} prompts at once, a Llama of {arch.layers} layers, {facts['library']}, {facts['device']}")
-        params = [
-            SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=args.tokens, ignore_eos=True)
-            for i in range(len(PROMPTS))
-        ]
-        _warm(llm, params)
-        began = time.perf_counter()
-        streams = [llm.stream(p, q) for p, q in zip(PROMPTS, params, strict=True)]
-        (_watch if live else _report)(llm, streams, args.tokens)
-        together = time.perf_counter() - began
-        batched = [s.completion() for s in streams]
-        if not live:
-            for c in batched:
-                print(f"\n{c.prompt}{c.text}")
-        print("\nNow one by one, for comparison ...", flush=True)
-        began = time.perf_counter()
-        alone = [llm.generate(p, q)[0] for p, q in zip(PROMPTS, params, strict=True)]
-        apart = time.perf_counter() - began
-    tokens = sum(len(c.token_ids) for c in batched)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(alone, batched, strict=True))
-    print(f"  {len(PROMPTS)} at once    {together:6.2f} s  {tokens / together:7.0f} tokens/s")
-    print(f"  one by one   {apart:6.2f} s  {sum(len(c.token_ids) for c in alone) / apart:7.0f} tokens/s")
-    print(f"  speed-up     {apart / together:6.1f} x")
-    print(f"  the same tokens as alone: {same} of {len(PROMPTS)} prompts")
+        place = f"{facts['library']} on {facts['device']}"
+        title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {llm.model.arch.layers} layers, {place}"
+        live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not args.plain
+        view = Live(title) if live else Plain(title)
+        if llm.backend.static_shapes:  # the compiler is not what we measure
+            view.say("compiling ...")
+            Pass(llm, params, len(PROMPTS)).run()
+            Pass(llm, params[:1], 1).run()
+        batched = Pass(llm, params, len(PROMPTS)).run(view)
+        alone = Pass(llm, params, 1).run(view)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(alone.completions, batched.completions, strict=True))
+    view.say(
+        f"{alone.seconds / batched.seconds:.1f} times as fast at once; "
+        f"the same tokens as alone: {same} of {len(PROMPTS)} texts"
+    )
     return 0
 
 
-def _warm(llm: LLM, params: list[SamplingParams]) -> None:
-    """Everything once, so that a compiling backend is measured without its compiler."""
-    if llm.backend.static_shapes:
-        print("compiling ...", flush=True)
-        llm.generate(PROMPTS, params)
-        llm.generate(PROMPTS[0], params[0])
+class View(Protocol):
+    """Shows how far we are."""
+
+    def say(self, line: str) -> None: ...
+    def update(self, now: Pass) -> None: ...
+    def end(self, now: Pass) -> None: ...
 
 
-def _report(llm: LLM, streams: list[TextStream], limit: int) -> None:
-    """A line now and then."""
-    began = shown = time.perf_counter()
-    done = 0
-    for i, tokens in merge([s.tokens for s in streams]):
-        streams[i].feed(tokens)
-        done += len(tokens)
-        if time.perf_counter() - shown > 1:
-            shown = time.perf_counter()
-            print(f"  {_progress(llm, done, limit, shown - began)}", flush=True)
-    print(f"  {_progress(llm, done, limit, time.perf_counter() - began)}", flush=True)
+class Pass:
+    """One way through the prompts, `size` of them at a time."""
+
+    def __init__(self, llm: LLM, params: list[SamplingParams], size: int) -> None:
+        self.llm, self.params, self.size = llm, params, size
+        self.prompts = PROMPTS[: len(params)]
+        self.texts = [""] * len(params)
+        self.completions: list[Completion] = []
+        room = [llm.model.max_len - len(llm.tokenizer.encode(p)) for p in self.prompts]
+        self.total = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
+        self.tokens, self.seconds, self._before = 0, 0.0, llm.stats()
+
+    def run(self, view: View | None = None) -> Pass:
+        began = time.perf_counter()
+        for first in range(0, len(self.params), self.size):
+            some = slice(first, first + self.size)
+            streams = [self.llm.stream(p, q) for p, q in zip(self.prompts[some], self.params[some], strict=True)]
+            for i, ids in merge([s.tokens for s in streams]):
+                self.texts[first + i] += streams[i].feed(ids)
+                self.tokens += len(ids)
+                self.seconds = time.perf_counter() - began
+                if view:
+                    view.update(self)
+            self.completions += [s.completion() for s in streams]
+        self.seconds = time.perf_counter() - began
+        if view:
+            view.end(self)
+        return self
+
+    def line(self) -> str:
+        """How far, how fast, and how full the batch is; afterwards: how full it was in the mean."""
+        now, before = self.llm.stats(), self._before
+        if self.tokens < self.total:
+            batch = f"{now.running}/{now.max_batch_size}"
+        else:
+            batch = f"{(now.new_tokens - before.new_tokens) / (now.steps - before.steps):.1f}"
+        what = "one by one" if self.size == 1 else f"{self.size} at once"
+        bar, speed = "#" * (10 * self.tokens // self.total), self.tokens / self.seconds if self.seconds else 0
+        return (
+            f"{what}  [{bar:10}] {self.tokens:4}/{self.total} tokens  {self.seconds:4.1f} s  "
+            f"{speed:4.0f} tokens/s  batch {batch}"
+        )
 
 
-def _watch(llm: LLM, streams: list[TextStream], limit: int) -> None:
-    """One line for each prompt, its newest words at the right end, redrawn ten times a second."""
-    texts = [str(s.prompt) for s in streams]
-    began = time.perf_counter()
-    shown, done = 0.0, 0
-    print("\n" * len(streams))
-    for i, tokens in merge([s.tokens for s in streams]):
-        texts[i] += streams[i].feed(tokens)
-        done += len(tokens)
-        now = time.perf_counter()
-        if now - shown > 0.1:
-            shown = now
-            _draw(texts, _progress(llm, done, limit, now - began))
-    _draw(texts, _progress(llm, done, limit, time.perf_counter() - began))
+class Plain:
+    """Lines, for pipes: progress now and then, the texts when they are complete."""
+
+    def __init__(self, title: str) -> None:
+        self._shown = time.perf_counter()
+        self.say(title)
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def update(self, now: Pass) -> None:
+        if time.perf_counter() - self._shown > 2:
+            self._shown = time.perf_counter()
+            self.say(now.line())
+
+    def end(self, now: Pass) -> None:
+        self.say(now.line())
+        if now.size > 1:
+            for i, text in enumerate(map(str.__add__, now.prompts, now.texts)):
+                paragraphs = (textwrap.fill(p, 75) for p in text.splitlines())
+                self.say(f"\n{i + 1:2d}  " + textwrap.indent("\n".join(paragraphs), "    ").lstrip())
+            self.say("")
 
 
-def _draw(texts: list[str], progress: str) -> None:
-    width = min(shutil.get_terminal_size().columns, 120) - 1
-    lines = []
-    for i, text in enumerate(texts):
-        text = " ".join(text.split())
-        room = width - 4
-        lines.append(f"{i + 1:2d}  {text if len(text) <= room else '…' + text[1 - room :]}")
-    # Up to the first line, then each line anew, clearing what was there.
-    sys.stdout.write(f"\x1b[{len(lines) + 1}A" + "".join(f"\r\x1b[K{line}\n" for line in [*lines, progress[:width]]))
-    sys.stdout.flush()
+class Live:
+    """The last lines of a terminal, drawn anew ten times a second: a text a line, then how far we are."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._said = title, list[str]()
+        self._prompts, self._texts = list[str](), list[str]()
+        self._size, self._height, self._shown = shutil.get_terminal_size(), 0, 0.0
+        self._draw()
+
+    def say(self, line: str) -> None:
+        self._said.append(line)
+        self._draw()
+
+    def update(self, now: Pass) -> None:
+        if time.perf_counter() - self._shown > 0.1:
+            self._shown = time.perf_counter()
+            self._draw(now)
+
+    def end(self, now: Pass) -> None:
+        self._draw(now)
+        self._said.append(now.line())
+
+    def _draw(self, now: Pass | None = None) -> None:
+        if now and now.size > 1:
+            self._prompts, self._texts = list(now.prompts), now.texts
+        size = shutil.get_terminal_size()
+        texts = [
+            f"{i + 1:2d}  {_newest(prompt, text, size.columns - 4)}"
+            for i, (prompt, text) in enumerate(zip(self._prompts, self._texts, strict=True))
+        ]
+        lines = [self._title, *texts, *self._said, *([now.line()] if now else [])]
+        lines = lines[-max(size.lines - 1, 1) :]
+        if size != self._size:  # the terminal has moved the old lines anywhere
+            start = "\x1b[2J\x1b[H"
+        else:
+            start = f"\x1b[{self._height}A" if self._height else ""
+        self._size, self._height = size, len(lines)
+        # In one piece, so that nothing is left behind if we die: without wrapping, from the top, each line to its end.
+        frame = "".join(f"{line}\x1b[K\n" for line in lines)
+        print(f"\x1b[?7l{start}\r{frame}\x1b[J\x1b[?7h", end="", flush=True)
 
 
-def _progress(llm: LLM, done: int, limit: int, seconds: float) -> str:
-    total = limit * len(PROMPTS)
-    bar = "#" * (20 * done // total)
-    running = llm.stats().running
-    return f"[{bar:<20}] {done}/{total} tokens  {done / seconds:.0f} tokens/s  batch {running}/{len(PROMPTS)}"
+def _newest(prompt: str, text: str, width: int) -> str:
+    """Prompt and text in `width` columns: the beginning of the prompt, the end of the text."""
+    whole = "".join(c if c.isprintable() else "?" for c in " ".join((prompt + text).split()))
+    head = len(prompt)
+    if len(whole) > width:
+        head = min(head, width // 3)
+        whole = f"{whole[:head]}…{whole[head + 1 - width :]}"
+    bold, normal = ("", "") if os.environ.get("NO_COLOR") else ("\x1b[1m", "\x1b[22m")
+    return f"{bold}{whole[:head]}{normal}{whole[head:]}"

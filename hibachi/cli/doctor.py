@@ -1,15 +1,15 @@
-"""say what is installed: versions, backends and devices, and why one is missing"""
+"""say what is installed: versions, backends, devices, and what is missing"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from hibachi.model.extras import need
-from hibachi.errors import MissingExtra
+from hibachi.errors import HibachiError
 from hibachi.tensor.discover import known, load, why_missing
 
 
@@ -23,25 +23,39 @@ def run(args: argparse.Namespace) -> int:
     for package in ("numpy", "array-api-compat", "typing-extensions"):
         print(f"          {package} {_version(package)}")
     print("\nbackends")
+    width = max(map(len, known()), default=0)
     for name in known():
-        why = why_missing(name)
-        if why is None:
-            backend = load(name)
-            facts = backend.versions()
-            memory = backend.memory()
-            room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
-            print(f"  {name:8}ready    {facts['library']} on {facts['device']}{room}")
-        else:
-            print(f"  {name:8}missing  {why}")
+        print(f"  {name:{width}}  {_backend(name)}")
     print("\nextras")
     for module in ("tokenizers", "safetensors", "minijinja", "pytest"):
         extra = "test" if module == "pytest" else "text"
-        try:
-            need(module, module)
-            print(f"  {extra:8}ready    {module} {_version(module)}")
-        except MissingExtra:
-            print(f"  {extra:8}missing  {module}: pip install '.[{extra}]' in the checkout")
+        print(f"  {extra:{width}}  {_library(module, extra)}")
     return 0
+
+
+def _backend(name: str) -> str:
+    """A doctor takes whatever comes: one broken library must not hide the state of the others."""
+    if (why := why_missing(name)) is not None:
+        return f"missing  {why}"
+    try:
+        backend = load(name)
+        facts, memory = backend.versions(), backend.memory()
+    except HibachiError as e:
+        return f"broken   {e}"
+    room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
+    return f"ready    {facts['library']} on {facts['device']}{room}"
+
+
+def _library(module: str, extra: str) -> str:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name == module:
+            return f"missing  {module}: pip install '.[{extra}]' in the checkout"
+        return f"broken   {module}: {e}"
+    except Exception as e:
+        return f"broken   {module}: {type(e).__name__}: {e}"
+    return f"ready    {module} {_version(module)}"
 
 
 def _version(package: str) -> str:

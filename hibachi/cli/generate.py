@@ -1,6 +1,7 @@
 """complete a text with a model, streaming
 
-The prompt comes from --prompt or from standard input; the completion goes to standard output as it comes.
+The prompt comes from --prompt or from standard input, whose last line end does
+not count; the completion goes to standard output as it comes.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ import argparse
 import sys
 
 from hibachi.engine.llm import LLM
+from hibachi.errors import InvalidRequest
 from hibachi.request import SamplingParams
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = SamplingParams()
-    parser.add_argument("--model", default="tiny", metavar="PATH", help='a folder in Hugging Face layout (default: "tiny")')
-    parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
-    parser.add_argument("--device", help="in the backend's own notation, for example cuda:0")
-    parser.add_argument("--dtype", help="to compute in (default: float32)")
-    parser.add_argument("--prompt", help="the text to go on from (default: standard input)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="limit of new tokens (default: 128)")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default: 1)")
-    parser.add_argument("--top-k", type=int, default=defaults.top_k, help="keep the K likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=defaults.top_p, help="keep this share of the mass (default: 1)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on at the model's end-of-text token")
-    parser.add_argument("--echo", action="store_true", help="write the prompt first")
+    add = parser.add_argument
+    add("--model", default="tiny", metavar="PATH", help="a folder in Hugging Face layout (default: tiny, which ships)")
+    add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
+    add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
+    add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    add("--prompt", metavar="TEXT", help="what to go on from (default: standard input)")
+    add("--echo", action="store_true", help="write the prompt first")
+    add("--max-tokens", type=int, default=128, metavar="N", help="limit of new tokens (default: 128)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="and from this share of the mass (default: 1)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    add("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end before it; repeatable")
+    add("--ignore-eos", action="store_true", help="go on at the model's end-of-text token")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
     )
     with LLM(args.model, backend=args.backend, device=args.device, dtype=args.dtype) as llm:
-        if args.prompt is None and sys.stdin.isatty():
-            print("Type the prompt, then Ctrl-D.", file=sys.stderr)
-        prompt = sys.stdin.read() if args.prompt is None else args.prompt
+        prompt = _read() if args.prompt is None else args.prompt
         with llm.stream(prompt, params) as stream:
             if args.echo:
                 print(prompt, end="", flush=True)
@@ -52,3 +52,12 @@ def run(args: argparse.Namespace) -> int:
                 print(piece.text, end="", flush=True)
         print()
     return 0
+
+
+def _read() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt, then Ctrl-D.", file=sys.stderr)
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as e:
+        raise InvalidRequest(f"The prompt must be text; standard input is not {e.encoding}: {e.reason}.") from e

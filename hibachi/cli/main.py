@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,39 +12,65 @@ from importlib.metadata import version
 from hibachi.cli import conformance, demo, doctor, generate
 from hibachi.errors import HibachiError
 
+FAILED = 1
 INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
 BROKEN_PIPE = 141  # and one whose reader went away
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="hibachi", description="Continuous batching for any autoregressive model.")
+    top = argparse.ArgumentParser(
+        prog="hibachi", description="Continuous batching for any autoregressive model.", allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (demo, generate, doctor, conformance):
-        name = module.__name__.rpartition(".")[2]
-        sub = commands.add_parser(name, help=(module.__doc__ or "").split("\n")[0], description=module.__doc__)
+        name, words = module.__name__.rpartition(".")[2], module.__doc__ or ""
+        sub = commands.add_parser(
+            name,
+            help=words.split("\n")[0],
+            description=words[:1].upper() + words[1:],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         module.arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, parser=sub)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader went away."""
-    args, rest = parser().parse_known_args(argv)
-    if rest and args.run is not conformance.run:
-        parser().error(f"unknown arguments: {' '.join(rest)}")
-    args.rest = rest
+    _mend_streams()
+    args, args.rest = parser().parse_known_args(argv)
+    if args.rest and args.run is not conformance.run:
+        args.parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
         status: int = args.run(args)
         sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it a place where that works.
+    except (KeyboardInterrupt, HibachiError, OSError) as e:
+        status = _explain(e)
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python flushes once more at exit; give it a place where that works
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _explain(e: BaseException) -> int:
+    """Say what went wrong; returns the exit status."""
+    if isinstance(e, KeyboardInterrupt):
+        print(file=sys.stderr)  # the terminal wrote ^C into the line
+        return INTERRUPTED
+    if isinstance(e, BrokenPipeError):
         return BROKEN_PIPE
-    except HibachiError as e:
-        print(f"hibachi: {e}", file=sys.stderr)
-        return 1
+    print(f"hibachi: {e}", file=sys.stderr)
+    return FAILED
+
+
+def _mend_streams() -> None:
+    """Streams that the caller closed work, to no effect; characters that the output's encoding lacks become "?"."""
+    if sys.stdin is None:
+        sys.stdin = io.StringIO()
+    if sys.stdout is None:
+        sys.stdout = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

@@ -20,7 +20,7 @@ from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.plan.scheduler import Limits, Scheduler, Seq
-from hibachi.request import SamplingParams, StopRule
+from hibachi.request import SamplingParams, StopRule, as_params
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged
 from hibachi.tensor.discover import backend_for, resolve
@@ -114,14 +114,25 @@ class AutoregressiveBatchInference(Service):
         Level 0 streams yield native arrays (*tok); with sampling they yield ints.
         Raises InvalidRequest, PromptTooLong, EngineClosed or EngineFailed, before anything else is touched.
         """
-        host, worker = self._admit_prompt(prompt)
+        return self._submit(self._prepare(prompt, params, max_new_tokens, stop, include_stop))
+
+    def _prepare(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        max_new_tokens: int | None = None,
+        stop: Any = None,
+        include_stop: bool = True,
+    ) -> Job:
+        """Everything about a request that can be wrong; nothing is queued yet."""
+        host = self._admit_prompt(prompt)
         if params is not None and self._vocab is None:
             raise InvalidRequest(
                 f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params out "
                 f"and pass max_new_tokens= or stop=."
             )
-        if params is None and self._vocab is not None:
-            params = SamplingParams(max_tokens=None)
+        if self._vocab is not None:
+            params = as_params(params, SamplingParams(max_tokens=None))
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
         if limit is not None and (
             not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1
@@ -132,7 +143,7 @@ class AutoregressiveBatchInference(Service):
         seq = Seq(len(host), None if limit is None else int(limit))
         self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
-        job = Job(
+        return Job(
             seq,
             Channel(),
             host,
@@ -141,12 +152,15 @@ class AutoregressiveBatchInference(Service):
             params=params,
             seed=seed & (2**64 - 1),
         )
-        worker.add(job)
+
+    def _submit(self, job: Job) -> ItemStream[Any]:
+        assert self._worker is not None
+        self._worker.add(job)
         read = _as_it_is if self._vocab is not None else _native_row
         return ItemStream(job.channel, partial(self._cancel, job), read)
 
-    def _admit_prompt(self, prompt: Any) -> tuple[HostArray, Worker]:
-        """Check a prompt; returns it on the host, with the worker that serves it."""
+    def _admit_prompt(self, prompt: Any) -> HostArray:
+        """Check a prompt; returns it on the host. There is a worker to serve it then."""
         if self._backend is None:
             self._backend = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
         host = self._host(prompt)
@@ -160,9 +174,8 @@ class AutoregressiveBatchInference(Service):
             )
         if host.dtype.kind not in "iufb":
             raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
-        worker = self._worker
-        if worker is None:
-            worker = self._start(host.shape[1:], host.dtype if self._vocab is None else np.dtype(np.int32))
+        if self._worker is None:
+            self._start(host.shape[1:], host.dtype if self._vocab is None else np.dtype(np.int32))
         table = self._table.values
         if host.shape[1:] != self._table.shape or (host.dtype.kind in "iu") != (table.dtype.kind in "iu"):
             raise InvalidRequest(
@@ -174,7 +187,7 @@ class AutoregressiveBatchInference(Service):
                 f"Token ids must be from 0 to {self._vocab - 1} (the model's vocabulary); got {int(host.min())} to "
                 f"{int(host.max())}. Is this the tokenizer of this model?"
             )
-        return host.astype(table.dtype), worker  # a copy: the caller's may change
+        return host.astype(table.dtype)  # a copy: the caller's may change
 
     def _host(self, value: Any) -> HostArray:
         if self._backend is not None and self._backend.owns(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,12 +13,12 @@ import numpy as np
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.engine import Stats
 from hibachi.engine.stream import ItemStream, closed, merge
-from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.errors import ConfigError, InvalidModelFiles, InvalidRequest
 from hibachi.model.decoder import Decoder
 from hibachi.model.text import Detokenizer, Tokenizer
-from hibachi.request import Finish, SamplingParams
+from hibachi.request import Finish, SamplingParams, as_params
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import load, resolve
+from hibachi.tensor.discover import resolve
 
 TINY = Path(__file__).parent.parent / "data" / "tiny"
 
@@ -75,12 +75,8 @@ class LLM:
                 "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding may "
                 "differ with the batch. Leave deterministic out."
             )
-        self.path = TINY if model == "tiny" else Path(model)
-        if isinstance(backend, ArrayBackend):
-            self.backend = backend
-        else:
-            name = backend or "numpy"
-            self.backend = load(name, device=device) if device is not None else resolve(name)
+        self.path = _folder(model)
+        self.backend = _backend(backend, device)
         self.model = Decoder.load(self.path, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = Tokenizer.load(self.path, vocab_size=self.model.arch.vocab_size)
         self.engine = AutoregressiveBatchInference(
@@ -96,14 +92,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: the defaults."""
-        params = SamplingParams() if params is None else params
-        ids = self._encode(prompt)
-        eos = () if params.ignore_eos else self.model.arch.eos_ids
-        run = params.with_(stop_token_ids=(*params.stop_token_ids, *eos))
-        tokens = self.engine.run(np.asarray(ids), run, include_stop=False)
-        return TextStream(
-            prompt, ids, tokens, Detokenizer(self.tokenizer, params.stop), params.logprobs is not None
-        )
+        return self._start([prompt], [self._encode(prompt)], [params])[0]
 
     def generate(
         self,
@@ -114,10 +103,8 @@ class LLM:
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
-        streams = self._start(prompts, params)
-        for i, tokens in merge([s.tokens for s in streams]):
-            streams[i].feed(tokens)
-        return [s.completion() for s in streams]
+        prompts = _listed(prompts)
+        return _finish(self._start(prompts, [self._encode(p) for p in prompts], params))
 
     async def agenerate(
         self,
@@ -125,45 +112,62 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio."""
-        streams = self._start(prompts, params)
-        await asyncio.gather(*[_exhaust(s) for s in streams])
-        return [s.completion() for s in streams]
+        prompts = _listed(prompts)
+        streams = self._start(prompts, [self._encode(p) for p in prompts], params)
+        try:
+            await asyncio.gather(*[_exhaust(s) for s in streams])
+            return [s.completion() for s in streams]
+        finally:
+            for s in streams:
+                s.close()
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         **variables: Any,
     ) -> list[Completion]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's chat template.
 
         variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
         """
-        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        texts = [self.tokenizer.render_chat(m, **variables) for m in many]
-        return self.generate([self.tokenizer.encode(t, add_special_tokens=False) for t in texts], params)
+        texts = [self.tokenizer.render_chat(m, **variables) for m in _conversations(messages)]
+        ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+        return _finish(self._start(texts, ids, params))
 
-    def _start(self, prompts: Any, params: Any) -> list[TextStream]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer))):
-            prompts = [prompts]
+    def _start(self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any) -> list[TextStream]:
+        """Queue requests, after all of them have been checked."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(
-                f"Expected one SamplingParams or one for each of {len(prompts)} prompts; got {len(each)}."
+                f"Expected one SamplingParams, or one for each of {len(prompts)} prompts; got {len(each)}."
             )
-        return [self.stream(p, q) for p, q in zip(prompts, each, strict=True)]
+        each = [as_params(p, SamplingParams()) for p in each]
+        jobs = []
+        for own, p in zip(ids, each, strict=True):
+            eos = () if p.ignore_eos else self.model.arch.eos_ids
+            run = p.with_(stop_token_ids=(*p.stop_token_ids, *eos))
+            jobs.append(self.engine._prepare(np.asarray(own), run, include_stop=False))
+        return [
+            TextStream(
+                prompt,
+                own,
+                self.engine._submit(job),
+                Detokenizer(self.tokenizer, p.stop, after=own),
+                p.logprobs is not None,
+            )
+            for prompt, own, p, job in zip(prompts, ids, each, jobs, strict=True)
+        ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-            if not ids:
-                raise InvalidRequest(
-                    f"A prompt must hold at least one token; got {prompt!r}. Write something in it."
-                )
-            return ids
-        ids = list(prompt)
-        if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
-            raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {prompt!r}.")
+        else:
+            ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or not all(map(_is_id, ids)):
+                raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {prompt!r:.80}.")
+        if not len(ids):
+            raise InvalidRequest(f"A prompt must hold at least one token; got {prompt!r}. Write something in it.")
         return [int(i) for i in ids]
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -190,6 +194,68 @@ class LLM:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+
+def _folder(model: str | Path) -> Path:
+    path = TINY if model == "tiny" else Path(model)
+    if not path.is_dir():
+        raise InvalidModelFiles(
+            f'There is no folder {path}: expected "tiny" or a folder with a model in Hugging Face layout (config.json, '
+            f"model.safetensors, tokenizer.json). hibachi downloads nothing; get the files first."
+        )
+    return path
+
+
+def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
+    if backend is None or isinstance(backend, str):
+        return resolve(backend or "numpy", device=device)
+    if not isinstance(backend, ArrayBackend):
+        raise ConfigError(f"backend must be a name, an ArrayBackend or None; got {backend!r}.")
+    if device is not None:
+        raise ConfigError(f"{backend!r} has its device already; got device={device!r} as well. Leave device out.")
+    return backend
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping)):
+        raise InvalidRequest(
+            f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {prompts!r:.80}."
+        )
+    prompts = list(prompts)
+    return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
+
+
+def _is_id(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several, as a list."""
+    many = [messages] if _is_conversation(messages) else messages
+    if not isinstance(many, Sequence) or not all(map(_is_conversation, many)):
+        raise InvalidRequest(
+            f'A conversation must be a list of messages {{"role": "user", "content": "..."}}; got {messages!r:.80}.'
+        )
+    return list(many)
+
+
+def _is_conversation(x: Any) -> bool:
+    return isinstance(x, Sequence) and len(x) > 0 and all(isinstance(m, Mapping) for m in x)
+
+
+def _finish(streams: list[TextStream]) -> list[Completion]:
+    """What becomes of all of them. Whatever happens, no request outlives the call."""
+    try:
+        for i, tokens in merge([s.tokens for s in streams]):
+            streams[i].feed(tokens)
+        return [s.completion() for s in streams]
+    finally:
+        for s in streams:
+            s.close()
 
 
 async def _exhaust(stream: TextStream) -> None:
@@ -236,14 +302,13 @@ class TextStream:
 
     def completion(self) -> Completion:
         """The whole, after the end. Raises EngineClosed or RequestError if it was cut off."""
+        if self.finish_reason in (None, Finish.CLOSED, Finish.CANCELLED):
+            raise closed(self.tokens)
         self._flush()
         reason = self.finish_reason
-        if reason is None or reason in (Finish.CLOSED, Finish.CANCELLED):
-            raise closed(self.tokens)
+        assert reason is not None
         logprobs = self.tokens.logprobs[: len(self._ids)] if self._logprobs else None
-        return Completion(
-            self.prompt, self.prompt_token_ids, "".join(self._pieces), self._ids, reason, logprobs
-        )
+        return Completion(self.prompt, self.prompt_token_ids, "".join(self._pieces), self._ids, reason, logprobs)
 
     def _piece(self, ids: Sequence[int]) -> Piece | None:
         """The piece that new tokens complete, if they do."""

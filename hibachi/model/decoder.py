@@ -22,6 +22,8 @@ from hibachi.tensor.cache import CacheSpec, Paged, StepInputs
 
 Params: TypeAlias = dict[str, Any]
 
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
 
 class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
@@ -57,6 +59,8 @@ class Decoder:
         arch, checkpoint = load_arch(path), Checkpoint(path)
         checkpoint.check(*tensor_shapes(arch))
         max_len, dtype = arch.max_positions if max_model_len is None else max_model_len, dtype or "float32"
+        if dtype not in _DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
         backend.dtype(dtype)  # raises where the library has none
         if not 1 <= max_len <= arch.max_positions:
             raise ConfigError(

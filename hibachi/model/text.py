@@ -113,16 +113,18 @@ class Detokenizer:
     Only the ids since the last but one complete piece are decoded, so that a token costs the same anywhere in a text:
     the older ones are context, as a token's text may depend on being the first. (Tokenizers that fall back to bytes one
     by one decode a run of them as a whole. If such a run turns out not to be UTF-8, what it gave before stays.)
+
+    after: the ids in front, if the text goes on from there: at a beginning some tokenizers drop a space.
     """
 
     _PENDING = 7  # U+FFFDs that may still change: up to 3 bytes of a character, behind one of 4 that is context
     _WINDOW = 32  # ids kept if no piece is ever complete; more than the 3 * _PENDING that those may come from
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), *, after: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, (stop,) if isinstance(stop, str) else tuple(stop)
-        self._ids: list[int] = []
-        self._context = 0  # how many of the ids are context
-        self._sent = 0  # characters of the ids' text that went out (or into _held)
+        self._ids = self._last_character(after)
+        self._context = len(self._ids)  # how many of the ids are context
+        self._sent = len(tokenizer.decode(self._ids))  # characters of their text that went out (or into _held)
         self._held = ""  # text that may become a stop string
         self._stopped = False
 
@@ -155,6 +157,12 @@ class Detokenizer:
         rest = self._tokenizer.decode(self._ids)[self._sent :]
         self._ids, self._context, self._sent = [], 0, 0
         return self._release(rest, last=True)
+
+    def _last_character(self, ids: Sequence[int]) -> list[int]:
+        """The fewest of the last ids that end in whole characters; none if there are no such."""
+        tail = [i for i in ids[-self._WINDOW :] if not self._tokenizer.is_silent(i)]
+        some = (tail[-n:] for n in range(1, min(len(tail), 4) + 1))  # a character has at most 4 bytes
+        return next((few for few in some if "\ufffd" not in self._tokenizer.decode(few)), [])
 
     def _forget(self, count: int, text: str) -> None:
         """Drop the first of the ids, whose text this is; what was not sent stays unsent."""

@@ -36,9 +36,7 @@ class ArrayBackend:
         self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
-        )
+        return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
 
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""
@@ -97,9 +95,7 @@ class ArrayBackend:
     def slice(self, t: Array, dim: int, start: int, length: int) -> Array:
         shape = self.shape(self._arrays("slice", t))
         self._dim("slice", shape, dim)
-        if not (
-            _is_int(start) and _is_int(length) and start >= 0 and length >= 0 and start + length <= shape[dim]
-        ):
+        if not (_is_int(start) and _is_int(length) and start >= 0 and length >= 0 and start + length <= shape[dim]):
             raise InvalidTensorOperation(
                 "slice",
                 expected=f"start >= 0, length >= 0 and start + length <= {shape[dim]} (size of dimension {dim})",
@@ -195,9 +191,7 @@ class ArrayBackend:
         """The library's dtype of this name ("float32"). Raises UnsupportedOperation where it has none."""
         found = getattr(self.xp, name, None)
         if found is None:
-            raise UnsupportedOperation(
-                f"{self.name} has no dtype {name!r}; choose another, for example float32."
-            )
+            raise UnsupportedOperation(f"{self.name} has no dtype {name!r}; choose another, for example float32.")
         return found
 
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
@@ -221,7 +215,7 @@ class ArrayBackend:
         return self.xp.reshape(rows, (*idx.shape, *t.shape[1:]))
 
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
-        """`dst` [n, ...] with rows `idx` [m] replaced by `src` [m, ...]; later duplicates win. May reuse `dst`.
+        """`dst` [n, ...] with rows `idx` [m] replaced by `src` [m, ...]; of a repeated index, any. May reuse `dst`.
 
         This default never writes, so that it is right on immutable arrays as well; it costs a pass over `dst`.
         """
@@ -234,9 +228,7 @@ class ArrayBackend:
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
-    def make_cache(
-        self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str
-    ) -> LayerCache:
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         """Memory of one layer. Paged: keys [blocks, block_size, kv_heads, k_dim] and values; State: [rows, *shape]."""
         dtype = spec.dtype or dtype
         if isinstance(spec, State):
@@ -251,9 +243,7 @@ class ArrayBackend:
 
     def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
         """The paged cache of a layer with zeros in `blocks` [n]; an index may occur twice. May reuse `cache`."""
-        return tuple(
-            self.scatter_rows(half, blocks, self.xp.zeros_like(self.take(half, blocks))) for half in cache
-        )
+        return tuple(self.scatter_rows(half, blocks, self.xp.zeros_like(self.take(half, blocks))) for half in cache)
 
     def attend(
         self,
@@ -280,10 +270,12 @@ class ArrayBackend:
         group = heads // kv_heads
         table = self.take(x.block_table, x.tile_row)  # [N, blocks]
         span = table.shape[1] * keys.shape[1]
-        kt = xp.permute_dims(xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim)), (0, 2, 3, 1))
-        vt = xp.permute_dims(
-            xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2])), (0, 2, 1, 3)
-        )
+        kt = xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim))
+        vt = xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2]))
+        if self.static_shapes:  # short rows see block 0, where padding may have written NaN, and 0 * NaN is NaN
+            beyond = self._positions(span)[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
+            kt, vt = (xp.where(beyond[:, :, None, None], xp.zeros_like(t), t) for t in (kt, vt))
+        kt, vt = xp.permute_dims(kt, (0, 2, 3, 1)), xp.permute_dims(vt, (0, 2, 1, 3))
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
         scores = self.float32(xp.matmul(qt, kt)) * (dim**-0.5 if scale is None else scale)

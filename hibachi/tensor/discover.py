@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from hibachi.errors import BackendNotFound, BackendNotInstalled
+from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError
 from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.backends"
@@ -37,15 +37,31 @@ def known() -> list[str]:
 def load(name: str, *, device: Any = None) -> ArrayBackend:
     """The backend called `name`, on `device` (the library's own notation; None: its default).
 
-    Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing.
+    Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if it
+    does not start, for example on a device that is not there.
     """
     if name not in _found():
         raise BackendNotFound(
             f"No backend is called {name!r}. Known: {', '.join(known()) or 'none'}. "
             f"A package adds one by an entry point in the group {GROUP!r}."
         )
-    backend: ArrayBackend = _class(name)(**({} if device is None else {"device": device}))
-    return backend
+    return _start(name, _class(name), device)
+
+
+def _start(name: str, make: Any, device: Any) -> ArrayBackend:
+    """The backend that `make(device=device)` returns; `make()` without a device."""
+    try:
+        backend = make() if device is None else make(device=device)
+        if isinstance(backend, ArrayBackend):
+            if device is not None:
+                backend.zeros((1,), "float32")  # some libraries look for a device when they first use it
+            return backend
+    except Exception as e:
+        raise ConfigError(
+            f"Backend {name!r} does not start on {'its default device' if device is None else f'device {device!r}'}: "
+            f"{type(e).__name__}: {e}. Leave the device out, or name one that it has (see `hibachi doctor`)."
+        ) from e
+    raise BackendNotFound(f"{name!r} must give a hibachi.ArrayBackend; got {type(backend).__qualname__}.")
 
 
 def available() -> list[str]:
@@ -83,14 +99,17 @@ def backend_for(array: Any) -> ArrayBackend:
     )
 
 
-def resolve(spec: str) -> ArrayBackend:
-    """A backend from NAME, `package:object` (a backend, its class or factory) or the name of an array-API module."""
+def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
+    """A backend from NAME, `package:object` (a backend, its class or factory) or the name of an array-API module.
+
+    Raises like `load`.
+    """
     if spec in _found():
-        return load(spec)
+        return load(spec, device=device)
     module, _, attribute = spec.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as e:
+    except (ImportError, TypeError, ValueError) as e:  # the others: a name like ".x" or ""
         raise BackendNotFound(
             f"{spec!r} is neither a backend (known: {', '.join(known())}) nor a module that can be imported ({e})."
         ) from e
@@ -98,7 +117,8 @@ def resolve(spec: str) -> ArrayBackend:
         if not hasattr(found, part):
             raise BackendNotFound(f"Module {module!r} has no attribute {attribute!r}.")
         found = getattr(found, part)
-    if not attribute:
-        return ArrayBackend(found)
-    backend: ArrayBackend = found() if callable(found) else found
-    return backend
+    if attribute:
+        return _start(spec, found if callable(found) else lambda: found, device)
+    if not hasattr(found, "__array_api_version__") and not hasattr(found, "permute_dims"):
+        raise BackendNotFound(f"Module {spec!r} does not follow the array API. Known backends: {', '.join(known())}.")
+    return _start(spec, partial(ArrayBackend, found), device)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hibachi import InvalidTensorOperation, NumpyBackend
+from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend
 
 
 class Mutant(NamedTuple):
@@ -362,6 +362,18 @@ def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any 
     return b.attend(q, k, v, tuple(half.copy() for half in cache), x, scale=scale)[0], cache
 
 
+def padded() -> dict[str, Any]:
+    """NumPy as a backend whose steps are padded, which is more than its attention is made for."""
+    backend = NumpyBackend()
+    backend.static_shapes = True
+    return {"backend": backend}
+
+
+def overflowing(b: Any, *args: Any, **options: Any) -> Any:
+    b.softmax = partial(unstable_softmax, b)
+    return ArrayBackend.attend(b, *args, **options)
+
+
 def padding_writes_to_block_one(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None) -> Any:
     return b.attend(q, k, v, cache, replace(x, slot=np.where(x.slot == 0, 4, x.slot)), scale=scale)
 
@@ -394,7 +406,13 @@ ATTENTION = [
     broken("attend_remembers_what_earlier_steps_wrote", "returns the cache of before", attend=forgetful),
     broken("attend_gives_padding_no_influence", "writes padding into block 1",
            attend=padding_writes_to_block_one),
-    broken("attend_stays_finite_for_large_scores", "overflows", softmax=unstable_softmax),
+    broken("attend_stays_finite_for_large_scores", "overflows", attend=overflowing),
+    broken("wipe_clears_nan_from_the_named_blocks", "wipes nothing", wipe=lambda b, cache, blocks: cache),
+    broken("wipe_clears_nan_from_the_named_blocks", "wipes the first block only",
+           wipe=lambda b, cache, blocks: b.wipe(cache, blocks[:1])),
+    broken("wipe_leaves_other_blocks_alone", "wipes everything",
+           wipe=lambda b, cache, blocks: tuple(half * 0 for half in cache)),
+    Mutant("test_attend_does_not_catch_nan_from_padding_tokens", "multiplies NaN by a weight of zero", padded()),
 ]  # fmt: skip
 
 MUTANTS = [*OPERATIONS, *REFUSALS, *ARRAYS, *ATTENTION]

@@ -1,0 +1,38 @@
+import gc
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from hibachi import AutoregressiveBatchInference
+
+from .models import PATIENCE, Next, Turnstile
+
+
+@pytest.fixture
+def serve():
+    """serve(model, **options): an engine that is closed after the test, whatever happens."""
+    with ExitStack() as stack:
+
+        def make(model=None, **options):
+            model = Next() if model is None else model
+            options = {"max_model_len": 1000, "backend": "numpy"} | options
+            engine = stack.enter_context(AutoregressiveBatchInference(model, **options))
+            for held in (model, options["backend"]):
+                if isinstance(held, Turnstile):
+                    stack.callback(held.open)
+            return engine
+
+        yield make
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in set(threading.enumerate()) - before if t.name == "hibachi-engine"]
+    if left:
+        gc.collect()
+    for thread in left:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "an engine's thread outlives its test"

@@ -1,0 +1,76 @@
+"""The models of these tests. The next token is the last one plus 1, unless said otherwise."""
+
+import threading
+import time
+from contextlib import nullcontext
+
+import numpy as np
+
+from hibachi import NumpyBackend
+
+PATIENCE = 20  # seconds until a test that hangs fails
+
+
+class Next:
+    """Level 0. Remembers the shape of every batch that it saw."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def forward(self, tokens):
+        self.shapes.append(tokens.shape)
+        return tokens[:, -1] + 1
+
+
+class Turnstile:
+    """Lets one step through at a time, so that a test decides what happens during a step."""
+
+    def __init__(self):
+        super().__init__()
+        self._begun, self._let = threading.Semaphore(0), threading.Semaphore(0)
+
+    def arrive(self):
+        """Called by a step when it begins."""
+        self._begun.release()
+        if not self._let.acquire(timeout=PATIENCE):
+            raise TimeoutError("nobody opened the turnstile")
+
+    def wait(self):
+        """Until the next step has begun."""
+        assert self._begun.acquire(timeout=PATIENCE)
+
+    def let(self, n=1):
+        """Let n steps through."""
+        self._let.release(n)
+
+    def open(self):
+        """Let everything through from now on."""
+        self.let(1000)
+
+
+class Gate(Turnstile, Next):
+    """Level 0, one forward pass at a time."""
+
+    def forward(self, tokens):
+        self.arrive()
+        return super().forward(tokens)
+
+
+class GatedNumpy(Turnstile, NumpyBackend):
+    """One step at a time, whatever the model."""
+
+    def guard(self):
+        self.arrive()
+        return nullcontext()
+
+
+def until(condition):
+    """Wait for another thread to come to some point, by looking."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.0005)
+
+
+def ints(items):
+    return [int(np.asarray(i)) for i in items]

@@ -1,0 +1,505 @@
+"""Streams without an engine: the test holds the engine's end, a `Channel`, in its own hand."""
+
+import asyncio
+import gc
+import itertools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hibachi import EngineFailed, ItemStream, ModelError
+from hibachi.engine.stream import Channel, Wakeups, merge
+from hibachi.request import Finish
+
+from .models import PATIENCE, until
+
+
+class Pipe:
+    """Both ends of a stream, and how often it was cancelled."""
+
+    def __init__(self, *items, end=None):
+        self.channel, self.wakeups, self.cancelled = Channel(), Wakeups(), 0
+        self.stream = ItemStream(self.channel, self.cancel, lambda item: item)
+        self.push(*items)
+        if end is not None:
+            self.end(end)
+
+    def cancel(self):
+        self.cancelled += 1
+
+    def push(self, *items):
+        for item in items:
+            self.channel.push(item, self.wakeups)
+        self.wakeups.post()
+
+    def end(self, reason=Finish.STOP, error=None):
+        ended = self.channel.end(reason, error, self.wakeups)
+        self.wakeups.post()
+        return ended
+
+    @property
+    def awaited(self):
+        return bool(self.channel._waiters)
+
+
+@pytest.fixture(params=["thread", "asyncio"])
+def read(request):
+    """read(stream): all its items, by `for` in this thread or by `async for` in a loop."""
+    return list if request.param == "thread" else lambda stream: asyncio.run(stream.acollect())
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture
+def eager_switching():
+    """Threads take turns all the time, so that races show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def boom():
+    error = ModelError("boom")
+    error.__cause__ = RuntimeError("below")
+    return error
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", [Finish.STOP, Finish.LENGTH, Finish.CLOSED])
+def test_items_in_order_then_the_end(read, reason):
+    p = Pipe(1, 2, 3, end=reason)
+    assert read(p.stream) == [1, 2, 3]
+    assert p.stream.finish_reason == reason and p.cancelled == 0
+    assert read(p.stream) == []
+
+
+def test_a_consumer_is_woken_by_items_and_by_the_end(read, pool):
+    p = Pipe()
+    reading = pool.submit(read, p.stream)
+    for item in range(3):
+        until(lambda: p.awaited)
+        p.push(item)
+    until(lambda: p.awaited)
+    p.end()
+    assert reading.result(PATIENCE) == [0, 1, 2]
+
+
+def test_a_slow_consumer_gets_everything(read):
+    p = Pipe(*range(20_000), end=Finish.LENGTH)
+    assert read(p.stream) == list(range(20_000))
+
+
+def test_collect_gives_what_is_left():
+    p = Pipe(1, 2, 3, 4, end=Finish.STOP)
+    assert next(p.stream) == 1
+    assert p.stream.collect() == [2, 3, 4]
+    assert p.stream.collect() == []
+
+
+def test_next_and_anext_can_be_mixed():
+    p = Pipe(1, 2, 3, end=Finish.STOP)
+
+    async def main():
+        return await anext(p.stream), next(p.stream), await anext(p.stream), await anext(p.stream, "end")
+
+    assert asyncio.run(main()) == (1, 2, 3, "end")
+
+
+def test_an_index_error_of_the_reader_is_not_an_empty_buffer():
+    channel = Channel()
+    stream = ItemStream(channel, lambda: None, lambda item: [][item])
+    channel.push(0, Wakeups())
+    with pytest.raises(IndexError):
+        next(stream)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_comes_after_the_items_before_it():
+    p = Pipe(1, 2)
+    p.end(Finish.ERROR, boom())
+    got = []
+    with pytest.raises(ModelError, match="boom") as caught:
+        for item in p.stream:
+            got.append(item)
+    assert got == [1, 2] and str(caught.value.__cause__) == "below"
+    assert p.stream.finish_reason == Finish.ERROR and p.stream.error is caught.value
+
+
+def test_an_error_is_raised_again_and_again(read):
+    p = Pipe(end=None)
+    p.end(Finish.ERROR, boom())
+    depths = set()
+    for _ in range(5):
+        with pytest.raises(ModelError) as caught:
+            read(p.stream)
+        depths.add(len(caught.traceback))
+    assert len(depths) == 1, "its traceback grows"
+
+
+def test_collect_raises_the_error():
+    p = Pipe(1)
+    p.end(Finish.ERROR, boom())
+    with pytest.raises(ModelError):
+        p.stream.collect()
+
+
+# ---- leaving early cancels at once -------------------------------------------------------------------------------
+
+
+def leave_by_break(stream):
+    for _ in stream:
+        break
+
+
+def leave_by_exception(stream):
+    with pytest.raises(KeyError):
+        for _ in stream:
+            raise KeyError
+
+
+def leave_by_zip(stream):
+    assert list(zip(range(2), stream, strict=False)) == [(0, 1), (1, 2)]
+
+
+def leave_by_islice(stream):
+    assert list(itertools.islice(stream, 2)) == [1, 2]
+
+
+def leave_by_with(stream):
+    with stream as s:
+        assert next(s) == 1
+
+
+def leave_by_with_and_exception(stream):
+    with pytest.raises(KeyError), stream:
+        raise KeyError
+
+
+def leave_by_close(stream):
+    stream.close()
+
+
+def leave_by_async_break(stream):
+    async def main():
+        async for _ in stream:
+            break
+        assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_async_exception(stream):
+    async def main():
+        try:
+            async for _ in stream:
+                raise KeyError
+        except KeyError:
+            assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_timeout(stream):
+    async def main():
+        try:
+            async with asyncio.timeout(0.01):
+                async for _ in stream:
+                    pass
+        except TimeoutError:  # the traceback is still alive, and the stream closed nevertheless
+            assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_wait_for(stream):
+    async def main():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.acollect(), 0.01)
+        assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_cancelled_task(stream):
+    async def main():
+        task = asyncio.create_task(stream.acollect())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_task_group(stream):
+    async def fail():
+        raise KeyError
+
+    async def main():
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(stream.acollect())
+                tasks.create_task(fail())
+        assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_async_with(stream):
+    async def main():
+        async with stream as s:
+            assert await anext(s) == 1
+        assert stream.finish_reason == Finish.CANCELLED
+
+    asyncio.run(main())
+
+
+def leave_by_aclose(stream):
+    asyncio.run(stream.aclose())
+
+
+@pytest.mark.parametrize("leave", [f for name, f in list(globals().items()) if name.startswith("leave_by_")])
+def test_leaving_early_cancels_at_once(leave):
+    p = Pipe(1, 2, 3)
+    leave(p.stream)
+    assert (p.stream.finish_reason, p.cancelled) == (Finish.CANCELLED, 1)
+    p.stream.close()
+    assert p.cancelled == 1
+
+
+def test_dropping_the_last_reference_cancels():
+    p = Pipe(1)
+    del p.stream
+    assert (p.channel.finish, p.cancelled) == (Finish.CANCELLED, 1)
+
+
+def test_a_stream_in_a_circle_is_cancelled_by_the_garbage_collector():
+    p = Pipe(1)
+    p.stream.me = p.stream
+    del p.stream
+    gc.collect()
+    assert (p.channel.finish, p.cancelled) == (Finish.CANCELLED, 1)
+
+
+def test_waiting_for_one_item_with_a_timeout_does_not_cancel():
+    p = Pipe()
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(p.stream), 0.01)
+        assert p.stream.finish_reason is None and not p.awaited
+        p.push(1)
+        return await anext(p.stream)
+
+    assert asyncio.run(main()) == 1
+
+
+def test_what_was_delivered_before_closing_can_be_read_and_nothing_after(read):
+    p = Pipe(1, 2)
+    p.stream.close()
+    p.push(3)  # the engine does not know yet
+    assert read(p.stream)[:2] == [1, 2]
+    p.push(4)
+    assert read(p.stream) == [], "an item after the end"
+
+
+def test_closing_ends_the_wait_of_another_thread(read, pool):
+    p = Pipe()
+    reading = pool.submit(read, p.stream)
+    until(lambda: p.awaited)
+    p.stream.close()
+    assert reading.result(PATIENCE) == []
+
+
+def test_a_stream_that_ended_holds_its_engine_no_longer():
+    p = Pipe(end=Finish.STOP)
+    assert p.stream._cancel is not None
+    list(p.stream)
+    assert p.stream._cancel is None
+
+
+# ---- exactly one end ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_end_counts():
+    p = Pipe()
+    assert p.end(Finish.LENGTH)
+    assert not p.end(Finish.ERROR, boom())
+    p.stream.close()
+    assert (p.stream.finish_reason, p.stream.error, p.cancelled) == (Finish.LENGTH, None, 0)
+
+
+def test_racing_ends_give_exactly_one(pool, eager_switching):
+    for _ in range(100):
+        p, start = Pipe(), threading.Barrier(4)
+
+        def engine(p=p, start=start):
+            start.wait(PATIENCE)
+            return p.channel.end(Finish.STOP)
+
+        def user(p=p, start=start):
+            start.wait(PATIENCE)
+            p.stream.close()
+
+        ends = [pool.submit(f) for f in (engine, user, engine, user)]
+        won = sum(bool(f.result(PATIENCE)) for f in ends)
+        assert won + p.cancelled == 1
+        assert p.stream.finish_reason == (Finish.STOP if won else Finish.CANCELLED)
+
+
+def test_a_stream_may_be_dropped_in_the_midst_of_its_end(pool):
+    """The garbage collector runs anywhere, also in the thread that holds the lock of the end."""
+    p = Pipe()
+
+    def end():
+        with p.channel._ending:
+            p.stream.close()
+
+    pool.submit(end).result(PATIENCE)
+    assert p.cancelled == 1
+
+
+# ---- many consumers ----------------------------------------------------------------------------------------------
+
+
+def consume(stream):
+    got = []
+    while True:
+        try:
+            got.append(next(stream))
+        except StopIteration:
+            return got
+
+
+async def aconsume(stream):
+    got = []
+    while True:
+        try:
+            got.append(await anext(stream))
+        except StopAsyncIteration:
+            return got
+
+
+async def three_tasks(stream):
+    return sum(await asyncio.gather(*[aconsume(stream) for _ in range(3)]), [])
+
+
+@pytest.mark.parametrize(
+    "consumers",
+    [
+        [consume] * 4,
+        [lambda s: asyncio.run(three_tasks(s))],
+        [lambda s: asyncio.run(aconsume(s))] * 3,
+        [consume, consume, lambda s: asyncio.run(three_tasks(s)), lambda s: asyncio.run(aconsume(s))],
+    ],
+    ids=["threads", "tasks of a loop", "loops", "all of them"],
+)
+def test_several_consumers_share_one_stream(consumers, pool, eager_switching):
+    """Each item goes to one of them, none is lost, and all learn of the end."""
+    p = Pipe()
+    reading = [pool.submit(c, p.stream) for c in consumers]
+    for i in range(300):
+        p.push(i)
+        if i % 10 == 0:
+            until(lambda: not p.channel.buffer)
+    p.end()
+    got = [r.result(PATIENCE) for r in reading]
+    assert sorted(sum(got, [])) == list(range(300))
+    assert not p.awaited
+
+
+def test_many_streams_in_one_loop_cost_one_post_a_step(monkeypatch):
+    pipes = [Pipe() for _ in range(50)]
+    posts = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        post = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: posts.append(1) or post(*args))
+        tasks = [asyncio.create_task(p.stream.acollect()) for p in pipes]
+        for step in range(3):
+            while not all(p.awaited for p in pipes):
+                await asyncio.sleep(0)
+            wakeups = Wakeups()
+            for p in pipes:
+                p.channel.push(step, wakeups)
+            wakeups.post()
+        while not all(p.awaited for p in pipes):
+            await asyncio.sleep(0)
+        assert len(posts) == 3
+        for p in pipes:
+            p.end()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == [[0, 1, 2]] * 50
+
+
+def test_a_loop_that_was_closed_does_not_disturb_the_engine():
+    p = Pipe()
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+    p.channel.listen(future)
+    loop.close()
+    p.push(1)
+    p.end()
+    assert list(p.stream) == [1]
+
+
+def test_waiting_in_vain_leaves_nothing_behind():
+    p = Pipe()
+    for _ in range(3):
+        assert not p.channel.wait(0.001)
+    assert not p.awaited
+
+
+def test_one_error_for_every_stream_of_a_failed_engine(pool):
+    error = EngineFailed("lost")
+    pipes = [Pipe() for _ in range(6)]
+    reading = [pool.submit(list, p.stream) for p in pipes]
+    for p in pipes:
+        p.end(Finish.ERROR, error)
+    for r in reading:
+        with pytest.raises(EngineFailed, match="lost"):
+            r.result(PATIENCE)
+
+
+# ---- merge -------------------------------------------------------------------------------------------------------
+
+
+def test_merge_gives_what_comes_from_anywhere(pool):
+    pipes = [Pipe(10), Pipe(), Pipe(30, 31, end=Finish.STOP)]
+    merged = merge([p.stream for p in pipes])
+    assert [next(merged), next(merged)] == [(0, [10]), (2, [30, 31])]
+    coming = pool.submit(next, merged)
+    until(lambda: pipes[1].awaited)
+    pipes[1].push(20)
+    assert coming.result(PATIENCE) == (1, [20])
+    pipes[0].end()
+    pipes[1].end()
+    assert list(merged) == []
+
+
+def test_merge_raises_the_first_error_after_its_items():
+    good, bad = Pipe(1), Pipe(2)
+    bad.end(Finish.ERROR, boom())
+    merged = merge([good.stream, bad.stream])
+    assert [next(merged), next(merged)] == [(0, [1]), (1, [2])]
+    with pytest.raises(ModelError):
+        next(merged)
+    assert not good.awaited
+
+
+def test_merge_of_nothing():
+    assert list(merge([])) == []

@@ -1,0 +1,165 @@
+"""From a plan to packed arrays, against loops that nobody can get wrong."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hibachi.plan.lower import Packed, lower, pad
+
+BLOCK = 4
+TABLE = np.array([[3, 5, 1], [2, 7, 8], [4, 6, 9]], np.int32)  # of three rows
+
+
+def pack(rows, *, tile=4, table=TABLE, block_size=BLOCK):
+    """rows: (row, start, q, emits) of each."""
+    row, start, q, emit = map(list, zip(*rows, strict=True))
+    ints = [np.array(a, np.int32) for a in (row, start, q)]
+    return lower(*ints, np.array(emit, bool), table, block_size, tile=tile)
+
+
+def slowly(rows, *, tile, table, block_size):
+    """The same, element by element."""
+    out = {f.name: [] for f in fields(Packed)}
+    out["cu_q"] = [0]
+    width = min(max(-(-(start + q) // block_size) for _, start, q, _ in rows), table.shape[1])
+    tile = 1 if all(q == 1 for _, _, q, _ in rows) else tile
+    for i, (row, start, q, emits) in enumerate(rows):
+        out["row"].append(row)
+        out["start"].append(start)
+        out["kv_len"].append(start + q)
+        out["block_table"].append(table[row, :width].tolist())
+        for k in range(q):
+            if k % tile == 0:
+                out["tile_q"].append([0] * tile)
+                out["tile_row"].append(i)
+            out["tile_q"][-1][k % tile] = len(out["pos"])
+            out["tile_of"].append((len(out["tile_q"]) - 1) * tile + k % tile)
+            pos = start + k
+            block = table[row, pos // block_size] if width else 0
+            out["slot"].append(int(block) * block_size + pos % block_size if width else 0)
+            out["pos"].append(pos)
+            out["seg"].append(i)
+        out["cu_q"].append(len(out["pos"]))
+        if emits:
+            out["last"].append(len(out["pos"]) - 1)
+    return out
+
+
+def as_lists(packed):
+    return {f.name: getattr(packed, f.name).tolist() for f in fields(Packed)}
+
+
+def test_decode():
+    p = pack([(2, 5, 1, True), (0, 3, 1, True)])
+    assert p.pos.tolist() == p.start.tolist() == [5, 3]
+    assert p.slot.tolist() == [6 * 4 + 1, 3 * 4 + 3]
+    assert p.kv_len.tolist() == [6, 4]
+    assert p.block_table.tolist() == [[4, 6], [3, 5]]
+    assert p.last.tolist() == [0, 1]
+    assert p.tile_q.tolist() == [[0], [1]]
+
+
+def test_decode_and_a_chunk_that_crosses_a_block():
+    p = pack([(1, 8, 1, True), (0, 2, 6, False)])
+    assert p.pos.tolist() == [8, 2, 3, 4, 5, 6, 7]
+    assert p.slot.tolist() == [8 * 4, 3 * 4 + 2, 3 * 4 + 3, 5 * 4, 5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3]
+    assert p.seg.tolist() == [0, 1, 1, 1, 1, 1, 1]
+    assert p.cu_q.tolist() == [0, 1, 7]
+    assert p.last.tolist() == [0]
+    assert p.tile_q.tolist() == [[0, 0, 0, 0], [1, 2, 3, 4], [5, 6, 0, 0]]
+    assert p.tile_row.tolist() == [0, 1, 1]
+    assert p.tile_of.tolist() == [0, 4, 5, 6, 7, 8, 9]
+
+
+def test_without_a_paged_layer_all_slots_are_zero():
+    empty = np.zeros((3, 0), np.int32)
+    for rows in ([(0, 5, 1, True)], [(0, 0, 7, True), (2, 1, 2, False)]):
+        p = pack(rows, table=empty)
+        assert not p.slot.any() and p.block_table.shape == (len(rows), 0)
+
+
+def test_all_arrays_are_int32():
+    for rows in ([(0, 5, 1, True)], [(0, 5, 1, False), (1, 0, 1, True)], [(0, 0, 7, True), (2, 1, 2, False)]):
+        p = pack(rows)
+        assert {f.name: getattr(p, f.name).dtype.name for f in fields(Packed)} == dict.fromkeys(as_lists(p), "int32")
+
+
+@st.composite
+def steps(draw):
+    """A step: decode rows first, then chunks, over shuffled blocks."""
+    block_size, width = draw(st.sampled_from([1, 2, 4, 16])), draw(st.integers(1, 5))
+    longest = block_size * width
+    n = draw(st.integers(1, 6))
+    rows = draw(st.permutations(range(n)))
+    cells = []
+    for row in rows:
+        q = draw(st.integers(1, longest))
+        cells.append((row, draw(st.integers(0, longest - q)), q, draw(st.booleans())))
+    cells.sort(key=lambda c: c[2] != 1)
+    if draw(st.booleans()):
+        cells = [(row, start, 1, emit) for row, start, _, emit in cells]
+    blocks = draw(st.permutations(range(1, n * width + 1)))
+    table = np.array(blocks, np.int32).reshape(n, width)
+    return cells, dict(tile=draw(st.sampled_from([2, 4, 32])), table=table, block_size=block_size)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(steps())
+def test_lower_equals_the_slow_one(step):
+    rows, how = step
+    assert as_lists(pack(rows, **how)) == slowly(rows, **how)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@given(steps(), st.integers(0, 9), st.integers(0, 3), st.integers(0, 2), st.booleans())
+def test_padding_changes_nothing_that_is_there(step, more_tokens, more_rows, more_blocks, mixed):
+    """The true part of every array stays, and the rest is harmless: block 0, the trash row, token 0."""
+    rows, how = step
+    p = pack(rows, **how)
+    decode = p.tile_q.shape[1] == 1
+    tile = 1 if decode and not mixed else how["tile"]
+    n, tokens = len(p.row), len(p.pos)
+    big = pad(
+        p,
+        tokens=tokens + more_tokens,
+        rows=n + more_rows,
+        blocks=p.block_table.shape[1] + more_blocks,
+        tile=tile,
+        trash_row=99,
+    )
+    for name in ("pos", "slot", "seg"):
+        a, b = getattr(p, name), getattr(big, name)
+        assert b[:tokens].tolist() == a.tolist() and not b[tokens:].any(), name
+    for name, fill in ("row", 99), ("start", 0), ("kv_len", 0):
+        a, b = getattr(p, name), getattr(big, name)
+        assert b[:n].tolist() == a.tolist() and (b[n:] == fill).all(), name
+    assert big.cu_q.tolist() == p.cu_q.tolist() + [tokens] * more_rows
+    assert big.last[: len(p.last)].tolist() == p.last.tolist() and not big.last[len(p.last) :].any()
+    assert len(big.last) == n + more_rows
+    assert big.block_table[:n, : p.block_table.shape[1]].tolist() == p.block_table.tolist()
+    assert not big.block_table[n:].any() and not big.block_table[:, p.block_table.shape[1] :].any()
+
+    # Attention reads a query from its tile and writes its output back: the way there and back is the identity.
+    for t in range(tokens):
+        assert big.tile_q.reshape(-1)[big.tile_of[t]] == t
+        assert big.tile_row[big.tile_of[t] // tile] == p.seg[t]
+    assert big.tile_q.shape == (n + more_rows if tile == 1 else (tokens + more_tokens) // tile + n + more_rows, tile)
+
+
+def test_the_shape_of_a_padded_step_depends_on_the_sizes_only():
+    shapes = set()
+    for rows in ([(0, 0, 7, True)], [(0, 5, 1, True), (1, 0, 3, False)], [(0, 1, 1, True), (1, 1, 1, True)]):
+        big = pad(pack(rows), tokens=8, rows=3, blocks=3, tile=4, trash_row=9)
+        shapes.add(tuple(getattr(big, f.name).shape for f in fields(Packed)))
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+def test_a_decode_step_can_be_shown_as_a_decode_or_a_mixed_step(tile):
+    p = pack([(1, 4, 1, True), (0, 2, 1, True)])
+    big = pad(p, tokens=4, rows=2, blocks=2, tile=tile, trash_row=9)
+    assert big.tile_of[:2].tolist() == [0, tile]
+    assert big.tile_q.reshape(-1)[[0, tile]].tolist() == [0, 1]

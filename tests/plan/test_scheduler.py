@@ -1,0 +1,375 @@
+"""The scheduler: calls, and the plans that must come of them. A step is written as {name: (start, q, emits)}."""
+
+import numpy as np
+import pytest
+
+from hibachi.errors import PromptTooLong
+from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.request import Finish
+
+
+class Checked(Scheduler):
+    """A scheduler whose invariants are checked after every call."""
+
+    def __init__(self, *, rows=4, budget=100, chunk=100, max_len=50, blocks=0, block_size=4):
+        super().__init__(Limits(rows, budget, chunk, max_len, blocks, block_size))
+
+    def new(self, name, prompt_len, max_new=None):
+        seq = Seq(prompt_len, max_new, owner=name)
+        self.add(seq)
+        return seq
+
+    def plan(self):
+        """The next plan, and what it says."""
+        plan = self.schedule()
+        self.check()
+        if plan is None:
+            return None, {}
+        assert [s.row for s in plan.seqs] == plan.rows.tolist()
+        cells = zip(plan.start.tolist(), plan.q.tolist(), plan.emit.tolist(), strict=True)
+        return plan, {s.owner: cell for s, cell in zip(plan.seqs, cells, strict=True)}
+
+    def done(self, plan, stop=()):
+        """Commit; sequences named in `stop` drew their stop token. Returns who finished, and why."""
+        names = [s.owner for s, emits in zip(plan.seqs, plan.emit.tolist(), strict=True) if emits]
+        committed = self.commit(plan, np.array([n in stop for n in names], bool))
+        self.check()
+        return {s.owner: s.finish for s in committed.finished}
+
+    def step(self, stop=()):
+        """Plan and commit; returns what the plan said."""
+        plan, said = self.plan()
+        if plan is not None:
+            self.done(plan, stop)
+        return said
+
+    def drop(self, seq, *args):
+        out = self.cancel(seq, *args)
+        self.check()
+        return out
+
+
+# ---- one sequence ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do():
+    assert Checked().plan() == (None, {})
+
+
+def test_prefill_then_decode_until_the_limit():
+    s = Checked()
+    a = s.new("a", 3, max_new=3)
+    assert s.step() == {"a": (0, 3, True)}
+    assert s.step() == {"a": (3, 1, True)}
+    plan, said = s.plan()
+    assert said == {"a": (4, 1, True)}
+    assert s.done(plan) == {"a": Finish.LENGTH}
+    assert a.finish == Finish.LENGTH and s.running == s.waiting == 0
+    assert s.plan() == (None, {})
+
+
+def test_a_stop_token_ends_it_at_once():
+    s = Checked()
+    s.new("a", 3)
+    plan, _ = s.plan()
+    assert s.done(plan, stop="a") == {"a": Finish.STOP}
+    assert s.plan() == (None, {})
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    s = Checked()
+    s.new("a", 3, max_new=1)
+    plan, _ = s.plan()
+    assert s.done(plan, stop="a") == {"a": Finish.STOP}
+
+
+def test_without_a_limit_it_runs_to_the_end_of_the_context():
+    s = Checked(max_len=6)
+    s.new("a", 3)
+    assert [s.step() for _ in range(4)] == [
+        {"a": (0, 3, True)},
+        {"a": (3, 1, True)},
+        {"a": (4, 1, True)},  # this draws token 6 of 6, which is never fed back
+        {},
+    ]
+
+
+def test_a_limit_beyond_the_context_is_cut():
+    s = Checked(max_len=5)
+    s.new("a", 3, max_new=100)
+    assert [bool(s.step()) for _ in range(3)] == [True, True, False]
+
+
+# ---- budget and chunks -------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks():
+    s = Checked(chunk=4)
+    s.new("a", 10)
+    assert [s.step()["a"] for _ in range(4)] == [(0, 4, False), (4, 4, False), (8, 2, True), (10, 1, True)]
+
+
+def test_the_budget_is_shared_in_order_of_arrival():
+    s = Checked(budget=10)
+    s.new("a", 4)
+    s.new("b", 7)
+    s.new("c", 2)
+    assert s.step() == {"a": (0, 4, True), "b": (0, 6, False)}
+    assert s.step() == {"a": (4, 1, True), "b": (6, 1, True), "c": (0, 2, True)}
+
+
+def test_decode_rows_come_first_in_a_plan():
+    s = Checked()
+    s.new("a", 4)
+    s.step()
+    s.new("b", 3)
+    s.new("c", 1)  # a prompt of one token is a single-token row as well
+    assert list(s.step()) == ["a", "c", "b"]
+
+
+def test_decode_rows_get_their_token_before_any_prefill_chunk():
+    """ARCHITECTURE 17.4: an older long prompt does not starve the decode rows behind it."""
+    s = Checked(budget=5, rows=3)
+    long = s.new("long", 40)
+    s.new("b", 2)
+    s.new("c", 2)
+    assert s.step() == {"long": (0, 5, False)}  # it came first and takes the whole budget
+    s.drop(long)
+    assert s.step() == {"b": (0, 2, True), "c": (0, 2, True)}
+    s.new("long 2", 40)
+    for start in (0, 3, 6, 9):
+        assert s.step() == {
+            "b": (2 + start // 3, 1, True),
+            "c": (2 + start // 3, 1, True),
+            "long 2": (start, 3, False),
+        }
+
+
+def test_decode_alone_can_use_up_the_budget():
+    s = Checked(rows=2, budget=2)
+    s.new("a", 2, max_new=3)
+    s.step()
+    s.new("b", 1, max_new=9)
+    s.step()
+    s.new("c", 9)
+    assert s.step() == {"a": (3, 1, True), "b": (1, 1, True)}
+    assert s.step() == {"b": (2, 1, True), "c": (0, 1, False)}  # a has left
+
+
+def test_the_chunk_holds_for_running_and_for_new_sequences():
+    s = Checked(chunk=3)
+    s.new("a", 7)
+    assert s.step() == {"a": (0, 3, False)}
+    s.new("b", 5)
+    assert s.step() == {"a": (3, 3, False), "b": (0, 3, False)}
+    assert s.step() == {"a": (6, 1, True), "b": (3, 2, True)}
+
+
+# ---- admission ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_given_first_come_first_served():
+    s = Checked(rows=2)
+    for name in "abc":
+        s.new(name, 2, max_new=2)
+    assert list(s.step()) == ["a", "b"]
+    assert s.waiting == 1 and s.running == 2
+    assert list(s.step()) == ["a", "b"]
+    assert s.step() == {"c": (0, 2, True)}
+
+
+def test_a_row_is_given_again_at_the_next_step():
+    s = Checked(rows=2)
+    s.new("a", 2)
+    s.new("b", 2)
+    s.new("c", 2)
+    s.step(stop="a")
+    assert s.step() == {"b": (2, 1, True), "c": (0, 2, True)}
+
+
+def test_blocks_for_prompt_and_output_are_reserved_at_admission():
+    s = Checked(blocks=8, block_size=4)  # 7 to give away
+    a = s.new("a", 4, max_new=5)  # positions 0 to 7 are stored; the last token is not fed back
+    b = s.new("b", 4, max_new=6)  # one more: a third block
+    s.step()
+    assert (len(a.blocks), len(b.blocks), s.pool.free) == (2, 3, 2)
+    assert s.block_table[a.row, :3].tolist() == [*a.blocks, 0]
+
+
+def test_nobody_overtakes_who_waits_for_blocks():
+    s = Checked(blocks=6, block_size=4)  # 5 to give away
+    s.new("a", 4, max_new=9)  # 3 blocks
+    big = s.new("big", 12, max_new=5)  # 4 blocks
+    s.new("small", 1, max_new=1)  # would fit
+    assert list(s.step()) == ["a"]
+    assert list(s.step(stop="a")) == ["a"]
+    assert list(s.step()) == ["small", "big"]
+    assert len(big.blocks) == 4
+
+
+def test_all_blocks_come_back():
+    s = Checked(blocks=9, block_size=2, rows=3)
+    for name, n in ("a", 3), ("b", 5), ("c", 2):
+        s.new(name, n, max_new=3)
+    a_plan, _ = s.plan()
+    s.done(a_plan, stop="b")
+    while s.step():
+        pass
+    assert s.pool.free == s.pool.usable == 8 and s.running == 0
+
+
+def test_fresh_names_who_just_got_a_row():
+    s = Checked()
+    a = s.new("a", 3)
+    assert s.plan()[0].fresh == [a]
+    assert s.plan()[0].fresh == []
+
+
+# ---- too long ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_len", [6, 7, 100])
+def test_a_prompt_must_leave_room_for_a_token(prompt_len):
+    s = Checked(max_len=6)
+    with pytest.raises(PromptTooLong, match=rf"at most 5 tokens; got {prompt_len}. .*max_model_len \(now 6\)"):
+        s.new("a", prompt_len)
+    assert s.waiting == 0
+
+
+def test_a_request_that_can_never_fit_into_the_cache_is_refused():
+    s = Checked(blocks=3, block_size=4)
+    s.new("fits", 5, max_new=4)
+    with pytest.raises(PromptTooLong, match="cache holds 8 positions, this request may need 9"):
+        s.new("a", 5, max_new=5)
+    with pytest.raises(PromptTooLong, match="may need 49"):
+        s.new("a", 5)
+
+
+def test_fit_says_where_a_sequence_would_end():
+    s = Checked(max_len=10)
+    assert (s.fit(3, None), s.fit(3, 2), s.fit(9, 5)) == (10, 5, 10)
+
+
+# ---- cancelling --------------------------------------------------------------------------------------------------
+
+
+def test_cancel_waiting():
+    s = Checked(rows=1)
+    s.new("a", 2)
+    b, c = s.new("b", 2), s.new("c", 2)
+    s.step()
+    assert s.drop(b) and s.waiting == 1 and b.finish == Finish.CANCELLED
+    s.step(stop="a")
+    assert list(s.step()) == ["c"] and c.row >= 0
+
+
+def test_cancel_running_frees_row_and_blocks_for_the_next_step():
+    s = Checked(rows=1, blocks=4, block_size=4)
+    a = s.new("a", 8, max_new=4)
+    s.new("b", 8, max_new=4)
+    s.step()
+    assert s.drop(a, Finish.ERROR) and a.finish == Finish.ERROR
+    assert s.pool.free == 3
+    assert s.step() == {"b": (0, 8, True)}
+
+
+def test_cancel_twice_or_after_the_end():
+    s = Checked()
+    a = s.new("a", 2, max_new=1)
+    b = s.new("b", 2)
+    s.step()
+    assert not s.drop(a) and a.finish == Finish.LENGTH
+    assert s.drop(b) and not s.drop(b)
+
+
+def test_cancel_between_schedule_and_commit():
+    s = Checked(rows=3)
+    a = s.new("a", 2)
+    s.new("b", 2)
+    plan, _ = s.plan()
+    s.drop(a)
+    assert s.done(plan, stop="a") == {}  # whatever a drew is passed over
+    assert s.step() == {"b": (2, 1, True)}
+
+
+def test_commit_says_who_is_alive():
+    s = Checked()
+    a, b, c = (s.new(name, 2) for name in "abc")
+    plan, _ = s.plan()
+    assert s.commit(plan, np.zeros(3, bool)).alive is None
+    plan, _ = s.plan()
+    s.drop(b)
+    assert s.commit(plan, np.zeros(3, bool)).alive.tolist() == [True, False, True]
+    assert (a.row >= 0, c.row >= 0) == (True, True)
+
+
+def test_a_row_given_to_somebody_else_in_between_is_recognised():
+    s = Checked(rows=1)
+    a, b = s.new("a", 2), s.new("b", 2)
+    plan_a, _ = s.plan()
+    s.drop(a)
+    plan_b, said = s.plan()
+    assert said == {"b": (0, 2, True)} and plan_a.rows.tolist() == plan_b.rows.tolist()
+    assert s.done(plan_a, stop="a") == {} and b.finish is None
+    assert s.done(plan_b, stop="b") == {"b": Finish.STOP}
+
+
+def test_prefilling_means_that_nothing_was_sampled_yet():
+    s = Checked(chunk=2)
+    a, b = s.new("a", 3), s.new("b", 30)
+    assert not s.prefilling(a)  # it waits
+    s.step()
+    assert s.prefilling(a)
+    s.step()
+    assert not s.prefilling(a) and s.prefilling(b)
+
+
+# ---- plans made ahead --------------------------------------------------------------------------------------------
+
+
+def test_plans_made_ahead_stand_on_placeholders():
+    s = Checked()
+    s.new("a", 3)
+    plans = [s.plan() for _ in range(3)]
+    assert [said for _, said in plans] == [{"a": (0, 3, True)}, {"a": (3, 1, True)}, {"a": (4, 1, True)}]
+    for plan, _ in plans:
+        assert s.done(plan) == {}
+    assert s.step() == {"a": (5, 1, True)}
+
+
+def test_plans_made_ahead_do_not_pass_the_limit():
+    s = Checked()
+    s.new("a", 3, max_new=2)
+    first, second = s.plan()[0], s.plan()[0]
+    assert s.plan() == (None, {})  # both tokens are being computed
+    assert s.done(first) == {}
+    assert s.done(second) == {"a": Finish.LENGTH}
+
+
+def test_a_stop_discards_the_plans_made_ahead():
+    s = Checked(rows=2)
+    s.new("a", 2)
+    s.new("b", 2)
+    s.new("c", 4)
+    first, second = s.plan()[0], s.plan()[0]
+    assert s.done(first, stop="a") == {"a": Finish.STOP}
+    third, said = s.plan()
+    assert said == {"b": (3, 1, True), "c": (0, 4, True)}  # c has the row of a, which is still in `second`
+    assert s.done(second, stop="a") == {}
+    assert s.done(third, stop="c") == {"c": Finish.STOP}
+
+
+def test_rewind_computes_everything_again_and_nothing_twice():
+    s = Checked(chunk=4)
+    s.new("a", 3)
+    s.new("b", 6)
+    s.step()
+    s.step()
+    lost, said = s.plan()
+    assert said == {"a": (4, 1, True), "b": (6, 1, True)}
+    s.rewind()
+    s.check()
+    assert s.done(lost) == {}  # its tokens are lost
+    assert s.step() == {"a": (0, 4, False), "b": (0, 4, False)}  # a knows 5 tokens: 3 and two that it drew
+    assert s.step() == {"a": (4, 1, True), "b": (4, 3, True)}
+    assert s.step() == {"a": (5, 1, True), "b": (7, 1, True)}

@@ -1,0 +1,172 @@
+"""The house has floors: a file imports from its own floor and from those below it. This test reads every import.
+
+One rule per folder or file. `ours`: the parts of hibachi it may import. `not_std`: standard modules it may not.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+import hibachi
+
+ROOT = Path(__file__).parents[1]
+BELOW_ENGINE = "errors request tensor plan decode model"
+SOCKETS = "socket socketserver ssl http urllib"
+LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
+
+
+class Rule(NamedTuple):
+    ours: str
+    third_party: str = "numpy"
+    not_std: str = SOCKETS
+
+
+RULES = {
+    "hibachi/errors.py": Rule("", third_party=""),
+    "hibachi/request.py": Rule("errors", third_party=""),
+    "hibachi/tensor": Rule("errors tensor", third_party="numpy array_api_compat typing_extensions"),
+    "hibachi/plan": Rule(
+        "errors request plan", not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging"
+    ),
+    "hibachi/decode": Rule("errors request tensor decode"),
+    "hibachi/model": Rule("errors request tensor model"),
+    "hibachi/engine": Rule(f"{BELOW_ENGINE} engine"),
+    "hibachi/__init__.py": Rule(f"{BELOW_ENGINE} engine"),
+    "hibachi/testing": Rule(f"{BELOW_ENGINE} engine testing", third_party="numpy pytest"),
+    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine testing cli"),
+    "hibachi/__main__.py": Rule("cli"),
+    "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
+    "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax array_api_compat hibachi_jax"),
+    "conformance": Rule("testing public", third_party="numpy pytest"),
+}
+BUILD_FILES = {"hatch_build.py"}
+
+
+def imports(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import, wherever it stands; name is "" for `import module`.
+
+    A module that is named in a call such as `import_module("torch")` counts as well. Relative imports do not: they
+    cannot leave their floor.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if name in ("import_module", "__import__", "need"):
+                yield str(node.args[0].value), ""
+
+
+def floor(module: str, name: str) -> str:
+    """The part of hibachi that is imported: "tensor", "errors", ...; "public" for a public name of the package."""
+    if module != "hibachi":
+        return module.split(".")[1]
+    if not name.startswith("_") and not isinstance(getattr(hibachi, name, hibachi), ModuleType):
+        return "public"
+    return name or "hibachi itself"
+
+
+def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
+    """What is wrong with an import, or None."""
+    top = module.split(".")[0]
+    if core and not LIBRARIES.isdisjoint(module.split(".")):
+        return "the core never imports an array library or its backend by name: it follows entry points"
+    if top == "hibachi":
+        if floor(module, name) not in rule.ours.split():
+            return f"of hibachi it may import {rule.ours or 'nothing'}"
+    elif top in sys.stdlib_module_names:
+        if top in rule.not_std.split():
+            return f"it may not import {rule.not_std}"
+    elif top not in rule.third_party.split() and top not in OPTIONAL:
+        return f"of other packages it may import {rule.third_party or 'nothing'}"
+    return None
+
+
+OPTIONAL = {"safetensors", "tokenizers", "minijinja"}  # through `need`, which says how to install them
+
+
+def violations(path: str, source: str) -> list[str]:
+    """One line for each import of the file that its floor does not allow: file, import, rule."""
+    place = next((p for p in (path, *map(str, Path(path).parents)) if p in RULES), None)
+    if place is None:
+        return [f"{path} stands on no floor: give it a rule in {Path(__file__).name}"]
+    out = []
+    for module, name in imports(source):
+        why = violation(RULES[place], path.startswith("hibachi/"), module, name)
+        if why is not None:
+            wrote = f"from {module} import {name}" if name else f"import {module}"
+            out.append(f"{path}: `{wrote}`. Rule of {place}: {why}.")
+    return out
+
+
+def files() -> list[str]:
+    tops = ("hibachi", "hibachi_torch", "hibachi_jax", "conformance")
+    found = [p for top in tops for p in (ROOT / top).rglob("*.py")]
+    return sorted(str(p.relative_to(ROOT)) for p in found if p.name not in BUILD_FILES and "build" not in p.parts)
+
+
+def test_every_file_imports_only_from_its_floor_and_below():
+    wrong = [line for path in files() for line in violations(path, (ROOT / path).read_text())]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_rule_is_about_files_that_exist():
+    for place in RULES:
+        assert any(path == place or path.startswith(f"{place}/") for path in files()), place
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("hibachi/errors.py", "import numpy"),
+        ("hibachi/request.py", "from hibachi.plan.scheduler import Seq"),
+        ("hibachi/tensor/x.py", "from hibachi.plan.blocks import BlockPool"),
+        ("hibachi/tensor/x.py", "def f():\n    import torch"),
+        ("hibachi/tensor/x.py", "import array_api_compat.torch as xp"),
+        ("hibachi/tensor/x.py", "importlib.import_module('hibachi_torch')"),
+        ("hibachi/plan/x.py", "import time"),
+        ("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged"),
+        ("hibachi/plan/x.py", "if TYPE_CHECKING:\n    from hibachi.engine.job import Job"),
+        ("hibachi/decode/x.py", "from hibachi.model.ladder import LogitsModel"),
+        ("hibachi/model/x.py", "from hibachi.decode import sampling"),
+        ("hibachi/model/x.py", "from hibachi import engine"),
+        ("hibachi/model/x.py", "import hibachi"),
+        ("hibachi/engine/x.py", "from hibachi.cli import main"),
+        ("hibachi/engine/x.py", "from http import server"),
+        ("hibachi/engine/x.py", "import jax.numpy as jnp"),
+        ("hibachi/cli/x.py", "from hibachi_jax import JaxBackend"),
+        ("hibachi_torch/x.py", "from hibachi.engine.engine import Engine"),
+        ("hibachi_torch/x.py", "from hibachi import Paged"),
+        ("hibachi_torch/x.py", "import jax"),
+        ("hibachi_jax/x.py", "import hibachi_torch"),
+        ("conformance/x.py", "from hibachi.tensor.cache import Paged"),
+        ("conformance/x.py", "from hibachi import _logging"),
+        ("conformance/x.py", "from hibachi import engine"),
+        ("conformance/x.py", "import torch"),
+        ("hibachi/new_floor/x.py", "import os"),
+    ],
+)
+def test_a_bad_import_is_found(path, source):
+    [line] = violations(path, source)
+    assert line.startswith(path)
+
+
+def test_the_message_names_file_import_and_rule():
+    [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged")
+    assert line == (
+        "hibachi/plan/x.py: `from hibachi.tensor.cache import Paged`. "
+        "Rule of hibachi/plan: of hibachi it may import errors request plan."
+    )
+
+
+def test_good_imports_pass():
+    assert not violations("hibachi/plan/x.py", "import numpy as np\nfrom hibachi.errors import PromptTooLong")
+    assert not violations("conformance/x.py", "from hibachi import Paged\nfrom .cases import sample\nimport pytest")
+    assert not violations("hibachi_jax/x.py", "import jax\nfrom hibachi.tensor.cache import StepInputs")
