@@ -79,7 +79,7 @@ def train_tokenizer(texts):
 
 def encode(tokenizer, texts):
     """One stream of ids: every text preceded by the end-of-text token."""
-    return np.concatenate([[0] + tokenizer.encode(text).ids for text in texts]).astype(np.int64)
+    return np.concatenate([[0, *tokenizer.encode(text).ids] for text in texts]).astype(np.int64)
 
 
 # --------------------------------------------------------------------------------------------- model

@@ -196,6 +196,8 @@ def main():
     for name in needed:
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is needed")
+    if training and args.held_out.resolve() in [path.resolve() for path in args.text]:
+        parser.error("the held-out novel is among the training texts")
     torch.set_num_threads(args.threads)
     if (training and train(args)) or args.export:
         export(args.work, args.out)

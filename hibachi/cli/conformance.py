@@ -1,6 +1,6 @@
-"""judge backends: which promises of the conformance suite are kept?
+"""judge backends by the promises of the conformance suite
 
-Needs the extra `test`. Other arguments go to pytest: -k pop, for example, or -x.
+Needs the extra `test`. Other arguments go to pytest: for example -k pop.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import shutil
 import sys
 import textwrap
 import time
-from typing import Protocol
 
 from hibachi.engine.llm import LLM, Completion
 from hibachi.engine.stream import merge
@@ -69,14 +68,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class View(Protocol):
-    """Shows how far we are."""
-
-    def say(self, line: str) -> None: ...
-    def update(self, now: Pass) -> None: ...
-    def end(self, now: Pass) -> None: ...
-
-
 class Pass:
     """One way through the prompts, `size` of them at a time."""
 
@@ -89,7 +80,7 @@ class Pass:
         self.total = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
         self.tokens, self.seconds, self._before = 0, 0.0, llm.stats()
 
-    def run(self, view: View | None = None) -> Pass:
+    def run(self, view: Plain | Live | None = None) -> Pass:
         began = time.perf_counter()
         for first in range(0, len(self.params), self.size):
             some = slice(first, first + self.size)
@@ -102,6 +93,7 @@ class Pass:
                     view.update(self)
             self.completions += [s.completion() for s in streams]
         self.seconds = time.perf_counter() - began
+        self.texts = [c.text for c in self.completions]
         if view:
             view.end(self)
         return self
@@ -139,8 +131,8 @@ class Plain:
     def end(self, now: Pass) -> None:
         self.say(now.line())
         if now.size > 1:
-            for i, text in enumerate(map(str.__add__, now.prompts, now.texts)):
-                paragraphs = (textwrap.fill(p, 75) for p in text.splitlines())
+            for i, c in enumerate(now.completions):
+                paragraphs = (textwrap.fill(p, 75) for p in f"{c.prompt}{c.text}".splitlines())
                 self.say(f"\n{i + 1:2d}  " + textwrap.indent("\n".join(paragraphs), "    ").lstrip())
             self.say("")
 
@@ -172,7 +164,7 @@ class Live:
             self._prompts, self._texts = list(now.prompts), now.texts
         size = shutil.get_terminal_size()
         texts = [
-            f"{i + 1:2d}  {_newest(prompt, text, size.columns - 4)}"
+            f"{i + 1:2d}  {_newest(prompt, text, max(size.columns - 4, 8))}"
             for i, (prompt, text) in enumerate(zip(self._prompts, self._texts, strict=True))
         ]
         lines = [self._title, *texts, *self._said, *([now.line()] if now else [])]

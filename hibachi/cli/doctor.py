@@ -1,4 +1,4 @@
-"""say what is installed: versions, backends, devices, and what is missing"""
+"""say what is installed and what is missing"""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from hibachi.errors import HibachiError
 from hibachi.tensor.discover import known, load, why_missing
 
 
@@ -40,7 +39,7 @@ def _backend(name: str) -> str:
     try:
         backend = load(name)
         facts, memory = backend.versions(), backend.memory()
-    except HibachiError as e:
+    except Exception as e:
         return f"broken   {e}"
     room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
     return f"ready    {facts['library']} on {facts['device']}{room}"

@@ -19,16 +19,19 @@ BROKEN_PIPE = 141  # and one whose reader went away
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="hibachi", description="Continuous batching for any autoregressive model.", allow_abbrev=False
+        prog="hibachi",
+        description="Continuous batching for any autoregressive model.",
+        epilog="`hibachi demo` is a good beginning; `hibachi COMMAND --help` says more.",
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (demo, generate, doctor, conformance):
-        name, words = module.__name__.rpartition(".")[2], module.__doc__ or ""
+        title, _, rest = (module.__doc__ or "").partition("\n")
         sub = commands.add_parser(
-            name,
-            help=words.split("\n")[0],
-            description=words[:1].upper() + words[1:],
+            module.__name__.rpartition(".")[2],
+            help=title,
+            description=f"{title[:1].upper()}{title[1:]}.\n{rest}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -74,7 +74,8 @@ def sample(
     scaled = scaled / xp.clip(temperature, min=1e-30)[:, None]
     weights = xp.exp(scaled)  # not normalised: the largest is 1
     if filtered:
-        weights = xp.where(scaled >= _cutoff(backend, scaled, top_k, top_p)[:, None], weights, xp.zeros_like(weights))
+        kept = weights >= _cutoff(backend, weights, top_k, top_p)[:, None]
+        weights = xp.where(kept, weights, xp.zeros_like(weights))
     # Excluded tokens get 0 in the sums as well: parallel sums may fall by a rounding, and must not select one of them.
     sums = xp.where(weights > 0, xp.cumulative_sum(weights, axis=-1), xp.zeros_like(weights))
     passed = sums > u[:, None] * xp.max(sums, axis=-1, keepdims=True)  # u < 1, so the last token with a weight passes
@@ -82,16 +83,15 @@ def sample(
     return xp.where(temperature > 0, xp.astype(drawn, xp.int32), greedy(backend, logits))
 
 
-def _cutoff(backend: ArrayBackend, scaled: Array, top_k: Array, top_p: Array) -> Array:
-    """The smallest of the row's values [n, V] that its filters keep: [n]; -inf for a row without filters."""
+def _cutoff(backend: ArrayBackend, weights: Array, top_k: Array, top_p: Array) -> Array:
+    """The smallest weight [n, V] that the filters of a row keep: [n]; 0 for a row without filters."""
     xp = backend.xp
-    ranked = xp.sort(scaled, axis=-1, descending=True, stable=False)
-    rank = xp.arange(scaled.shape[1], dtype=xp.int32, device=backend.device)[None, :]
+    ranked = xp.flip(xp.sort(weights, axis=-1, stable=False), axis=-1)  # JAX sorts upwards twice as fast as downwards
+    rank = xp.arange(weights.shape[1], dtype=xp.int32, device=backend.device)[None, :]
     inf = xp.full_like(ranked, math.inf)
-    all_k = top_k <= 0
     kth = xp.min(xp.where(rank < top_k[:, None], ranked, inf), axis=-1)
-    kth = xp.where(all_k, xp.full_like(kth, -math.inf), kth)
-    mass = xp.where(ranked >= kth[:, None], xp.exp(ranked), xp.zeros_like(ranked))
+    kth = xp.where(top_k > 0, kth, xp.zeros_like(kth))
+    mass = xp.where(ranked >= kth[:, None], ranked, xp.zeros_like(ranked))
     before = xp.cumulative_sum(mass, axis=-1) - mass  # of the more likely tokens
     within = before < top_p[:, None] * xp.sum(mass, axis=-1, keepdims=True)
     pth = xp.min(xp.where(within, ranked, inf), axis=-1)

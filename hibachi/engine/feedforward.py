@@ -42,7 +42,12 @@ class FeedforwardBatchInference(Service):
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
             self._backend = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
-        host = np.array(self._backend.get(item) if self._backend.owns(item) else item)  # a copy: the caller's may change
+        try:
+            host = np.array(self._backend.get(item) if self._backend.owns(item) else item)  # a copy: it may change
+        except ValueError as e:
+            raise InvalidRequest(
+                f"An input must be an array or a list of equal rows; got {type(item).__name__} ({e})."
+            ) from e
         if host.dtype.kind not in "iufbc":
             raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
         worker = self._worker or self._start(self._backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from hibachi.errors import (
 )
 from hibachi.plan.scheduler import Seq, StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+log = logging.getLogger("hibachi.engine")
 
 
 @dataclass(slots=True, eq=False)
@@ -70,22 +73,26 @@ class CacheLost(Exception):
     """The cache was given away to a call that failed; re-running rows would compute on nothing."""
 
 
-def isolate(call: Callable[[Any], Part], idx: Any) -> tuple[list[Part], dict[int, HibachiError]]:
+def isolate(call: Callable[[Any], Part], idx: Any, tries: int = 2) -> tuple[list[Part], dict[int, HibachiError]]:
     """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
-    g guilty rows of n cost at most 2 g log2(n) + 1 calls. If every row fails alone, every row is guilty.
+    Guilty is who fails twice, the second time alone: a model that fails once harms nobody. g guilty rows of n cost at
+    most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty.
     """
     try:
         part = call(idx)
     except CacheLost:
         raise
     except Exception as e:
-        if len(idx) == 1:
+        if len(idx) == 1 and tries == 1:
             return [], {int(idx[0]): as_fault(e)}
         half = len(idx) // 2
-        parts, faults = isolate(call, idx[:half])
-        more_parts, more_faults = isolate(call, idx[half:])
+        parts, faults = isolate(call, idx[:half], 1) if half else ([], {})
+        more_parts, more_faults = isolate(call, idx[half:], 1)
+        if not faults and not more_faults:
+            then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
+            log.warning("%d rows failed together and %s: %r", len(idx), then, e)
         return parts + more_parts, faults | more_faults
     if part.bad is None or not part.bad.any():
         return [part], {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ class RowSampler:
         self._top_k = np.zeros(rows, np.int32)
         self._top_p = np.ones(rows, np.float32)
         self._seed = np.zeros(rows, np.uint64)
-        self._greedy = backend.compile(partial(_greedy, backend))
-        self._plain = backend.compile(partial(_sample, backend, False))
-        self._filtered = backend.compile(partial(_sample, backend, True))
+        self._greedy, self._plain, self._filtered = _programs(backend)
 
     def admit(self, job: Job) -> None:
         params, row = job.params, job.seq.row
@@ -59,6 +57,13 @@ class RowSampler:
                 row = self.backend.get(logits[i, ...])
                 logprobs[i] = sampling.logprobs(row, int(tokens[i]), job.params.logprobs)
         return tokens, None if ok.all() else ~ok, logprobs
+
+
+@lru_cache(maxsize=16)
+def _programs(backend: ArrayBackend) -> tuple[Callable[..., tuple[Array, Array]], ...]:
+    """Greedy, plain and filtered draws, compiled once for all engines on a backend."""
+    draws = (partial(_greedy, backend), partial(_sample, backend, False), partial(_sample, backend, True))
+    return tuple(map(backend.compile, draws))
 
 
 def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:

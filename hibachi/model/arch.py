@@ -206,10 +206,13 @@ def _scaling(p: Config, where: str) -> LinearScaling | Llama3Scaling | None:
     if kind == "linear":
         return LinearScaling(_number(p, "factor", where=where))
     if kind == "llama3":
+        low, high = (_number(p, name, where=where) for name in ("low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise _contradiction(f"{where}low_freq_factor ({low}) must be below {where}high_freq_factor ({high})")
         return Llama3Scaling(
             factor=_number(p, "factor", where=where),
-            low_freq_factor=_number(p, "low_freq_factor", where=where),
-            high_freq_factor=_number(p, "high_freq_factor", where=where),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_context=_count(p, "original_max_position_embeddings", where=where),
         )
     raise _unknown(f"{where}rope_type", kind, ["default", "linear", "llama3"], "Use a model with one of these")

@@ -28,8 +28,8 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
-    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if tied), norm [hidden], cos and sin
-    [max_len, head_dim / 2], and for each of `layers`:
+    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they can be), norm [hidden], cos and
+    sin [max_len, head_dim / 2], and for each of `layers`:
 
         attn_norm, mlp_norm  [hidden]
         qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -145,11 +145,12 @@ def tensor_shapes(arch: Arch) -> tuple[Shapes, Shapes]:
 
 def _params(arch: Arch, files: Mapping[str, HostArray], backend: ArrayBackend, dtype: str, max_len: int) -> Params:
     b = backend
-    # A matrix that `linear` multiplies with can be read by rows as well, so a tied head needs no second copy.
-    head = b.put_weight(files["model.embed_tokens.weight" if arch.tied else "lm_head.weight"], dtype)
+    embed = files["model.embed_tokens.weight"]
+    head = b.put_weight(embed if arch.tied else files["lm_head.weight"], dtype)
+    shared = arch.tied and head.shape == embed.shape  # else the backend keeps weights in a form without rows
     cos, sin = rope_tables(arch, max_len)
     return {
-        "embed": head if arch.tied else b.put(files["model.embed_tokens.weight"], dtype),
+        "embed": head if shared else b.put(embed, dtype),
         "head": head,
         "norm": b.put(files["model.norm.weight"], dtype),
         "cos": b.put(cos, dtype),

@@ -206,7 +206,10 @@ class ArrayBackend:
         return self.xp.zeros(shape, dtype=self.dtype(dtype), device=self.device)
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:
-        """Like `put`, for a matrix [out, in] that `linear` will multiply with; the memory layout may differ."""
+        """Like `put`, for a matrix [out, in] that `linear` will multiply with.
+
+        The form is the backend's own; but an array of shape [out, in] has the rows of `w`.
+        """
         return self.put(w, dtype)
 
     def take(self, t: Array, idx: Array) -> Array:

@@ -8,7 +8,7 @@ from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError
+from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError, HibachiError
 from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.backends"
@@ -37,8 +37,8 @@ def known() -> list[str]:
 def load(name: str, *, device: Any = None) -> ArrayBackend:
     """The backend called `name`, on `device` (the library's own notation; None: its default).
 
-    Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if it
-    does not start, for example on a device that is not there.
+    Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if
+    it does not start, for example on a device that is not there.
     """
     if name not in _found():
         raise BackendNotFound(
@@ -56,10 +56,13 @@ def _start(name: str, make: Any, device: Any) -> ArrayBackend:
             if device is not None:
                 backend.zeros((1,), "float32")  # some libraries look for a device when they first use it
             return backend
+    except HibachiError:
+        raise
     except Exception as e:
+        where = "" if device is None else f" on device {device!r}"
         raise ConfigError(
-            f"Backend {name!r} does not start on {'its default device' if device is None else f'device {device!r}'}: "
-            f"{type(e).__name__}: {e}. Leave the device out, or name one that it has (see `hibachi doctor`)."
+            f"Backend {name!r} does not start{where}: {type(e).__name__}: {e}. "
+            f"{'Look into its installation' if device is None else 'Leave the device out, or name one that is there'}."
         ) from e
     raise BackendNotFound(f"{name!r} must give a hibachi.ArrayBackend; got {type(backend).__qualname__}.")
 

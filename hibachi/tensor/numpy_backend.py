@@ -7,6 +7,7 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
+from hibachi.errors import ConfigError
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 
@@ -14,14 +15,22 @@ from hibachi.tensor.cache import StepInputs
 class NumpyBackend(ArrayBackend):
     name = "numpy"
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any = None) -> None:
+        if device not in (None, "cpu"):
+            raise ConfigError(f"NumPy has one device: expected 'cpu' (or None); got {device!r}. Leave it out.")
         super().__init__(xp)
+        self._tiled = _small_products_are_fast()
 
     def owns(self, t: Any) -> bool:
         return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         # Stored as [in, out], shown as [out, in]: OpenBLAS multiplies small batches up to 2x faster this way round.
+        # Or in tiles [n, in, out / n], each small enough for a product with _FEW rows to be a small one.
+        size = w.shape[1]
+        width = 64 if size <= 640 else 32 if size <= 1280 else 16
+        if self._tiled and dtype == "float32" and w.shape[0] % width == 0:
+            return np.ascontiguousarray(w.reshape(-1, width, size).transpose(0, 2, 1), dtype=dtype)
         return np.ascontiguousarray(w.T, dtype=dtype).T
 
     def take(self, t: Array, idx: Array) -> Array:
@@ -61,6 +70,10 @@ class NumpyBackend(ArrayBackend):
         out = out.reshape(tiles, kv_heads, -1, tile, v.shape[2]).transpose(0, 3, 1, 2, 4)
         return out.reshape(tiles * tile, q.shape[1], v.shape[2])[x.tile_of], (keys, values)
 
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        y = x @ w.T if w.ndim == 2 else _multiply_tiles(x, w)
+        return y if b is None else y + b
+
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         f = self.float32(x)
         size = np.vecdot(f, f)[..., None]
@@ -84,3 +97,29 @@ class NumpyBackend(ArrayBackend):
 
     def versions(self) -> dict[str, str]:
         return {"library": f"numpy {np.__version__}", "device": "cpu"}
+
+
+_FEW = 32  # rows
+
+
+def _small_products_are_fast() -> bool:
+    """Does NumPy multiply small matrices without copying them first? OpenBLAS does, on processors with AVX-512.
+
+    Otherwise it copies the whole weight at each product, which for few rows takes longer than the product.
+    """
+    config = np.show_config(mode="dicts")
+    simd, blas = config.get("SIMD Extensions", {}), config.get("Build Dependencies", {}).get("blas", {})
+    found = {*simd.get("baseline", ()), *simd.get("found", ())}
+    return "openblas" in blas.get("name", "") and bool(found & {"X86_V4", "AVX512_SKX"})
+
+
+def _multiply_tiles(x: Array, w: Array) -> Array:
+    """x [..., in], w [n, in, width] -> [..., n * width]."""
+    n, size, width = w.shape
+    rows = x.reshape(-1, size)
+    if len(rows) > _FEW:  # one product, by all threads, is worth the copy
+        y = rows @ w.transpose(1, 0, 2).reshape(size, -1)
+    else:
+        y = np.empty((len(rows), n * width), np.result_type(x, w))
+        np.matmul(rows, w, out=y.reshape(len(rows), n, width).transpose(1, 0, 2))
+    return y.reshape(*x.shape[:-1], n * width)

@@ -1,88 +1,130 @@
-"""Models whose tokens can be computed in one's head: the next token is one more than the sum of all before, modulo 10.
+"""Models whose tokens can be computed in one's head.
 
-`expected(prompt, n)` is what every rung must answer. The sum runs over the whole sequence, so a token that is lost,
-padded in, read from a foreign block or computed twice changes everything after it.
+Most of them sum: the next token is one more than the sum of all before, modulo 10, and `expected(prompt, n)` is what
+every rung must answer. A token that is lost, padded in, read from a foreign block or computed twice changes all that
+come after it. Their logits leave no doubt, so sampling draws the right token at every temperature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.cache import CacheSpec, Paged, State, StepInputs
 
 VOCAB = 10
+SURE = 1000.0
 
 
-def expected(prompt: Sequence[int], n: int) -> list[int]:
-    """The n tokens after `prompt`: 1 2 -> 4, 8, 6, 2, 4, 8, ..."""
-    total, out = sum(prompt), []
+def expected(prompt: Any, n: int) -> list[Any]:
+    """The n tokens after `prompt`: 1 2 -> 4, 8, 6, 2, 4, 8, ... Tokens that are arrays go on element by element."""
+    total = np.sum(prompt, axis=0)
+    out = []
     for _ in range(n):
-        out.append((total + 1) % VOCAB)
-        total += out[-1]
+        out.append(((total + 1) % VOCAB).tolist())
+        total = total + out[-1]
     return out
 
 
-class SumTokens:
-    """Level 0. Tokens of any shape: each element is a sequence of its own. Padding is masked by `lengths`."""
+class Toy:
+    """Remembers what it was shown, if it is not compiled: one (tokens, lengths or None) a forward pass, on the host."""
 
     def __init__(self, backend: ArrayBackend) -> None:
         self.backend = backend
+        self.seen: list[tuple[HostArray, HostArray | None]] = []
+
+    def _see(self, tokens: Array, lengths: Array = None) -> None:
+        get = self.backend.get
+        self.seen.append((get(tokens).copy(), None if lengths is None else get(lengths).copy()))
+
+
+class Count(Toy):
+    """Level 0. The next token is one more than the last, so padding on the left does no harm."""
+
+    def forward(self, tokens: Array) -> Array:
+        self._see(tokens)
+        return tokens[:, -1, ...] + 1
+
+
+class Halve(Toy):
+    """Level 0, for continuous values. The next token is half of the last, in all its elements."""
+
+    def forward(self, tokens: Array) -> Array:
+        self._see(tokens)
+        return tokens[:, -1, ...] / 2
+
+
+class SumTokens(Toy):
+    """Level 0. Tokens of any shape: each element is a sequence of its own. Padding is masked by `lengths`."""
 
     def forward(self, tokens: Array, lengths: Array) -> Array:
-        xp, (rows, width) = self.backend.xp, tokens.shape[:2]
-        place = self.backend.put(_range(width))
-        real = xp.reshape(place, (1, -1)) >= width - xp.reshape(xp.astype(lengths, place.dtype), (-1, 1))
-        real = xp.reshape(real, (rows, width, *(1,) * (tokens.ndim - 2)))
-        kept = xp.where(real, tokens, xp.zeros_like(tokens))
-        return xp.astype((xp.sum(kept, axis=1) + 1) % VOCAB, tokens.dtype)
+        self._see(tokens, lengths)
+        return compiled(_next, self.backend)(tokens, lengths)
 
 
 class SumLogits(SumTokens):
-    """Level 1: the same, as logits (5 for the right token, 0 for the others)."""
+    """Level 1: the same, as logits (`margin` for the right token, 0 for the others)."""
 
     vocab_size = VOCAB
 
+    def __init__(self, backend: ArrayBackend, margin: float = SURE) -> None:
+        super().__init__(backend)
+        self.margin = margin
+
     def logits(self, tokens: Array, lengths: Array) -> Array:
-        return one_hot(self.backend, SumTokens.forward(self, tokens, lengths))
+        self._see(tokens, lengths)
+        return compiled(_next_logits, self.backend)(tokens, lengths) * self.margin
 
     forward = None  # type: ignore[assignment]  # one rung only
 
 
-class SumPaged:
+class SumPaged(Toy):
     """Level 2: the sum is read back through the paged cache, as the mean that uniform attention computes."""
 
     vocab_size: int | None = VOCAB
     params: Any = None
-    max_model_len = 128
-
-    def __init__(self, backend: ArrayBackend) -> None:
-        self.backend = backend
+    max_model_len = 64
 
     def cache_spec(self) -> CacheSpec:
         return [Paged(kv_heads=1, k_dim=2, v_dim=1)]
 
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
-        b = self.backend
-        v = b.xp.reshape(b.float32(x.tok), (-1, 1, 1))
-        nothing = b.xp.concat([v, v], axis=-1) * 0
-        mean, layer = b.attend(nothing, nothing, v, cache[0], x)
-        total = b.xp.round(b.xp.reshape(mean, (-1,)) * b.float32(x.pos + 1))
-        return one_hot(b, (b.take(total, x.last) + 1) % VOCAB), [layer]
+        sums, layer = self._sums(x.tok, cache[0], x)
+        return one_hot(self.backend, (sums[:, 0] + 1) % VOCAB) * SURE, [layer]
+
+    def _sums(self, values: Array, layer: Any, x: StepInputs[Array]) -> tuple[Array, Any]:
+        """Sums of `values` [T, *any] up to the tokens whose output is wanted: [n_out, elements]; the new cache."""
+        b, xp = self.backend, self.backend.xp
+        v = xp.reshape(b.float32(values), (values.shape[0], 1, -1))
+        nothing = xp.concat([v[..., :1], v[..., :1]], axis=-1) * 0
+        mean, layer = b.attend(nothing, nothing, v, layer, x)
+        totals = xp.round(mean[:, 0, :] * xp.reshape(b.float32(x.pos + 1), (-1, 1)))
+        return b.take(totals, x.last), layer
 
 
-class SumState:
+class SumFrames(SumPaged):
+    """Level 2 that returns tokens: frames of three codes, each of which is a sequence of its own."""
+
+    vocab_size = None
+    codes = 3
+
+    def cache_spec(self) -> CacheSpec:
+        return [Paged(kv_heads=1, k_dim=2, v_dim=self.codes)]
+
+    def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
+        sums, layer = self._sums(x.tok, cache[0], x)
+        return self.backend.xp.astype((sums + 1) % VOCAB, x.tok.dtype), [layer]
+
+
+class SumState(Toy):
     """Level 2 with a recurrent state: the running sum of each row."""
 
     vocab_size: int | None = VOCAB
     params: Any = None
-    max_model_len = 128
-
-    def __init__(self, backend: ArrayBackend) -> None:
-        self.backend = backend
+    max_model_len = 64
 
     def cache_spec(self) -> CacheSpec:
         return [State(shape=(1,))]
@@ -91,31 +133,129 @@ class SumState:
         b, (state,) = self.backend, cache
         tokens = b.xp.reshape(b.float32(x.tok), (state.shape[0], -1))
         sums = (state + b.xp.cumulative_sum(tokens, axis=1)) % VOCAB
-        return one_hot(b, (b.take(b.xp.reshape(sums, (-1,)), x.last) + 1) % VOCAB), [sums[:, -1:]]
+        logits = one_hot(b, (b.take(b.xp.reshape(sums, (-1,)), x.last) + 1) % VOCAB) * SURE
+        return logits, [sums[:, -1:]]
 
 
-class SumBoth(SumState):
+class SumBoth(SumPaged):
     """Level 2 with a paged layer and a recurrent one; they must agree, else the answer is the token 0."""
 
+    def __init__(self, backend: ArrayBackend) -> None:
+        super().__init__(backend)
+        self._recurrent = SumState(backend)
+
     def cache_spec(self) -> CacheSpec:
-        return [Paged(kv_heads=1, k_dim=2, v_dim=1), State(shape=(1,))]
+        return [*super().cache_spec(), *self._recurrent.cache_spec()]
 
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
-        paged, layer = SumPaged(self.backend).step(None, cache[:1], x)
-        recurrent, state = super().step(None, cache[1:], x)
-        agree = self.backend.xp.all(paged == recurrent, axis=-1, keepdims=True)
-        zero = one_hot(self.backend, self.backend.xp.zeros_like(recurrent[:, 0]))
-        return self.backend.xp.where(agree, paged, zero), [*layer, *state]
+        xp = self.backend.xp
+        paged, layer = super().step(None, cache[:1], x)
+        recurrent, state = self._recurrent.step(None, cache[1:], x)
+        agree = xp.all(paged == recurrent, axis=-1, keepdims=True)
+        zero = one_hot(self.backend, xp.zeros_like(recurrent[:, 0])) * SURE
+        return xp.where(agree, paged, zero), [*layer, *state]
+
+
+class TinyDecoder(Toy):
+    """Level 2. The block of Llama in small, with random weights: no head to compute its tokens in, but an oracle.
+
+    weights: the arrays of `tiny_weights()`, which a slow implementation may read as well.
+    """
+
+    vocab_size: int | None = 32
+    max_model_len = 64
+    hidden, heads, kv_heads, head_dim, inner, layers, eps, theta = 16, 4, 2, 8, 24, 2, 1e-5, 100.0
+
+    def __init__(self, backend: ArrayBackend, weights: dict[str, Any]) -> None:
+        super().__init__(backend)
+        matrices = ("qkv", "o", "gate_up", "down")
+        self.params = {
+            "embed": backend.put(weights["embed"]),
+            "head": backend.put_weight(weights["embed"], "float32"),
+            "norm": backend.put(weights["norm"]),
+            "cos": backend.put(weights["cos"]),
+            "sin": backend.put(weights["sin"]),
+            "layers": [
+                {n: backend.put_weight(w, "float32") if n in matrices else backend.put(w) for n, w in layer.items()}
+                for layer in weights["layers"]
+            ],
+        }
+
+    def cache_spec(self) -> CacheSpec:
+        return [Paged(self.kv_heads, self.head_dim, self.head_dim)] * self.layers
+
+    def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
+        b, h = self.backend, self.backend.take(params["embed"], x.tok)
+        cos, sin = (b.take(params[name], x.pos)[:, None, :] for name in ("cos", "sin"))
+        queries, keys, new = self.heads, self.heads + self.kv_heads, []
+        for layer, memory in zip(params["layers"], cache, strict=True):
+            qkv = b.linear(b.rms_norm(h, layer["attn_norm"], self.eps), layer["qkv"])
+            qkv = b.xp.reshape(qkv, (x.tok.shape[0], -1, self.head_dim))
+            q, k = b.rope(qkv[:, :queries, :], cos, sin), b.rope(qkv[:, queries:keys, :], cos, sin)
+            a, memory = b.attend(q, k, qkv[:, keys:, :], memory, x)
+            new.append(memory)
+            h = h + b.linear(b.xp.reshape(a, (x.tok.shape[0], -1)), layer["o"])
+            gate_up = b.linear(b.rms_norm(h, layer["mlp_norm"], self.eps), layer["gate_up"])
+            h = h + b.linear(b.silu(gate_up[:, : self.inner]) * gate_up[:, self.inner :], layer["down"])
+        h = b.rms_norm(b.take(h, x.last), params["norm"], self.eps)
+        return b.linear(h, params["head"]), new
+
+
+def tiny_weights(seed: int = 0) -> dict[str, Any]:
+    """Weights of a `TinyDecoder`: float32 host arrays, the same for a seed."""
+    t, random = TinyDecoder, np.random.default_rng(seed)
+
+    def draw(*shape: int) -> HostArray:
+        return (random.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    def norm() -> HostArray:
+        return (1 + draw(t.hidden)).astype(np.float32)
+
+    angles = np.outer(np.arange(t.max_model_len), t.theta ** (-2 * np.arange(t.head_dim // 2) / t.head_dim))
+    return {
+        "embed": draw(32, t.hidden) * 4,
+        "norm": norm(),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+        "layers": [
+            {
+                "attn_norm": norm(),
+                "mlp_norm": norm(),
+                "qkv": draw((t.heads + 2 * t.kv_heads) * t.head_dim, t.hidden),
+                "o": draw(t.hidden, t.heads * t.head_dim),
+                "gate_up": draw(2 * t.inner, t.hidden),
+                "down": draw(t.hidden, t.inner),
+            }
+            for _ in range(t.layers)
+        ],
+    }
+
+
+def _next(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
+    xp, (rows, width) = backend.xp, tokens.shape[:2]
+    place = backend.put(_range(width))
+    real = xp.reshape(place, (1, -1)) >= width - xp.reshape(xp.astype(lengths, place.dtype), (-1, 1))
+    real = xp.reshape(real, (rows, width, *(1,) * (tokens.ndim - 2)))
+    kept = xp.where(real, tokens, xp.zeros_like(tokens))
+    return xp.astype((xp.sum(kept, axis=1) + 1) % VOCAB, tokens.dtype)
+
+
+def _next_logits(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
+    return one_hot(backend, _next(backend, tokens, lengths))
+
+
+@cache
+def compiled(fn: Any, backend: ArrayBackend) -> Any:
+    """`fn` with its first argument given, compiled once for all toys."""
+    return backend.compile(partial(fn, backend))
 
 
 def one_hot(backend: ArrayBackend, ids: Array) -> Array:
-    """Logits [n, VOCAB] with 5 at `ids` [n]."""
-    vocab = backend.put(_range(VOCAB))
-    hit = backend.xp.reshape(backend.xp.astype(ids, vocab.dtype), (-1, 1)) == backend.xp.reshape(
-        vocab, (1, -1)
-    )
-    return backend.float32(hit) * 5
+    """[n, VOCAB] with 1.0 at `ids` [n], and 0.0 elsewhere."""
+    xp, vocab = backend.xp, backend.put(_range(VOCAB))
+    hit = xp.reshape(xp.astype(ids, vocab.dtype), (-1, 1)) == xp.reshape(vocab, (1, -1))
+    return backend.float32(hit)
 
 
-def _range(n: int) -> Any:
+def _range(n: int) -> HostArray:
     return np.arange(n, dtype=np.int32)

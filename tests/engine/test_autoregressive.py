@@ -42,7 +42,6 @@ def together(crate):
         plug = engine.run([0], max_new_tokens=1)  # holds the engine until all prompts are queued
         gate.wait()
         streams = [engine.run(np.array(p)) for p in prompts]
-        gate.shapes.clear()
         gate.let()
         plug.collect()
         gate.wait()
@@ -390,7 +389,7 @@ def test_a_bad_limit(crate, limit):
 
 def test_a_model_that_is_none():
     """A model needs one rung of the ladder."""
-    with pytest.raises(ConfigError, match="`forward\\(tokens\\)`.*object has none"):
+    with pytest.raises(ConfigError, match=r"`forward\(tokens\)`.*object has none"):
         AutoregressiveBatchInference(object(), stop_token=STOP)
 
 

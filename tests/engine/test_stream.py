@@ -393,7 +393,7 @@ async def aconsume(stream):
 
 
 async def three_tasks(stream):
-    return sum(await asyncio.gather(*[aconsume(stream) for _ in range(3)]), [])
+    return list(itertools.chain(*await asyncio.gather(*[aconsume(stream) for _ in range(3)])))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_several_consumers_share_one_stream(consumers, pool, eager_switching):
             until(lambda: not p.channel.buffer)
     p.end()
     got = [r.result(PATIENCE) for r in reading]
-    assert sorted(sum(got, [])) == list(range(300))
+    assert sorted(itertools.chain(*got)) == list(range(300))
     assert not p.awaited
 
 

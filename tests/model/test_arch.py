@@ -126,6 +126,7 @@ def test_a_missing_or_wrong_field_is_named(field, value):
         ({"num_key_value_heads": 3}, r"num_attention_heads \(8\).*num_key_value_heads \(3\)"),
         ({"hidden_size": 60}, r"hidden_size \(60\).*num_attention_heads \(8\)"),
         ({"head_dim": 7}, r"head \(7\) must be even"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, r"low_freq_factor \(4.0\) must be below"),
         ({"rope_parameters": {"rope_theta": 1.0}}, r"rope_theta \(5000.0\) differs"),
         ({"rope_parameters": LLAMA3, "rope_scaling": {"type": "linear", "factor": 2}}, "differs from rope_scaling"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hibachi.errors import ConfigError, InvalidModelFiles
+from hibachi.errors import ConfigError, InvalidModelFiles, UnsupportedOperation
 from hibachi.model.decoder import Decoder
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.cache import StepInputs
@@ -177,7 +177,7 @@ def plain(tmp_path_factory):
 
 
 def test_a_tied_head_is_the_embedding_itself(tmp_path):
-    model = Decoder.load(save("tied, wide heads", tmp_path)[1], NumpyBackend())
+    model = Decoder.load(save("tied, wide heads", tmp_path)[1], TorchBackend("cpu"))
     assert model.params["head"] is model.params["embed"]
 
 
@@ -215,6 +215,12 @@ def test_a_shorter_context_needs_smaller_tables(plain):
 def test_a_context_that_the_model_does_not_have_is_refused(plain, length):
     with pytest.raises(ConfigError, match=f"between 1 and 64.*got {length}"):
         Decoder.load(plain, NumpyBackend(), max_model_len=length)
+
+
+@pytest.mark.parametrize("dtype, error", [("int8", ConfigError), ("bfloat16", UnsupportedOperation)])
+def test_a_dtype_that_cannot_be_computed_with_is_refused(plain, dtype, error):
+    with pytest.raises(error, match=dtype):
+        Decoder.load(plain, NumpyBackend(), dtype=dtype)
 
 
 def test_biases_are_recognised_by_their_presence(tmp_path):

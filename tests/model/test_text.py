@@ -155,6 +155,31 @@ def test_a_leading_space_inside_the_text_is_kept():
     assert "".join(pieces_of(FALLBACK, ids)[0]) == FALLBACK.decode(ids)
 
 
+@every_tokenizer
+@given(before=st.text(st.sampled_from("ab c😀é你\n")), text=st.text(st.sampled_from("ab c😀é你\n")))
+def test_a_text_may_go_on_after_another(tokenizer, before, text):
+    front, ids = tokenizer.encode(before), tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer, after=front)
+    pieces = [*map(detokenizer.push, ids), detokenizer.flush()]
+    assert tokenizer.decode(front) + "".join(pieces) == tokenizer.decode(front + ids)
+
+
+@every_tokenizer
+@given(text=st.text(st.sampled_from("ab c😀é你\n")), at=st.integers(0, 20))
+def test_a_text_goes_on_after_its_prompt(tokenizer, text, at):
+    ids = tokenizer.encode(text)
+    prompt = tokenizer.decode(ids[:at])
+    if "\ufffd" not in prompt:  # else the prompt ends inside a character
+        detokenizer = Detokenizer(tokenizer, after=ids[:at])
+        pieces = [*map(detokenizer.push, ids[at:]), detokenizer.flush()]
+        assert prompt + "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_a_space_after_the_prompt_is_kept():
+    assert pieces_of(FALLBACK, FALLBACK.encode("a"))[0][0] == "a"
+    assert Detokenizer(FALLBACK, after=FALLBACK.encode("b")).push(FALLBACK.encode("a")[0]) == " a"
+
+
 @pytest.mark.parametrize("ids", [[128], [255], [300], BYTES.encode("😀", add_special_tokens=False), [1, 2, 200]])
 def test_a_token_costs_the_same_anywhere_in_the_text(ids):
     class Counting(Tokenizer):

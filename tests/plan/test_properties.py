@@ -145,7 +145,7 @@ class World:
             self.commit()
 
 
-@settings(max_examples=500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     rows=st.integers(1, 6),

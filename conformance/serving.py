@@ -1,0 +1,131 @@
+"""What the promises about engines are tried with: engines that end with their test, gates, readers that never hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, HibachiError
+
+PATIENCE = 60.0  # seconds until a test that hangs fails
+
+
+@cache
+def toy(kind: Any, backend: Any) -> Any:
+    """One model for all tests, so that a library that compiles its step compiles it once."""
+    return kind(backend)
+
+
+class Gate:
+    """A stop predicate that stops nobody, but holds the engine in the midst of a step.
+
+    By then the step has computed its tokens and delivered none of them. One request's gate is called once a step.
+    """
+
+    def __init__(self, step: int, patience: float) -> None:
+        self._steps, self._patience = step, patience
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self, tokens: Any) -> np.ndarray:
+        self._steps -= 1
+        if self._steps == 0:
+            self._reached.set()
+            assert self._opened.wait(self._patience), "nobody opened the gate"
+        return np.zeros(tokens.shape[0], bool)
+
+    def wait(self) -> None:
+        """Until the engine is held."""
+        assert self._reached.wait(self._patience), "the engine never came to this step"
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+class Serving:
+    """serve(model, **options): an engine, with 4 rows and 64 tokens a request unless the options say otherwise."""
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        autoregressive: Any = AutoregressiveBatchInference,
+        feedforward: Any = FeedforwardBatchInference,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.backend, self.autoregressive, self.feedforward = backend, autoregressive, feedforward
+        self.patience = patience
+        self._engines: list[Any] = []
+        self._gates: list[Gate] = []
+        self._kept: list[Any] = []  # streams, which would be cancelled if they were dropped
+
+    def __call__(self, model: Any, **options: Any) -> Any:
+        engine = self.autoregressive(model, **{"max_batch_size": 4, "max_model_len": 64} | options)
+        self._engines.append(engine)
+        return engine
+
+    def single(self, model: Any, **options: Any) -> Any:
+        """A feed-forward engine."""
+        engine = self.feedforward(model, **{"max_batch_size": 4, "backend": self.backend} | options)
+        self._engines.append(engine)
+        return engine
+
+    def gate(self, step: int = 1) -> Gate:
+        """For `stop=`: holds the engine in this step of the request, until it is opened."""
+        self._gates.append(Gate(step, self.patience))
+        return self._gates[-1]
+
+    def hold(self, engine: Any, prompt: Any) -> Gate:
+        """The gate of a request that leaves with its first token, for which the engine waits."""
+        gate = self.gate()
+        self._kept.append(engine.run(prompt, max_new_tokens=1, stop=gate))
+        gate.wait()
+        return gate
+
+    def together(self, engine: Any, prompts: Sequence[Any], **options: Any) -> list[Any]:
+        """The streams of requests that came while the engine was in a step: it finds all of them at the next."""
+        gate = self.hold(engine, prompts[0])
+        streams = [engine.run(prompt, **options) for prompt in prompts]
+        gate.open()
+        return streams
+
+    def read(self, stream: Any) -> tuple[list[Any], str]:
+        """All that comes, as numbers and lists, and how it ended: the finish reason, or the class of the error."""
+        watch = threading.Timer(self.patience, stream.close)
+        watch.daemon = True
+        watch.start()
+        items = []
+        try:
+            for item in stream:
+                items.append(self.host(item))
+        except HibachiError as e:
+            return items, type(e).__name__
+        finally:
+            watch.cancel()
+        return items, str(stream.finish_reason)
+
+    def host(self, item: Any) -> Any:
+        return self.backend.get(item).tolist() if self.backend.owns(item) else item
+
+    def expect(self, stream: Any, items: Sequence[Any], ending: str = "length") -> None:
+        """The stream gives these items and ends so. AssertionError: it does not."""
+        got, end = self.read(stream)
+        why = f" ({stream.error})" if stream.error else ""
+        assert (got, end) == (list(items), ending), (
+            f"a stream gave {got} and ended with {end}{why}; expected {list(items)} and {ending}"
+        )
+
+    def close(self) -> None:
+        for gate in self._gates:
+            gate.open()
+        for engine in self._engines:
+            engine.close()
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

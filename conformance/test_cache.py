@@ -1,0 +1,325 @@
+"""Models with a cache (level 2): the engine's blocks and states hold what the model would compute again.
+
+The toys read the sum of all tokens back from what the engine kept for them, so that `expected` is right only if every
+token was written once, to a place that nobody else had.
+"""
+
+import numpy as np
+import pytest
+
+from hibachi import PromptTooLong
+from hibachi.testing.toys import SURE, VOCAB, SumBoth, SumFrames, SumPaged, SumState, expected, one_hot
+
+from .serving import toy
+
+pytestmark = pytest.mark.promise("paged and recurrent cache")
+
+KINDS = SumPaged, SumState, SumBoth
+LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # sum 61
+PROMPTS = [1, 2], LONG, [6], [*LONG[:5], 8], [2, 5, 1]
+POSITION = 12  # bytes that SumPaged keeps of a token: three float32
+
+
+def check(serve, engine, prompts, n=5):
+    """All of them at once stream what each streams alone."""
+    for prompt, stream in zip(prompts, serve.together(engine, prompts, max_new_tokens=n), strict=True):
+        serve.expect(stream, expected(prompt, n))
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.free_blocks) == (0, 0, stats.blocks)
+
+
+def held_at(serve, engine, prompt, step, **options):
+    """A request, and the gate that holds the engine in this step of it."""
+    gate = serve.gate(step)
+    stream = engine.run(prompt, stop=gate, **options)
+    gate.wait()
+    return stream, gate
+
+
+# what a cache is for
+
+
+def test_mixed_lengths_stream_what_each_streams_alone_from_the_cache(serve):
+    """H-31: with paged layers, recurrent ones, and both."""
+    for kind in KINDS:
+        check(serve, serve(toy(kind, serve.backend)), PROMPTS)
+
+
+def test_long_prompts_are_computed_in_chunks_beside_the_others(serve):
+    """H-31: the result is the same with few tokens a step."""
+    for kind in KINDS:
+        check(serve, serve(toy(kind, serve.backend), max_batch_tokens=5), PROMPTS)
+
+
+def test_a_step_computes_no_more_tokens_than_it_may(serve):
+    """A prompt of 13 takes 4 steps of 4 tokens (the last has one); then each token takes a step."""
+    for kind in (SumPaged, SumState):
+        engine = serve(toy(kind, serve.backend), max_batch_size=1, max_batch_tokens=4)
+        serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+        assert engine.stats().steps == 4 + 4
+
+
+def test_blocks_may_have_any_size(serve):
+    for size in (1, 3, 4, 16, 64):
+        check(serve, serve(toy(SumPaged, serve.backend), block_size=size, max_batch_tokens=6), PROMPTS, n=4)
+
+
+def test_longer_and_shorter_requests_join_a_running_batch_with_a_cache(serve):
+    """H-32."""
+    for kind in (SumPaged, SumState):
+        engine = serve(toy(kind, serve.backend), max_batch_tokens=6, block_size=4)
+        running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=9)
+        joiners = [engine.run(prompt, max_new_tokens=4) for prompt in (LONG, [6], [2, 5])]
+        gate.open()
+        serve.expect(running, expected([1, 2], 9))
+        for prompt, stream in zip((LONG, [6], [2, 5]), joiners, strict=True):
+            serve.expect(stream, expected(prompt, 4))
+
+
+def test_rows_and_blocks_are_used_again_and_again(serve):
+    """H-36: more requests than rows; nothing of an earlier request shows."""
+    for kind in (SumPaged, SumState):
+        check(serve, serve(toy(kind, serve.backend), max_batch_size=2, block_size=4), PROMPTS * 3, n=3)
+
+
+def test_a_recycled_row_starts_with_a_fresh_state(serve):
+    engine = serve(toy(SumState, serve.backend), max_batch_size=1)
+    for prompt in ([6], [1, 2], [6]):
+        serve.expect(engine.run(prompt, max_new_tokens=3), expected(prompt, 3))
+
+
+def test_a_model_with_a_cache_may_return_tokens_itself(serve):
+    """Frames of three codes, with stop frames of their own."""
+    frames = [np.array(f) for f in ([[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1], [0, 1, 2], [7, 5, 8]], [[0, 2, 6]])]
+    engine = serve(toy(SumFrames, serve.backend), max_batch_tokens=4, block_size=4)
+    for prompt, stream in zip(frames, serve.together(engine, frames, max_new_tokens=5), strict=True):
+        serve.expect(stream, expected(prompt, 5))
+    for item in engine.run(frames[0], max_new_tokens=2):
+        assert serve.backend.owns(item) and tuple(item.shape) == (3,)
+    stop = expected(frames[0], 3)[-1]
+    serve.expect(engine.run(frames[0], stop=[stop]), expected(frames[0], 3), "stop")
+    serve.expect(engine.run(frames[0], stop=[stop], include_stop=False), expected(frames[0], 2), "stop")
+
+
+# when requests end
+
+
+def test_requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context(serve):
+    """H-41."""
+    for kind in (SumPaged, SumState):
+        engine = serve(toy(kind, serve.backend), stop_token=2, max_model_len=16)
+        serve.expect(engine.run([1, 2]), [4, 8, 6, 2], "stop")
+        serve.expect(engine.run([1, 2], include_stop=False), [4, 8, 6], "stop")
+        serve.expect(engine.run([1, 2], stop=8), [4, 8], "stop")
+        serve.expect(engine.run([1, 2], max_new_tokens=3), [4, 8, 6])
+        serve.expect(engine.run([1] * 13), [4, 8, 6])
+
+
+# who gets the cache
+
+
+def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
+    """H-36: here two requests fit at a time; none fails, and nobody overtakes."""
+    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=5 * 4 * POSITION)
+    assert engine.stats().blocks == 5
+    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=6)  # 2 blocks, of 4 positions each
+    before = []
+
+    def see(tokens):
+        before.append(running.finish_reason)
+        return np.zeros(tokens.shape[0], bool)
+
+    large = engine.run(LONG, max_new_tokens=4)  # 4 blocks
+    small = engine.run([6], max_new_tokens=3, stop=see)  # 1 block, which is free
+    stats = engine.stats()
+    assert (stats.running, stats.free_blocks) == (1, 3)
+    gate.open()
+    serve.expect(running, expected([1, 2], 6))
+    serve.expect(large, expected(LONG, 4))
+    serve.expect(small, expected([6], 3))
+    assert before[0] == "length", "the last in the queue overtook the first"
+    check(serve, engine, PROMPTS * 2, n=4)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
+    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=3 * 4 * POSITION)
+    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=4)
+    for prompt, n in ((LONG, 1), ([1, 2], 12), ([1] * 12, 2), ([1, 2], None)):
+        with pytest.raises(PromptTooLong, match="cache"):
+            engine.run(prompt, max_new_tokens=n)
+    longest = engine.run([1, 2], max_new_tokens=11)  # the last token is never written
+    gate.open()
+    serve.expect(running, expected([1, 2], 4))
+    serve.expect(longest, expected([1, 2], 11))
+
+
+def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
+    """H-33."""
+    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=4 * 4 * POSITION)
+    running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=12)
+    waiting = engine.run(LONG, max_new_tokens=3)
+    assert engine.stats().free_blocks == 0
+    running.close()
+    gate.open()
+    serve.expect(waiting, expected(LONG, 3))
+    assert engine.stats().free_blocks == 4
+
+
+def cancel_within_the_prompt(serve, model, prompt, after):
+    """`prompt` is given up when a part of it is computed; `after` gets its blocks or its row."""
+    engine = serve(model, block_size=4, max_batch_size=2, max_batch_tokens=4)
+    first, second = serve.hold(engine, [6]), serve.gate(step=2)
+    other = engine.run([6], max_new_tokens=4, stop=second)
+    given_up = engine.run(prompt, max_new_tokens=3)
+    first.open()
+    second.wait()
+    given_up.close()
+    waiting = engine.run(after, max_new_tokens=3)
+    second.open()
+    serve.expect(waiting, expected(after, 3))
+    serve.expect(other, expected([6], 4))
+    stats = engine.stats()
+    assert stats.free_blocks == stats.blocks
+
+
+def test_a_request_may_be_cancelled_within_its_prompt(serve):
+    """H-33."""
+    for kind in (SumPaged, SumState):
+        cancel_within_the_prompt(serve, toy(kind, serve.backend), LONG, LONG[::-1])
+
+
+# faults
+
+
+class NanPaged(SumPaged):
+    """The token 0 is NaN: in the cache, and in all logits after it."""
+
+    def step(self, params, cache, x):
+        sums, layer = self._sums(nan_for_zero(self.backend, x.tok), cache[0], x)
+        return logits_or_nan(self.backend, sums[:, 0]), [layer]
+
+
+class NanState(SumState):
+    """The token 0 is NaN: in the state, and in all logits after it."""
+
+    def step(self, params, cache, x):
+        xp, (state,) = self.backend.xp, cache
+        tokens = xp.reshape(nan_for_zero(self.backend, x.tok), (state.shape[0], -1))
+        sums = state + xp.cumulative_sum(tokens, axis=1)
+        return logits_or_nan(self.backend, self.backend.take(xp.reshape(sums, (-1,)), x.last)), [sums[:, -1:]]
+
+
+def nan_for_zero(backend, tokens):
+    nan = backend.put(np.full(1, np.nan, "float32"))
+    return backend.xp.where(tokens == 0, nan, backend.float32(tokens))
+
+
+def logits_or_nan(backend, sums):
+    bad = sums != sums
+    right = one_hot(backend, (backend.xp.where(bad, backend.xp.zeros_like(sums), sums) + 1) % VOCAB)
+    return backend.xp.where(bad[:, None], sums[:, None], right * SURE)
+
+
+def test_nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next(serve):
+    """Attention multiplies what it may not see by 0, which NaN would survive."""
+    for kind in (NanPaged, NanState):
+        model = toy(kind, serve.backend)
+        engine = serve(model, block_size=4)
+        for guilty in ([0], [1, 0, 2], [*LONG, 0]):
+            streams = serve.together(engine, [[1, 2], guilty, LONG], max_new_tokens=4)
+            serve.expect(streams[0], expected([1, 2], 4))
+            serve.expect(streams[1], [], "NonFiniteOutput")
+            serve.expect(streams[2], expected(LONG, 4))
+        check(serve, engine, PROMPTS * 2, n=4)
+        cancel_within_the_prompt(serve, model, [0, *LONG], LONG[::-1])
+
+
+class Crowded(Exception):
+    pass
+
+
+class FussyPaged(SumPaged):
+    """Cannot compute 65 tokens in a step; libraries that compile hear of it while they do."""
+
+    max_model_len, most = 96, 64
+
+    def step(self, params, cache, x):
+        if x.tok.shape[0] > self.most:
+            raise Crowded("too many tokens")
+        return super().step(params, cache, x)
+
+
+class FussyState(SumState):
+    """Cannot compute 64 tokens of a row at once."""
+
+    max_model_len, most = 96, 63
+
+    def step(self, params, cache, x):
+        if x.tok.shape[0] > self.most:
+            raise Crowded("too many tokens")
+        return super().step(params, cache, x)
+
+
+def test_a_step_that_raises_fails_the_guilty_request_alone(serve):
+    """H-34: the others compute their part of the step again, and nothing twice."""
+    for kind in (FussyPaged, FussyState):
+        engine = serve(toy(kind, serve.backend), max_model_len=96)
+        running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=8)
+        streams = [engine.run(prompt, max_new_tokens=3) for prompt in ([6], [1] * 70, LONG)]
+        gate.open()
+        serve.expect(running, expected([1, 2], 8))
+        serve.expect(streams[0], expected([6], 3))
+        serve.expect(streams[1], [], "ModelError")
+        assert isinstance(streams[1].error.__cause__, Crowded)
+        serve.expect(streams[2], expected(LONG, 3))
+        check(serve, engine, PROMPTS, n=3)
+
+
+class Broken(SumPaged):
+    broken = True
+
+    def step(self, params, cache, x):
+        if self.broken:
+            raise Crowded("too many tokens")
+        return super().step(params, cache, x)
+
+
+def test_if_a_step_raises_for_everybody_all_fail_and_the_next_are_served(serve):
+    """H-34."""
+    model = Broken(serve.backend)
+    engine = serve(model)
+    for stream in [engine.run(prompt, max_new_tokens=3) for prompt in PROMPTS]:
+        serve.expect(stream, [], "ModelError")
+    model.broken = False
+    check(serve, engine, PROMPTS, n=3)
+
+
+class WrongLogits(SumPaged):
+    def step(self, params, cache, x):
+        logits, cache = super().step(params, cache, x)
+        return logits[:, :9], cache
+
+
+class WrongState(SumState):
+    def step(self, params, cache, x):
+        logits, (state,) = super().step(params, cache, x)
+        return logits, [state[:, 0]]
+
+
+class WrongFrames(SumFrames):
+    def step(self, params, cache, x):
+        frames, cache = super().step(params, cache, x)
+        return self.backend.float32(frames), cache
+
+
+def test_a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests(serve):
+    """H-35: the error names what was wanted and what came."""
+    for kind, prompt, says in (
+        (WrongLogits, [1, 2], ("10)", "9)")),
+        (WrongState, [1, 2], ("state of layer 0", ", 1)")),
+        (WrongFrames, [[1, 2, 3]], ("integer", "float32")),
+    ):
+        stream = serve(kind(serve.backend)).run(prompt, max_new_tokens=3)
+        serve.expect(stream, [], "InvalidModelOutput")
+        for word in says:
+            assert word in str(stream.error), f"no {word!r} in: {stream.error}"

@@ -1,0 +1,54 @@
+"""What tests of several floors share: copies of the shipped model, whole or damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hibachi
+
+SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def model_copy(tmp_path_factory):
+    """model_copy({name: change}): a folder with the shipped model; change(bytes) -> bytes, or None: leave it out."""
+
+    def make(changes):
+        folder = tmp_path_factory.mktemp("model")
+        for file in SHIPPED.iterdir():
+            change = changes.get(file.name, "as it is")
+            if change == "as it is":
+                (folder / file.name).symlink_to(file)
+            elif change is not None:
+                (folder / file.name).write_bytes(change(file.read_bytes()))
+        for name in changes.keys() - {file.name for file in SHIPPED.iterdir()}:
+            (folder / name).write_bytes(changes[name](b""))
+        return folder
+
+    return make
+
+
+def other_tokenizer(data):
+    """A tokenizer of a model with more tokens."""
+    tokenizer = json.loads(data)
+    tokenizer["model"]["vocab"]["of another model"] = 10**6
+    return json.dumps(tokenizer).encode()
+
+
+DAMAGES = {
+    "no config": {"config.json": None},
+    "config is no JSON": {"config.json": lambda data: data[:50]},
+    "unknown architecture": {"config.json": lambda data: data.replace(b'"llama"', b'"mamba"')},
+    "no weights": {"model.safetensors": None},
+    "truncated weights": {"model.safetensors": lambda data: data[: len(data) // 2]},
+    "weights of another shape": {"config.json": lambda data: data.replace(b'_layers": ', b'_layers": 1')},
+    "no tokenizer": {"tokenizer.json": None},
+    "other tokenizer": {"tokenizer.json": other_tokenizer},
+}
+
+
+@pytest.fixture(scope="session")
+def damaged_models(model_copy):
+    """{what is wrong: folder}."""
+    return {what: model_copy(changes) for what, changes in DAMAGES.items()}

@@ -1,0 +1,523 @@
+"""A failure belongs to a request: whoever is guilty gets the error, and nobody else notices."""
+
+import asyncio
+import gc
+import threading
+from weakref import ref
+
+import numpy as np
+import pytest
+
+from hibachi import (
+    EngineFailed,
+    Finish,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    NonFiniteOutput,
+    NumpyBackend,
+    SamplingParams,
+    StopRule,
+)
+from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
+
+from .models import PATIENCE, Gate, GatedNumpy, Next, ints, until
+
+NUMPY = NumpyBackend()
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+POISON = 7  # the toys never draw it from the prompts below
+GOOD = [[1, 2], [3, 3, 3, 3], [5], [1, 2, 3, 4, 5, 6], [8, 9], [2], [0] * 11]
+
+
+class Laid:
+    """A toy with a trap: `trap(tokens)` is called before every pass, with all tokens of the pass on the host."""
+
+    def __init__(self, toy, trap):
+        self.toy, self.trap = toy, trap
+        method = {SumTokens: "forward", SumLogits: "logits"}.get(type(toy), "step")
+        setattr(self, method, getattr(self, f"_{method}"))
+
+    def _forward(self, tokens, lengths):
+        self.trap(tokens)
+        return self.toy.forward(tokens, lengths)
+
+    def _logits(self, tokens, lengths):
+        self.trap(tokens)
+        return self.toy.logits(tokens, lengths)
+
+    def _step(self, params, cache, x):
+        out = self.toy.step(params, cache, x)  # a real failure comes after part of the cache was written
+        self.trap(x.tok)
+        return out
+
+    def __getattr__(self, name):
+        return getattr(self.toy, name)
+
+
+TOYS = [SumTokens, SumLogits, SumPaged, SumState, SumBoth]
+every_toy = pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
+
+
+def trap_poison(tokens):
+    if (tokens == POISON).any():
+        raise RuntimeError("poisoned")
+
+
+class Once:
+    """Fails in the `at`-th pass, and never again."""
+
+    def __init__(self, at):
+        self.at, self.passes = at, 0
+
+    def __call__(self, tokens):
+        self.passes += 1
+        if self.passes == self.at:
+            raise RuntimeError("a bad moment")
+
+
+@pytest.fixture
+def batch(serve):
+    """batch(model, prompts): the streams of prompts that all start in one step."""
+
+    def start(model, prompts, *, limit=5, backend=None, **options):
+        gated = GatedNumpy() if backend is None else backend
+        engine = serve(model, backend=gated, max_batch_size=len(prompts), **options)
+        params = None if hasattr(model, "forward") else GREEDY
+        plug = engine.run(np.zeros_like(prompts[0])[:1], params, max_new_tokens=1)
+        gated.wait()
+        streams = [engine.run(p, params, max_new_tokens=limit) for p in prompts]
+        plug.close()
+        gated.open()
+        return engine, streams
+
+    return start
+
+
+def check_good(streams, n=5):
+    for s, p in zip(streams, GOOD, strict=True):
+        assert ints(s.collect()) == expected(p, n), p
+
+
+# ---- the guilty request, and nobody else -------------------------------------------------------------------------
+
+
+@every_toy
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_poisoned_request(batch, toy, place):
+    model = Laid(toy(NUMPY), trap_poison)
+    prompts = [*GOOD[:place], [1, POISON, 1], *GOOD[place:]]
+    engine, streams = batch(model, prompts)
+    with pytest.raises(ModelError, match="The model raised RuntimeError: poisoned") as caught:
+        streams.pop(place).collect()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    check_good(streams)
+    assert engine.stats().failed == 1
+
+
+def test_one_guilty_row_of_eight_costs_few_passes(batch):
+    model = Next()
+    model.forward = lambda tokens, forward=model.forward: (forward(tokens), trap_poison(tokens))[0]
+    _, streams = batch(model, [[1], [1], [1], [1], [1], [POISON], [1], [1]], limit=1)
+    with pytest.raises(ModelError):
+        streams[5].collect()
+    assert [ints(s.collect()) for s in streams if s is not streams[5]] == [[2]] * 7
+    assert [n for n, _ in model.shapes][1:] == [8, 4, 4, 2, 1, 1, 2]
+
+
+def test_several_guilty_rows(batch):
+    prompts = [[POISON], [1], [2], [POISON], [POISON], [3]]
+    _, streams = batch(Laid(SumPaged(NUMPY), trap_poison), prompts[::-1])
+    for p, s in zip(prompts[::-1], streams, strict=True):
+        if p == [POISON]:
+            with pytest.raises(ModelError):
+                s.collect()
+        else:
+            assert s.collect() == expected(p, 5)
+
+
+@every_toy
+def test_every_row_is_guilty(batch, toy):
+    def always(tokens):
+        raise RuntimeError("broken")
+
+    _, streams = batch(Laid(toy(NUMPY), always), [[1], [1], [1]])
+    for s in streams:
+        with pytest.raises(ModelError, match="broken"):
+            s.collect()
+
+
+@every_toy
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_model_that_fails_once_harms_nobody(batch, toy, at):
+    """A step is idempotent: its halves are run again, over what the failed one has written."""
+    trap = Once(at)
+    engine, streams = batch(Laid(toy(NUMPY), trap), GOOD)
+    check_good(streams)
+    assert trap.passes > at and engine.stats().failed == 0
+
+
+def test_an_error_after_tokens_keeps_the_tokens(batch):
+    """1 → 2 4 8: the trap is the 8 that it drew itself."""
+
+    def trap(tokens):
+        if (tokens == 8).any():
+            raise RuntimeError("eight")
+
+    _, streams = batch(Laid(SumPaged(NUMPY), trap), [[1], [5]])
+    got = []
+    with pytest.raises(ModelError, match="eight"):
+        for token in streams[0]:
+            got.append(token)
+    assert got == [2, 4, 8]
+
+
+# ---- not finite --------------------------------------------------------------------------------------------------
+
+
+class Grow:
+    """Level 0, floats: the square, which soon overflows for large ones."""
+
+    def forward(self, tokens):
+        with np.errstate(over="ignore"):
+            return tokens[:, -1] ** 2
+
+
+def test_infinite_tokens(batch):
+    _, streams = batch(Grow(), [np.array([1.0], np.float32), np.array([1e10], np.float32)])
+    got = []
+    with pytest.raises(NonFiniteOutput, match="NaN or infinity for this request"):
+        for item in streams[1]:
+            got.append(float(item))
+    assert got == [np.float32(1e20)]
+    assert ints(streams[0].collect()) == [1] * 5
+
+
+class NanLogits(SumLogits):
+    """The logits of a row that holds the poison are NaN."""
+
+    def logits(self, tokens, lengths):
+        out = super().logits(tokens, lengths)
+        out[(tokens == POISON).any(axis=1)] = np.nan
+        return out
+
+
+class NanValues(SumPaged):
+    """The poison's value in the cache is NaN, as after an overflow in a layer."""
+
+    def step(self, params, cache, x):
+        values = np.where(x.tok == POISON, np.nan, x.tok).astype(np.float32).reshape(-1, 1, 1)
+        zeros = np.zeros((len(x.tok), 1, 2), np.float32)
+        mean, layer = self.backend.attend(zeros, zeros, values, cache[0], x)
+        total = (mean.reshape(-1) * (x.pos + 1))[x.last]
+        bad = ~np.isfinite(total)
+        out = np.eye(10, dtype=np.float32)[(np.rint(np.where(bad, 0, total)).astype(int) + 1) % 10]
+        out[bad] = np.nan
+        return out, [layer]
+
+
+@pytest.mark.parametrize("model", [NanLogits, NanValues])
+def test_nan_in_one_row(batch, model):
+    engine, streams = batch(model(NUMPY), [*GOOD[:3], [1, POISON], *GOOD[3:]])
+    with pytest.raises(NonFiniteOutput):
+        streams.pop(3).collect()
+    check_good(streams)
+    assert engine.stats().failed == 1
+
+
+@pytest.mark.parametrize("leave", ["fails", "is cancelled before anybody sees it"])
+def test_nan_that_is_left_in_the_cache_does_not_reach_the_next_owner(serve, leave):
+    """Attention multiplies the positions behind a row's end by 0, and 0 times NaN is NaN."""
+    backend = GatedNumpy()
+    engine = serve(
+        NanValues(backend), backend=backend, block_size=4, cache_bytes=12 * 4 * 4, max_batch_size=1, max_batch_tokens=4
+    )
+    bad = engine.run([1, 1, 1, POISON, 1, 1], GREEDY, max_new_tokens=2)  # in two chunks
+    backend.wait()
+    backend.let()
+    backend.wait()  # the poison is in the cache
+    if leave == "fails":
+        backend.open()
+        with pytest.raises(NonFiniteOutput):
+            bad.collect()
+    else:
+        bad.close()
+        backend.open()
+    for prompt in ([1, 2], [3, 1, 5], [5], [1] * 9):
+        assert engine.run(prompt, GREEDY, max_new_tokens=3).collect() == expected(prompt, 3)
+
+
+# ---- not what was asked for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "output, why",
+    [
+        (lambda x: x, r"must return shape \(1,\); got \(1, 2\)"),
+        (lambda x: x[:, -1].sum(), r"must return shape \(1,\); got \(\)"),
+        (lambda x: x[:, -1] / 2, "must return integer tokens, as the prompt's are; got float64"),
+        (lambda x: (x[:, -1], None), "must return an array of numpy; got builtins.tuple"),
+        (lambda x: None, "must return an array of numpy; got builtins.NoneType"),
+        (lambda x: x[:, -1].tolist(), "must return an array of numpy; got builtins.list"),
+    ],
+)
+def test_wrong_outputs(serve, output, why):
+    class Wrong:
+        def forward(self, tokens):
+            return output(tokens)
+
+    with pytest.raises(InvalidModelOutput, match=f"Wrong.forward {why}"):
+        serve(Wrong()).run([1, 2], max_new_tokens=2).collect()
+
+
+def test_integers_for_floats(serve):
+    class Rounds:
+        def forward(self, tokens):
+            return tokens[:, -1].astype(int)
+
+    with pytest.raises(InvalidModelOutput, match="must return floating-point tokens"):
+        serve(Rounds()).run([1.5], max_new_tokens=2).collect()
+
+
+def test_logits_of_the_wrong_width(serve):
+    model = SumLogits(NUMPY)
+    model.vocab_size = 12
+    with pytest.raises(InvalidModelOutput, match=r"SumLogits.logits must return shape \(1, 12\); got \(1, 10\)"):
+        serve(model).run([1], GREEDY).collect()
+
+
+def test_a_state_of_the_wrong_shape(serve):
+    class Forgets(SumState):
+        def step(self, params, cache, x):
+            out, [state] = super().step(params, cache, x)
+            return out, [state[:0]]
+
+    with pytest.raises(InvalidModelOutput, match=r"state of layer 0\) must return shape \(1, 1\); got \(0, 1\)"):
+        serve(Forgets(NUMPY)).run([1], GREEDY).collect()
+
+
+def test_a_wrong_shape_only_in_the_company_of_one_row(batch):
+    """Whoever makes the output wrong is found by the same halving."""
+
+    class Drops(Next):
+        def forward(self, tokens):
+            return super().forward(tokens)[tokens[:, -1] != POISON]
+
+    _, streams = batch(Drops(), [[1], [POISON], [2]], limit=2)
+    with pytest.raises(InvalidModelOutput):
+        streams.pop(1).collect()
+    assert [ints(s.collect()) for s in streams] == [[2, 3], [3, 4]]
+
+
+# ---- async models ------------------------------------------------------------------------------------------------
+
+
+class Async(Next):
+    async def forward(self, tokens):
+        await asyncio.sleep(0)
+        trap_poison(tokens)
+        return super().forward(tokens)
+
+
+def test_an_async_model(batch):
+    _, streams = batch(Async(), [[1], [2, 2]], limit=3)
+    assert [ints(s.collect()) for s in streams] == [[2, 3, 4], [3, 4, 5]]
+
+
+def test_an_async_model_that_raises(batch):
+    _, streams = batch(Async(), [[1], [POISON], [2]], limit=3)
+    with pytest.raises(ModelError, match="poisoned"):
+        streams.pop(1).collect()
+    assert [ints(s.collect()) for s in streams] == [[2, 3, 4], [3, 4, 5]]
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_the_event_loop_of_an_async_model_is_closed_with_the_engine(serve):
+    engine = serve(Async())
+    engine.run([1], max_new_tokens=1).collect()
+    loop = engine._worker._engine.runner.wait._loop.get_loop()
+    engine.close()
+    assert loop.is_closed()
+
+
+# ---- stop predicates ---------------------------------------------------------------------------------------------
+
+
+def raises(batch):
+    raise ZeroDivisionError("by zero")
+
+
+@pytest.mark.parametrize(
+    "where, why",
+    [
+        (raises, "The stop predicate raised ZeroDivisionError: by zero"),
+        (lambda batch: batch == batch[:, None], r"one bool for each of 1 rows, shape \(1,\); got shape \(1, 1\)"),
+        (lambda batch: True, r"got shape \(\)"),
+        (lambda batch: None, r"got shape \(\)"),
+    ],
+)
+@pytest.mark.parametrize("toy", [SumTokens, SumLogits, SumPaged], ids=lambda toy: toy.__name__)
+def test_a_bad_predicate_harms_only_its_request(serve, toy, where, why):
+    params = None if toy is SumTokens else GREEDY
+    engine = serve(toy(NUMPY))
+    good = engine.run([1, 2], params, max_new_tokens=30)
+    bad = engine.run([1, 2], params, max_new_tokens=30, stop=StopRule(where=where))
+    with pytest.raises(InvalidRequest, match=why):
+        bad.collect()
+    assert bad.finish_reason == Finish.ERROR
+    assert ints(good.collect()) == expected([1, 2], 30)
+
+
+# ---- a cache that is lost ----------------------------------------------------------------------------------------
+
+
+class Losing(GatedNumpy):
+    """As with donated buffers: a step that fails has taken the cache with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lost = self.donates = False
+        self.caches = 0
+
+    def compile(self, fn, *, donate=()):
+        if getattr(fn, "__name__", "") in ("step", "_recurrent_piece"):
+            self.donates = bool(donate)
+        return fn
+
+    def make_cache(self, spec, **sizes):
+        self.lost = False
+        self.caches += 1
+        return super().make_cache(spec, **sizes)
+
+    def usable(self, cache):
+        return not self.lost
+
+
+def losing(toy, trap):
+    """A model on a losing backend: if `trap` raises, the cache is garbage."""
+    backend = Losing()
+
+    class Spoils(toy):
+        def step(self, params, cache, x):
+            try:
+                trap(x.tok)
+            except RuntimeError:
+                if backend.donates:
+                    backend.lost = True
+                    for layer in cache:
+                        for half in layer if isinstance(layer, tuple) else [layer]:
+                            half[:] = np.nan
+                raise
+            return super().step(params, cache, x)
+
+    return Spoils(backend), backend
+
+
+@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("budget", [2048, 9])
+def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget):
+    model, backend = losing(toy, Once(at))
+    engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_batch_tokens=budget)
+    check_good(streams)
+    assert backend.caches == 2 * len(model.cache_spec()) and engine.stats().failed == 0
+
+
+@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])
+def test_a_guilty_request_that_takes_the_cache_with_it(batch, toy):
+    """The first failure loses the cache; afterwards it is kept, so that the next one can be pinned on a row."""
+    model, backend = losing(toy, trap_poison)
+    _, streams = batch(model, [*GOOD[:3], [1, POISON, 1], *GOOD[3:]], backend=backend, block_size=4)
+    with pytest.raises(ModelError, match="poisoned"):
+        streams.pop(3).collect()
+    check_good(streams)
+
+
+# ---- the engine's own loop ---------------------------------------------------------------------------------------
+
+
+class Exits(Gate):
+    """Raises what no model may raise: it is no Exception, so it is nobody's fault in particular."""
+
+    def forward(self, tokens):
+        super().forward(tokens)
+        raise SystemExit("bye")
+
+
+def test_a_failure_of_the_loop_reaches_every_stream(serve):
+    model = Exits()
+    engine = serve(model, max_batch_size=2)
+    running = [engine.run([1]) for _ in range(2)]
+    model.wait()
+    waiting = [engine.run([1]) for _ in range(3)]
+    got = []
+
+    def read():
+        with pytest.raises(EngineFailed) as caught:
+            list(running[0])
+        got.append(caught.value)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: running[0]._channel._waiters)
+    model.let()
+    for s in (*running[1:], *waiting):
+        with pytest.raises(EngineFailed, match=r"failed with SystemExit: bye.*make a new engine") as caught:
+            s.collect()
+        assert isinstance(caught.value.__cause__, SystemExit) and s.finish_reason == Finish.ERROR
+    reader.join(PATIENCE)
+    assert len(got) == 1
+    for _ in range(2):
+        with pytest.raises(EngineFailed, match="SystemExit"):
+            engine.run([1])
+    assert engine.drain(PATIENCE)
+    assert engine.stats().failed == 5
+
+
+def test_a_failure_of_the_scheduler_reaches_every_stream(serve, monkeypatch):
+    """Also if the scheduler fails again when its requests are taken away."""
+    engine = serve(Gate())
+    a = engine.run([1])
+    engine._model.wait()
+    b = engine.run([2])
+
+    def broken(*args):
+        raise IndexError("a defect")
+
+    for name in ("schedule", "cancel", "add"):
+        monkeypatch.setattr(engine._scheduler, name, broken)
+    engine._model.let()
+    for s in (a, b):
+        with pytest.raises(EngineFailed, match=r"IndexError: a defect.*please report it"):
+            s.collect()
+
+
+def test_each_stream_has_an_error_of_its_own(serve):
+    """One object raised by several threads would mix up their tracebacks, and keep growing."""
+    model = Exits()
+    engine = serve(model)
+    streams = [engine.run([1]) for _ in range(3)]
+    model.open()
+    until(lambda: all(s.finish_reason for s in streams))
+    assert len({id(s.error) for s in streams}) == 3
+
+
+# ---- what is left behind -----------------------------------------------------------------------------------------
+
+
+@every_toy
+def test_nothing_holds_a_request_that_ended(serve, toy):
+    """It is freed at once, without the garbage collector: prompts can be large."""
+    backend = GatedNumpy()
+    engine = serve(toy(backend), backend=backend)
+    gc.disable()
+    try:
+        stream = engine.run([1, 2], None if toy is SumTokens else GREEDY, max_new_tokens=2)
+        backend.wait()
+        prompt = ref(next(iter(engine._worker._engine._live)).prompt)
+        assert prompt() is not None
+        backend.open()
+        stream.collect()
+        del stream
+        until(lambda: prompt() is None)
+    finally:
+        gc.enable()

@@ -1,0 +1,356 @@
+"""The engine's thread: when it starts, sleeps and ends, and who learns of it."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
+
+import pytest
+
+from hibachi import AutoregressiveBatchInference, EngineClosed, Finish
+from hibachi.engine.engine import Engine
+
+from .models import PATIENCE, Gate, Next, ints, until
+
+
+def engine_threads():
+    return [t for t in threading.enumerate() if t.name == "hibachi-engine"]
+
+
+def background(call):
+    """The thread that makes a call, and what it returned."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(call()))
+    thread.start()
+    return thread, out
+
+
+# ---- idle --------------------------------------------------------------------------------------------------------
+
+
+def test_no_thread_before_the_first_request(serve):
+    engine = serve()
+    assert not engine_threads()
+    for _ in range(3):
+        engine.run([1], max_new_tokens=1).collect()
+        assert len(engine_threads()) == 1
+    assert engine_threads()[0].daemon
+
+
+def test_an_idle_engine_serves_at_once(serve):
+    """H-39: a request after idle is served without waiting a poll tick (100 ms in the crate)."""
+    engine = serve()
+    took = []
+    for _ in range(5):
+        assert engine.run([1], max_new_tokens=1).collect()
+        began = time.perf_counter()
+        engine.run([1], max_new_tokens=1).collect()
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.05
+
+
+def test_an_idle_engine_does_nothing(serve, monkeypatch):
+    steps = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
+    engine = serve()
+    engine.run([1], max_new_tokens=1).collect()
+    until(lambda: len(steps) == 2)  # the second finds nothing to do
+    threading.Event().wait(0.25)
+    assert len(steps) == 2
+
+
+# ---- close -------------------------------------------------------------------------------------------------------
+
+
+def test_close(serve):
+    """H-40: close(): the running step finishes, streams end, within 300 ms; close twice is fine."""
+    gate = Gate()
+    engine = serve(gate, max_batch_size=1)
+    a, b = engine.run([1]), engine.run([2])
+    gate.wait()
+    closing, _ = background(engine.close)
+    until(lambda: engine._worker._closing)
+    began = time.perf_counter()
+    gate.let()
+    assert ints(a.collect()) == [2]  # what the running step gave
+    assert b.collect() == []
+    closing.join(PATIENCE)
+    assert time.perf_counter() - began < 0.3
+    assert (a.finish_reason, b.finish_reason) == (Finish.CLOSED, Finish.CLOSED)
+    assert len(gate.shapes) == 1 and not engine_threads()
+    engine.close()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.finished, stats.failed) == (0, 0, 2, 0)
+
+
+def test_close_while_idle_or_never_used(serve):
+    serve().close()
+    engine = serve()
+    engine.run([1], max_new_tokens=1).collect()
+    began = time.perf_counter()
+    engine.close()
+    assert time.perf_counter() - began < 0.3 and not engine_threads()
+
+
+def test_run_after_close(serve):
+    used, fresh = serve(), serve()
+    used.run([1], max_new_tokens=1).collect()
+    for engine in (used, fresh):
+        engine.close()
+        for _ in range(2):
+            with pytest.raises(EngineClosed, match="Make a new one"):
+                engine.run([1])
+    assert fresh._worker is None, "it was built to be refused"
+
+
+def test_leaving_a_with_block_closes(serve):
+    gate = Gate()
+    with serve(gate) as engine:
+        stream = engine.run([1])
+        gate.open()
+        next(stream)
+    assert stream.finish_reason == Finish.CLOSED
+
+
+def test_leaving_an_async_with_block_does_not_block_the_loop(serve):
+    gate = Gate()
+
+    async def main():
+        async def later():
+            gate.open()
+
+        async with serve(gate) as engine:
+            stream = engine.run([1])
+            await asyncio.to_thread(gate.wait)
+            other = asyncio.create_task(later())  # runs only if the loop is free while we close
+        await other
+        return stream.finish_reason
+
+    assert asyncio.run(main()) == Finish.CLOSED
+
+
+def test_close_from_the_engines_own_thread(serve):
+    engine = serve()
+
+    def where(batch):
+        engine.close()
+        return batch == 3
+
+    stream = engine.run([1], stop=where)
+    assert ints(stream.collect()) == [2] and stream.finish_reason == Finish.CLOSED
+    engine.close()
+
+
+# ---- drain -------------------------------------------------------------------------------------------------------
+
+
+def test_drain_finishes_what_was_accepted_and_takes_nothing_new(serve):
+    gate = Gate()
+    engine = serve(gate, max_batch_size=1)
+    streams = [engine.run([i], max_new_tokens=3) for i in range(3)]
+    gate.wait()
+    draining, drained = background(engine.drain)
+    until(lambda: engine._worker._refusal is not None)
+    with pytest.raises(EngineClosed, match="draining"):
+        engine.run([1])
+    gate.open()
+    draining.join(PATIENCE)
+    assert drained == [True]
+    assert [s.finish_reason for s in streams] == [Finish.LENGTH] * 3
+    engine.close()
+    with pytest.raises(EngineClosed, match="is closed"):
+        engine.run([1])
+
+
+def test_drain_with_a_timeout(serve):
+    gate = Gate()
+    engine = serve(gate)
+    stream = engine.run([1], max_new_tokens=2)
+    gate.wait()
+    for timeout in (0, 0.01):
+        assert engine.drain(timeout) is False
+    gate.open()
+    assert engine.drain(PATIENCE) is True and stream.finish_reason == Finish.LENGTH
+    assert engine.drain(0) is True
+
+
+def test_drain_while_idle_or_never_used(serve):
+    assert serve().drain(0)
+    engine = serve()
+    engine.run([1], max_new_tokens=1).collect()
+    assert engine.drain(PATIENCE) and engine.drain(0)
+
+
+def test_drain_knows_of_requests_that_the_engine_has_not_seen_yet(serve):
+    for _ in range(50):
+        engine = serve()
+        streams = [engine.run([1], max_new_tokens=2) for _ in range(3)]
+        assert engine.drain(PATIENCE)
+        assert [s.finish_reason for s in streams] == [Finish.LENGTH] * 3
+        engine.close()
+
+
+def test_drain_after_cancelled_requests_and_twice_at_once(serve):
+    gate = Gate()
+    engine = serve(gate, max_batch_size=1)
+    a, b = engine.run([1]), engine.run([2])
+    gate.wait()
+    drains = [background(engine.drain) for _ in range(2)]
+    b.close()
+    del a
+    gate.open()
+    for thread, out in drains:
+        thread.join(PATIENCE)
+        assert out == [True]
+
+
+def test_close_ends_a_drain(serve):
+    gate = Gate()
+    engine = serve(gate)
+    stream = engine.run([1])
+    gate.wait()
+    draining, drained = background(engine.drain)
+    until(lambda: engine._worker._refusal is not None)
+    closing, _ = background(engine.close)
+    until(lambda: engine._worker._closing)
+    gate.open()
+    for thread in (draining, closing):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert drained == [True] and stream.finish_reason == Finish.CLOSED
+
+
+# ---- being dropped -----------------------------------------------------------------------------------------------
+
+
+def fresh(model=None):
+    return AutoregressiveBatchInference(model or Next(), max_model_len=1000, backend="numpy")
+
+
+def test_an_engine_that_is_dropped_while_idle_leaves_no_thread():
+    engine = fresh()
+    engine.run([1], max_new_tokens=1).collect()
+    gone = ref(engine)
+    del engine
+    assert gone() is None
+    until(lambda: not engine_threads())
+
+
+def test_an_open_stream_keeps_its_engine_alive():
+    engine = fresh()
+    gone = ref(engine)
+    stream = engine.run([1], max_new_tokens=500)
+    del engine
+    assert gone() is not None
+    assert ints(stream.collect()) == list(range(2, 502))
+    assert gone() is None, "a stream that has ended does not"
+    until(lambda: not engine_threads())
+
+
+def test_engine_and_stream_dropped_in_the_midst():
+    gate = Gate()
+    stream = fresh(gate).run([1])
+    gate.wait()
+    del stream
+    gate.open()
+    until(lambda: not engine_threads())
+
+
+def test_an_engine_in_a_circle_with_its_stream_is_found_by_the_garbage_collector():
+    engine = fresh()
+    engine.stream = engine.run([1], max_new_tokens=500)
+    del engine
+    gc.collect()
+    until(lambda: not engine_threads())
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "",
+        "next(stream)",
+        "stream.collect()",
+        "del engine",
+        "engine.close()",
+        "raise SystemExit(0)",
+        "import threading; threading.Thread(target=stream.collect).start()",
+        "import asyncio; asyncio.run(anext(stream.__aiter__()))",
+    ],
+)
+def test_the_interpreter_exits_cleanly_with_an_open_engine(ending):
+    code = f"""
+import hibachi
+class Next:
+    def forward(self, tokens): return tokens[:, -1] + 1
+engine = hibachi.AutoregressiveBatchInference(Next(), max_model_len=3000)
+stream = engine.run([1])
+{ending}
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- many callers ------------------------------------------------------------------------------------------------
+
+
+def test_many_threads_start_one_engine(serve):
+    engine = serve(max_batch_size=8)
+    start = threading.Barrier(8)
+
+    def caller(i):
+        start.wait(PATIENCE)
+        return [ints(engine.run([i * k], max_new_tokens=3).collect()) for k in range(10)]
+
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(caller, range(8)))
+    assert got == [[[i * k + n for n in (1, 2, 3)] for k in range(10)] for i in range(8)]
+    assert len(engine_threads()) == 1
+
+
+def test_several_event_loops_at_once(serve):
+    engine = serve(max_batch_size=8)
+
+    async def main(i):
+        async def one(k):
+            return [int(t) async for t in engine.run([i + k], max_new_tokens=5)]
+
+        return await asyncio.gather(*[one(k) for k in range(10)])
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda i: asyncio.run(main(i)), range(4)))
+    assert got == [[[i + k + n for n in range(1, 6)] for k in range(10)] for i in range(4)]
+
+
+def test_a_thread_that_cannot_start_is_the_callers_error(serve, monkeypatch):
+    engine = serve()
+    with monkeypatch.context() as m:
+
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+
+        m.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            engine.run([1])
+    assert ints(engine.run([1], max_new_tokens=1).collect()) == [2]
+    assert engine.drain(PATIENCE)
+
+
+def test_the_garbage_collector_may_cancel_in_the_midst_of_the_workers_own_methods(serve):
+    """A stream in a circle is dropped wherever the collector runs, for example while this thread holds the lock."""
+    engine = serve()
+    gate_stream = engine.run([1])
+    worker = engine._worker
+
+    def reenter():
+        with worker._changed:
+            gate_stream.close()
+            worker.stop()
+
+    thread, _ = background(reenter)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
