@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import tempfile
 import venv
 from pathlib import Path
@@ -18,9 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*command: str | Path) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, cwd=tempfile.gettempdir()
-    ).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tempfile.gettempdir()).stdout
 
 
 if __name__ == "__main__":
@@ -35,20 +32,12 @@ if __name__ == "__main__":
         packages = sorted(set(run(python, "-m", "pip", "freeze", "--all").splitlines()) - before)
         site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
         size = {
-            p.name: sum(f.stat().st_size for f in p.rglob("*") if f.is_file())
-            for p in site.iterdir()
-            if p.is_dir()
+            p.name: sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in site.iterdir() if p.is_dir()
         }
         ours = {
-            n: s
-            for n, s in size.items()
-            if not n.startswith(("numpy", "pip", "setuptools", "pkg_resources", "_dist"))
+            n: s for n, s in size.items() if not n.startswith(("numpy", "pip", "setuptools", "pkg_resources", "_dist"))
         }
         times = [float(run(python, "-c", TIMER)) for _ in range(args.repeat)]
     print("installed:", ", ".join(p.split(" @ ")[0] for p in packages))
-    print(
-        f"size without NumPy: {sum(ours.values()) / 1e6:.1f} MB ({', '.join(f'{n} {s / 1e6:.1f}' for n, s in ours.items())})"
-    )
-    print(
-        f"import hibachi beyond numpy: {median(times) * 1e3:.0f} ms (median of {len(times)}), Python {sys.version.split()[0]}"
-    )
+    print(f"size without NumPy: {sum(ours.values()) / 1e6:.1f} MB")
+    print(f"import hibachi beyond numpy: {median(times) * 1e3:.0f} ms (median of {len(times)})")

@@ -1,9 +1,11 @@
 """Continuous batching for any autoregressive model, on any array library."""
 
+import logging as _logging
+
 from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
-from hibachi.engine.stream import Item as Item
 from hibachi.engine.llm import LLM as LLM
+from hibachi.engine.stream import Item as Item
 from hibachi.engine.stream import ItemStream as ItemStream
 from hibachi.errors import BackendError as BackendError
 from hibachi.errors import BackendNotFound as BackendNotFound
@@ -46,8 +48,4 @@ from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
 from hibachi.tensor.protocol import Backend as Backend
 from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
 
-import logging as _logging
-
-_logging.getLogger("hibachi").addHandler(
-    _logging.NullHandler()
-)  # silent unless the application configures logging
+_logging.getLogger("hibachi").addHandler(_logging.NullHandler())  # silent unless the application configures logging

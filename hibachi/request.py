@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from hibachi.errors import InvalidRequest
 
 
-class Finish(str, Enum):
+class Finish(StrEnum):
     """Why a stream ended. Compares equal to its value: `stream.finish_reason == "stop"`."""
 
     STOP = "stop"  # a stop token, a stop string or a stop predicate
@@ -19,9 +19,6 @@ class Finish(str, Enum):
     CANCELLED = "cancelled"  # the consumer closed or dropped its stream
     ERROR = "error"  # the request failed; iterating its stream raises the error
     CLOSED = "closed"  # the engine was closed first
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def _check(ok: bool, name: str, expected: str, got: object) -> None:
@@ -82,9 +79,7 @@ class SamplingParams:
         _check(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", self.stop)
         object.__setattr__(self, "stop", stop)
         ids = tuple(int(i) if hasattr(i, "__index__") else i for i in _tuple(self.stop_token_ids))
-        _check(
-            all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids
-        )
+        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property

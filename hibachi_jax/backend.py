@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 
-jax.tree_util.register_dataclass(
-    StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[]
-)
+jax.tree_util.register_dataclass(StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[])
 
 
 class JaxBackend(ArrayBackend):

@@ -43,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader went away."""
     _mend_streams()
-    args, args.rest = parser().parse_known_args(argv)
-    if args.rest and args.run is not conformance.run:
-        args.parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    args, rest = parser().parse_known_args(argv)
+    if rest and args.run is not conformance.run:
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     try:
         status: int = args.run(args)
         sys.stdout.flush()

@@ -69,8 +69,8 @@ class AutoregressiveBatchInference(Service):
         limit = max_model_len if max_model_len is not None else own
         if limit is None and stop_token is None:
             raise ConfigError(
-                "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an attribute "
-                "max_model_len of the model); got none of them. Pass max_model_len=N, the most tokens of a request."
+                "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an "
+                "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
         for name, value, least in (
             ("max_batch_size", max_batch_size, 1),
@@ -81,9 +81,7 @@ class AutoregressiveBatchInference(Service):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
         if self._level == 2 and limit is None:
-            raise ConfigError(
-                "A model with a cache needs max_model_len=N, the most tokens of a request; got None."
-            )
+            raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len = NO_LIMIT if limit is None else limit
         self._budget, self._block_size = max(max_batch_tokens, max_batch_size), block_size
         self._cache_bytes, self._dtype = cache_bytes, dtype
@@ -128,18 +126,14 @@ class AutoregressiveBatchInference(Service):
         host = self._admit_prompt(prompt)
         if params is not None and self._vocab is None:
             raise InvalidRequest(
-                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params out "
-                f"and pass max_new_tokens= or stop=."
+                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params "
+                f"out and pass max_new_tokens= or stop=."
             )
         if self._vocab is not None:
             params = as_params(params, SamplingParams(max_tokens=None))
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
-        if limit is not None and (
-            not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1
-        ):
-            raise InvalidRequest(
-                f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}."
-            )
+        if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
+            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
         seq = Seq(len(host), None if limit is None else int(limit))
         self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
@@ -202,7 +196,7 @@ class AutoregressiveBatchInference(Service):
             ) from e
 
     def _stopper(self, stop: Any, params: SamplingParams | None) -> Stopper | None:
-        """The engine's own rule, or that and the request's; equal rules are one object, so that a batch is judged at once."""
+        """The engine's own rule, or that and the request's. Equal rules are one object, to be judged at once."""
         ids = tuple(params.stop_token_ids) if params else ()
         if stop is None and not ids:
             return self._default_stop
@@ -229,14 +223,12 @@ class AutoregressiveBatchInference(Service):
         if backend is None:
             backend = getattr(self._model, "backend", None)
         if backend is None:
-            native = [
-                a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")
-            ]
+            native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
             return backend_for(native[0]) if native else None
         if not isinstance(backend, ArrayBackend):
             raise ConfigError(
-                f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
-                f"inherits from hibachi.ArrayBackend."
+                f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your "
+                f"own inherits from hibachi.ArrayBackend."
             )
         return backend
 
@@ -301,9 +293,7 @@ def level_of(model: Any) -> int:
         return 2
     if has("logits"):
         if not isinstance(getattr(model, "vocab_size", None), int):
-            raise ConfigError(
-                f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer."
-            )
+            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
         return 1
     if has("forward"):
         return 0
@@ -327,13 +317,9 @@ def _check_padding(host: HostArray, given: Any) -> None:
     if isinstance(given, (int, float)):
         return  # a plain number stands for a scalar token
     if host.ndim == 0:
-        raise ConfigError(
-            "The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,)."
-        )
+        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
     if host.shape[0] != 1:
-        raise ConfigError(
-            f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}."
-        )
+        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
 
 
 def _as_it_is(item: Any) -> Any:

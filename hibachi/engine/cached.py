@@ -51,9 +51,7 @@ class CachedRunner:
         b, lim = self.backend, self.limits
         self.cache = [
             # One row more than the limit: padding rows write there.
-            b.make_cache(
-                s, blocks=max(lim.blocks, 1), block_size=lim.block_size, rows=lim.rows + 1, dtype=self.dtype
-            )
+            b.make_cache(s, blocks=max(lim.blocks, 1), block_size=lim.block_size, rows=lim.rows + 1, dtype=self.dtype)
             for s in self.spec
         ]
 
@@ -128,9 +126,7 @@ class CachedRunner:
         else:
             rows, tokens = lim.rows, max(2 * TILE, 1 << (len(packed.pos) - 1).bit_length())
         blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
-        return pad(
-            packed, tokens=tokens, rows=rows, blocks=blocks, tile=1 if decode else TILE, trash_row=lim.rows
-        )
+        return pad(packed, tokens=tokens, rows=rows, blocks=blocks, tile=1 if decode else TILE, trash_row=lim.rows)
 
     def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array]) -> Part:
         """Check and sample the outputs of the rows `idx`, all of which emit."""
@@ -179,8 +175,7 @@ class CachedRunner:
             out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
             work = [caches[i] for i in self.states]
             self.cache = [
-                c if isinstance(s, Paged) else old
-                for c, s, old in zip(caches, self.spec, self.cache, strict=True)
+                c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)
             ]
             if last.any():
                 parts.append(self._part(plan, idx[mine[last]], out, x))
@@ -193,18 +188,14 @@ class CachedRunner:
 
     def _with(self, work: list[Array]) -> list[Any]:
         given = iter(work)
-        return [
-            c if isinstance(s, Paged) else next(given) for c, s in zip(self.cache, self.spec, strict=True)
-        ]
+        return [c if isinstance(s, Paged) else next(given) for c, s in zip(self.cache, self.spec, strict=True)]
 
     def _recurrent_piece(
         self, params: Any, cache: list[Any], place: Array, x: StepInputs[Array]
     ) -> tuple[Array, list[Any]]:
         """One call of the model on the rows at `place` of the working states; returns all working states."""
         b = self.backend
-        given = [
-            b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)
-        ]
+        given = [b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)]
         out, new = self.model.step(params, given, x)
         for i in self.states:
             expected = (int(place.shape[0]), *self.spec[i].shape)  # type: ignore[union-attr]

@@ -26,9 +26,7 @@ class FeedforwardBatchInference(Service):
     are never stacked; each kind gets its own forward pass.
     """
 
-    def __init__(
-        self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None) -> None:
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:

@@ -32,9 +32,7 @@ class Stopper:
     """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
 
     def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
-        self.tokens = (
-            np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
-        )
+        self.tokens = np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
         self.atol, self.where = rule.atol, rule.where
 
     def match(self, tokens: HostArray) -> Any:
@@ -42,16 +40,12 @@ class Stopper:
         if self.tokens is None:
             return np.zeros(len(tokens), bool)
         axes = tuple(range(2, tokens.ndim + 1))
-        near = (
-            np.abs(tokens[:, None] - self.tokens) <= self.atol
-            if self.atol
-            else tokens[:, None] == self.tokens
-        )
+        near = np.abs(tokens[:, None] - self.tokens) <= self.atol if self.atol else tokens[:, None] == self.tokens
         return near.all(axis=axes).any(axis=1)
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend) -> Any:
-    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host, batch the same natively, or None."""
+    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host; batch: natively, or None."""
     groups: dict[Stopper, list[int]] = {}
     for i, job in enumerate(jobs):
         if job.stop is not None:
@@ -128,7 +122,5 @@ class TokenTable:
     def _widen(self, width: int) -> None:
         have = self.values.shape[1]
         if width > have:
-            more = np.zeros(
-                (self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype
-            )
+            more = np.zeros((self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype)
             self.values = np.concatenate([self.values, more], axis=1)

@@ -48,8 +48,9 @@ class Piece:
 class LLM:
     """A language model in Hugging Face layout, batched.
 
-    model: a folder, or "tiny", the model that ships with hibachi. backend: a name, a backend, or None: numpy. device: in
-    the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model was trained for.
+    model: a folder, or "tiny", the model that ships with hibachi. backend: a name, a backend, or None: numpy.
+    device: in the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model
+    was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
     values, see `AutoregressiveBatchInference`.
 
@@ -72,8 +73,8 @@ class LLM:
     ) -> None:
         if deterministic:
             raise ConfigError(
-                "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding may "
-                "differ with the batch. Leave deterministic out."
+                "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding "
+                "may differ with the batch. Leave deterministic out."
             )
         self.path = _folder(model)
         self.backend = _backend(backend, device)
@@ -127,7 +128,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **variables: Any,
     ) -> list[Completion]:
-        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, put into the model's chat template.
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, in the model's chat template.
 
         variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
         """
@@ -160,6 +161,7 @@ class LLM:
         ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        ids: Any
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         else:

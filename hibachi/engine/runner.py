@@ -148,18 +148,14 @@ def check_output(
             f"Return the bare array (no tuple, no output object), or pass backend=."
         )
     shape = tuple(int(n) for n in out.shape)
-    if len(shape) != len(expected) or any(
-        e is not None and e != n for e, n in zip(expected, shape, strict=True)
-    ):
+    if len(shape) != len(expected) or any(e is not None and e != n for e, n in zip(expected, shape, strict=True)):
         want = (
             "("
             + ", ".join("any" if n is None else str(n) for n in expected)
             + ("," if len(expected) == 1 else "")
             + ")"
         )
-        raise InvalidModelOutput(
-            f"{call} must return shape {want}; got {shape}. Return one row for each input row."
-        )
+        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
     if kind is not None:
         is_float = backend.xp.isdtype(out.dtype, "real floating")
         if is_float != (kind == "f"):
@@ -176,5 +172,5 @@ def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
 
 
 def row_bucket(n: int, most: int) -> int:
-    """2, or the next power of two from 8 on, at most `most`. (XLA on the CPU copies the whole cache to write one row.)"""
+    """2, or the next power of two from 8 on, at most `most`. Not 1: XLA on the CPU then copies the whole cache."""
     return min(max(most, 2), 2 if n <= 2 else max(8, 1 << (n - 1).bit_length()))

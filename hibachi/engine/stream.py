@@ -56,9 +56,7 @@ class Channel(Generic[T]):
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
-        self._ending = (
-            threading.RLock()
-        )  # reentrant: the garbage collector may drop the stream in the midst of `end`
+        self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
 
     def push(self, item: T, wakeups: Wakeups) -> None:
         self.buffer.append(item)
@@ -175,9 +173,7 @@ class ItemStream(Generic[T]):
         channel = self._channel
         if channel.finish is None or channel.buffer:
             return False
-        channel.buffer = deque(
-            maxlen=0
-        )  # the engine may not know yet that we closed: nothing comes after the end
+        channel.buffer = deque(maxlen=0)  # the engine may not know yet that we closed: nothing comes after the end
         self._cancel = None
         if channel.error is not None:
             # Without its traceback, which would grow with each raise.
@@ -263,9 +259,7 @@ class _Cursor(Generic[T]):
     async def __anext__(self) -> T:
         try:
             return await self._stream.__anext__()
-        except (
-            BaseException
-        ):  # a cancelled task or a timeout: their traceback would keep this object for a while
+        except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
             self._stream.close()
             raise
 

@@ -132,13 +132,9 @@ class FeedforwardRunner:
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         with self.backend.guard():
-            out = self.wait(
-                self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)])))
-            )
+            out = self.wait(self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)]))))
         if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
-            check_output(
-                out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name
-            )
+            check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
             bad = ~np.isfinite(self.backend.get(out)).reshape(len(idx), -1).all(axis=1)

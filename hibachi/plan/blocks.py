@@ -35,6 +35,4 @@ class BlockPool:
 
     def check(self, held: list[int]) -> None:
         """Assert that every block is either free or held once."""
-        assert sorted(held + self._free) == list(range(1, self.total)), (
-            "a block is lost, shared or held twice"
-        )
+        assert sorted(held + self._free) == list(range(1, self.total)), "a block is lost, shared or held twice"

@@ -35,9 +35,7 @@ def _upto(n: int) -> Ints:
     return a
 
 
-def lower(
-    row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size: int, *, tile: int = 32
-) -> Packed:
+def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size: int, *, tile: int = 32) -> Packed:
     """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
 
     Outputs are wanted of the last token of each emitting row. `tile`: tokens in a query tile when a row has several.
@@ -48,11 +46,7 @@ def lower(
     blocks = table[row, :width]
     if int(q.max()) == 1:  # decode only: every array is a plain range
         one = _upto(n)
-        slot = (
-            blocks[one, start // block_size] * block_size + start % block_size
-            if width
-            else np.zeros(n, np.int32)
-        )
+        slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
         last = one if emit.all() else np.flatnonzero(emit).astype(np.int32)
         return Packed(start, slot, one, row, start, end, _upto(n + 1), blocks, last, one[:, None], one, one)
     cu_q = np.zeros(n + 1, np.int32)
@@ -61,9 +55,7 @@ def lower(
     seg = np.repeat(_upto(n), q)
     offset = _upto(total) - cu_q[seg]  # place of each token among the new ones of its row
     pos = start[seg] + offset
-    slot = (
-        blocks[seg, pos // block_size] * block_size + pos % block_size if width else np.zeros(total, np.int32)
-    )
+    slot = blocks[seg, pos // block_size] * block_size + pos % block_size if width else np.zeros(total, np.int32)
     last = (cu_q[1:] - 1)[emit]
     tiles = -(-q // tile)
     first = np.zeros(n + 1, np.int32)

@@ -88,9 +88,7 @@ class Scheduler:
         self.block_table = np.zeros((rows, width), np.int32)
         self._known = np.zeros(rows, np.int32)
         self._computed = np.zeros(rows, np.int32)
-        self._done = np.zeros(
-            rows, np.int32
-        )  # tokens whose value is committed; known - done are placeholders
+        self._done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
         self._end = np.zeros(rows, np.int32)
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -111,14 +109,14 @@ class Scheduler:
         longest = self.limits.max_len
         if prompt_len >= longest:
             raise PromptTooLong(
-                f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got {prompt_len}. "
-                f"Shorten it, or raise max_model_len (now {longest})."
+                f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got "
+                f"{prompt_len}. Shorten it, or raise max_model_len (now {longest})."
             )
         end = longest if max_new is None else min(prompt_len + max_new, longest)
         if self.pool and self.pool.blocks_for(end - 1) > self.pool.usable:
             raise PromptTooLong(
-                f"The cache holds {self.pool.usable * self.pool.block_size} positions, this request may need {end - 1}. "
-                f"Ask for fewer new tokens, or give the engine more cache_bytes."
+                f"The cache has {self.pool.usable * self.pool.block_size} positions; this request may need {end - 1}: "
+                f"ask for fewer new tokens, or give the engine more cache_bytes."
             )
         return end
 
