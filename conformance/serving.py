@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, HibachiError
+from hibachi.testing.toys import SumState
 
 PATIENCE = 60.0  # seconds until a test that hangs fails
+BLOCK = 8  # positions in a cache block
 
 
 @cache
@@ -66,6 +68,15 @@ class Serving:
         engine = self.autoregressive(model, **{"max_batch_size": 4, "max_model_len": 64} | options)
         self._engines.append(engine)
         return engine
+
+    def cached(self, model: Any, **options: Any) -> Any:
+        """For a model with a cache, or a toy, whose rows have four blocks.
+
+        Its steps are of few different shapes, because some libraries compile each.
+        """
+        model = toy(model, self.backend) if isinstance(model, type) else model
+        rows = 2 if isinstance(model, SumState) else 4
+        return self(model, **{"max_model_len": 4 * BLOCK, "block_size": BLOCK, "max_batch_size": rows} | options)
 
     def single(self, model: Any, **options: Any) -> Any:
         """A feed-forward engine."""

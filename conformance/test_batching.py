@@ -40,14 +40,17 @@ def test_mixed_lengths_in_any_order_stream_what_each_streams_alone(serve):
 
 def join(serve, first, second):
     """`second` comes while the engine computes the third token of `first`."""
-    for engine in rungs(serve):
-        gate = serve.gate(step=3)
-        running = engine.run(first, max_new_tokens=6, stop=gate)
-        gate.wait()
-        joiner = engine.run(second, max_new_tokens=4)
-        gate.open()
-        serve.expect(running, expected(first, 6))
-        serve.expect(joiner, expected(second, 4))
+    for kind in (SumTokens, SumLogits):
+        for padding in (None, PAD):
+            model = kind(serve.backend)
+            engine, gate = serve(model, padding_token=padding), serve.gate(step=3)
+            running = engine.run(first, max_new_tokens=6, stop=gate)
+            gate.wait()
+            joiner = engine.run(second, max_new_tokens=4)
+            gate.open()
+            serve.expect(running, expected(first, 6))
+            serve.expect(joiner, expected(second, 4))
+            assert padding is None or len(model.seen) == engine.stats().steps == 7, "they do not share their passes"
 
 
 def test_a_longer_request_joins_a_running_batch(serve):
@@ -201,8 +204,9 @@ def test_the_engine_counts_what_waits_and_runs(serve):
 
 
 def test_a_cancelled_request_gives_its_row_to_the_next(serve):
-    """H-33."""
-    for engine in rungs(serve, max_batch_size=1):
+    """H-33: at the next step."""
+    for model in (SumTokens(serve.backend), SumLogits(serve.backend)):
+        engine = serve(model, max_batch_size=1)
         gate = serve.gate(step=2)
         running = engine.run([1, 2], stop=gate)
         gate.wait()
@@ -211,6 +215,7 @@ def test_a_cancelled_request_gives_its_row_to_the_next(serve):
         gate.open()
         serve.expect(waiting, expected([6], 3))
         assert serve.read(running)[1] == "cancelled"
+        assert len(model.seen) == 2 + 3
 
 
 def test_a_request_cancelled_in_the_queue_never_runs(serve):

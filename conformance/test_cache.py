@@ -10,14 +10,13 @@ import pytest
 from hibachi import PromptTooLong
 from hibachi.testing.toys import SURE, VOCAB, SumBoth, SumFrames, SumPaged, SumState, expected, one_hot
 
-from .serving import toy
+from .serving import BLOCK
 
 pytestmark = pytest.mark.promise("paged and recurrent cache")
 
-KINDS = SumPaged, SumState, SumBoth
 LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # sum 61
 PROMPTS = [1, 2], LONG, [6], [*LONG[:5], 8], [2, 5, 1]
-POSITION = 12  # bytes that SumPaged keeps of a token: three float32
+SMALL = 4 * BLOCK * 12  # bytes of a cache of four blocks: SumPaged keeps three float32 of a token
 
 
 def check(serve, engine, prompts, n=5):
@@ -40,34 +39,38 @@ def held_at(serve, engine, prompt, step, **options):
 
 
 def test_mixed_lengths_stream_what_each_streams_alone_from_the_cache(serve):
-    """H-31: with paged layers, recurrent ones, and both."""
-    for kind in KINDS:
-        check(serve, serve(toy(kind, serve.backend)), PROMPTS)
+    """H-31: of keys and values, or of recurrent states."""
+    for kind in (SumPaged, SumState):
+        check(serve, serve.cached(kind), PROMPTS)
 
 
 def test_long_prompts_are_computed_in_chunks_beside_the_others(serve):
     """H-31: the result is the same with few tokens a step."""
-    for kind in KINDS:
-        check(serve, serve(toy(kind, serve.backend), max_batch_tokens=5), PROMPTS)
+    for kind in (SumPaged, SumState):
+        check(serve, serve.cached(kind, max_batch_tokens=5), PROMPTS)
+
+
+def test_a_model_may_have_paged_and_recurrent_layers(serve):
+    check(serve, serve.cached(SumBoth, max_batch_size=2, max_batch_tokens=6), [[1, 2], LONG, [6]], n=3)
 
 
 def test_a_step_computes_no_more_tokens_than_it_may(serve):
     """A prompt of 13 takes 4 steps of 4 tokens (the last has one); then each token takes a step."""
-    for kind in (SumPaged, SumState):
-        engine = serve(toy(kind, serve.backend), max_batch_size=1, max_batch_tokens=4)
-        serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
-        assert engine.stats().steps == 4 + 4
+    engine = serve.cached(SumPaged, max_batch_tokens=4)
+    serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+    assert engine.stats().steps == 4 + 4
 
 
 def test_blocks_may_have_any_size(serve):
-    for size in (1, 3, 4, 16, 64):
-        check(serve, serve(toy(SumPaged, serve.backend), block_size=size, max_batch_tokens=6), PROMPTS, n=4)
+    for size in (1, 3, 4, 16):
+        engine = serve.cached(SumPaged, block_size=size, max_model_len=8, max_batch_size=2, max_batch_tokens=4)
+        check(serve, engine, [[1, 2], [3, 1, 4, 1, 2], [6]], n=3)
 
 
 def test_longer_and_shorter_requests_join_a_running_batch_with_a_cache(serve):
     """H-32."""
     for kind in (SumPaged, SumState):
-        engine = serve(toy(kind, serve.backend), max_batch_tokens=6, block_size=4)
+        engine = serve.cached(kind, max_batch_tokens=6)
         running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=9)
         joiners = [engine.run(prompt, max_new_tokens=4) for prompt in (LONG, [6], [2, 5])]
         gate.open()
@@ -77,21 +80,18 @@ def test_longer_and_shorter_requests_join_a_running_batch_with_a_cache(serve):
 
 
 def test_rows_and_blocks_are_used_again_and_again(serve):
-    """H-36: more requests than rows; nothing of an earlier request shows."""
-    for kind in (SumPaged, SumState):
-        check(serve, serve(toy(kind, serve.backend), max_batch_size=2, block_size=4), PROMPTS * 3, n=3)
+    """H-36: nothing of an earlier request shows."""
+    check(serve, serve.cached(SumPaged), PROMPTS * 4, n=3)
 
 
-def test_a_recycled_row_starts_with_a_fresh_state(serve):
-    engine = serve(toy(SumState, serve.backend), max_batch_size=1)
-    for prompt in ([6], [1, 2], [6]):
-        serve.expect(engine.run(prompt, max_new_tokens=3), expected(prompt, 3))
+def test_a_row_is_given_with_a_fresh_state(serve):
+    check(serve, serve.cached(SumState), [[6], [1, 2], [6], [2, 5], [1, 2]], n=3)
 
 
 def test_a_model_with_a_cache_may_return_tokens_itself(serve):
     """Frames of three codes, with stop frames of their own."""
     frames = [np.array(f) for f in ([[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1], [0, 1, 2], [7, 5, 8]], [[0, 2, 6]])]
-    engine = serve(toy(SumFrames, serve.backend), max_batch_tokens=4, block_size=4)
+    engine = serve.cached(SumFrames, max_batch_tokens=4)
     for prompt, stream in zip(frames, serve.together(engine, frames, max_new_tokens=5), strict=True):
         serve.expect(stream, expected(prompt, 5))
     for item in engine.run(frames[0], max_new_tokens=2):
@@ -106,57 +106,57 @@ def test_a_model_with_a_cache_may_return_tokens_itself(serve):
 
 def test_requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context(serve):
     """H-41."""
-    for kind in (SumPaged, SumState):
-        engine = serve(toy(kind, serve.backend), stop_token=2, max_model_len=16)
-        serve.expect(engine.run([1, 2]), [4, 8, 6, 2], "stop")
-        serve.expect(engine.run([1, 2], include_stop=False), [4, 8, 6], "stop")
-        serve.expect(engine.run([1, 2], stop=8), [4, 8], "stop")
-        serve.expect(engine.run([1, 2], max_new_tokens=3), [4, 8, 6])
-        serve.expect(engine.run([1] * 13), [4, 8, 6])
+    engine = serve.cached(SumPaged, stop_token=2)
+    serve.expect(engine.run([1, 2]), [4, 8, 6, 2], "stop")
+    serve.expect(engine.run([1, 2], include_stop=False), [4, 8, 6], "stop")
+    serve.expect(engine.run([1, 2], stop=8), [4, 8], "stop")
+    serve.expect(engine.run([1, 2], max_new_tokens=3), [4, 8, 6])
+    serve.expect(engine.run([1] * 13 + [0] * (4 * BLOCK - 16)), [4, 8, 6])
+    serve.expect(engine.run([1] * 13 + [0] * (4 * BLOCK - 14), max_new_tokens=9), [4])
 
 
 # who gets the cache
 
 
 def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
-    """H-36: here two requests fit at a time; none fails, and nobody overtakes."""
-    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=5 * 4 * POSITION)
-    assert engine.stats().blocks == 5
-    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=6)  # 2 blocks, of 4 positions each
+    """H-36: none fails, and nobody overtakes."""
+    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    assert engine.stats().blocks == 4
+    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=6)  # 1 block
     before = []
 
     def see(tokens):
         before.append(running.finish_reason)
         return np.zeros(tokens.shape[0], bool)
 
-    large = engine.run(LONG, max_new_tokens=4)  # 4 blocks
+    large = engine.run(LONG, max_new_tokens=14)  # 4 blocks
     small = engine.run([6], max_new_tokens=3, stop=see)  # 1 block, which is free
     stats = engine.stats()
     assert (stats.running, stats.free_blocks) == (1, 3)
     gate.open()
     serve.expect(running, expected([1, 2], 6))
-    serve.expect(large, expected(LONG, 4))
+    serve.expect(large, expected(LONG, 14))
     serve.expect(small, expected([6], 3))
     assert before[0] == "length", "the last in the queue overtook the first"
     check(serve, engine, PROMPTS * 2, n=4)
 
 
 def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
-    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=3 * 4 * POSITION)
+    engine = serve.cached(SumPaged, cache_bytes=SMALL, max_model_len=5 * BLOCK)
     running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=4)
-    for prompt, n in ((LONG, 1), ([1, 2], 12), ([1] * 12, 2), ([1, 2], None)):
+    for prompt, n in ((LONG, 21), ([1, 2], 32), ([1] * 33, 1), ([1, 2], None)):
         with pytest.raises(PromptTooLong, match="cache"):
             engine.run(prompt, max_new_tokens=n)
-    longest = engine.run([1, 2], max_new_tokens=11)  # the last token is never written
+    longest = engine.run([1, 2], max_new_tokens=31)  # the last token is never written
     gate.open()
     serve.expect(running, expected([1, 2], 4))
-    serve.expect(longest, expected([1, 2], 11))
+    serve.expect(longest, expected([1, 2], 31))
 
 
 def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
     """H-33."""
-    engine = serve(toy(SumPaged, serve.backend), block_size=4, cache_bytes=4 * 4 * POSITION)
-    running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=12)
+    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    running, gate = held_at(serve, engine, [1, 2], 3)  # all four blocks
     waiting = engine.run(LONG, max_new_tokens=3)
     assert engine.stats().free_blocks == 0
     running.close()
@@ -165,27 +165,28 @@ def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
     assert engine.stats().free_blocks == 4
 
 
-def cancel_within_the_prompt(serve, model, prompt, after):
-    """`prompt` is given up when a part of it is computed; `after` gets its blocks or its row."""
-    engine = serve(model, block_size=4, max_batch_size=2, max_batch_tokens=4)
+def cancel_within_the_prompt(serve, kind, prompt):
+    """`prompt` is given up when six of its tokens are computed; the next request gets its blocks, or its row."""
+    engine = serve.cached(kind, max_batch_tokens=4)
     first, second = serve.hold(engine, [6]), serve.gate(step=2)
     other = engine.run([6], max_new_tokens=4, stop=second)
     given_up = engine.run(prompt, max_new_tokens=3)
     first.open()
     second.wait()
     given_up.close()
-    waiting = engine.run(after, max_new_tokens=3)
+    short, long = (engine.run(each, max_new_tokens=3) for each in ([1, 2], LONG))
     second.open()
-    serve.expect(waiting, expected(after, 3))
+    serve.expect(short, expected([1, 2], 3))
+    serve.expect(long, expected(LONG, 3))
     serve.expect(other, expected([6], 4))
     stats = engine.stats()
-    assert stats.free_blocks == stats.blocks
+    assert (stats.new_tokens, stats.free_blocks) == (1 + 4 + 3 + 3, stats.blocks)
 
 
 def test_a_request_may_be_cancelled_within_its_prompt(serve):
     """H-33."""
     for kind in (SumPaged, SumState):
-        cancel_within_the_prompt(serve, toy(kind, serve.backend), LONG, LONG[::-1])
+        cancel_within_the_prompt(serve, kind, LONG[::-1])
 
 
 # faults
@@ -223,15 +224,17 @@ def logits_or_nan(backend, sums):
 def test_nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next(serve):
     """Attention multiplies what it may not see by 0, which NaN would survive."""
     for kind in (NanPaged, NanState):
-        model = toy(kind, serve.backend)
-        engine = serve(model, block_size=4)
-        for guilty in ([0], [1, 0, 2], [*LONG, 0]):
-            streams = serve.together(engine, [[1, 2], guilty, LONG], max_new_tokens=4)
-            serve.expect(streams[0], expected([1, 2], 4))
+        engine = serve.cached(kind)
+        for guilty in ([0], [2, 5, 1, 8, 5, 0]):
+            streams = serve.together(engine, [[1, 2], guilty, [2, 5, 1]], max_new_tokens=3)
+            serve.expect(streams[0], expected([1, 2], 3))
             serve.expect(streams[1], [], "NonFiniteOutput")
-            serve.expect(streams[2], expected(LONG, 4))
-        check(serve, engine, PROMPTS * 2, n=4)
-        cancel_within_the_prompt(serve, model, [0, *LONG], LONG[::-1])
+            serve.expect(streams[2], expected([2, 5, 1], 3))
+        check(serve, engine, [[1, 2], LONG, [2, 5, 1]], n=3)
+
+
+def test_nan_that_a_cancelled_request_left_never_reaches_the_next(serve):
+    cancel_within_the_prompt(serve, NanPaged, [2, 5, 1, 8, 0, *LONG])
 
 
 class Crowded(Exception):
@@ -239,7 +242,7 @@ class Crowded(Exception):
 
 
 class FussyPaged(SumPaged):
-    """Cannot compute 65 tokens in a step; libraries that compile hear of it while they do."""
+    """Cannot compute more than 64 tokens in a step; a library that compiles steps says so while it does."""
 
     max_model_len, most = 96, 64
 
@@ -263,16 +266,15 @@ class FussyState(SumState):
 def test_a_step_that_raises_fails_the_guilty_request_alone(serve):
     """H-34: the others compute their part of the step again, and nothing twice."""
     for kind in (FussyPaged, FussyState):
-        engine = serve(toy(kind, serve.backend), max_model_len=96)
+        engine = serve.cached(kind, max_model_len=96, block_size=3 * BLOCK)
         running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=8)
-        streams = [engine.run(prompt, max_new_tokens=3) for prompt in ([6], [1] * 70, LONG)]
+        streams = [engine.run(prompt, max_new_tokens=3) for prompt in ([1] * 70, [6, 5])]
         gate.open()
         serve.expect(running, expected([1, 2], 8))
-        serve.expect(streams[0], expected([6], 3))
-        serve.expect(streams[1], [], "ModelError")
-        assert isinstance(streams[1].error.__cause__, Crowded)
-        serve.expect(streams[2], expected(LONG, 3))
-        check(serve, engine, PROMPTS, n=3)
+        serve.expect(streams[0], [], "ModelError")
+        assert isinstance(streams[0].error.__cause__, Crowded)
+        serve.expect(streams[1], expected([6, 5], 3))
+        check(serve, engine, [[1, 2], [6]], n=3)
 
 
 class Broken(SumPaged):
@@ -287,11 +289,11 @@ class Broken(SumPaged):
 def test_if_a_step_raises_for_everybody_all_fail_and_the_next_are_served(serve):
     """H-34."""
     model = Broken(serve.backend)
-    engine = serve(model)
+    engine = serve.cached(model)
     for stream in [engine.run(prompt, max_new_tokens=3) for prompt in PROMPTS]:
         serve.expect(stream, [], "ModelError")
     model.broken = False
-    check(serve, engine, PROMPTS, n=3)
+    check(serve, engine, [[1, 2], [6]], n=3)
 
 
 class WrongLogits(SumPaged):
@@ -319,7 +321,7 @@ def test_a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests(se
         (WrongState, [1, 2], ("state of layer 0", ", 1)")),
         (WrongFrames, [[1, 2, 3]], ("integer", "float32")),
     ):
-        stream = serve(kind(serve.backend)).run(prompt, max_new_tokens=3)
+        stream = serve.cached(kind).run(prompt, max_new_tokens=3)
         serve.expect(stream, [], "InvalidModelOutput")
         for word in says:
             assert word in str(stream.error), f"no {word!r} in: {stream.error}"

@@ -115,6 +115,26 @@ def test_tokens_before_an_error_are_delivered(serve):
     serve.expect(streams[2], range(22, 30))
 
 
+def test_a_model_that_fails_once_harms_nobody(serve):
+    """Guilty is who fails twice, the second time alone."""
+    for prompts in ([[1, 2]], [[1, 2], [6], [2, 5, 1]]):
+        model = Spoilt(SumLogits(serve.backend))
+        engine, troubles = serve(model, padding_token=PAD), []
+
+        def once(out, troubles=troubles):
+            if troubles:
+                raise troubles.pop()
+            return out
+
+        model.spoil = once
+        gate = serve.hold(engine, [2])
+        streams = [engine.run(prompt, max_new_tokens=3) for prompt in prompts]
+        troubles.append(Poison("the network is down"))
+        gate.open()
+        for prompt, stream in zip(prompts, streams, strict=True):
+            serve.expect(stream, expected(prompt, 3))
+
+
 def test_if_everybody_is_guilty_all_fail_and_the_next_are_served(serve):
     """H-34."""
     for kind in (PoisonedTokens, PoisonedLogits):

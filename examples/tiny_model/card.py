@@ -89,7 +89,7 @@ text or output of any other model.
 
 Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them.
 Trained on: {texts}; {characters} characters, {tokens} tokens. Held out whole, never trained on:
-`{held_out}`. No novel is split between the two.
+`{held_out}`. No novel is split between the two.{note}
 
 The text is cleaned first (`clean` in `model.py`): the hard-wrapped lines of a paragraph are joined, runs of
 blanks become one blank, underscores (italics) go, paragraphs are separated by an empty line.
@@ -108,7 +108,8 @@ autocast; seed {seed}.
 {log}
 
 The probe is the first {probe} tokens of the held-out novel in windows that do not overlap, so that most of
-its tokens see less context than in the score below.
+its tokens see less context than in the score below. The settings were picked after looking at the probe of
+a few shorter runs; nothing else was fitted to the held-out novel.
 
 ## Score
 
@@ -137,14 +138,16 @@ of tokens, or stop at an empty line. Positions from {context} on were never trai
 ## Making it again
 
     python examples/tiny_model/train.py --text {texts_plain} \\
-        --held-out {held_out} --work WORK --out OUT
+        --held-out {held_out} --work WORK --out OUT \\
+        --steps {steps} --batch-tokens {batch_tokens} --lr {lr} --decay {decay} \\
+        --dropout {dropout} --weight-decay {weight_decay} --threads {threads} --seed {seed}
     python examples/tiny_model/train.py --held-out {held_out} --work WORK --out OUT --card
 
 Another kind of CPU or version of torch rounds differently, and the score moves a little.
 """
 
 
-def write_card(work, out, held_out):
+def write_card(work, out, held_out, note=""):
     """Score and sample the model of `out` and write its README.md, with the facts of the checkpoint."""
     tokenizer, model = load(out)
     bits, tokens, characters = score(tokenizer, model, held_out)
@@ -155,6 +158,7 @@ def write_card(work, out, held_out):
         "megabytes": (out / "model.safetensors").stat().st_size / 1e6,
         "bits": bits,
         "held_out": held_out.name,
+        "note": f" {note}" if note else "",
         "held_out_tokens": f"{tokens:,}",
         "held_out_characters": f"{characters:,}",
         "texts": ", ".join(f"`{name}`" for name in facts["texts"]),

@@ -140,9 +140,9 @@ class Engine:
         self.runner.written(plan.rows[idx], plan.end[idx], part, keep)
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         values = part.tokens.tolist() if batch is None and part.tokens is not None else None
-        for j, i in zip(keep.tolist(), idx.tolist(), strict=True):
+        for j, i, stop in zip(keep.tolist(), idx.tolist(), part.stopped[keep].tolist(), strict=True):
             job: Job = seqs[i].owner
-            if part.stopped[j] and not job.include_stop:
+            if stop and not job.include_stop:
                 continue
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])

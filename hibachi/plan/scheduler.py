@@ -161,8 +161,9 @@ class Scheduler:
         start = self._computed[rows]
         # The token at the last position is never fed back, so plans made ahead stop one short of the end.
         q = np.minimum(self._known[rows], self._end[rows] - 1) - start
-        left = self.limits.budget - int(q.sum())
-        if left < 0 or (q.size and int(q.max()) > self.limits.chunk):
+        decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
+        left = self.limits.budget - (len(q) if decode else int(q.sum()))
+        if not decode and (left < 0 or int(q.max()) > self.limits.chunk):
             q, left = self._share(q)
         fresh = self._admit(left) if self._waiting and left > 0 and self._free_rows else []
         seqs = self._running
@@ -172,9 +173,9 @@ class Scheduler:
             self._rows = rows = np.concatenate([rows, np.array(new, np.int32)])
             start = np.concatenate([start, np.zeros(len(new), np.int32)])
             q = np.concatenate([q, np.array([n for _, n in fresh], np.int32)])
-        if not q.size:
+        if not len(q):
             return None
-        if int(q.max()) != 1 or int(q.min()) != 1:
+        if fresh or not decode:
             order = np.argsort(q != 1, kind="stable")  # decode rows first: ragged kernels want ranges
             order = order[q[order] > 0]
             if not order.size:
@@ -227,20 +228,20 @@ class Scheduler:
         """
         rows, end, seqs = plan.rows, plan.end, plan.seqs
         alive: Bools | None = None
-        if not plan.emit.all():
+        if np.count_nonzero(plan.emit) < len(rows):
             at = np.flatnonzero(plan.emit)
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
             same = self._generation[rows] == plan.generation[at]
         else:
             same = self._generation[rows] == plan.generation
-        if not same.all():
+        if np.count_nonzero(same) < len(rows):
             alive = same
             rows, end = rows[same], end[same]
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
         self._done[rows] = end + 1
         over = stopped | (end + 1 >= self._end[rows])
         finished = []
-        if over.any():
+        if np.count_nonzero(over):
             for i in np.flatnonzero(over).tolist():
                 self._leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
                 finished.append(seqs[i])

@@ -64,6 +64,29 @@ class GatedNumpy(Turnstile, NumpyBackend):
         return nullcontext()
 
 
+class Background(threading.Thread):
+    """A call in a thread of its own, which does not outlive a test that fails."""
+
+    def __init__(self, call, *args):
+        super().__init__(daemon=True)
+        self._call, self._args = call, args
+        self._out = self._error = None
+        self.start()
+
+    def run(self):
+        try:
+            self._out = self._call(*self._args)
+        except BaseException as e:
+            self._error = e
+
+    def result(self):
+        self.join(PATIENCE)
+        assert not self.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._out
+
+
 def until(condition):
     """Wait for another thread to come to some point, by looking."""
     deadline = time.monotonic() + PATIENCE

@@ -284,7 +284,7 @@ def test_the_limit_of_the_parameters_and_the_one_of_run(serve):
 
 def test_a_request_larger_than_the_cache(serve):
     engine = serve(SumPaged(NUMPY), max_model_len=100, block_size=4, cache_bytes=12 * 4 * 3)
-    with pytest.raises(PromptTooLong, match="holds 12 positions, this request may need 13"):
+    with pytest.raises(PromptTooLong, match=r"12 positions.* may need 13"):
         engine.run([1] * 4, GREEDY, max_new_tokens=10)
     assert engine.run([1] * 4, GREEDY, max_new_tokens=9).collect() == expected([1] * 4, 9)
 

@@ -5,7 +5,6 @@ import gc
 import itertools
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +12,7 @@ from hibachi import EngineFailed, ItemStream, ModelError
 from hibachi.engine.stream import Channel, Wakeups, merge
 from hibachi.request import Finish
 
-from .models import PATIENCE, until
+from .models import PATIENCE, Background, until
 
 
 class Pipe:
@@ -51,12 +50,6 @@ def read(request):
 
 
 @pytest.fixture
-def pool():
-    with ThreadPoolExecutor(8) as threads:
-        yield threads
-
-
-@pytest.fixture
 def eager_switching():
     """Threads take turns all the time, so that races show."""
     before = sys.getswitchinterval()
@@ -82,15 +75,15 @@ def test_items_in_order_then_the_end(read, reason):
     assert read(p.stream) == []
 
 
-def test_a_consumer_is_woken_by_items_and_by_the_end(read, pool):
+def test_a_consumer_is_woken_by_items_and_by_the_end(read):
     p = Pipe()
-    reading = pool.submit(read, p.stream)
+    reading = Background(read, p.stream)
     for item in range(3):
         until(lambda: p.awaited)
         p.push(item)
     until(lambda: p.awaited)
     p.end()
-    assert reading.result(PATIENCE) == [0, 1, 2]
+    assert reading.result() == [0, 1, 2]
 
 
 def test_a_slow_consumer_gets_everything(read):
@@ -315,12 +308,12 @@ def test_what_was_delivered_before_closing_can_be_read_and_nothing_after(read):
     assert read(p.stream) == [], "an item after the end"
 
 
-def test_closing_ends_the_wait_of_another_thread(read, pool):
+def test_closing_ends_the_wait_of_another_thread(read):
     p = Pipe()
-    reading = pool.submit(read, p.stream)
+    reading = Background(read, p.stream)
     until(lambda: p.awaited)
     p.stream.close()
-    assert reading.result(PATIENCE) == []
+    assert reading.result() == []
 
 
 def test_a_stream_that_ended_holds_its_engine_no_longer():
@@ -341,7 +334,7 @@ def test_the_first_end_counts():
     assert (p.stream.finish_reason, p.stream.error, p.cancelled) == (Finish.LENGTH, None, 0)
 
 
-def test_racing_ends_give_exactly_one(pool, eager_switching):
+def test_racing_ends_give_exactly_one(eager_switching):
     for _ in range(100):
         p, start = Pipe(), threading.Barrier(4)
 
@@ -353,13 +346,13 @@ def test_racing_ends_give_exactly_one(pool, eager_switching):
             start.wait(PATIENCE)
             p.stream.close()
 
-        ends = [pool.submit(f) for f in (engine, user, engine, user)]
-        won = sum(bool(f.result(PATIENCE)) for f in ends)
+        ends = [Background(f) for f in (engine, user, engine, user)]
+        won = sum(bool(f.result()) for f in ends)
         assert won + p.cancelled == 1
         assert p.stream.finish_reason == (Finish.STOP if won else Finish.CANCELLED)
 
 
-def test_a_stream_may_be_dropped_in_the_midst_of_its_end(pool):
+def test_a_stream_may_be_dropped_in_the_midst_of_its_end():
     """The garbage collector runs anywhere, also in the thread that holds the lock of the end."""
     p = Pipe()
 
@@ -367,7 +360,7 @@ def test_a_stream_may_be_dropped_in_the_midst_of_its_end(pool):
         with p.channel._ending:
             p.stream.close()
 
-    pool.submit(end).result(PATIENCE)
+    Background(end).result()
     assert p.cancelled == 1
 
 
@@ -406,16 +399,16 @@ async def three_tasks(stream):
     ],
     ids=["threads", "tasks of a loop", "loops", "all of them"],
 )
-def test_several_consumers_share_one_stream(consumers, pool, eager_switching):
+def test_several_consumers_share_one_stream(consumers, eager_switching):
     """Each item goes to one of them, none is lost, and all learn of the end."""
     p = Pipe()
-    reading = [pool.submit(c, p.stream) for c in consumers]
+    reading = [Background(c, p.stream) for c in consumers]
     for i in range(300):
         p.push(i)
         if i % 10 == 0:
             until(lambda: not p.channel.buffer)
     p.end()
-    got = [r.result(PATIENCE) for r in reading]
+    got = [r.result() for r in reading]
     assert sorted(itertools.chain(*got)) == list(range(300))
     assert not p.awaited
 
@@ -464,28 +457,28 @@ def test_waiting_in_vain_leaves_nothing_behind():
     assert not p.awaited
 
 
-def test_one_error_for_every_stream_of_a_failed_engine(pool):
+def test_one_error_for_every_stream_of_a_failed_engine():
     error = EngineFailed("lost")
     pipes = [Pipe() for _ in range(6)]
-    reading = [pool.submit(list, p.stream) for p in pipes]
+    reading = [Background(list, p.stream) for p in pipes]
     for p in pipes:
         p.end(Finish.ERROR, error)
     for r in reading:
         with pytest.raises(EngineFailed, match="lost"):
-            r.result(PATIENCE)
+            r.result()
 
 
 # ---- merge -------------------------------------------------------------------------------------------------------
 
 
-def test_merge_gives_what_comes_from_anywhere(pool):
+def test_merge_gives_what_comes_from_anywhere():
     pipes = [Pipe(10), Pipe(), Pipe(30, 31, end=Finish.STOP)]
     merged = merge([p.stream for p in pipes])
     assert [next(merged), next(merged)] == [(0, [10]), (2, [30, 31])]
-    coming = pool.submit(next, merged)
+    coming = Background(next, merged)
     until(lambda: pipes[1].awaited)
     pipes[1].push(20)
-    assert coming.result(PATIENCE) == (1, [20])
+    assert coming.result() == (1, [20])
     pipes[0].end()
     pipes[1].end()
     assert list(merged) == []

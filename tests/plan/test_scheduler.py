@@ -239,7 +239,7 @@ def test_a_prompt_must_leave_room_for_a_token(prompt_len):
 def test_a_request_that_can_never_fit_into_the_cache_is_refused():
     s = Checked(blocks=3, block_size=4)
     s.new("fits", 5, max_new=4)
-    with pytest.raises(PromptTooLong, match="cache holds 8 positions, this request may need 9"):
+    with pytest.raises(PromptTooLong, match=r"8 positions.* may need 9"):
         s.new("a", 5, max_new=5)
     with pytest.raises(PromptTooLong, match="may need 49"):
         s.new("a", 5)
