@@ -53,7 +53,14 @@ class JaxBackend(ArrayBackend):
         return jax.jit(fn, donate_argnums=donate)
 
     def usable(self, cache: Sequence[LayerCache]) -> bool:
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array))
+        arrays = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)]
+        if any(leaf.is_deleted() for leaf in arrays):
+            return False
+        try:
+            jax.block_until_ready(arrays)  # the error of a step that is still running comes up here
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
 
     def memory(self) -> tuple[int, int] | None:
         stats = (self.device or jax.devices()[0]).memory_stats() or {}

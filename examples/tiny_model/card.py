@@ -100,8 +100,8 @@ blanks become one blank, underscores (italics) go, paragraphs are separated by a
 {cpu:.0f} minutes of CPU time, {wall:.0f} minutes by the clock (other work shared the machine). Windows of
 {short} tokens for the first {short_part:.0%} of the steps, of {context} tokens after. Muon for the matrices,
 weight decay {weight_decay}; AdamW for the embedding and the norms; learning rate {lr}, constant at first and
-falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout}; bf16
-autocast; seed {seed}.
+falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout}; bf16 autocast;
+seed {seed}.
 
 | Step | Training loss (nats per token, with dropout) | Held-out probe (bits per character) |
 |---:|---:|---:|
@@ -129,8 +129,8 @@ number, temperature {temperature}, nucleus {top_p}, at most {sample_tokens} toke
 
 ## Limits
 
-It knows five novels by one author and nothing else. Its sentences are mostly grammatical and seldom make
-sense together. It follows no instructions, states no facts, repeats the views of its period, and can
+It knows five novels by one author and nothing else. Many of its sentences are grammatical, not all, and they
+seldom make sense together. It follows no instructions, states no facts, repeats the views of its period, and can
 reproduce phrases of its training text. Any text can be encoded, but other than English prose of the kind it
 fares badly. It hardly ever ends a text of its own accord, having seen the end of so few: limit the number
 of tokens, or stop at an empty line. Positions from {context} on were never trained.

@@ -1,7 +1,8 @@
 """Train, export, score and sample the tiny Llama-architecture model that ships with hibachi.
 
 Needs torch, numpy, tokenizers and safetensors, no accelerator. One novel is held out whole; a file
-given with --text is trained on whole. Train (with the defaults, about 50 minutes of one core), then write the model card:
+given with --text is trained on whole. Train (with the defaults, about 50 minutes of one core), then
+write the model card:
 
     python examples/tiny_model/train.py --text NOVELS... --held-out NOVEL --work WORK --out OUT
     python examples/tiny_model/train.py --held-out NOVEL --work WORK --out OUT --card

@@ -195,7 +195,7 @@ class LLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)  # the running step ends first, and the event loop need not wait for it
 
 
 def _folder(model: str | Path) -> Path:

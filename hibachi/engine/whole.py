@@ -11,7 +11,7 @@ from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.scheduler import Seq, StepPlan
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
 class WholeRunner:
@@ -60,10 +60,8 @@ class WholeRunner:
         n = len(idx)
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
-            args = [self.backend.put(self._batch(shown_rows, shown_lengths, width))]
-            if self.takes_lengths:
-                args.append(self.backend.put(shown_lengths))
-            out = self.wait(self.forward(*args))
+            shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
+            out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
                 check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
                 tokens, bad, logprobs = self.sampler.draw(out, jobs, rows, lengths)
@@ -74,6 +72,12 @@ class WholeRunner:
             tokens = self.backend.get(out)
             bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
             return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
+
+    def _call(self, tokens: Array, lengths: Any) -> Any:
+        if not self.takes_lengths:
+            return self.forward(tokens)
+        put = self.backend.put(lengths)
+        return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
 
     def _shape(self, rows: Any, lengths: Any) -> tuple[Any, Any, int]:
         """What the model is shown: the rows as they are, or, where every new shape would be compiled, padded to few.
@@ -137,7 +141,8 @@ class FeedforwardRunner:
             check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
-            bad = ~np.isfinite(self.backend.get(out)).reshape(len(idx), -1).all(axis=1)
+            xp = self.backend.xp
+            bad = ~self.backend.get(xp.all(xp.reshape(xp.isfinite(out), (len(idx), -1)), axis=1))
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:

@@ -24,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="NAME",
         help="backend to test: a registered name, package:object, or an array-API module; repeatable. "
-        "Default: every registered backend that loads.",
+        "Default: those of the ini option `hibachi_backends`, or every registered backend that loads.",
     )
+    parser.addini("hibachi_backends", "backends to test unless --backend names others", type="args")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def backends(config: pytest.Config) -> dict[str, ArrayBackend]:
     """The backends of this run by the name they were asked for; loaded when a test wants them, not before."""
     if BACKENDS not in config.stash:
-        asked = config.getoption("backend") or available()
+        asked = config.getoption("backend") or config.getini("hibachi_backends") or available()
         config.stash[BACKENDS] = {name: resolve(name) for name in asked}
     return config.stash[BACKENDS]
 

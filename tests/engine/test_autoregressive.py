@@ -267,15 +267,17 @@ def test_long_first_pads_on_the_left(crate):
             seen.append(tokens.tolist())
             return super().forward(tokens)
 
-    gate = threading.Event()
+    entered, gate = threading.Event(), threading.Event()
 
     class Held(Spy):
         def forward(self, tokens):
+            entered.set()
             assert gate.wait(PATIENCE)
             return super().forward(tokens)
 
     engine = crate(Held())
     plug = engine.run([0], max_new_tokens=1)
+    assert entered.wait(PATIENCE)  # both others come while it is computed, so they start together
     streams = [engine.run([1, 1, 1, 1, 6]), engine.run([1, 2, 5])]
     gate.set()
     plug.collect()

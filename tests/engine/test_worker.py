@@ -261,7 +261,7 @@ def test_an_engine_in_a_circle_with_its_stream_is_found_by_the_garbage_collector
         "",
         "del engine",
         "raise SystemExit(0)",
-        "import threading; threading.Thread(target=stream.collect).start()",
+        "import threading; threading.Thread(target=next, args=(stream,)).start()",
         "import asyncio; asyncio.run(anext(stream.__aiter__()))",
     ],
 )

@@ -59,6 +59,19 @@ def test_a_backend_may_be_a_class_an_object_or_a_namespace(conformance, tmp_path
     assert status == 0, said
 
 
+def test_an_ini_file_may_name_the_backends_of_a_project(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nhibachi_backends = numpy array_api_strict\n")
+    (tmp_path / "test_it.py").write_text("def test_it(backend):\n    print(backend.name)\n")
+
+    def tested(*arguments):
+        command = [sys.executable, "-m", "pytest", "-p", "hibachi.testing", "-p", "no:cacheprovider", "-v", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return [line.split("[")[1].split("]")[0] for line in done.stdout.splitlines() if "PASSED" in line]
+
+    assert tested() == ["numpy", "array_api_strict"]
+    assert tested("--backend", "numpy") == ["numpy"]
+
+
 def test_an_unknown_backend_is_an_error_that_names_the_known_ones(conformance):
     status, said = conformance("--backend", "nosuch")
     assert status == 4
@@ -101,11 +114,10 @@ def test_many_backends_make_a_table_of_eighty_columns():
     assert sum(line.count("1/2") for line in lines) == 1
 
 
-def test_the_suite_names_no_array_library():
+def test_the_suite_imports_no_array_library_and_nothing_private():
     suite = Path(__file__).parents[2] / "conformance"
     for path in suite.glob("*.py"):
         imports = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         modules = {line.split()[1].split(".")[0] for line in imports}
-        allowed = {"", "__future__", "collections", "functools", "typing", "numpy", "pytest", "hibachi"}
-        assert modules <= allowed, path.name
-        assert not [line for line in imports if line.startswith("from hibachi.") and "testing" not in line]
+        assert modules <= sys.stdlib_module_names | {"", "numpy", "pytest", "hibachi"}, path.name
+        assert not [line for line in imports if line.startswith("from hibachi.") and "testing" not in line], path.name
