@@ -296,6 +296,21 @@ def test_if_a_step_raises_for_everybody_all_fail_and_the_next_are_served(serve):
     check(serve, engine, [[1, 2], [6]], n=3)
 
 
+def test_a_stop_predicate_that_raises_fails_alone_with_a_cache_too(serve):
+    """What it could not judge is computed again, and nobody notices."""
+
+    def never(tokens):
+        raise Crowded("too many tokens")
+
+    for kind in (SumPaged, SumState):
+        engine = serve.cached(kind)
+        other, gate = held_at(serve, engine, [2, 5], 2, max_new_tokens=5)
+        guilty = engine.run([1, 2], stop=never)
+        gate.open()
+        serve.expect(guilty, [], "InvalidRequest")
+        serve.expect(other, expected([2, 5], 5))
+
+
 class WrongLogits(SumPaged):
     def step(self, params, cache, x):
         logits, cache = super().step(params, cache, x)

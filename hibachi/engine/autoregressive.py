@@ -14,7 +14,7 @@ from hibachi.engine.engine import Engine
 from hibachi.engine.job import Job, Stopper, TokenTable, as_token
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
-from hibachi.engine.service import Service
+from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
@@ -218,19 +218,10 @@ class AutoregressiveBatchInference(Service):
     # ---- building ----------------------------------------------------------------------------------------------
 
     def _find_backend(self, backend: Any, *arrays: Any) -> ArrayBackend | None:
-        if isinstance(backend, str):
-            return resolve(backend)
-        if backend is None:
-            backend = getattr(self._model, "backend", None)
-        if backend is None:
-            native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
-            return backend_for(native[0]) if native else None
-        if not isinstance(backend, ArrayBackend):
-            raise ConfigError(
-                f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your "
-                f"own inherits from hibachi.ArrayBackend."
-            )
-        return backend
+        if (found := given_backend(backend, self._model)) is not None:
+            return found
+        native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
+        return backend_for(native[0]) if native else None
 
     def _start(self, shape: tuple[int, ...], dtype: Any) -> Worker:
         """Build the engine, once the kind of token is known."""

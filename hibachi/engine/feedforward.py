@@ -9,7 +9,7 @@ import numpy as np
 
 from hibachi.engine.engine import Engine
 from hibachi.engine.job import Job
-from hibachi.engine.service import Service
+from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stream import Channel, Item, ItemStream
 from hibachi.engine.whole import FeedforwardRunner
 from hibachi.engine.worker import Worker
@@ -33,8 +33,7 @@ class FeedforwardBatchInference(Service):
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
         super().__init__(max_batch_size)
         self._model = model
-        found = getattr(model, "backend", None) if backend is None else backend
-        self._backend: ArrayBackend | None = resolve(found) if isinstance(found, str) else found
+        self._backend = given_backend(backend, model)
 
     def run(self, item: Any) -> Item[Any]:
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""

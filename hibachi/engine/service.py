@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Self
+from typing import Any, Self
 
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.job import Job
 from hibachi.engine.worker import Worker
-from hibachi.errors import EngineClosed
+from hibachi.errors import ConfigError, EngineClosed
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import resolve
 
 
 class Service:
@@ -66,3 +68,17 @@ class Service:
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:
             self._worker.stop()  # type: ignore[union-attr]  # no waiting in a destructor
+
+
+def given_backend(backend: Any, model: Any) -> ArrayBackend | None:
+    """The backend that was passed, by name or as it is, or the model's own; None if there is neither."""
+    if backend is None:
+        backend = getattr(model, "backend", None)
+    if isinstance(backend, str):
+        return resolve(backend)
+    if backend is None or isinstance(backend, ArrayBackend):
+        return backend
+    raise ConfigError(
+        f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
+        f"inherits from hibachi.ArrayBackend."
+    )

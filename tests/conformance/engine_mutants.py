@@ -697,6 +697,10 @@ CACHES = [
     runner("a_step_that_raises_fails_the_guilty_request_alone", "advances states in a step that fails",
            _forward=advance_on_failure),
     runner("if_a_step_raises_for_everybody_all_fail_and_the_next_are_served", "gives up then", run=give_up),
+    runner("a_stop_predicate_that_raises_fails_alone_with_a_cache_too", "fails the whole batch",
+           run=blame_everybody),
+    runner("a_stop_predicate_that_raises_fails_alone_with_a_cache_too", "advances states in a step that fails",
+           _forward=advance_on_failure),
     runner("a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests", "adds what is missing",
            _step=add_columns),
 ]  # fmt: skip
