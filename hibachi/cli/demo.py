@@ -13,8 +13,9 @@ import sys
 import textwrap
 import time
 
-from hibachi.engine.llm import LLM, Completion
+from hibachi.engine.llm import LLM
 from hibachi.engine.stream import merge
+from hibachi.engine.textstream import Completion
 from hibachi.request import SamplingParams
 
 PROMPTS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, Self
+from typing import Any
 
+from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.job import Job
 from hibachi.engine.worker import Worker
@@ -14,8 +15,8 @@ from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
 
-class Service:
-    """Owns a `Worker`. A context manager, sync and async; leaving it closes."""
+class Service(Closing):
+    """Owns a `Worker`."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.max_batch_size = max_batch_size
@@ -53,17 +54,9 @@ class Service:
         if self._worker is not None:
             self._worker.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)  # the running step ends first, and the event loop need not wait for it
+    async def aclose(self) -> None:
+        """`close`, without holding up the event loop while the running step ends."""
+        await asyncio.to_thread(self.close)
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from hibachi.engine.closing import Closing
 from hibachi.errors import EngineClosed, RequestError
 from hibachi.request import Finish
 
@@ -130,7 +131,7 @@ class Channel(Generic[T]):
                 self.unlisten(future)
 
 
-class ItemStream(Generic[T]):
+class ItemStream(Closing, Generic[T]):
     """The tokens of one request, as they come. Iterate with `for` or `async for`; leaving the loop cancels the request.
 
     Closing (`close`, `with`, leaving a loop early, dropping the last reference) cancels at once: the request leaves the
@@ -226,21 +227,6 @@ class ItemStream(Generic[T]):
         if self._channel.end(Finish.CANCELLED) and (cancel := self._cancel) is not None:
             cancel()
             self._cancel = None
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def __enter__(self) -> ItemStream[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> ItemStream[T]:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_channel"):
