@@ -15,7 +15,7 @@ from hibachi.engine.job import Job, Stopper, TokenTable, as_token
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.service import Service, given_backend
-from hibachi.engine.stream import Channel, ItemStream
+from hibachi.engine.stream import Channel, ItemStream, native_row
 from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
@@ -150,7 +150,7 @@ class AutoregressiveBatchInference(Service):
     def _submit(self, job: Job) -> ItemStream[Any]:
         assert self._worker is not None
         self._worker.add(job)
-        read = _as_it_is if self._vocab is not None else _native_row
+        read = _as_it_is if self._vocab is not None else native_row
         return ItemStream(job.channel, partial(self._cancel, job), read)
 
     def _admit_prompt(self, prompt: Any) -> HostArray:
@@ -315,11 +315,6 @@ def _check_padding(host: HostArray, given: Any) -> None:
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def _native_row(item: Any) -> Any:
-    batch, i = item
-    return batch[i, ...]
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from hibachi.engine.engine import Engine
 from hibachi.engine.job import Job
 from hibachi.engine.service import Service, given_backend
-from hibachi.engine.stream import Channel, Item, ItemStream
+from hibachi.engine.stream import Channel, Item, ItemStream, native_row
 from hibachi.engine.whole import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
@@ -50,7 +50,7 @@ class FeedforwardBatchInference(Service):
         worker = self._worker or self._start(self._backend)
         job = Job(Seq(1, 1), Channel(), host)
         worker.add(job)
-        return Item(ItemStream(job.channel, partial(self._cancel, job), _native_row))
+        return Item(ItemStream(job.channel, partial(self._cancel, job), native_row))
 
     def _start(self, backend: ArrayBackend) -> Worker:
         with self._building:
@@ -59,8 +59,3 @@ class FeedforwardBatchInference(Service):
             self._check_open()
             n = self.max_batch_size
             return self._serve(Engine(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend)))
-
-
-def _native_row(item: Any) -> Any:
-    batch, i = item
-    return batch[i, ...]
