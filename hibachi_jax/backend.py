@@ -41,6 +41,9 @@ class JaxBackend(ArrayBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    def gelu(self, x: Array) -> Array:
+        return jax.nn.gelu(x, approximate=False)
+
     def silu(self, x: Array) -> Array:
         return jax.nn.silu(x)
 

@@ -52,6 +52,15 @@ class TorchBackend(ArrayBackend):
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         return F.rms_norm(x, (x.shape[-1],), w, eps)
 
+    def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
+        return F.layer_norm(x, (x.shape[-1],), w, b, eps)
+
+    def gelu(self, x: Array) -> Array:
+        return F.gelu(x)
+
+    def gelu_tanh(self, x: Array) -> Array:
+        return F.gelu(x, approximate="tanh")
+
     def silu(self, x: Array) -> Array:
         return F.silu(x)
 

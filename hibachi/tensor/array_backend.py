@@ -257,11 +257,14 @@ class ArrayBackend:
         x: StepInputs[Array],
         *,
         scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         """Write k and v into the paged cache at x.slot, then causal attention of q over the row's whole cache.
 
         q [T, heads, k_dim], k [T, kv_heads, k_dim], v [T, kv_heads, v_dim]; heads is a multiple of kv_heads.
-        scale: of the scores; None: k_dim ** -0.5. Returns ([T, heads, v_dim], cache).
+        scale: of the scores; None: k_dim ** -0.5. window: a query sees the last `window` positions, its own among
+        them; None: all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim], cache).
 
         The order is part of the contract: requests of one step may share blocks that are written in that step. The
         reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
@@ -282,8 +285,11 @@ class ArrayBackend:
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
         scores = self.float32(xp.matmul(qt, kt)) * (dim**-0.5 if scale is None else scale)
-        at = self.take(x.pos, x.tile_q)  # [N, tile] position of each query
-        hidden = self._positions(span)[None, None, :] > at[:, :, None]
+        if softcap is not None:
+            scores = xp.tanh(scores / softcap) * softcap
+        at = self.take(x.pos, x.tile_q)[:, :, None]  # [N, tile, 1] position of each query
+        seen = self._positions(span)[None, None, :]
+        hidden = seen > at if window is None else xp.logical_or(seen > at, seen <= at - window)
         bias = xp.where(hidden, self._scalar(-math.inf), self._scalar(0.0))[:, None, None, :, :]
         scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span)) + bias
         weights = xp.astype(self.softmax(scores), v.dtype)
@@ -312,6 +318,31 @@ class ArrayBackend:
         f = self.float32(x)
         scaled = f / self.xp.sqrt(self.xp.mean(f * f, axis=-1, keepdims=True) + eps)
         return self.xp.astype(scaled, x.dtype, copy=False) * w
+
+    def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
+        """(x - mean) / sqrt(variance + eps) * w + b over the last axis, in float32 (Ba, Kiros & Hinton 2016)."""
+        f = self.float32(x)
+        f = f - self.xp.mean(f, axis=-1, keepdims=True)
+        scaled = f / self.xp.sqrt(self.xp.mean(f * f, axis=-1, keepdims=True) + eps)
+        y = self.xp.astype(scaled, x.dtype, copy=False) * w
+        return y if b is None else y + b
+
+    def gelu(self, x: Array) -> Array:
+        """x times the normal distribution function of x (Hendrycks & Gimpel 2016).
+
+        The error function by formula 7.1.26 of Abramowitz & Stegun: absolute error below 2e-7.
+        """
+        z = self.xp.abs(x) * math.sqrt(0.5)
+        t = 1 / (1 + 0.3275911 * z)
+        series = 0.0
+        for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+            series = (series + coefficient) * t
+        tail = 0.5 * series * self.xp.exp(-z * z)  # of the distribution, beyond |x|
+        return x * self.xp.where(x >= 0, 1 - tail, tail)
+
+    def gelu_tanh(self, x: Array) -> Array:
+        """The approximation of `gelu` that GPT-2 and Gemma are trained with, by a tanh."""
+        return 0.5 * x * (1 + self.xp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
     def silu(self, x: Array) -> Array:
         """x * sigmoid(x)."""

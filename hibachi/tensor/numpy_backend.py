@@ -49,6 +49,8 @@ class NumpyBackend(ArrayBackend):
         x: StepInputs[Array],
         *,
         scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class step by step, in half as many calls and without copies of the scores.
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
@@ -61,7 +63,12 @@ class NumpyBackend(ArrayBackend):
         qt = q[x.tile_q].reshape(tiles, tile, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         scores = self.float32(qt.reshape(tiles, kv_heads, -1, dim) @ kt)  # [N, kv_heads, group * tile, span]
         scores *= dim**-0.5 if scale is None else scale
-        hidden = np.arange(span, dtype=np.int32) > x.pos[x.tile_q][:, :, None]
+        if softcap is not None:
+            scores /= softcap
+            np.tanh(scores, out=scores)
+            scores *= softcap
+        at, seen = x.pos[x.tile_q][:, :, None], np.arange(span, dtype=np.int32)
+        hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
         np.copyto(scores.reshape(tiles, kv_heads, -1, tile, span), -np.inf, where=hidden[:, None, None])
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
