@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -71,6 +72,11 @@ class TorchBackend(ArrayBackend):
 
     def guard(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
+
+    def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
+        from hibachi_torch.transformers_model import load  # what it needs is optional
+
+        return load(path, self, dtype=dtype, max_model_len=max_model_len)
 
     def memory(self) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -368,6 +369,14 @@ class ArrayBackend:
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
+
+    def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
+        """The model in the folder `path`, run by another library over our cache: a level-2 model, or None.
+
+        Asked for an architecture that nobody registered. It has the attributes max_len, dtype, eos_ids, bos_ids and
+        arch_name besides those of a `CachedModel`. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra.
+        """
+        return None
 
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         """Is the cache still readable after a step failed? False if it was given away to a compiled call."""
