@@ -89,7 +89,8 @@ def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
     return None
 
 
-OPTIONAL = {"safetensors", "tokenizers", "minijinja"}  # through `need`, which says how to install them
+# Through `need`, which says how to install them.
+OPTIONAL = {"safetensors", "tokenizers", "minijinja", "transformers", "huggingface_hub"}
 
 
 def violations(path: str, source: str) -> list[str]:

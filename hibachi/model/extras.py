@@ -8,8 +8,8 @@ from typing import Any
 from hibachi.errors import MissingExtra
 
 
-def need(module: str, what: str) -> Any:
-    """The module, imported. Raises MissingExtra, which says that `what` needs it and how to install it."""
+def need(module: str, what: str, extra: str = "text") -> Any:
+    """The module, imported. Raises MissingExtra, which says that `what` needs it and which extra has it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
@@ -17,5 +17,5 @@ def need(module: str, what: str) -> Any:
             raise
         raise MissingExtra(
             f"{what} needs the package {module!r}, which is not installed. "
-            f"It is in the extra 'text': pip install '.[text]' in the checkout."
+            f"It is in the extra {extra!r}: pip install '.[{extra}]' in the checkout."
         ) from e
