@@ -37,7 +37,7 @@ clean:  ## remove all that make made, environments included
 	rm -rf .venv .venv-demo dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/installed: EXTRAS = torch,jax,text,test,dev
+.venv/installed: EXTRAS = torch,jax,text,gguf,test,dev
 .venv-demo/installed: EXTRAS = text
 
 # Installs again when a project file or a constraint changed; otherwise nothing here needs the network.

@@ -90,7 +90,7 @@ def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
 
 
 # Through `need`, which says how to install them.
-OPTIONAL = {"safetensors", "tokenizers", "minijinja", "transformers", "huggingface_hub"}
+OPTIONAL = {"safetensors", "tokenizers", "minijinja", "gguf", "transformers", "huggingface_hub"}
 
 
 def violations(path: str, source: str) -> list[str]:

@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     for name in known():
         print(f"  {name:{width}}  {_backend(name)}")
     print("\nextras")
-    for module in ("tokenizers", "safetensors", "minijinja", "pytest"):
-        extra = "test" if module == "pytest" else "text"
+    for module, extra in (("tokenizers", "text"), ("minijinja", "text"), ("gguf", "gguf"), ("pytest", "test")):
         print(f"  {extra:{width}}  {_library(module, extra)}")
     return 0
 

@@ -9,7 +9,7 @@ from hibachi.errors import MissingExtra
 
 
 def need(module: str, what: str, extra: str = "text") -> Any:
-    """The module, imported. Raises MissingExtra, which says that `what` needs it and which extra has it."""
+    """The module, imported. Raises MissingExtra, which says that `what` needs it, and the extra that brings it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:

@@ -1,24 +1,96 @@
-"""Safetensors files of a model directory, as NumPy arrays."""
+"""The tensors of a model on disk as NumPy arrays: what every format offers, and safetensors."""
 
 from __future__ import annotations
 
 import json
+import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.arch import read_json
-from hibachi.model.extras import need
 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
-_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # as stored; NumPy has no bfloat16
-_AGAIN = "Copy or download the file again"
+WINDOW = 1 << 20
+"""How many numbers are mapped and cast at a time: a few MB, so that the pages of a file do not pile up in memory."""
+
+AGAIN = "Copy or download the file again"
+
+
+class Tensors(Mapping[str, HostArray]):
+    """Tensors by name; each is read from its file when asked for, and not kept.
+
+    `weights[name]` and `read` give arrays of their own memory in the machine's byte order. Raise KeyError for a name
+    that is not there, InvalidModelFiles for a tensor that cannot be read.
+    """
+
+    path: Path
+    readable: frozenset[str]
+    """What numbers may be stored as, of those that `dtype` may return."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """What its numbers are stored as, in the format's own words ("BF16")."""
+
+    @abstractmethod
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
+        """The tensor, cast to a NumPy dtype while reading, without a second copy.
+
+        None: as it is stored, and float32 if NumPy has no such dtype (bfloat16, quantized).
+        """
+
+    def __getitem__(self, name: str) -> HostArray:
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == n for n in self)
+
+    def check(self, required: Shapes, optional: Shapes | None = None) -> None:
+        """Compare all names, shapes and dtypes with those that the model's config implies.
+
+        `optional` tensors may be missing. Raises one InvalidModelFiles that lists everything that is wrong.
+        """
+        allowed = {**(optional or {}), **required}
+        faults = [f"{name} is missing (expected shape {shape})" for name, shape in required.items() if name not in self]
+        for name in sorted(self):
+            shape, dtype = self.shape(name), self.dtype(name)
+            if name not in allowed:
+                faults.append(f"{name} {shape} is not part of this architecture")
+            elif shape != tuple(allowed[name]):
+                faults.append(f"{name} has shape {shape}, expected {tuple(allowed[name])}")
+            elif dtype not in self.readable:
+                faults.append(f"{name} is stored as {dtype}, expected one of {', '.join(sorted(self.readable))}")
+        if faults:
+            raise InvalidModelFiles(
+                f"The weights in {self.path} do not fit its config:\n  " + "\n  ".join(faults) + "\n"
+                "Take config and weights from one download; a model of another architecture or quantized in another "
+                "way does not load."
+            )
+
+
+# ---- safetensors ---------------------------------------------------------------------------------------------------
+#
+# The format: 8 bytes with the length of a JSON header, the header, then the data that it points into. Reading it takes
+# few lines and no library; ours takes bfloat16, which the library's NumPy side refuses, and maps no more than it must.
+
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E5M2": 8, "F8_E4M3": 8, "F4": 4, "I64": 64, "I32": 32}
+_BITS |= {"I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64}
+_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_MOST_HEADER = 32 << 20  # bytes; real ones have some thousands
+_MOST_INDEX = 64 << 20
+_MOST_DIMS = 16
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +103,25 @@ class _Entry:
     offset: int
 
 
-class Checkpoint(Mapping[str, HostArray]):
-    """The tensors of a model directory by their Hugging Face name; each is read from its file when asked for.
+class Checkpoint(Tensors):
+    """The tensors of a folder by their names in its safetensors files.
 
-    float32 and float16 come as they are, bfloat16 as float32 (exact). Reads `model.safetensors`, or the shards that
-    `model.safetensors.index.json` names. Raises InvalidModelFiles for a missing or damaged file, MissingExtra without
-    the library safetensors.
+    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. float16, float32 and float64
+    come as they are, bfloat16 as float32 (exact). Raises InvalidModelFiles for a missing or damaged file.
     """
+
+    readable = frozenset(_STORED)
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._entries: dict[str, _Entry] = {}
-        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
-        if single.exists():
+        single, index = self.path / _SINGLE, self.path / _INDEX
+        if single.is_file():  # not exists(): opening a named pipe would wait for ever
             self._entries = _read_header(single)
-        elif index.exists():
+        elif index.is_file():
             self._read_shards(index)
         else:
-            raise InvalidModelFiles(
-                f"No weights in {self.path}: expected model.safetensors, or model.safetensors.index.json and its "
-                f"shards. Download them, or convert other formats with transformers' save_pretrained."
-            )
-
-    def _read_shards(self, index: Path) -> None:
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or any(Path(str(f)).name != f for f in names.values()):
-            raise InvalidModelFiles(
-                f"{index}: expected a weight_map from tensor names to names of files beside it. {_AGAIN}."
-            )
-        files = sorted(set(names.values()))
-        if missing := [f for f in files if not (self.path / f).exists()]:
-            raise InvalidModelFiles(
-                f"{index.name} names {len(files)} shards; missing in {self.path}: {', '.join(missing)}. Download them."
-            )
-        for file in files:
-            self._entries |= _read_header(self.path / file)
-        if lost := sorted(names.keys() - self._entries.keys()):
-            raise InvalidModelFiles(
-                f"{index.name} promises tensors that no shard holds: {_listed(lost)}. {_AGAIN}, index and shards "
-                f"together."
-            )
+            raise InvalidModelFiles(self._nothing())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -78,56 +129,175 @@ class Checkpoint(Mapping[str, HostArray]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
-    def __getitem__(self, name: str) -> HostArray:
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name].dtype
+
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
         e = self._entries[name]
-        count = int(np.prod(e.shape, dtype=np.int64))
-        a = np.fromfile(e.file, dtype=_DTYPES[e.dtype], count=count, offset=e.offset).reshape(e.shape)
-        if e.dtype == "BF16":  # a bfloat16 is the upper half of a float32
-            a = (a.astype(np.uint32) << 16).view(np.float32)
-        return a
-
-    def check(self, required: Shapes, optional: Shapes | None = None) -> None:
-        """Compare all names, shapes and dtypes with those that config.json implies.
-
-        `optional` tensors may be missing. Raises one InvalidModelFiles that lists everything that is wrong.
-        """
-        allowed = {**(optional or {}), **required}
-        faults = [f"{name} is missing (expected shape {shape})" for name, shape in required.items() if name not in self]
-        for name, e in sorted(self._entries.items()):
-            if name not in allowed:
-                faults.append(f"{name} {e.shape} is not part of this architecture")
-            elif e.shape != tuple(allowed[name]):
-                faults.append(f"{name} has shape {e.shape}, expected {tuple(allowed[name])}")
-            elif e.dtype not in _DTYPES:
-                faults.append(f"{name} is stored as {e.dtype}, expected one of {', '.join(_DTYPES)}")
-        if faults:
+        if e.dtype not in _STORED:
             raise InvalidModelFiles(
-                f"The weights in {self.path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\n"
-                "Take config.json and the weights from one download; a model of another architecture or a quantized "
-                "one does not load."
+                f"{e.file}: {name} is stored as {e.dtype}, expected one of {', '.join(_STORED)}. Use a model that is "
+                f"not quantized, or convert it with transformers' save_pretrained."
             )
+        stored = np.dtype(_STORED[e.dtype])
+        usual = np.float32 if e.dtype == "BF16" else stored.newbyteorder("=")
+        out = np.empty(e.shape, usual if dtype is None else dtype)
+        flat = out.reshape(-1)
+        for start, part in windows(e.file, e.offset, stored, flat.size):
+            into = flat[start : start + len(part)]
+            if e.dtype == "BF16":
+                widen(part, into)
+            else:
+                into[...] = part
+        return out
+
+    def _read_shards(self, index: Path) -> None:
+        names = _read_object(index, 0, _size(index, _MOST_INDEX)).get("weight_map")
+        if not isinstance(names, dict) or not all(map(_is_plain, names.values())):
+            raise InvalidModelFiles(
+                f"{index}: expected a weight_map from tensor names to names of files beside it. {AGAIN}."
+            )
+        files = sorted(set(names.values()))
+        if missing := [f for f in files if not (self.path / f).is_file()]:
+            raise InvalidModelFiles(
+                f"{index.name} names {len(files)} shards; missing in {self.path}: {_listed(missing)}. Download them."
+            )
+        for file in files:
+            entries = _read_header(self.path / file)
+            if twice := sorted(entries.keys() & self._entries.keys()):
+                raise InvalidModelFiles(f"{self.path}: more than one shard holds {_listed(twice)}. {AGAIN}.")
+            self._entries |= entries
+        if lost := sorted(names.keys() - self._entries.keys()):
+            raise InvalidModelFiles(
+                f"{index.name} promises tensors that no shard holds: {_listed(lost)}. {AGAIN}, index and shards "
+                f"together."
+            )
+
+    def _nothing(self) -> str:
+        found = sorted(f.name for pattern in _PICKLES for f in self.path.glob(pattern))
+        if found:
+            return (
+                f"{self.path} has its weights in {_listed(found)}: expected {_SINGLE}. Such files are Python pickles, "
+                f"which can run any code when they are read, so hibachi reads none. If you trust their source, convert "
+                f"them once: transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)."
+            )
+        return (
+            f"No weights in {self.path}: expected {_SINGLE}, or {_INDEX} and its shards. Download them, or convert "
+            f"other formats with transformers' save_pretrained."
+        )
+
+
+def windows(file: Path, offset: int, stored: np.dtype[Any], count: int) -> Iterator[tuple[int, HostArray]]:
+    """(index, the next numbers) of `count` numbers in a file, mapped a few at a time; read before taking the next.
+
+    Raises InvalidModelFiles if the file is no longer that long.
+    """
+    for start in range(0, count, WINDOW):
+        few = min(WINDOW, count - start)
+        try:
+            yield start, np.memmap(file, stored, "r", offset + start * stored.itemsize, (few,))
+        except (OSError, ValueError) as e:
+            raise InvalidModelFiles(f"{file} has changed since it was opened: {e}. {AGAIN}.") from e
+
+
+def widen(bits: HostArray, into: HostArray) -> None:
+    """Write bfloat16 numbers, given by their bits as uint16: each is the upper half of a float32."""
+    wide = into if into.dtype == np.float32 else np.empty(into.shape, np.float32)
+    whole = wide.view(np.uint32)
+    whole[...] = bits
+    whole <<= 16
+    if wide is not into:
+        into[...] = wide
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
-    """Names, dtypes, shapes and places of the tensors in a file.
+    """Names, dtypes, shapes and places of the tensors in a file; they fill it without gap or overlap."""
+    total = _size(file)
+    size = int.from_bytes(_read_bytes(file, 0, 8), "little")
+    if total < 8 or size > min(total - 8, _MOST_HEADER):
+        raise _broken(file, f"its header should have {size} bytes, the file has {total}")
+    entries, places = {}, []
+    for name, t in _read_object(file, 8, size).items():
+        if name != "__metadata__":
+            entries[name], place = _read_entry(file, name, t, 8 + size, total - 8 - size)
+            places.append((*place, name))
+    end = 0
+    for start, stop, name in sorted(places):
+        if start != end:
+            raise _broken(file, f"the data of {name!r:.100} begins at {start}, not at {end}, where the one before ends")
+        end = stop
+    if end != total - 8 - size:
+        raise _broken(file, f"its tensors have {end} bytes, the file holds {total - 8 - size}")
+    return entries
 
-    The library checks the file as a whole (sizes, overlaps, truncation). Its NumPy side refuses bfloat16 tensors, so
-    they are read by their offset: 8 bytes with the length of a JSON header, the header, then the data it points into.
-    """
-    safetensors = need("safetensors", "Reading weights")
+
+def _read_entry(file: Path, name: str, t: Any, base: int, room: int) -> tuple[_Entry, tuple[int, int]]:
+    dtype, shape, place = (t.get(k) for k in ("dtype", "shape", "data_offsets")) if isinstance(t, dict) else (None,) * 3
+    if not isinstance(dtype, str) or not _are_counts(shape, _MOST_DIMS) or not _are_counts(place, 2) or len(place) != 2:
+        raise _broken(file, f"expected a dtype, a shape and two offsets for {name!r:.100}; got {t!r:.200}")
+    start, stop = place
+    bits = _BITS.get(dtype)
+    if not start <= stop <= room or (bits and (math.prod(shape) * bits + 7) // 8 != stop - start):
+        raise _broken(file, f"{name!r:.100}, {dtype} {tuple(shape)}, cannot lie in bytes {start} to {stop} of {room}")
+    return _Entry(file, dtype, tuple(shape), base + start), (start, stop)
+
+
+def _read_object(file: Path, offset: int, size: int) -> dict[str, Any]:
+    """The JSON object in a part of a file."""
     try:
-        with safetensors.safe_open(str(file), framework="numpy"):
-            pass
-    except (safetensors.SafetensorError, OSError) as e:
-        raise InvalidModelFiles(f"{file} is not a complete safetensors file: {e}. {_AGAIN}.") from e
-    with file.open("rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(size))
-    return {
-        name: _Entry(file, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0])
-        for name, t in header.items()
-        if name != "__metadata__"
-    }
+        value = json.loads(_read_bytes(file, offset, size).decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:
+        raise _broken(file, str(e)) from e
+    if not isinstance(value, dict):
+        raise _broken(file, f"expected a JSON object; got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
+
+
+def _read_bytes(file: Path, offset: int, size: int) -> bytes:
+    try:
+        with file.open("rb") as f:
+            f.seek(offset)
+            return f.read(size)
+    except OSError as e:
+        raise _broken(file, str(e)) from e
+
+
+def _size(file: Path, most: int | None = None) -> int:
+    try:
+        size = file.stat().st_size
+    except OSError as e:
+        raise _broken(file, str(e)) from e
+    if most is not None and size > most:
+        raise _broken(file, f"it has {size} bytes, expected at most {most}")
+    return size
+
+
+def _are_counts(x: Any, most: int) -> bool:
+    """A list of at most so many integers that can be sizes or offsets."""
+    return isinstance(x, list) and len(x) <= most and all(type(n) is int and 0 <= n < 2**63 for n in x)
+
+
+def _is_plain(name: Any) -> bool:
+    """The name of a file beside the index. (The file itself may be a link to elsewhere, as in a Hub cache.)"""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set('/\\:"\0')
+
+
+def _broken(file: Path, why: str) -> InvalidModelFiles:
+    kind = "safetensors" if file.suffix == ".safetensors" else "JSON"
+    return InvalidModelFiles(f"{file} is not a complete {kind} file: {why}. {AGAIN}.")
 
 
 def _listed(names: list[str], most: int = 8) -> str:

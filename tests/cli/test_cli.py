@@ -130,7 +130,7 @@ def test_a_damaged_model_is_explained_in_a_line(run, damaged_models, what, messa
     "module, args, message",
     [
         ("tokenizers", "generate --prompt x", "pip install '.[text]' in the checkout"),
-        ("safetensors", "demo", "pip install '.[text]' in the checkout"),
+        ("tokenizers", "demo", "pip install '.[text]' in the checkout"),
         ("hibachi_torch", "generate --prompt x --backend torch", "pip install '.[torch]'"),
         ("hibachi_jax", "demo --backend jax", "pip install '.[jax]'"),
     ],
@@ -224,7 +224,7 @@ def test_doctor_says_what_is_there(run):
     assert (status, err) == (0, "") and f"hibachi   {version('hibachi')}\n" in out
     for name in ("numpy", "torch", "jax"):
         assert f"ready    {name} {version(name)}" in out
-    for name in ("tokenizers", "safetensors", "minijinja", "pytest"):
+    for name in ("tokenizers", "minijinja", "gguf", "pytest"):
         assert f"ready    {name} {version(name)}\n" in out
 
 
@@ -236,7 +236,7 @@ def test_doctor_says_what_is_missing(run, monkeypatch):
     assert "  torch  missing  Backend 'torch' needs the module 'hibachi_torch', which is not installed. From the" in out
     assert "  text   missing  tokenizers: pip install '.[text]' in the checkout" in out
     assert "  test   missing  pytest: pip install '.[test]' in the checkout" in out
-    assert "  numpy  ready  " in out and "  text   ready    safetensors" in out
+    assert "  numpy  ready  " in out and "  text   ready    minijinja" in out
 
 
 def test_doctor_survives_what_is_broken(run, monkeypatch, tmp_path):

@@ -561,7 +561,6 @@ def test_bad_settings_are_refused(witness, options, error, message):
         ("hibachi_torch", {"backend": "torch"}, BackendNotInstalled, r"not installed.*pip install '\.\[torch\]'"),
         ("hibachi_jax", {"backend": "jax"}, BackendNotInstalled, r"not installed.*pip install '\.\[jax\]'"),
         ("tokenizers", {}, MissingExtra, r"extra 'text': pip install '\.\[text\]'"),
-        ("safetensors", {}, MissingExtra, r"extra 'text': pip install '\.\[text\]'"),
     ],
 )
 def test_a_missing_library_says_how_to_get_it(witness, monkeypatch, module, options, error, message):
