@@ -50,6 +50,14 @@ class JaxBackend(ArrayBackend):
     def softmax(self, x: Array) -> Array:
         return jax.nn.softmax(x, axis=-1)
 
+    def top(self, x: Array, k: int) -> tuple[Array, Array]:
+        return tuple(jax.lax.top_k(x, k))  # type: ignore[return-value]
+
+    def scan(
+        self, step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, over: tuple[Array, ...]
+    ) -> tuple[Array, Array]:
+        return jax.lax.scan(step, state, over)
+
     # ---- execution ---------------------------------------------------------------------------------------------
 
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:

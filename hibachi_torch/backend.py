@@ -68,6 +68,9 @@ class TorchBackend(ArrayBackend):
     def softmax(self, x: Array) -> Array:
         return torch.softmax(x, -1)
 
+    def top(self, x: Array, k: int) -> tuple[Array, Array]:
+        return tuple(torch.topk(x, k))  # type: ignore[return-value]
+
     # ---- execution ---------------------------------------------------------------------------------------------
 
     def guard(self) -> AbstractContextManager[Any]:

@@ -355,6 +355,16 @@ class ArrayBackend:
         e = self.xp.exp(x - self.xp.max(x, axis=-1, keepdims=True))
         return e / self.xp.sum(e, axis=-1, keepdims=True)
 
+    def top(self, x: Array, k: int) -> tuple[Array, Array]:
+        """The k largest of each row of x [n, m], largest first, and their places: [n, k] and integers [n, k].
+
+        1 <= k <= m. Of equal values at the border, any.
+        """
+        places = self.xp.argsort(x, axis=-1, descending=True)[:, :k]
+        starts = self._positions(x.shape[0])[:, None] * x.shape[1]
+        flat = self.xp.astype(places, self.xp.int32, copy=False) + starts
+        return self.take(self.xp.reshape(x, (-1,)), flat), places
+
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotary position embedding (Su et al. 2021), halves paired as in Hugging Face.
 

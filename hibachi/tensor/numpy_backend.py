@@ -102,6 +102,12 @@ class NumpyBackend(ArrayBackend):
         e /= e.sum(axis=-1, keepdims=True)
         return e
 
+    def top(self, x: Array, k: int) -> tuple[Array, Array]:
+        some = np.argpartition(x, -k, axis=-1)[:, -k:]
+        values = np.take_along_axis(x, some, axis=-1)
+        order = np.argsort(values, axis=-1)[:, ::-1]
+        return np.take_along_axis(values, order, axis=-1), np.take_along_axis(some, order, axis=-1)
+
     def versions(self) -> dict[str, str]:
         return {"library": f"numpy {np.__version__}", "device": "cpu"}
 
