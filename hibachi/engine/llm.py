@@ -15,7 +15,7 @@ from hibachi.engine.engine import Stats
 from hibachi.engine.stream import merge
 from hibachi.engine.textstream import Completion, Prompt, TextStream
 from hibachi.errors import ConfigError, InvalidModelFiles, InvalidRequest
-from hibachi.model.decoder import Decoder
+from hibachi.model.registry import load_model
 from hibachi.model.text import Detokenizer, Tokenizer
 from hibachi.request import SamplingParams, as_params
 from hibachi.tensor.array_backend import ArrayBackend
@@ -57,8 +57,8 @@ class LLM(Closing):
             )
         self.path = _folder(model)
         self.backend = _backend(backend, device)
-        self.model = Decoder.load(self.path, self.backend, dtype=dtype, max_model_len=max_model_len)
-        self.tokenizer = Tokenizer.load(self.path, vocab_size=self.model.arch.vocab_size)
+        self.model = load_model(self.path, self.backend, dtype=dtype, max_model_len=max_model_len)
+        self.tokenizer = Tokenizer.load(self.path, vocab_size=self.model.vocab_size)
         self.engine = AutoregressiveBatchInference(
             self.model,
             max_batch_size=max_batch_size,
@@ -125,7 +125,7 @@ class LLM(Closing):
         each = [as_params(p, SamplingParams()) for p in each]
         jobs = []
         for own, p in zip(ids, each, strict=True):
-            eos = () if p.ignore_eos else self.model.arch.eos_ids
+            eos = () if p.ignore_eos else self.model.eos_ids
             run = p.with_(stop_token_ids=(*p.stop_token_ids, *eos))
             jobs.append(self.engine._prepare(np.asarray(own), run, include_stop=False))
         return [

@@ -1,22 +1,20 @@
-"""One decoder-only transformer, written once over the backend.
+"""One decoder-only transformer, written once over the backend, for every architecture that `Arch` can describe.
 
-A block is the pre-norm block of Llama (Touvron et al. 2023): grouped-query attention (Ainslie et al. 2023) with rotary
-positions (Su et al. 2021), then a gated feed-forward part (SwiGLU, Shazeer 2020), each behind an RMSNorm and added to
-its input.
+A block is attention (grouped queries, Ainslie et al. 2023; rotary positions, Su et al. 2021) and a feed-forward part
+(gated: Shazeer 2020; or a mixture of experts: Shazeer et al. 2017), each with its norms, added to the residual stream.
+What an architecture does not have is not in its parameters, and is passed over.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hibachi.errors import ConfigError
-from hibachi.model.arch import Arch, LinearScaling, Llama3Scaling, load_arch
-from hibachi.model.weights import Checkpoint, HostArray
+from hibachi.model.arch import Arch, Layer
+from hibachi.model.rope import HostArray, tables
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.cache import CacheSpec, Paged, StepInputs
 
@@ -28,165 +26,224 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
-    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they can be), norm [hidden], cos and
-    sin [max_len, head_dim / 2], and for each of `layers`:
+    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they can be), norm [hidden], positions
+    [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [max_len, dims / 2] in `ropes`, and for each
+    of `layers`:
 
-        attn_norm, mlp_norm  [hidden]
+        attn_norm, mlp_norm, attn_post_norm, mlp_post_norm  [hidden]
         qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
+        q_norm, k_norm       [head_dim], or [heads * head_dim] and [kv_heads * head_dim]
         o                    [hidden, heads * head_dim]
-        gate_up              [2 * intermediate, hidden]
+        gate_up (or up)      [2 * intermediate, hidden]
         down                 [hidden, intermediate]
+        router               [experts, hidden], with gate_up and down as lists over the experts
 
-    and biases `qkv_bias` and so on where the model has them. Matrices that multiply the same input lie in one array:
-    fewer and larger multiplications.
+    and biases `qkv_bias` and so on; each where the model has it. Matrices that multiply the same input lie in one
+    array: fewer and larger multiplications.
     """
 
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend
         self.dtype, self.max_len = dtype, max_len
         self.vocab_size: int | None = arch.vocab_size
+        self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
+        # Rounded to the dtype, as in training.
+        self._embed_scale = float(backend.get(backend.put(np.float32([arch.embed_scale]), dtype))[0])
 
     @classmethod
-    def load(
-        cls, path: str | Path, backend: ArrayBackend, *, dtype: str | None = None, max_model_len: int | None = None
+    def build(
+        cls,
+        arch: Arch,
+        tensors: Mapping[str, HostArray],
+        backend: ArrayBackend,
+        *,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
     ) -> Decoder:
-        """The model in a directory of Hugging Face layout: config.json and safetensors.
+        """The model of a description and its tensors by canonical name.
 
         dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for;
-        None: what the model was trained for. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError,
-        UnsupportedOperation for a dtype that the library lacks.
+        None: what the model was trained for. Raises ConfigError, UnsupportedOperation for a dtype that the library
+        lacks.
         """
-        arch, checkpoint = load_arch(path), Checkpoint(path)
-        checkpoint.check(*tensor_shapes(arch))
-        max_len, dtype = arch.max_positions if max_model_len is None else max_model_len, dtype or "float32"
-        if dtype not in _DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
-        backend.dtype(dtype)  # raises where the library has none
-        if not 1 <= max_len <= arch.max_positions:
-            raise ConfigError(
-                f"max_model_len must be between 1 and {arch.max_positions} (max_position_embeddings of this model); "
-                f"got {max_model_len}."
-            )
-        return cls(arch, _params(arch, checkpoint, backend, dtype, max_len), backend, dtype=dtype, max_len=max_len)
+        dtype, max_len = checked(backend, dtype, max_model_len, arch.max_positions)
+        return cls(arch, _params(arch, tensors, backend, dtype, max_len), backend, dtype=dtype, max_len=max_len)
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch
-        return [Paged(a.kv_heads, a.head_dim, a.head_dim, dtype=self.dtype)] * a.layers
+        return [Paged(a.kv_heads, a.head_dim, a.head_dim, dtype=self.dtype)] * len(a.layers)
 
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
-        b, eps = self.backend, self.arch.rms_eps
+        a, b = self.arch, self.backend
+        h, cache = self.hidden(params, cache, x)
+        logits = b.float32(b.linear(h, params["head"], params.get("head_bias")))
+        if a.logit_divisor != 1.0:
+            logits = logits / a.logit_divisor
+        if a.logit_softcap is not None:
+            logits = b.xp.tanh(logits / a.logit_softcap) * a.logit_softcap
+        return logits, cache
+
+    def hidden(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
+        """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new cache."""
+        a, b = self.arch, self.backend
         h = b.take(params["embed"], x.tok)  # [T, hidden]
-        cos, sin = (b.take(params[name], x.pos)[:, None, :] for name in ("cos", "sin"))  # [T, 1, head_dim / 2]
+        if a.embed_scale != 1.0:
+            h = h * self._embed_scale
+        if a.learned_positions:
+            h = h + b.take(params["positions"], x.pos)
+        turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
         new = []
-        for layer, memory in zip(params["layers"], cache, strict=True):
-            a, memory = self._attend(layer, memory, b.rms_norm(h, layer["attn_norm"], eps), x, cos, sin)
+        for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):
+            turn = None if kind.rope is None else turns[kind.rope]
+            out, memory = self._attend(kind, layer, memory, self._norm(h, layer, "attn_norm"), x, turn)
             new.append(memory)
             if len(new) == len(cache):  # nothing reads the other tokens any more
-                h, a = b.take(h, x.last), b.take(a, x.last)
-            h = h + b.linear(a, layer["o"], layer.get("o_bias"))
-            h = h + self._feed_forward(layer, b.rms_norm(h, layer["mlp_norm"], eps))
-        return b.float32(b.linear(b.rms_norm(h, params["norm"], eps), params["head"])), new
+                h, out = b.take(h, x.last), b.take(out, x.last)
+            out = self._norm(b.linear(out, layer["o"], layer.get("o_bias")), layer, "attn_post_norm")
+            if a.parallel:
+                h = h + out + self._feed_forward(kind, layer, self._norm(h, layer, "mlp_norm"))
+                continue
+            h = h + self._residual(out)
+            out = self._feed_forward(kind, layer, self._norm(h, layer, "mlp_norm"))
+            h = h + self._residual(self._norm(out, layer, "mlp_post_norm"))
+        return self._norm(h, params, "norm"), new
+
+    def _norm(self, h: Array, params: Params, name: str) -> Array:
+        """h normalised, or as it is if there is no such norm."""
+        if name not in params:
+            return h
+        if self.arch.norm == "layer":
+            return self.backend.layer_norm(h, params[name], params[f"{name}_bias"], self.arch.norm_eps)
+        return self.backend.rms_norm(h, params[name], self.arch.norm_eps)
+
+    def _residual(self, out: Array) -> Array:
+        return out if self.arch.residual_scale == 1.0 else out * self.arch.residual_scale
 
     def _attend(
-        self, layer: Params, memory: LayerCache, h: Array, x: StepInputs[Array], cos: Array, sin: Array
+        self,
+        kind: Layer,
+        layer: Params,
+        memory: LayerCache,
+        h: Array,
+        x: StepInputs[Array],
+        turn: list[Array] | None,
     ) -> tuple[Array, LayerCache]:
         """[T, hidden] -> [T, heads * head_dim], before the output projection."""
         a, b = self.arch, self.backend
-        tokens, turned = h.shape[0], a.heads + a.kv_heads
+        tokens, width, turned = h.shape[0], a.heads * a.head_dim, a.heads + a.kv_heads
         qkv = b.linear(h, layer["qkv"], layer.get("qkv_bias"))
+        if a.qk_norm == "all":
+            q, k = qkv[:, :width], qkv[:, width : turned * a.head_dim]
+            q, k = self._norm(q, layer, "q_norm"), self._norm(k, layer, "k_norm")
+            qkv = b.xp.concat([q, k, qkv[:, turned * a.head_dim :]], axis=-1)
         qkv = b.xp.reshape(qkv, (tokens, turned + a.kv_heads, a.head_dim))
-        qk, v = b.rope(qkv[:, :turned, :], cos, sin), qkv[:, turned:, :]  # queries and keys turn together
-        out, memory = b.attend(qk[:, : a.heads, :], qk[:, a.heads :, :], v, memory, x)
-        return b.xp.reshape(out, (tokens, a.heads * a.head_dim)), memory
+        qk, v = qkv[:, :turned, :], qkv[:, turned:, :]
+        if a.qk_norm == "head":
+            q, k = self._norm(qk[:, : a.heads, :], layer, "q_norm"), self._norm(qk[:, a.heads :, :], layer, "k_norm")
+            qk = b.xp.concat([q, k], axis=1)
+        if turn is not None:  # queries and keys together
+            cos, sin = turn
+            dims = 2 * cos.shape[-1]
+            if dims == a.head_dim:
+                qk = b.rope(qk, cos, sin)
+            else:
+                qk = b.xp.concat([b.rope(qk[..., :dims], cos, sin), qk[..., dims:]], axis=-1)
+        special = dict(scale=a.attention_scale, window=kind.window, softcap=a.attention_softcap)
+        special = {name: value for name, value in special.items() if value is not None}
+        out, memory = b.attend(qk[:, : a.heads, :], qk[:, a.heads :, :], v, memory, x, **special)
+        return b.xp.reshape(out, (tokens, width)), memory
 
-    def _feed_forward(self, layer: Params, h: Array) -> Array:
+    def _feed_forward(self, kind: Layer, layer: Params, h: Array) -> Array:
         """[T, hidden] -> [T, hidden]."""
-        b, n = self.backend, self.arch.intermediate
-        gate_up = b.linear(h, layer["gate_up"], layer.get("gate_up_bias"))
-        return b.linear(b.silu(gate_up[:, :n]) * gate_up[:, n:], layer["down"], layer.get("down_bias"))
+        b = self.backend
+        if not kind.experts:
+            inner = self._activate(b.linear(h, layer["gate_up"], layer.get("gate_up_bias")))
+            return b.linear(inner, layer["down"], layer.get("down_bias"))
+        experts = self.arch.experts
+        assert experts is not None
+        odds = b.softmax(b.float32(b.linear(h, layer["router"])))
+        weights, chosen = b.top(odds, experts.per_token)
+        if experts.normalised:
+            weights = weights / b.xp.sum(weights, axis=-1, keepdims=True)
+        return b.experts(h, chosen, weights, layer["gate_up"], layer["down"], self._activate)
+
+    def _activate(self, inner: Array) -> Array:
+        """The hidden units of a feed-forward part from what its projections in give."""
+        act = getattr(self.backend, self.arch.activation)
+        if not self.arch.gated:
+            return act(inner)
+        n = inner.shape[-1] // 2
+        return act(inner[..., :n]) * inner[..., n:]
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
 
-_FUSED = {  # our name -> its parts in the file, one below the other
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
-
-
-def tensor_shapes(arch: Arch) -> tuple[Shapes, Shapes]:
-    """Hugging Face name and shape of the tensors that the files must hold, and of those that they may hold."""
-    a, q, kv = arch, arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    attention = {"q_proj": (q, a.hidden_size), "k_proj": (kv, a.hidden_size), "v_proj": (kv, a.hidden_size)}
-    attention |= {"o_proj": (a.hidden_size, q)}
-    mlp = {"gate_proj": (a.intermediate, a.hidden_size), "up_proj": (a.intermediate, a.hidden_size)}
-    mlp |= {"down_proj": (a.hidden_size, a.intermediate)}
-    embedding = (a.vocab_size, a.hidden_size)
-    required: Shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (a.hidden_size,)}
-    optional: Shapes = {}
-    (optional if a.tied else required)["lm_head.weight"] = embedding
-    for i in range(a.layers):
-        prefix = f"model.layers.{i}."
-        required |= {f"{prefix}{norm}.weight": (a.hidden_size,) for norm in _NORMS.values()}
-        optional[f"{prefix}self_attn.rotary_emb.inv_freq"] = (a.head_dim // 2,)  # old files; we compute it
-        for part, shapes, bias in (("self_attn", attention, a.attention_bias), ("mlp", mlp, a.mlp_bias)):
-            required |= {f"{prefix}{part}.{name}.weight": shape for name, shape in shapes.items()}
-            if bias is not False:
-                wanted = optional if bias is None else required
-                wanted |= {f"{prefix}{part}.{name}.bias": shape[:1] for name, shape in shapes.items()}
-    return required, optional
+def checked(backend: ArrayBackend, dtype: str | None, max_model_len: int | None, longest: int) -> tuple[str, int]:
+    """The dtype and the context to load with. Raises ConfigError, UnsupportedOperation."""
+    dtype = dtype or "float32"
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
+    backend.dtype(dtype)  # raises where the library has none
+    if max_model_len is not None and not 1 <= max_model_len <= longest:
+        raise ConfigError(
+            f"max_model_len must be between 1 and {longest} (max_position_embeddings of this model); "
+            f"got {max_model_len}."
+        )
+    return dtype, longest if max_model_len is None else max_model_len
 
 
-def _params(arch: Arch, files: Mapping[str, HostArray], backend: ArrayBackend, dtype: str, max_len: int) -> Params:
-    b = backend
-    embed = files["model.embed_tokens.weight"]
-    head = b.put_weight(embed if arch.tied else files["lm_head.weight"], dtype)
+_NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+_FUSED = {"qkv": ("q", "k", "v"), "o": (), "gate_up": ("gate", "up"), "down": ()}  # ours -> parts, one below the other
+
+
+def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
+    embed = files["embed.weight"]
+    head = b.put_weight(embed if arch.tied else files["head.weight"], dtype)
     shared = arch.tied and head.shape == embed.shape  # else the backend keeps weights in a form without rows
-    cos, sin = rope_tables(arch, max_len)
-    return {
-        "embed": head if shared else b.put(embed, dtype),
-        "head": head,
-        "norm": b.put(files["model.norm.weight"], dtype),
-        "cos": b.put(cos, dtype),
-        "sin": b.put(sin, dtype),
-        "layers": [_layer(files, f"model.layers.{i}.", b, dtype) for i in range(arch.layers)],
-    }
+    params: Params = {"embed": head if shared else b.put(embed, dtype), "head": head}
+    del embed
+    if arch.head_bias:
+        params["head_bias"] = b.put(files["head.bias"], dtype)
+    if arch.learned_positions:
+        params["positions"] = b.put(files["positions.weight"][:max_len], dtype)
+    params["ropes"] = [tuple(b.put(t, dtype) for t in tables(rope, max_len)) for rope in arch.ropes]
+    _put_norm(params, "norm", arch, files, "norm", b, dtype)
+    params["layers"] = [_layer(arch, layer, files, f"layers.{i}.", b, dtype) for i, layer in enumerate(arch.layers)]
+    return params
 
 
-def _layer(files: Mapping[str, HostArray], prefix: str, b: ArrayBackend, dtype: str) -> Params:
-    layer = {ours: b.put(files[f"{prefix}{name}.weight"], dtype) for ours, name in _NORMS.items()}
+def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: ArrayBackend, dtype: str) -> Params:
+    layer: Params = {}
+    for name in _NORMS:
+        if f"{at}{name}.weight" in files:
+            _put_norm(layer, name, arch, files, f"{at}{name}", b, dtype)
     for ours, parts in _FUSED.items():
-        weights = [files[f"{prefix}{part}.weight"] for part in parts]
-        layer[ours] = b.put_weight(np.concatenate(weights), dtype)
-        names = [f"{prefix}{part}.bias" for part in parts]
-        if any(name in files for name in names):
+        if kind.experts and ours in ("gate_up", "down"):
+            continue
+        names = [f"{at}{n}" for n in ((ours,) if f"{at}{ours}.weight" in files else parts)]
+        names = [n for n in names if f"{n}.weight" in files]  # without a gate, `up` is alone
+        weights = [files[f"{n}.weight"] for n in names]
+        if any(f"{n}.bias" in files for n in names):
             biases = [
-                files[n] if n in files else np.zeros(len(w), w.dtype) for n, w in zip(names, weights, strict=True)
+                files[f"{n}.bias"] if f"{n}.bias" in files else np.zeros(len(w), w.dtype)
+                for n, w in zip(names, weights, strict=True)
             ]
             layer[f"{ours}_bias"] = b.put(np.concatenate(biases), dtype)
+        layer[ours] = b.put_weight(weights[0] if len(weights) == 1 else np.concatenate(weights), dtype)
+    if kind.experts:
+        gate, up = files[f"{at}experts.gate.weight"], files[f"{at}experts.up.weight"]
+        layer["router"] = b.put_weight(files[f"{at}router.weight"], dtype)
+        layer["gate_up"] = [b.put_weight(np.concatenate(pair), dtype) for pair in zip(gate, up, strict=True)]
+        layer["down"] = [b.put_weight(w, dtype) for w in files[f"{at}experts.down.weight"]]
     return layer
 
 
-def rope_tables(arch: Arch, length: int) -> tuple[HostArray, HostArray]:
-    """Cosine and sine of the rotary angles of positions 0 to length - 1: float32 [length, head_dim / 2]."""
-    pairs = np.arange(0, arch.head_dim, 2, dtype=np.float64) / arch.head_dim
-    frequencies = _stretched(arch.rope_theta**-pairs, arch.rope_scaling)
-    # In float32, although float64 would be closer to the formula: models are trained with float32 angles.
-    angles = np.outer(np.arange(length, dtype=np.float32), frequencies.astype(np.float32))
-    return np.cos(angles), np.sin(angles)
-
-
-def _stretched(f: HostArray, scaling: LinearScaling | Llama3Scaling | None) -> HostArray:
-    if scaling is None:
-        return f
-    if isinstance(scaling, LinearScaling):
-        return f / scaling.factor
-    s, turns = scaling, scaling.original_context * f / (2 * math.pi)  # turns within the original context
-    kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0, 1)
-    return kept * f + (1 - kept) * f / s.factor
+def _put_norm(
+    params: Params, name: str, arch: Arch, files: Mapping[str, HostArray], theirs: str, b: ArrayBackend, dtype: str
+) -> None:
+    weight = files[f"{theirs}.weight"]
+    params[name] = b.put(weight + np.float32(1) if arch.norm_plus_one else weight, dtype)
+    if f"{theirs}.bias" in files:
+        params[f"{name}_bias"] = b.put(files[f"{theirs}.bias"], dtype)

@@ -67,6 +67,19 @@ class CachedModel(Protocol[T]):
         ...
 
 
+class LanguageModel(CachedModel[T], Protocol[T]):
+    """A cached model with what `LLM` needs to know besides; what `load_model` gives.
+
+    dtype: name of the one it computes in. max_len: the longest sequence. bos_ids, eos_ids: ids that begin and end a
+    text, perhaps none.
+    """
+
+    dtype: str
+    max_len: int
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+
+
 class Feedforward(Protocol[T]):
     """One input, one output, no sequence; may be `async def`."""
 

@@ -355,6 +355,32 @@ class ArrayBackend:
         e = self.xp.exp(x - self.xp.max(x, axis=-1, keepdims=True))
         return e / self.xp.sum(e, axis=-1, keepdims=True)
 
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        into: Sequence[Array],
+        out: Sequence[Array],
+        act: Callable[[Array], Array],
+    ) -> Array:
+        """A mixture of experts (Shazeer et al. 2017): sum over e of weight_e * out_e(act(into_e(x))): [T, hidden].
+
+        x [T, hidden]; chosen, weights [T, k]: the experts of each token and what they count; into, out: for each expert
+        a weight from `put_weight`, [inner, hidden] and [hidden, inner / 2 or inner]; act: between the two.
+        """
+        y = self.xp.zeros_like(x)
+        for e, (w_in, w_out) in enumerate(zip(into, out, strict=True)):
+            share = self.xp.where(chosen == e, weights, self.xp.zeros_like(weights))
+            share = self.xp.astype(self.xp.sum(share, axis=-1, keepdims=True), x.dtype, copy=False)  # 0: not chosen
+            if self.static_shapes:
+                y = y + self.linear(act(self.linear(x, w_in)), w_out) * share
+            elif len(rows := np.flatnonzero(self.get(share))):  # only the tokens that chose it
+                rows = self.put(rows.astype(np.int32))
+                part = self.linear(act(self.linear(self.take(x, rows), w_in)), w_out) * self.take(share, rows)
+                y = self.scatter_rows(y, rows, self.take(y, rows) + part)
+        return y
+
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
         """The k largest of each row of x [n, m], largest first, and their places: [n, k] and integers [n, k].
 
@@ -373,6 +399,19 @@ class ArrayBackend:
         half = x.shape[-1] // 2
         a, b = x[..., :half], x[..., half:]
         return self.xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def scan(
+        self, step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, over: tuple[Array, ...]
+    ) -> tuple[Array, Array]:
+        """`state, y = step(state, (one row of each array))` for each of the first axis' rows in turn.
+
+        over: arrays [S, ...], S >= 1. Returns the last state and all y, [S, ...].
+        """
+        outputs = []
+        for i in range(over[0].shape[0]):
+            state, y = step(state, tuple(t[i, ...] for t in over))
+            outputs.append(y)
+        return state, self.xp.stack(outputs)
 
     # ---- execution ---------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hibachi.errors import ConfigError, InvalidModelFiles, UnsupportedOperation
-from hibachi.model.decoder import Decoder
+from hibachi.model.registry import load_model
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.cache import StepInputs
 from hibachi.tensor.numpy_backend import NumpyBackend
@@ -119,7 +119,7 @@ def cache_of(model, dtype="float32"):
 @pytest.fixture
 def run(reference, library):
     """Runs steps of a loaded model, keeping its cache: run(rows, last) -> logits."""
-    model = Decoder.load(reference[1], library)
+    model = load_model(reference[1], library)
     step = library.compile(model.step, donate=(1,))
     cache = cache_of(model)
 
@@ -177,13 +177,13 @@ def plain(tmp_path_factory):
 
 
 def test_a_tied_head_is_the_embedding_itself(tmp_path):
-    model = Decoder.load(save("tied, wide heads", tmp_path)[1], TorchBackend("cpu"))
+    model = load_model(save("tied, wide heads", tmp_path)[1], TorchBackend("cpu"))
     assert model.params["head"] is model.params["embed"]
 
 
 def test_the_step_is_pure(plain):
     b = NumpyBackend()
-    model = Decoder.load(plain, b)
+    model = load_model(plain, b)
     params, model.params = model.params, None
     cache = cache_of(model)
     logits, after = model.step(params, cache, pack(b, [(0, 0, np.arange(5))]))
@@ -194,7 +194,7 @@ def test_the_step_is_pure(plain):
 def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
     logits = []
     for dtype in ("float32", "bfloat16"):
-        model = Decoder.load(plain, library, dtype=dtype)
+        model = load_model(plain, library, dtype=dtype)
         cache = cache_of(model, dtype="float16")  # the model's own wish wins
         step = library.compile(model.step)
         with library.guard():
@@ -207,20 +207,20 @@ def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
 
 
 def test_a_shorter_context_needs_smaller_tables(plain):
-    assert Decoder.load(plain, NumpyBackend(), max_model_len=7).params["cos"].shape == (7, 4)
-    assert Decoder.load(plain, NumpyBackend()).max_len == SHAPES["max_position_embeddings"]
+    assert load_model(plain, NumpyBackend(), max_model_len=7).params["ropes"][0][0].shape == (7, 4)
+    assert load_model(plain, NumpyBackend()).max_len == SHAPES["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("length", [0, -1, 65])
 def test_a_context_that_the_model_does_not_have_is_refused(plain, length):
     with pytest.raises(ConfigError, match=f"between 1 and 64.*got {length}"):
-        Decoder.load(plain, NumpyBackend(), max_model_len=length)
+        load_model(plain, NumpyBackend(), max_model_len=length)
 
 
 @pytest.mark.parametrize("dtype, error", [("int8", ConfigError), ("bfloat16", UnsupportedOperation)])
 def test_a_dtype_that_cannot_be_computed_with_is_refused(plain, dtype, error):
     with pytest.raises(error, match=dtype):
-        Decoder.load(plain, NumpyBackend(), dtype=dtype)
+        load_model(plain, NumpyBackend(), dtype=dtype)
 
 
 def test_biases_are_recognised_by_their_presence(tmp_path):
@@ -228,7 +228,7 @@ def test_biases_are_recognised_by_their_presence(tmp_path):
     config = json.loads((path / "config.json").read_text())
     del config["attention_bias"], config["mlp_bias"]
     (path / "config.json").write_text(json.dumps(config))
-    assert "qkv_bias" in Decoder.load(path, NumpyBackend()).params["layers"][0]
+    assert "qkv_bias" in load_model(path, NumpyBackend()).params["layers"][0]
 
 
 def test_biases_that_the_config_denies_are_refused(tmp_path):
@@ -236,7 +236,7 @@ def test_biases_that_the_config_denies_are_refused(tmp_path):
     config = json.loads((path / "config.json").read_text()) | {"mlp_bias": False}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidModelFiles, match=r"mlp\.down_proj\.bias .* not part of this architecture"):
-        Decoder.load(path, NumpyBackend())
+        load_model(path, NumpyBackend())
 
 
 def test_weights_of_another_size_are_refused_with_every_name(plain, tmp_path):
@@ -244,7 +244,7 @@ def test_weights_of_another_size_are_refused_with_every_name(plain, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((plain / "model.safetensors").read_bytes())
     with pytest.raises(InvalidModelFiles) as e:
-        Decoder.load(tmp_path, NumpyBackend())
+        load_model(tmp_path, NumpyBackend())
     text = str(e.value)
     assert "model.layers.0.mlp.down_proj.weight has shape (32, 40), expected (32, 48)" in text
     assert "model.layers.2.input_layernorm.weight is missing (expected shape (32,))" in text

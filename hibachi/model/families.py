@@ -1,0 +1,470 @@
+"""The architectures that we know: for each, where config.json and the weights depart from Llama's.
+
+A family is data: `fields` says what an `Arch` is filled with, `weights` how the file calls our canonical names. Both
+are written as differences from those of Llama, which most models share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import UnknownArchitecture
+from hibachi.model.arch import Arch, Experts, Layer
+from hibachi.model.fields import Config, Fields, contradiction
+from hibachi.model.rope import HostArray, read_rope
+
+WEIGHTS: Mapping[str, str | None] = {
+    "embed": "embed_tokens",
+    "norm": "norm",
+    "head": "/lm_head",  # a slash: not below the prefix
+    "layers": "layers.",
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Canonical name -> name in the file, below the family's prefix, for a block below "layers.<number>."."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture's files are read.
+
+    model_type: what config.json calls it. fields: field of `Arch` -> its value, or a function of the config's `Fields`
+    that gives it. weights: canonical name -> name in the file (see `WEIGHTS`), or a function of `Fields` that gives
+    such a mapping; a name that is None is not in the file.
+    prefix: of all names but those with a slash; files of the bare model go without it.
+    transposed: canonical names of matrices stored as [in, out]. reordered: canonical name -> function of (array, Arch)
+    that gives the array in the canonical order. skipped: the ends of names of tensors that we have no use for.
+    refused: config field -> its only value that we support.
+    """
+
+    model_type: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, str | None] | Callable[[Fields], Mapping[str, str | None]] = field(default_factory=dict)
+    prefix: str = "model."
+    transposed: frozenset[str] = frozenset()
+    reordered: Mapping[str, Callable[[HostArray, Arch], HostArray]] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, config: Config) -> Arch:
+        """The description in the contents of a config.json.
+
+        Raises UnknownArchitecture for a variant that we do not compute, InvalidModelFiles for a field that is missing,
+        of the wrong type or in contradiction to another.
+        """
+        c = Fields(config)
+        if config.get("quantization_config"):
+            method = c.inside("quantization_config").get("quant_method", default="unknown")
+            raise UnknownArchitecture(
+                f"config.json: the weights are quantized (quant_method {method!r}); expected float32, float16 or "
+                f"bfloat16 weights. Use the original, unquantized model."
+            )
+        for name, only in self.refused.items():
+            if (found := c.get(name, default=only)) != only:
+                raise c.unknown(name, found, [only])
+        return _arch(c, self.fields)
+
+    def names(self, config: Config) -> dict[str, str]:
+        """Canonical name -> name in the file, without those that the file does not have."""
+        own = self.weights(Fields(config)) if callable(self.weights) else self.weights
+        return {ours: name for ours, name in {**WEIGHTS, **own}.items() if name is not None}
+
+
+# ---- fields --------------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _arch(c: Fields, own: Mapping[str, Any]) -> Arch:
+    """Llama's reading of a config, with a family's own fields in place of some."""
+
+    def take(name: str, usual: Callable[[], Any]) -> Any:
+        if name not in own:
+            return usual()
+        value = own[name]
+        return value(c) if callable(value) else value
+
+    hidden, heads = c.count("hidden_size", "n_embd"), c.count("num_attention_heads", "n_head")
+    kv_heads = take("kv_heads", lambda: c.count("num_key_value_heads", default=heads))
+    if heads % kv_heads:
+        raise contradiction(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    if c.get("head_dim") is None and hidden % heads:
+        raise contradiction(
+            f"without head_dim, hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})"
+        )
+    head_dim, vocab_size = c.count("head_dim", default=hidden // heads), c.count("vocab_size")
+    values: dict[str, Any] = dict(
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        layers=take("layers", lambda: (Layer(),) * layers_of(c)),
+        ropes=take("ropes", lambda: (read_rope(c, head_dim),)),
+        intermediate=take("intermediate", lambda: c.count("intermediate_size")),
+        max_positions=c.count("max_position_embeddings", "n_positions"),
+        norm_eps=c.number("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"),
+        activation=take("activation", lambda: activation(c)),
+        tied=take("tied", lambda: bool(c.flag("tie_word_embeddings"))),
+        attention_bias=take("attention_bias", lambda: c.flag("attention_bias")),
+        mlp_bias=take("mlp_bias", lambda: c.flag("mlp_bias")),
+        bos_ids=c.ids("bos_token_id", vocab_size),
+        eos_ids=c.ids("eos_token_id", vocab_size),
+    )
+    others = {name: take(name, lambda: None) for name in own if name not in values}
+    return Arch(**values, **others)
+
+
+def layers_of(c: Fields) -> int:
+    return c.count("num_hidden_layers", "n_layer")
+
+
+def activation(c: Fields) -> str:
+    found = c.get("hidden_activation", "hidden_act", "activation_function", "activation", default="silu")
+    if found not in _ACTIVATIONS:
+        raise c.unknown("hidden_act", found, sorted(_ACTIVATIONS))
+    return _ACTIVATIONS[found]
+
+
+def tied_unless_told(c: Fields) -> bool:
+    return c.flag("tie_word_embeddings", default=True) is True
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+def windowed(c: Fields, *, slides: Callable[[int], bool] = lambda i: True) -> list[int | None]:
+    """The window of each layer. slides: which layers have one, where the file has no layer_types."""
+    n, window = layers_of(c), c.optional_count("sliding_window")
+    types = c.each("layer_types", n, ("full_attention", "sliding_attention"))
+    if types is not None:
+        if "sliding_attention" in types and window is None:
+            raise contradiction("layer_types names sliding_attention, but there is no sliding_window")
+        return [window if t == "sliding_attention" else None for t in types]
+    return [window if slides(i) else None for i in range(n)]
+
+
+def sliding(c: Fields) -> tuple[Layer, ...]:
+    """A window, if there is one, on every layer."""
+    return tuple(Layer(window=w) for w in windowed(c))
+
+
+def sliding_if_used(c: Fields) -> tuple[Layer, ...]:
+    """Qwen: a window only with use_sliding_window, and by default not in the first max_window_layers."""
+    if not c.flag("use_sliding_window"):
+        return (Layer(),) * layers_of(c)
+    first = c.get("max_window_layers", default=0)
+    return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i >= first))
+
+
+def _gemma2_layers(c: Fields) -> tuple[Layer, ...]:
+    return tuple(Layer(window=w) for w in windowed(c, slides=lambda i: i % 2 == 0))
+
+
+def _gemma3_layers(c: Fields) -> tuple[Layer, ...]:
+    every = c.count("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    windows = windowed(c, slides=lambda i: (i + 1) % every != 0)
+    return tuple(Layer(window=w, rope=0 if w is None else 1) for w in windows)
+
+
+def _gemma3_ropes(c: Fields) -> tuple[Any, ...]:
+    """The global frequencies and those of layers with a window, which are never stretched."""
+    head_dim = c.count("head_dim")
+    theta = c.number("rope_local_base_freq", default=10000.0)
+    if "sliding_attention" in c.inside("rope_parameters").config:
+        local = read_rope(c, head_dim, theta=theta, layer_type="sliding_attention")
+    else:
+        local = read_rope(Fields({"rope_theta": theta}), head_dim)
+    return read_rope(c, head_dim, theta=1e6, layer_type="full_attention"), local
+
+
+def _smollm3_layers(c: Fields) -> tuple[Layer, ...]:
+    n, every = layers_of(c), c.count("no_rope_layer_interval", default=4)
+    turns = c.each("no_rope_layers", n, (0, 1)) or [int((i + 1) % every != 0) for i in range(n)]
+    windows = windowed(c) if c.flag("use_sliding_window") else [None] * n
+    return tuple(Layer(window=w, rope=0 if t else None) for w, t in zip(windows, turns, strict=True))
+
+
+def _qwen3_moe_layers(c: Fields) -> tuple[Layer, ...]:
+    dense, every = c.get("mlp_only_layers", default=[]), c.count("decoder_sparse_step", default=1)
+    if not isinstance(dense, list):
+        raise c.wrong(("mlp_only_layers",), "a list of layers", dense)
+    return tuple(
+        Layer(window=layer.window, experts=i not in dense and (i + 1) % every == 0)
+        for i, layer in enumerate(sliding_if_used(c))
+    )
+
+
+def _all_experts(c: Fields) -> tuple[Layer, ...]:
+    return tuple(Layer(window=w, experts=True) for w in windowed(c))
+
+
+def experts(c: Fields, *, normalised: bool = True) -> Experts:
+    count, per_token = c.count("num_experts", "num_local_experts"), c.count("num_experts_per_tok")
+    if per_token > count:
+        raise contradiction(f"num_experts_per_tok ({per_token}) must not exceed the number of experts ({count})")
+    return Experts(count, per_token, c.count("moe_intermediate_size", "intermediate_size"), normalised)
+
+
+def _query_scale(c: Fields) -> float | None:
+    return None if (s := c.optional_number("query_pre_attn_scalar")) is None else s**-0.5
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+def by_group(w: HostArray, arch: Arch) -> HostArray:
+    """Rows of queries, keys and values as [q; k; v], from groups of the queries, the key and the value of a key head.
+
+    GPT-NeoX and Falcon store them so; with a single key head both orders are the same.
+    """
+    group = arch.heads // arch.kv_heads
+    w = w.reshape(arch.kv_heads, group + 2, arch.head_dim, *w.shape[1:])
+    parts = w[:, :group], w[:, group : group + 1], w[:, group + 1 :]
+    return np.concatenate([p.reshape(-1, *w.shape[3:]) for p in parts])
+
+
+_FUSED_QKV: Mapping[str, str | None] = {"q": None, "k": None, "v": None}
+_UNGATED: Mapping[str, str | None] = {"gate": None}
+_QK_NORM: Mapping[str, str | None] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_FOUR_NORMS: Mapping[str, str | None] = {
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "router": "mlp.gate",
+    "experts.gate": "mlp.experts.{}.gate_proj",
+    "experts.up": "mlp.experts.{}.up_proj",
+    "experts.down": "mlp.experts.{}.down_proj",
+}
+
+
+def _falcon_weights(c: Fields) -> Mapping[str, str | None]:
+    two_norms = c.flag("new_decoder_architecture") and c.get("num_ln_in_parallel_attn", default=2) == 2
+    after = "input_layernorm" if c.flag("parallel_attn", default=True) else "post_attention_layernorm"
+    return {
+        **_FUSED_QKV,
+        **_UNGATED,
+        "embed": "word_embeddings",
+        "norm": "ln_f",
+        "layers": "h.",
+        "attn_norm": "ln_attn" if two_norms else "input_layernorm",
+        "mlp_norm": "ln_mlp" if two_norms else after,
+        "qkv": "self_attention.query_key_value",
+        "o": "self_attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    }
+
+
+def _falcon_kv_heads(c: Fields) -> int:
+    heads = c.count("num_attention_heads", "n_head")
+    if c.flag("new_decoder_architecture"):
+        return c.count("num_kv_heads", "n_head_kv", default=heads)
+    return 1 if c.flag("multi_query", default=True) else heads
+
+
+# ---- the list ------------------------------------------------------------------------------------------------------
+
+_GEMMA = dict(
+    norm_plus_one=True,
+    embed_scale=lambda c: math.sqrt(c.count("hidden_size")),
+    tied=tied_unless_told,
+)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama"),
+    "MistralForCausalLM": Family("mistral", fields=dict(layers=sliding)),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        fields=dict(layers=_all_experts, experts=experts),
+        weights={
+            "router": "block_sparse_moe.gate",
+            "experts.gate": "block_sparse_moe.experts.{}.w1",
+            "experts.up": "block_sparse_moe.experts.{}.w3",
+            "experts.down": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", fields=dict(layers=sliding_if_used)),
+    "Qwen3ForCausalLM": Family("qwen3", fields=dict(layers=sliding_if_used, qk_norm="head"), weights=_QK_NORM),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        fields=dict(
+            layers=_qwen3_moe_layers,
+            experts=lambda c: experts(c, normalised=c.flag("norm_topk_prob") is True),
+            qk_norm="head",
+        ),
+        weights={**_QK_NORM, **_EXPERTS},
+    ),
+    "GemmaForCausalLM": Family("gemma", fields=dict(**_GEMMA, activation="gelu_tanh")),  # whatever hidden_act says
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        fields=dict(
+            **_GEMMA,
+            layers=_gemma2_layers,
+            norms="both",
+            attention_scale=_query_scale,
+            attention_softcap=lambda c: c.optional_number("attn_logit_softcapping"),
+            logit_softcap=lambda c: c.optional_number("final_logit_softcapping"),
+        ),
+        weights=_FOUR_NORMS,
+        refused={"use_bidirectional_attention": False},
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        fields=dict(
+            **_GEMMA,
+            layers=_gemma3_layers,
+            ropes=_gemma3_ropes,
+            norms="both",
+            qk_norm="head",
+            attention_scale=_query_scale,
+            attention_softcap=lambda c: c.optional_number("attn_logit_softcapping"),
+            logit_softcap=lambda c: c.optional_number("final_logit_softcapping"),
+        ),
+        weights={**_FOUR_NORMS, **_QK_NORM},
+        refused={"use_bidirectional_attention": False},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        fields=dict(layers=sliding),
+        weights={
+            **_FUSED_QKV,
+            **_UNGATED,
+            "up": None,
+            "qkv": "self_attn.qkv_proj",
+            "gate_up": "mlp.gate_up_proj",
+        },
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        fields=dict(norms="after", qk_norm="all"),
+        weights={
+            **_QK_NORM,
+            "attn_norm": None,
+            "mlp_norm": None,
+            "attn_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        fields=dict(
+            attention_scale=lambda c: c.number("attention_multiplier", default=1.0),
+            embed_scale=lambda c: c.number("embedding_multiplier", default=1.0),
+            residual_scale=lambda c: c.number("residual_multiplier", default=1.0),
+            logit_divisor=lambda c: c.number("logits_scaling", default=1.0),
+        ),
+    ),
+    "SmolLM3ForCausalLM": Family("smollm3", fields=dict(layers=_smollm3_layers, tied=tied_unless_told)),
+    "GPTNeoXForCausalLM": Family(
+        "gpt_neox",
+        fields=dict(
+            norm="layer",
+            gated=False,
+            parallel=lambda c: c.flag("use_parallel_residual", default=True) is True,
+            ropes=lambda c: (
+                read_rope(
+                    Fields({"rotary_pct": 0.25, **c.config}), c.count("hidden_size") // c.count("num_attention_heads")
+                ),
+            ),
+        ),
+        prefix="gpt_neox.",
+        weights={
+            **_FUSED_QKV,
+            **_UNGATED,
+            "embed": "embed_in",
+            "norm": "final_layer_norm",
+            "head": "/embed_out",
+            "qkv": "attention.query_key_value",
+            "o": "attention.dense",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+        reordered={"qkv": by_group},
+        skipped=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        fields=dict(
+            norm="layer",
+            gated=False,
+            learned_positions=True,
+            ropes=(),
+            layers=lambda c: (Layer(rope=None),) * layers_of(c),
+            intermediate=lambda c: c.count("n_inner", default=4 * c.count("n_embd")),
+            activation=lambda c: activation(Fields({"activation_function": "gelu_new", **c.config})),
+            tied=tied_unless_told,
+        ),
+        prefix="transformer.",
+        weights={
+            **_FUSED_QKV,
+            **_UNGATED,
+            "embed": "wte",
+            "positions": "wpe",
+            "norm": "ln_f",
+            "layers": "h.",
+            "attn_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "qkv": "attn.c_attn",
+            "o": "attn.c_proj",
+            "up": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        },
+        transposed=frozenset({"qkv", "o", "up", "down"}),
+        skipped=("attn.bias", "attn.masked_bias"),
+        refused={"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False},
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        fields=dict(
+            layers=sliding,
+            norm="layer",
+            gated=False,
+            activation=lambda c: activation(Fields({"hidden_act": "gelu_pytorch_tanh", **c.config})),
+            attention_bias=lambda c: c.flag("use_bias", default=True),
+            mlp_bias=lambda c: c.flag("use_bias", default=True),
+            tied=tied_unless_told,
+        ),
+        weights={**_UNGATED, "up": "mlp.c_fc", "down": "mlp.c_proj"},
+    ),
+    "FalconForCausalLM": Family(
+        "falcon",
+        fields=dict(
+            norm="layer",
+            gated=False,
+            kv_heads=_falcon_kv_heads,
+            parallel=lambda c: bool(c.flag("new_decoder_architecture") or c.flag("parallel_attn", default=True)),
+            intermediate=lambda c: c.count("ffn_hidden_size", default=4 * c.count("hidden_size")),
+            activation=lambda c: activation(Fields({"activation": "gelu", **c.config})),
+            attention_bias=lambda c: c.flag("bias", default=False),
+            mlp_bias=lambda c: c.flag("bias", default=False),
+            tied=tied_unless_told,
+        ),
+        prefix="transformer.",
+        weights=_falcon_weights,
+        reordered={"qkv": by_group},
+        refused={"alibi": False},
+    ),
+}
+"""Class in `architectures` of config.json -> its family."""

@@ -1,0 +1,235 @@
+"""Mamba (Gu & Dao 2023): a language model whose layers remember two small states a request instead of keys and values.
+
+An example of the rung for recurrent models: `cache_spec` names the states, `step` gets those of its rows and returns
+the new ones; a request costs the same memory however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import InvalidModelFiles
+from hibachi.model.decoder import Params, checked
+from hibachi.model.fields import Config, Fields
+from hibachi.model.files import ModelFiles
+from hibachi.model.rope import HostArray
+from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
+from hibachi.tensor.cache import CacheSpec, State, StepInputs
+
+_NO_LIMIT = 2**20  # tokens: the model has none of its own
+
+
+@dataclass(frozen=True, slots=True)
+class MambaArch:
+    """A Mamba in numbers."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+    inner: int
+    """Channels inside a layer."""
+    state_size: int
+    """Numbers that a channel remembers."""
+    kernel: int
+    """How many tokens the convolution of a channel sees."""
+    rank: int
+    """Width of the bottleneck from which the time step of each channel is computed."""
+    layers: int
+    """Number of layers."""
+    vocab_size: int
+    """Number of token ids, which is the number of logits."""
+    norm_eps: float
+    """What RMSNorm adds to the mean square."""
+    conv_bias: bool
+    """The convolution has a bias."""
+    bias: bool
+    """The projections in and out have biases."""
+    tied: bool
+    """The output head is the embedding matrix."""
+    bos_ids: tuple[int, ...] = ()
+    """Ids that begin a text."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids that end a text."""
+
+
+def read_arch(config: Config) -> MambaArch:
+    """The description in a config.json. Raises UnknownArchitecture, InvalidModelFiles."""
+    c = Fields(config)
+    if (act := c.get("hidden_act", default="silu")) != "silu":
+        raise c.unknown("hidden_act", act, ["silu"])
+    hidden, vocab_size = c.count("hidden_size", "d_model"), c.count("vocab_size")
+    rank = c.get("time_step_rank", default="auto")
+    return MambaArch(
+        hidden_size=hidden,
+        inner=c.count("intermediate_size", "d_inner", default=c.count("expand", default=2) * hidden),
+        state_size=c.count("state_size", default=16),
+        kernel=c.count("conv_kernel", default=4),
+        rank=-(-hidden // 16) if rank == "auto" else c.count("time_step_rank"),
+        layers=c.count("num_hidden_layers", "n_layer"),
+        vocab_size=vocab_size,
+        norm_eps=c.number("layer_norm_epsilon", default=1e-5),
+        conv_bias=c.flag("use_conv_bias", default=True) is True,
+        bias=c.flag("use_bias", default=False) is True,
+        tied=c.flag("tie_word_embeddings", default=True) is True,
+        bos_ids=c.ids("bos_token_id", vocab_size),
+        eos_ids=c.ids("eos_token_id", vocab_size),
+    )
+
+
+class Mamba:
+    """A `CachedModel` with two states a layer: the last inputs of the convolution, and what the channels remember.
+
+    params: embed, head [vocab, hidden], norm [hidden], and for each of `layers`: norm [hidden], in_proj [2 * inner,
+    hidden], conv [kernel, inner], x_proj [rank + 2 * state_size, inner], dt_proj [inner, rank], decay [inner,
+    state_size] (negative rates), skip [inner], out_proj [hidden, inner], and the biases that the model has.
+    """
+
+    model_type = "mamba"
+
+    def __init__(self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
+        self.arch, self.params, self.backend = arch, params, backend
+        self.dtype, self.max_len = dtype, max_len
+        self.vocab_size: int | None = arch.vocab_size
+        self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
+
+    @classmethod
+    def load(
+        cls, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None = None, max_model_len: int | None = None
+    ) -> Mamba:
+        arch = read_arch(files.config)
+        dtype, max_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
+        if files.gguf is None:
+            checkpoint = files.checkpoint()
+            required, optional = _shapes(arch, _NAMES)
+            checkpoint.check(required, optional)
+            return cls(arch, _params(arch, checkpoint, _NAMES, backend, dtype), backend, dtype=dtype, max_len=max_len)
+        tensors = files.gguf
+        required, _ = _shapes(arch, _CANONICAL)
+        if lost := [name for name in required if name not in tensors]:
+            raise InvalidModelFiles(f"{files.path} lacks tensors: {', '.join(lost[:8])}. Download it again.")
+        return cls(arch, _params(arch, tensors, _CANONICAL, backend, dtype), backend, dtype=dtype, max_len=max_len)
+
+    def cache_spec(self) -> CacheSpec:
+        a = self.arch
+        # What the channels remember is summed up over the whole text, so it is kept in float32.
+        return [State((a.kernel - 1, a.inner), self.dtype), State((a.inner, a.state_size), "float32")] * a.layers
+
+    def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
+        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new states."""
+        b, eps = self.backend, self.arch.norm_eps
+        rows = x.row.shape[0]
+        h = b.take(params["embed"], b.xp.reshape(x.tok, (rows, -1)))  # [B, S, hidden]
+        new: list[LayerCache] = []
+        for layer, past, state in zip(params["layers"], cache[::2], cache[1::2], strict=True):
+            out, past, state = self._mix(layer, past, state, b.rms_norm(h, layer["norm"], eps))
+            h, new = h + out, [*new, past, state]
+        h = b.take(b.xp.reshape(h, (-1, h.shape[-1])), x.last)
+        return b.float32(b.linear(b.rms_norm(h, params["norm"], eps), params["head"])), new
+
+    def _mix(self, layer: Params, past: Array, state: Array, h: Array) -> tuple[Array, Array, Array]:
+        """[B, S, hidden] -> the same, and the new states."""
+        a, b, xp = self.arch, self.backend, self.backend.xp
+        tokens = h.shape[1]
+        both = b.linear(h, layer["in_proj"], layer.get("in_proj_bias"))
+        u, gate = both[..., : a.inner], both[..., a.inner :]
+        seen = xp.concat([past, u], axis=1)  # [B, kernel - 1 + S, inner]
+        u = sum(
+            (seen[:, i : i + tokens, :] * layer["conv"][i, :] for i in range(1, a.kernel)),
+            seen[:, :tokens, :] * layer["conv"][0, :],
+        )
+        u = b.silu(u + layer["conv_bias"] if "conv_bias" in layer else u)
+        chosen = b.linear(u, layer["x_proj"])
+        dt = b.float32(b.linear(chosen[..., : a.rank], layer["dt_proj"], layer["dt_proj_bias"]))
+        dt = xp.log1p(xp.exp(-xp.abs(dt))) + xp.clip(dt, min=0.0)  # softplus
+        write = b.float32(chosen[..., a.rank : a.rank + a.state_size])
+        read = b.float32(chosen[..., a.rank + a.state_size :])
+        u32, decay = b.float32(u), layer["decay"]
+
+        def advance(state: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
+            """One token of each row: state [B, inner, state_size]; dt, u [B, inner]; write, read [B, state_size]."""
+            dt, u, write, read = now
+            kept = state * xp.exp(dt[:, :, None] * decay)
+            state = kept + (dt * u)[:, :, None] * write[:, None, :]
+            return state, xp.sum(state * read[:, None, :], axis=-1)
+
+        over_time = tuple(xp.permute_dims(t, (1, 0, 2)) for t in (dt, u32, write, read))
+        state, y = b.scan(advance, state, over_time)
+        y = xp.permute_dims(y, (1, 0, 2)) + u32 * layer["skip"]
+        y = xp.astype(y, h.dtype, copy=False) * b.silu(gate)
+        return b.linear(y, layer["out_proj"], layer.get("out_proj_bias")), seen[:, tokens:, :], state
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "embed": "backbone.embeddings",
+    "norm": "backbone.norm_f",
+    "head": "lm_head",
+    "layers": "backbone.layers.",
+    "layer_norm": "norm",
+    "in_proj": "mixer.in_proj",
+    "conv": "mixer.conv1d",
+    "x_proj": "mixer.x_proj",
+    "dt_proj": "mixer.dt_proj",
+    "a_log": "mixer.A_log",
+    "d": "mixer.D",
+    "out_proj": "mixer.out_proj",
+}
+_CANONICAL = {name: name for name in _NAMES} | {"layers": "layers.", "layer_norm": "norm"}
+
+
+def _shapes(a: MambaArch, names: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    embedding = (a.vocab_size, a.hidden_size)
+    required: dict[str, Any] = {f"{names['embed']}.weight": embedding, f"{names['norm']}.weight": (a.hidden_size,)}
+    optional: dict[str, Any] = {}
+    (optional if a.tied else required)[f"{names['head']}.weight"] = embedding
+    for i in range(a.layers):
+        at = f"{names['layers']}{i}."
+        required |= {
+            f"{at}{names['layer_norm']}.weight": (a.hidden_size,),
+            f"{at}{names['in_proj']}.weight": (2 * a.inner, a.hidden_size),
+            f"{at}{names['conv']}.weight": (a.inner, 1, a.kernel),
+            f"{at}{names['x_proj']}.weight": (a.rank + 2 * a.state_size, a.inner),
+            f"{at}{names['dt_proj']}.weight": (a.inner, a.rank),
+            f"{at}{names['dt_proj']}.bias": (a.inner,),
+            f"{at}{names['a_log']}": (a.inner, a.state_size),
+            f"{at}{names['d']}": (a.inner,),
+            f"{at}{names['out_proj']}.weight": (a.hidden_size, a.inner),
+        }
+        if a.conv_bias:
+            required[f"{at}{names['conv']}.bias"] = (a.inner,)
+        if a.bias:
+            required |= {f"{at}{names['in_proj']}.bias": (2 * a.inner,)}
+            required |= {f"{at}{names['out_proj']}.bias": (a.hidden_size,)}
+    return required, optional
+
+
+def _params(
+    a: MambaArch, files: Mapping[str, HostArray], names: Mapping[str, str], b: ArrayBackend, dtype: str
+) -> Params:
+    embed = files[f"{names['embed']}.weight"]
+    head = b.put_weight(embed if a.tied else files[f"{names['head']}.weight"], dtype)
+    layers = []
+    for i in range(a.layers):
+        at = f"{names['layers']}{i}."
+        layer: Params = {
+            "norm": b.put(files[f"{at}{names['layer_norm']}.weight"], dtype),
+            "conv": b.put(np.ascontiguousarray(files[f"{at}{names['conv']}.weight"][:, 0, :].T), dtype),
+            "decay": b.put(-np.exp(files[f"{at}{names['a_log']}"].astype(np.float32)), "float32"),
+            "skip": b.put(files[f"{at}{names['d']}"], "float32"),
+        }
+        for name in ("in_proj", "x_proj", "dt_proj", "out_proj"):
+            layer[name] = b.put_weight(files[f"{at}{names[name]}.weight"], dtype)
+        for name in ("in_proj", "conv", "dt_proj", "out_proj"):
+            if (bias := f"{at}{names[name]}.bias") in files:
+                layer[f"{name}_bias"] = b.put(files[bias], dtype)
+        layers.append(layer)
+    return {
+        "embed": head if a.tied and head.shape == embed.shape else b.put(embed, dtype),
+        "head": head,
+        "norm": b.put(files[f"{names['norm']}.weight"], dtype),
+        "layers": layers,
+    }

@@ -1,0 +1,157 @@
+"""Which architecture is this, and who knows how to load it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from hibachi.errors import ConfigError, UnknownArchitecture
+from hibachi.model.decoder import Decoder
+from hibachi.model.families import FAMILIES, Family
+from hibachi.model.fields import Config, Fields
+from hibachi.model.files import ModelFiles, open_files
+from hibachi.model.ladder import LanguageModel
+from hibachi.model.tensors import Canonical
+from hibachi.tensor.array_backend import Array, ArrayBackend
+
+GROUP = "hibachi.models"
+
+
+class Loader(Protocol):
+    """What is registered for an architecture that the decoder does not cover: a class or object that loads it.
+
+    An attribute `model_type`, if there is one, finds the files that name no architecture.
+    """
+
+    def load(
+        self, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
+    ) -> LanguageModel[Any]: ...
+
+
+Registered: TypeAlias = Family | Loader | str
+
+_BUILT_IN: dict[str, Registered] = {**FAMILIES, "MambaForCausalLM": "hibachi.model.mamba:Mamba"}
+_MINE: dict[str, Registered] = {}
+
+
+def register_model(architecture: str, model: Registered) -> None:
+    """Load `architecture` (the name in `architectures` of config.json) with `model` from now on.
+
+    model: a `Family`, if the decoder covers the architecture; else a class or object with a method `load` (see
+    `Loader`); or where to find one of these, as "package.module:NAME", which is imported when first needed. It goes
+    before a model of the same name that hibachi or an installed package brings.
+
+    An installed package does the same by an entry point in the group "hibachi.models", named like the architecture.
+
+    Raises TypeError for an architecture that is no string or a model of another type, ValueError for a string without
+    a colon.
+    """
+    if not isinstance(architecture, str) or not architecture:
+        raise TypeError(f"architecture must be a name such as 'LlamaForCausalLM'; got {architecture!r}.")
+    if isinstance(model, str):
+        if not re.fullmatch(r"[\w.]+:[\w.]+", model):
+            raise ValueError(f"A model given as a string must be 'package.module:NAME'; got {model!r}.")
+    else:
+        _check(architecture, model)
+    _MINE[architecture] = model
+
+
+def architectures() -> dict[str, str]:
+    """Every architecture that can be loaded, and who brings it: "hibachi", "register_model" or a package's name."""
+    installed = {e.name: e.dist.name if e.dist else "?" for e in entry_points(group=GROUP)}
+    return dict.fromkeys(_BUILT_IN, "hibachi") | installed | dict.fromkeys(_MINE, "register_model")
+
+
+def find(config: Config) -> tuple[str, Family | Loader]:
+    """The architecture that a config names, and what is registered for it.
+
+    Raises UnknownArchitecture, which says what was found, the nearest names and how to register one.
+    """
+    c = Fields(config)
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(n, str) for n in classes)):
+        raise c.wrong(("architectures",), "a list of names", classes)
+    known = architectures()
+    if classes:
+        for name in classes:
+            if name in known:
+                return name, _resolved(name)
+    elif kind is not None:
+        for name in known:
+            if getattr(_resolved(name), "model_type", None) == kind:
+                return name, _resolved(name)
+    found = f"architectures {classes}" if classes else f"model_type {kind!r} and no architectures"
+    near = difflib.get_close_matches(classes[0] if classes else str(kind), known, n=4, cutoff=0.5)
+    raise UnknownArchitecture(
+        f"config.json names {found}, which nobody registered. "
+        + (f"Nearest known: {', '.join(near)}. " if near else f"Known: {', '.join(sorted(known))}. ")
+        + "Register it with hibachi.register_model(name, family or loader), run it on the torch backend with the extra "
+        "'hf' (through transformers), or write the model as a hibachi.model.ladder.CachedModel and pass the object to "
+        "the engine."
+    )
+
+
+def load_model(
+    path: str | Path, backend: ArrayBackend, *, dtype: str | None = None, max_model_len: int | None = None
+) -> LanguageModel[Array]:
+    """The model in a folder in Hugging Face layout, or in a GGUF file, on `backend`.
+
+    dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for; None:
+    what the model was trained for. An architecture that nobody registered is offered to the backend (`foreign_model`).
+    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation.
+    """
+    files = open_files(path)
+    try:
+        _, model = find(files.config)
+        if isinstance(model, Family):
+            return load_family(model, files, backend, dtype=dtype, max_model_len=max_model_len)
+        return model.load(files, backend, dtype=dtype, max_model_len=max_model_len)
+    except UnknownArchitecture:
+        quantized = files.config.get("quantization_config")
+        foreign = None
+        if files.gguf is None and not quantized:
+            foreign = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
+        if foreign is None:
+            raise
+        return foreign  # type: ignore[no-any-return]
+
+
+def load_family(
+    family: Family, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
+) -> Decoder:
+    arch = family.read(files.config)
+    tensors: Mapping[str, Any]
+    if files.gguf is None:
+        tensors = Canonical(files.checkpoint(), family, files.config, arch)
+    else:
+        tensors = files.gguf
+    return Decoder.build(arch, tensors, backend, dtype=dtype, max_model_len=max_model_len)
+
+
+def _resolved(name: str) -> Family | Loader:
+    """What is registered under a name, imported if need be."""
+    model = _MINE.get(name)
+    if model is None:
+        installed = [e for e in entry_points(group=GROUP) if e.name == name]
+        model = installed[0].value if installed else _BUILT_IN[name]
+    if not isinstance(model, str):
+        return model
+    module, _, attribute = model.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"{name} is registered as {model!r}, which cannot be imported: {e}.") from e
+    _check(name, found)
+    return found  # type: ignore[return-value]
+
+
+def _check(name: str, model: Any) -> None:
+    if not isinstance(model, Family) and not callable(getattr(model, "load", None)):
+        raise TypeError(f"{name} must be registered as a Family or as something with a method `load`; got {model!r}.")

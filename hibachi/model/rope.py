@@ -1,0 +1,181 @@
+"""Rotary positions: what config.json says about the frequencies, and the tables of their angles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hibachi.model.fields import Fields, contradiction
+
+HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Frequencies divided by one factor (position interpolation, Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Frequencies as Llama 3.1 stretches them: low ones are divided by `factor`, high ones kept.
+
+    A frequency is high if its wavelength is below original_context / high_freq_factor, and low if it is above
+    original_context / low_freq_factor; between the two it is interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al. 2023): frequencies that turn less than beta_slow times in the original context are divided by
+    `factor`, those that turn more than beta_fast times are kept; a ramp between. Angles' cosine and sine are multiplied
+    by `magnitude`."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context: int
+    magnitude: float
+    whole: bool
+    """The ends of the ramp are rounded to whole frequencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, one list for contexts up to the original one and one
+    beyond. Which of them holds is decided once, by the longest sequence that the engine allows."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    magnitude: float
+
+
+Scaling: TypeAlias = Linear | Llama3 | Yarn | LongRope
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One set of rotary frequencies."""
+
+    theta: float
+    """Base of the frequencies: number i of dims / 2 is theta ** (-2 i / dims)."""
+    dims: int
+    """How many dimensions of a head turn, from the first; even."""
+    scaling: Scaling | None = None
+    """How the frequencies are stretched beyond the context that the model was first trained with."""
+
+
+def tables(rope: Rope, length: int) -> tuple[HostArray, HostArray]:
+    """Cosine and sine of the angles of positions 0 to length - 1: float32 [length, dims / 2]."""
+    pairs = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
+    frequencies = _stretched(rope, rope.theta**-pairs, length).astype(np.float32)
+    # In float32, although float64 would be closer to the formula: models are trained with float32 angles.
+    angles = np.outer(np.arange(length, dtype=np.float32), frequencies)
+    cos, sin = np.cos(angles), np.sin(angles)
+    magnitude = np.float32(getattr(rope.scaling, "magnitude", 1.0))
+    return cos * magnitude, sin * magnitude
+
+
+def _stretched(rope: Rope, f: HostArray, length: int) -> HostArray:
+    s = rope.scaling
+    if isinstance(s, Linear):
+        return f / s.factor
+    if isinstance(s, Llama3):
+        turns = s.original_context * f / (2 * math.pi)  # turns within the original context
+        kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0, 1)
+        return kept * f + (1 - kept) * f / s.factor
+    if isinstance(s, Yarn):
+        low, high = (_place(rope, s.original_context, turns) for turns in (s.beta_fast, s.beta_slow))
+        if s.whole:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dims - 1)
+        ramp = np.clip((np.arange(len(f)) - low) / (high - low or 0.001), 0, 1)
+        return f / s.factor * ramp + f * (1 - ramp)
+    if isinstance(s, LongRope):
+        return f / np.array(s.long if length > s.original_context else s.short)
+    return f
+
+
+def _place(rope: Rope, context: int, turns: float) -> float:
+    """The (broken) number of the frequency that turns so many times within a context."""
+    return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+#
+# Two generations of files are in use: `rope_theta` and `rope_scaling` at the top level (transformers 4), or both inside
+# `rope_parameters` (transformers 5), which for some models holds one such object for each type of layer.
+
+
+def read_rope(c: Fields, head_dim: int, *, theta: float = 10000.0, layer_type: str | None = None) -> Rope:
+    """The rotary frequencies that a config describes. theta: the default; layer_type: of the object to read."""
+    new, old = c.inside("rope_parameters"), c.inside("rope_scaling")
+    if layer_type and (layer_type in new.config):
+        new, old = new.inside(layer_type), Fields({})
+    base = c.number("rope_theta", "rotary_emb_base", default=theta)
+    if "rope_theta" in new.config:
+        base = new.number("rope_theta")
+        if layer_type is None and c.get("rope_theta") not in (None, base):
+            raise contradiction(f"rope_theta ({c.get('rope_theta')}) differs from rope_parameters.rope_theta ({base})")
+    share = new.get("partial_rotary_factor")
+    share = c.number("partial_rotary_factor", "rotary_pct", default=1.0) if share is None else share
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise c.wrong(("partial_rotary_factor", "rotary_pct"), "a number in (0, 1]", share)
+    dims = int(head_dim * share)
+    if dims % 2:
+        raise contradiction(f"rotary embeddings pair dimensions, so their number in a head ({dims}) must be even")
+    scalings = [s for p in (new, old) if (s := _scaling(c, p, dims)) is not None]
+    if len(set(scalings)) > 1:
+        raise contradiction(f"rope_parameters ({scalings[0]}) differs from rope_scaling ({scalings[1]})")
+    return Rope(base, dims, scalings[0] if scalings else None)
+
+
+def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
+    kind = p.get("rope_type", "type", default="default")  # `type` is the older spelling
+    original = ("original_max_position_embeddings",)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(p.number("factor"))
+    if kind == "llama3":
+        low, high = p.number("low_freq_factor"), p.number("high_freq_factor")
+        if low >= high:
+            raise contradiction(f"{p.where}low_freq_factor ({low}) must be below {p.where}high_freq_factor ({high})")
+        return Llama3(p.number("factor"), low, high, p.count(*original))
+    if kind == "yarn":
+        factor = p.number("factor")
+        context = p.count(*original, default=c.count("max_position_embeddings"))
+        magnitude = p.optional_number("attention_factor")
+        if magnitude is None and p.get("mscale") and p.get("mscale_all_dim"):
+            magnitude = _yarn_magnitude(factor, p.number("mscale")) / _yarn_magnitude(
+                factor, p.number("mscale_all_dim")
+            )
+        return Yarn(
+            factor=factor,
+            beta_fast=p.number("beta_fast", default=32.0),
+            beta_slow=p.number("beta_slow", default=1.0),
+            original_context=context,
+            magnitude=_yarn_magnitude(factor, 1.0) if magnitude is None else magnitude,
+            whole=bool(p.flag("truncate", default=True)),
+        )
+    if kind in ("longrope", "su"):
+        context, longest = (p if p.get(*original) else c).count(*original), c.count("max_position_embeddings")
+        factor, magnitude = longest / context, p.optional_number("attention_factor")
+        if magnitude is None:
+            magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+        return LongRope(p.numbers("short_factor", dims // 2), p.numbers("long_factor", dims // 2), context, magnitude)
+    raise p.unknown("rope_type", kind, ["default", "linear", "llama3", "yarn", "longrope"])
+
+
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
