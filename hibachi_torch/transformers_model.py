@@ -1,0 +1,294 @@
+"""Any causal language model of `transformers`, as it is, in our engine: its layers, our batching and paged cache.
+
+For architectures that hibachi has no description of. transformers gets the contents of config.json and the tensors of
+the safetensors files, never the folder: so nothing in a folder can make it run code, unpickle or fetch anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hibachi.errors import ConfigError, HibachiError, InvalidModelFiles, UnknownArchitecture
+from hibachi.model.extras import need
+from hibachi.model.fields import Fields, read_json
+from hibachi.model.weights import Checkpoint
+from hibachi.tensor.array_backend import ArrayBackend, LayerCache
+from hibachi.tensor.cache import CacheSpec, StepInputs
+from hibachi_torch.transformers_attention import LOOK, PAGED, Call, Refused, Sight, looking, register, running
+from hibachi_torch.transformers_check import check, some_tokens
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_PLAIN = {"use_cache": False, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Kinds of layers that attend() may serve, and the mask tells whether it does. Others are recurrent or choose keys."""
+
+
+class TransformersModel:
+    """A `CachedModel` around a module of transformers, made by `load`.
+
+    params: the module's own parameters by name, for those who count them; `step` uses the module. arch_name: its
+    class. max_len: the longest sequence. eos_ids, bos_ids: from generation_config.json, else config.json.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        backend: ArrayBackend,
+        *,
+        dtype: str,
+        max_len: int,
+        eos_ids: tuple[int, ...],
+        bos_ids: tuple[int, ...],
+    ) -> None:
+        self.module, self.backend, self.dtype, self.max_len = module, backend, dtype, max_len
+        self.arch_name = type(module).__name__
+        self.eos_ids, self.bos_ids = eos_ids, bos_ids
+        self.params = dict(module.named_parameters())
+        for name, value in _PLAIN.items():
+            setattr(module.config, name, value)
+        self._accepted = inspect.signature(module.forward).parameters
+        self._keeps = "logits_to_keep" in self._accepted
+        self._fixed = {"use_cache": False} if "use_cache" in self._accepted else {}
+        register()
+        self._calls, self.vocab_size = self._look()
+        _attend_by(module, PAGED)
+
+    def cache_spec(self) -> CacheSpec:
+        """Keys and values of each call of attention; layers that share them have a copy each."""
+        return [call.memory for call in self._calls]
+
+    def step(self, params: Any, cache: list[LayerCache], x: StepInputs[Any]) -> tuple[Any, list[LayerCache]]:
+        """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache."""
+        with running(self.backend, self._calls, cache, x) as new:
+            logits = self._forward(x.tok, x.pos, x.last)
+        return logits, new
+
+    def alone(self, tokens: Any) -> Any:
+        """Logits [T, vocab] after each of tokens [T] from the module's own forward pass, without us; for checks."""
+        _attend_by(self.module, "eager")
+        try:
+            return self.module(input_ids=tokens.long()[None], **self._fixed).logits[0].float()
+        finally:
+            _attend_by(self.module, PAGED)
+
+    def _forward(self, tokens: Any, positions: Any, last: Any) -> Any:
+        keep = {"logits_to_keep": last.long()} if self._keeps else {}
+        out = self.module(input_ids=tokens.long()[None], position_ids=positions.long()[None], **keep, **self._fixed)
+        return (out.logits[0] if self._keeps else out.logits[0, last]).float()
+
+    def _look(self) -> tuple[list[Call], int]:
+        """The calls of attention in a forward pass, and the size of the logits."""
+        config = self.module.config
+        if config.is_encoder_decoder:
+            raise Refused("it has an encoder")
+        if getattr(config, "alibi", False):
+            raise Refused("its attention has an ALiBi bias, which attend() does not have")
+        kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+        if odd := sorted(kinds - _LAYERS):
+            raise Refused(f"it has layers of another kind than attention ({', '.join(odd)})")
+        _attend_by(self.module, LOOK)
+        if config._attn_implementation != LOOK:
+            raise Refused("its attention does not go through transformers' attention interface")
+        if "position_ids" not in self._accepted:
+            raise Refused("it takes no positions, but counts them by itself")
+        tokens = self.backend.put(some_tokens(min(8, self.max_len), config.get_text_config().vocab_size, seed=0))
+        with looking(self.max_len) as calls:
+            positions = torch.arange(len(tokens), device=tokens.device)
+            logits = self._forward(tokens, positions, positions)
+        layers = config.get_text_config().num_hidden_layers
+        if len(calls) < layers:
+            raise Refused(
+                f"only {len(calls)} of its {layers} layers attend through transformers' attention interface"
+                if calls
+                else "its attention does not go through transformers' attention interface"
+            )
+        return calls, int(logits.shape[-1])
+
+
+def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | None) -> TransformersModel | None:
+    """The model in the folder `path`: config.json and safetensors; None if transformers does not know its kind.
+
+    dtype: to compute in. max_model_len: the longest sequence to be ready for; None: what the model was trained for.
+    Raises UnknownArchitecture for one that would not compute here what it computes by itself, InvalidModelFiles,
+    ConfigError, UnsupportedOperation for a dtype that torch lacks, MissingExtra without transformers.
+    """
+    contents = read_json(path / "config.json")
+    kind = contents.get("model_type")
+    library = need("transformers", f"Running the architecture {kind!r}, which hibachi does not describe,", "hf")
+    auto = importlib.import_module("transformers.models.auto")
+    known = isinstance(kind, str) and kind in auto.CONFIG_MAPPING
+    make = auto.CONFIG_MAPPING[kind] if known else None
+    if make is None or make not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        if contents.get("auto_map"):
+            raise UnknownArchitecture(
+                f"config.json: model_type {kind!r} is known neither to hibachi nor as a causal language model to "
+                f"transformers {library.__version__}, and auto_map says that its code lies in the folder. hibachi runs "
+                f"no code from a model's folder: use a version of transformers that has it, or write the model as a "
+                f"hibachi.model.ladder.CachedModel."
+            )
+        return None
+    cls = auto.MODEL_FOR_CAUSAL_LM_MAPPING[make]
+    _check_config(contents, cls.__name__)
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
+    with _quiet():
+        config = _config(make, contents)
+        max_len = _max_len(config, max_model_len)
+        eos_ids, bos_ids = (_ids(path, contents, name, config) for name in ("eos_token_id", "bos_token_id"))
+        module = _module(cls, config, path, backend.dtype(dtype)).to(backend.device)
+        try:
+            with backend.guard():
+                model = TransformersModel(
+                    module, backend, dtype=dtype, max_len=max_len, eos_ids=eos_ids, bos_ids=bos_ids
+                )
+                check(model)
+            return model
+        except Refused as e:
+            raise _refusal(cls.__name__, e) from e
+        except (HibachiError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            why = f"its forward pass failed on packed tokens ({type(e).__name__}: {e})"
+            if Sight.__name__ in str(e):  # it took one for an array
+                why = "it works on its attention masks by itself"
+            raise _refusal(cls.__name__, why) from e
+
+
+def _refusal(name: str, why: Any) -> UnknownArchitecture:
+    return UnknownArchitecture(
+        f"transformers' {name} cannot run in the paged engine: {why}. Use a model of another architecture, or write "
+        f"this one as a hibachi.model.ladder.CachedModel and pass the object to the engine."
+    )
+
+
+def _check_config(contents: Mapping[str, Any], name: str) -> None:
+    classes = contents.get("architectures")
+    if classes and name not in classes:
+        raise UnknownArchitecture(
+            f"config.json: architectures is {classes!r}; supported for this model_type: {[name]!r}. Use the variant "
+            f"that generates text."
+        )
+    if quantized := contents.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, Mapping) else quantized
+        raise UnknownArchitecture(
+            f"config.json: the weights are quantized (quant_method {method!r}); expected float32, float16 or bfloat16 "
+            f"weights. Use the original, unquantized model."
+        )
+
+
+_OURS_TO_SAY = ("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config")
+
+
+def _config(make: Any, contents: Mapping[str, Any]) -> Any:
+    try:
+        return make.from_dict({k: _decoded(v) for k, v in contents.items() if k.lstrip("_") not in _OURS_TO_SAY})
+    except Exception as e:  # the library raises what it likes
+        raise InvalidModelFiles(
+            f"config.json: transformers' {make.__name__} refuses it ({type(e).__name__}: {e}). Take the config.json "
+            f"that came with these weights."
+        ) from e
+
+
+def _decoded(value: Any) -> Any:
+    """The value with infinities where transformers wrote them as objects."""
+    if isinstance(value, Mapping):
+        return (
+            float(value["__float__"]) if value.keys() == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+        )
+    return [_decoded(v) for v in value] if isinstance(value, list) else value
+
+
+def _max_len(config: Any, wanted: int | None) -> int:
+    """The longest sequence: `wanted`, or the trained length. Longrope changes all angles beyond its first length."""
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
+    trained = next((n for name in names if isinstance(n := getattr(text, name, None), int)), None)
+    for rope in _ropes(getattr(text, "rope_parameters", None)):
+        if rope.get("rope_type") == "longrope" and trained is not None:
+            trained = min(trained, rope.get("original_max_position_embeddings") or trained)
+    if wanted is None and trained is None:
+        raise ConfigError("config.json does not say how long a sequence may be. Pass max_model_len=N.")
+    limit = wanted if trained is None else trained
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise ConfigError(f"max_model_len must be between 1 and {limit} (what this model can do); got {wanted}.")
+    return limit if wanted is None else wanted
+
+
+def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
+    """Those of the model, or of each kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return []
+    return [parameters, *(p for p in parameters.values() if isinstance(p, Mapping))]
+
+
+def _module(cls: Any, config: Any, path: Path, dtype: Any) -> Any:
+    """The module with its weights. Raises one InvalidModelFiles for all that are missing, superfluous or misshapen."""
+    Checkpoint(path)  # checks the files, so that transformers meets none that is damaged or lies elsewhere
+    names = ["model.safetensors"]
+    if not (path / names[0]).exists():
+        names = sorted(set(read_json(path / f"{names[0]}.index.json")["weight_map"].values()))
+    safetensors = need("safetensors", "Reading weights")
+    with ExitStack() as files:
+        opened = [files.enter_context(safetensors.safe_open(str(path / n), framework="pt")) for n in names]
+        tensors = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+        try:
+            module, report = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise InvalidModelFiles(
+                f"The weights in {path} do not load into transformers' {cls.__name__} ({type(e).__name__}: {e}). Take "
+                f"config.json and the weights from one download."
+            ) from e
+    faults = [
+        f"{what}: {', '.join(map(str, sorted(report[kind])))}"
+        for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "not part of this architecture"))
+        if report[kind]
+    ]
+    if faults:
+        raise InvalidModelFiles(
+            f"The weights in {path} do not fit its config.json:\n  " + "\n  ".join(faults) + "\n"
+            "Take config.json and the weights from one download."
+        )
+    return module.eval()
+
+
+def _ids(path: Path, contents: Mapping[str, Any], name: str, config: Any) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    text, own = config.get_text_config(), read_json(generation) if generation.exists() else {}
+    sources = (own, contents, {name: getattr(text, name, None)})
+    return next((ids for s in sources if (ids := Fields(s).ids(name, text.vocab_size))), ())
+
+
+def _attend_by(module: Any, name: str) -> None:
+    module.set_attn_implementation(name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars and advice are not for those who did not call it."""
+    log = importlib.import_module("transformers.utils.logging")
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
