@@ -27,12 +27,17 @@ from hibachi.errors import PromptTooLong as PromptTooLong
 from hibachi.errors import RequestError as RequestError
 from hibachi.errors import UnknownArchitecture as UnknownArchitecture
 from hibachi.errors import UnsupportedOperation as UnsupportedOperation
+from hibachi.model.families import Family as Family
+from hibachi.model.files import ModelFiles as ModelFiles
 from hibachi.model.ladder import Autoregressive as Autoregressive
 from hibachi.model.ladder import AutoregressiveBatcher as AutoregressiveBatcher
 from hibachi.model.ladder import CachedModel as CachedModel
 from hibachi.model.ladder import Feedforward as Feedforward
 from hibachi.model.ladder import FeedforwardBatcher as FeedforwardBatcher
+from hibachi.model.ladder import LanguageModel as LanguageModel
 from hibachi.model.ladder import LogitsModel as LogitsModel
+from hibachi.model.registry import load_model as load_model
+from hibachi.model.registry import register_model as register_model
 from hibachi.request import Finish as Finish
 from hibachi.request import SamplingParams as SamplingParams
 from hibachi.request import StopRule as StopRule

@@ -1,33 +1,17 @@
 """A backend in a distribution of its own: installed, found by its entry point, and judged like ours."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from .installed import python_with
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_backend"
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Runs Python where the example is installed; nothing is installed where the tests run."""
-    target = tmp_path_factory.mktemp("site")
-    # Offline: what it needs is here already.
-    offline = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *offline, "--target", target, EXAMPLE], check=True)
-    path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-    def run(*arguments):
-        command = [sys.executable, *arguments]
-        done = subprocess.run(
-            command, cwd=target, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+    return python_with(EXAMPLE, tmp_path_factory.mktemp("site"))
 
 
 def test_it_is_found_by_its_entry_point(python):
