@@ -94,8 +94,8 @@ class Verdict:
         return self.gap is not None and self.gap <= LIMIT and self.tokens_equal
 
 
-def tiny(kind: str) -> Any:
-    """A small random model of this model_type. Raises ValueError if its config cannot be made small this way."""
+def tiny(kind: str, **changes: Any) -> Any:
+    """A small random model of this model_type; changes: of its config. Raises ValueError if it does not get small."""
     make = CONFIG_MAPPING[kind]
     known = make()
     sizes = {k: v for k, v in SMALL.items() if has(known, k) and not isinstance(getattr(make, k, 0), property)}
@@ -103,7 +103,7 @@ def tiny(kind: str) -> Any:
         sizes |= MLA
     if {*LAYERS} == {*(getattr(known, "layer_types", None) or ())}:
         sizes["layer_types"] = LAYERS
-    sizes |= EXCEPT.get(kind, {})
+    sizes |= EXCEPT.get(kind, {}) | changes
     config = make(**{k: v for k, v in sizes.items() if v is not None})
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[make]
     with torch.device("meta"):

@@ -269,10 +269,13 @@ def _module(cls: Any, config: Any, path: Path, dtype: Any) -> Any:
 
 
 def _ids(path: Path, contents: Mapping[str, Any], name: str, config: Any) -> tuple[int, ...]:
-    generation = path / "generation_config.json"
-    text, own = config.get_text_config(), read_json(generation) if generation.exists() else {}
-    sources = (own, contents, {name: getattr(text, name, None)})
-    return next((ids for s in sources if (ids := Fields(s).ids(name, text.vocab_size))), ())
+    """Token ids from the first that has some: generation_config.json, config.json, what its class says by default."""
+    generation, text = path / "generation_config.json", config.get_text_config()
+    for source in (read_json(generation) if generation.exists() else {}, contents):
+        if ids := Fields(source).ids(name, text.vocab_size):
+            return ids
+    default = getattr(text, name, None)
+    return tuple(i for i in (default if isinstance(default, list) else [default]) if i in range(text.vocab_size))
 
 
 def _attend_by(module: Any, name: str) -> None:
