@@ -193,13 +193,15 @@ class Checkpoint(Tensors):
         )
 
 
-def windows(file: Path, offset: int, stored: np.dtype[Any], count: int) -> Iterator[tuple[int, HostArray]]:
-    """(index, the next numbers) of `count` numbers in a file, mapped a few at a time; read before taking the next.
+def windows(
+    file: Path, offset: int, stored: np.dtype[Any], count: int, step: int = WINDOW
+) -> Iterator[tuple[int, HostArray]]:
+    """(index, the next numbers) of `count` numbers in a file, of which at most `step` are mapped at a time.
 
     Raises InvalidModelFiles if the file is no longer that long.
     """
-    for start in range(0, count, WINDOW):
-        few = min(WINDOW, count - start)
+    for start in range(0, count, step):
+        few = min(step, count - start)
         try:
             yield start, np.memmap(file, stored, "r", offset + start * stored.itemsize, (few,))
         except (OSError, ValueError) as e:
@@ -242,8 +244,9 @@ def _read_entry(file: Path, name: str, t: Any, base: int, room: int) -> tuple[_E
     if not isinstance(dtype, str) or not _are_counts(shape, _MOST_DIMS) or not _are_counts(place, 2) or len(place) != 2:
         raise _broken(file, f"expected a dtype, a shape and two offsets for {name!r:.100}; got {t!r:.200}")
     start, stop = place
-    bits = _BITS.get(dtype)
-    if not start <= stop <= room or (bits and (math.prod(shape) * bits + 7) // 8 != stop - start):
+    bits, count = _BITS.get(dtype), math.prod(shape)
+    fits = bits is None or (count * bits + 7) // 8 == stop - start
+    if not start <= stop <= room or not fits or math.prod(n or 1 for n in shape) >= 2**48:
         raise _broken(file, f"{name!r:.100}, {dtype} {tuple(shape)}, cannot lie in bytes {start} to {stop} of {room}")
     return _Entry(file, dtype, tuple(shape), base + start), (start, stop)
 

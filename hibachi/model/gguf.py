@@ -1,0 +1,161 @@
+"""Models in one GGUF file, as llama.cpp uses them: weights, config and tokenizer.
+
+Weights come under canonical names (hibachi.model.arch) and as they were before llama.cpp's converter changed them: rows
+of queries and keys in the order of Hugging Face, Gemma's norms minus one, Mamba's a_log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hibachi.errors import InvalidModelFiles
+from hibachi.model.gguf_config import NAMES, SETTINGS, Source, find_architecture, read_config
+from hibachi.model.gguf_file import READABLE, Shape, Stored, read_header
+from hibachi.model.gguf_tokenizer import Pieces, read_tokenizer
+from hibachi.model.weights import HostArray, Tensors
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """The GGUF file that `path` means: itself, or the only one in a folder without config.json; else None.
+
+    Raises InvalidModelFiles if such a folder holds several.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise InvalidModelFiles(
+            f"{path} holds {len(found)} GGUF files: {', '.join(f.name for f in found[:8])}. Name one of them."
+        )
+    return found[0] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A stored tensor and what makes the canonical one of it, which has this shape."""
+
+    stored: Stored
+    change: Callable[[HostArray], HostArray] | None
+    shape: Shape
+
+
+class GGUF(Tensors):
+    """The tensors of a GGUF file by canonical name; quantized ones come as float32.
+
+    metadata: all of the file's entries. config: the same in the terms of config.json.
+    Raises InvalidModelFiles for a damaged file, UnknownArchitecture for a model that we do not know.
+    """
+
+    readable = READABLE
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata, stored = read_header(self.path)
+        source = Source(self.path, self._architecture(), self.metadata, stored)
+        self.config: dict[str, Any] = read_config(source)
+        self._how = find_architecture(source)
+        own = self._how.names
+        self._names = {**NAMES, **(own(source) if callable(own) else own)}
+        self._entries: dict[str, _Entry] = {}
+        for name, tensor in stored.items():
+            if name not in SETTINGS:
+                self._add(name, tensor)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> Shape:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name].stored.dtype
+
+    def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
+        e = self._entries[name]
+        if e.change is None:
+            return e.stored.read(dtype)
+        array = e.change(e.stored.read())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tokenizer(self) -> Pieces:
+        """The tokenizer. Raises InvalidModelFiles, UnknownArchitecture for a kind we do not know, MissingExtra."""
+        return read_tokenizer(self.path, self.metadata)
+
+    def _architecture(self) -> str:
+        kind, name = self.metadata.get("general.type", "model"), self.metadata.get("general.architecture")
+        if kind != "model" or not isinstance(name, str):
+            raise InvalidModelFiles(
+                f"{self.path} holds no language model: general.type is {kind!r:.100}, general.architecture "
+                f"{name!r:.100}. Name the file of the model itself."
+            )
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            raise InvalidModelFiles(
+                f"{self.path} is one part of {self.metadata['split.count']!r:.100}. Join them first: llama-gguf-split "
+                f"--merge."
+            )
+        return name
+
+    def _add(self, name: str, tensor: Stored) -> None:
+        m = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z0-9_]+?)(?:\.(weight|bias))?", name)
+        for ours in self._names.get(m[2], ()) if m else ():
+            block = f"layers.{m[1]}." if m[1] else ""
+            suffix = f".{m[3]}" if m[3] else ""
+            change, shape = self._change(ours, tensor)
+            self._entries[f"{block}{ours}{suffix}"] = _Entry(tensor, change, shape)
+        if not m or m[2] not in self._names:  # the check against the config will say that there is no place for it
+            self._entries[name] = _Entry(tensor, None, tensor.shape)
+
+    def _change(self, name: str, tensor: Stored) -> tuple[Callable[[HostArray], HostArray] | None, Shape]:
+        """What undoes the converter's work, and the shape after it."""
+        shape = tensor.shape
+        if self._how.paired and name in ("q", "k", "qkv"):
+            heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+            rows = _unpaired(name, shape[0] if shape else 0, *heads)
+            if rows is None:
+                raise InvalidModelFiles(
+                    f"{self.path}: {name} has the shape {shape}, which {heads[0]} and {heads[1]} heads cannot share. "
+                    f"Convert or download it again."
+                )
+            return lambda w: w[rows], shape
+        if self._how.plus_one and name.endswith("norm"):
+            return lambda w: w - np.float32(1), shape
+        if name == "a_log":
+            return _log_of_minus, shape
+        if name == "conv" and len(shape) == 2:
+            return lambda w: w[:, None, :], (shape[0], 1, shape[1])
+        return None, shape
+
+
+def _unpaired(name: str, rows: int, heads: int, kv_heads: int) -> Any:
+    """Where the rows of queries and keys lie that llama.cpp stores so that it can turn neighbours; None: nowhere.
+
+    Hugging Face pairs row i of a head with row i + size / 2; the file has them side by side.
+    """
+    every = {"q": heads, "k": kv_heads, "qkv": heads + 2 * kv_heads}[name]
+    if rows == 0 or rows % (2 * every):
+        return None
+    order = np.arange(rows).reshape(every, -1, 2).swapaxes(1, 2).reshape(every, -1)
+    if name == "qkv":
+        order[heads + kv_heads :] = np.arange(rows).reshape(every, -1)[heads + kv_heads :]
+    return order.reshape(-1)
+
+
+def _log_of_minus(a: HostArray) -> HostArray:
+    with np.errstate(all="ignore"):  # the numbers of a damaged file may be anything
+        return np.log(-a)

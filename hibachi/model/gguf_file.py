@@ -1,0 +1,259 @@
+"""The GGUF format: a header with metadata and the places of tensors, then their data.
+
+Written after the format's description (github.com/ggml-org/ggml, docs/gguf.md). The library gguf has a reader as well,
+but one that trusts the header; only its dequantisation is used here.
+
+    "GGUF", version u32, number of tensors u64, number of metadata entries u64
+    each entry: key string, type u32, value
+        string: length u64, UTF-8; array: type u32, length u64, values
+    each tensor: name string, number of dimensions u32, dimensions u64 (the last varies slowest), type u32, offset u64
+    padding to `general.alignment`, then the data, each tensor padded likewise
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hibachi.errors import InvalidModelFiles
+from hibachi.model.extras import need
+from hibachi.model.weights import AGAIN, HostArray, widen, windows
+
+Metadata: TypeAlias = Mapping[str, Any]
+Shape: TypeAlias = tuple[int, ...]
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+
+_TYPES = {  # number -> name, values of a block, bytes of a block
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+QUANTIZED = frozenset(n for n, values, _ in _TYPES.values() if values > 1)
+READABLE = QUANTIZED | _PLAIN.keys()
+_NUMBERS = {name: number for number, (name, _, _) in _TYPES.items()}
+
+_QUANTIZED_WINDOW = 1 << 17  # values that are dequantized at a time: what fits into a processor's cache
+_MOST_HEADER = 64 << 20  # bytes; a vocabulary of 256k tokens takes 10 MB
+_MOST_ENTRIES, _MOST_TENSORS, _MOST_NAME, _MOST_DIMS = 1 << 16, 1 << 17, 1 << 16, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file. shape: as NumPy has it, the last dimension varies fastest."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
+        """Its numbers; None: float32, or as they are if they are float16 or float64.
+
+        Raises MissingExtra for a quantized tensor without the library gguf, InvalidModelFiles for integers.
+        """
+        if self.dtype not in READABLE:
+            raise InvalidModelFiles(f"{self.file}: weights are stored as {self.dtype}; expected {_listed(READABLE)}.")
+        usual = self.dtype if self.dtype in ("F64", "F16") else "F32"
+        out = np.empty(self.shape, np.dtype(_PLAIN[usual]).newbyteorder("=") if dtype is None else dtype)
+        flat = out.reshape(-1)
+        if self.dtype in QUANTIZED:
+            self._dequantize(flat)
+            return out
+        for start, part in windows(self.file, self.offset, np.dtype(_PLAIN[self.dtype]), flat.size):
+            into = flat[start : start + len(part)]
+            if self.dtype == "BF16":
+                widen(part, into)
+            else:
+                into[...] = part
+        return out
+
+    def _dequantize(self, flat: HostArray) -> None:
+        library = need("gguf", f"Reading {self.dtype} weights", "gguf")
+        _, values, size = _TYPES[number := _NUMBERS[self.dtype]]
+        try:
+            kind = library.GGMLQuantizationType(number)
+            library.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except (NotImplementedError, ValueError) as e:
+            raise InvalidModelFiles(
+                f"{self.file}: the installed version of gguf cannot read {self.dtype}. Install a newer one."
+            ) from e
+        bytes_, step = flat.size // values * size, _QUANTIZED_WINDOW // values * size
+        for start, part in windows(self.file, self.offset, np.dtype(np.uint8), bytes_, step):
+            with np.errstate(all="ignore"):  # the numbers of a damaged file may be anything
+                numbers = library.quants.dequantize(part.reshape(1, -1), kind)[0]
+            flat[start // size * values :][: len(numbers)] = numbers
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Metadata and tensors of a file. Numbers of an array come as a NumPy array, floats in their shortest form.
+
+    Raises InvalidModelFiles for a file that is not GGUF, damaged, or of a version before 2.
+    """
+    try:
+        if not file.is_file():  # opening a named pipe would wait for ever
+            raise InvalidModelFiles(f"There is no file {file}: expected a model in GGUF.")
+        size = file.stat().st_size
+        with file.open("rb") as f, mmap.mmap(f.fileno(), min(size, _MOST_HEADER), access=mmap.ACCESS_READ) as data:
+            return _read(_Cursor(file, data), size)
+    except (OSError, ValueError) as e:  # ValueError: an empty file cannot be mapped
+        if isinstance(e, InvalidModelFiles):
+            raise
+        raise InvalidModelFiles(f"{file} cannot be read: {e}. {AGAIN}.") from e
+
+
+def _read(c: _Cursor, size: int) -> tuple[dict[str, Any], dict[str, Stored]]:
+    magic, version, tensors, entries = c.take(4), c.number("I"), c.number("Q"), c.number("Q")
+    if magic != b"GGUF":
+        raise c.broken(f"it begins with {magic!r}, not with b'GGUF'")
+    if version not in (2, 3):
+        raise InvalidModelFiles(
+            f"{c.file} is of GGUF version {version}; expected 2 or 3, little-endian. Convert the model again with a "
+            f"recent llama.cpp."
+        )
+    if entries > _MOST_ENTRIES or tensors > _MOST_TENSORS:
+        raise c.broken(f"its header promises {entries} entries and {tensors} tensors")
+    metadata: dict[str, Any] = {}
+    for _ in range(entries):
+        key = c.string(_MOST_NAME)
+        if key in metadata:
+            raise c.broken(f"the entry {key!r:.100} occurs twice")
+        metadata[key] = c.value(c.number("I"))
+    infos = [c.tensor() for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise c.broken(f"general.alignment must be a power of two; got {alignment!r:.100}")
+    return metadata, _placed(c, infos, alignment, size)
+
+
+def _placed(c: _Cursor, infos: list[tuple[str, str, Shape, int, int]], align: int, total: int) -> dict[str, Stored]:
+    """The tensors, one after the other from the end of the header, as every writer lays them."""
+    base = -(-c.at // align) * align
+    expected, stored = 0, {}
+    for name, dtype, shape, offset, size in infos:
+        if name in stored:
+            raise c.broken(f"the tensor {name!r:.100} occurs twice")
+        if offset != expected or base + offset + size > total:
+            raise c.broken(f"{name!r:.100} has {size} bytes at {offset}, expected {expected}; there are {total - base}")
+        stored[name] = Stored(c.file, dtype, shape, base + offset)
+        expected += -(-size // align) * align
+    return stored
+
+
+class _Cursor:
+    """Reads values one after the other; refuses what is longer than the header."""
+
+    def __init__(self, file: Path, data: mmap.mmap) -> None:
+        self.file, self.data, self.at = file, data, 0
+
+    def broken(self, why: str) -> InvalidModelFiles:
+        return InvalidModelFiles(f"{self.file} is not a complete GGUF file: {why}. {AGAIN}.")
+
+    def fits(self, size: int) -> int:
+        if size > len(self.data) - self.at:
+            raise self.broken(f"a value of {size} bytes at {self.at} does not fit into its header")
+        return size
+
+    def take(self, size: int) -> bytes:
+        start = self.at
+        self.at += self.fits(size)
+        return self.data[start : self.at]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def string(self, most: int = _MOST_HEADER) -> str:
+        return self.strings(1, most)[0]
+
+    def strings(self, count: int, most: int = _MOST_HEADER) -> list[str]:
+        self.fits(8 * count)  # the length of each
+        out, length = [], struct.Struct("<Q")
+        try:
+            for _ in range(count):
+                (size,) = length.unpack(self.take(8))
+                if size > most:
+                    raise self.broken(f"a name of {size} bytes")
+                out.append(self.take(size).decode("utf-8"))
+        except UnicodeDecodeError as e:
+            raise self.broken(str(e)) from e
+        return out
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(self.number("I"), self.number("Q"))
+        number = self.number(self.form(kind))
+        return float(str(np.float32(number))) if kind == _FLOAT else number  # 1e-05, not 9.999999747378752e-06
+
+    def array(self, kind: int, count: int) -> Any:
+        if kind == _STRING:
+            return self.strings(count)
+        form = self.form(kind)
+        numbers = np.frombuffer(self.take(struct.calcsize(f"<{form}") * count), f"<{form}".replace("?", "u1"))
+        return numbers != 0 if form == "?" else numbers
+
+    def form(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise self.broken(f"a value of type {kind}, which is unknown here")
+        return _SCALARS[kind]
+
+    def tensor(self) -> tuple[str, str, Shape, int, int]:
+        """name, dtype, shape, offset, size in bytes"""
+        name, count = self.string(_MOST_NAME), self.number("I")
+        if count > _MOST_DIMS:
+            raise self.broken(f"{name!r:.100} has {count} dimensions")
+        shape = tuple(self.number("Q") for _ in range(count))[::-1]
+        if 0 in shape:
+            raise self.broken(f"{name!r:.100} has the shape {shape}")
+        kind, offset = self.number("I"), self.number("Q")
+        if kind not in _TYPES:
+            raise InvalidModelFiles(
+                f"{self.file}: {name!r:.100} is stored as type {kind}, which is unknown here; expected "
+                f"{_listed(READABLE)}. Use the model in another quantization."
+            )
+        dtype, values, size = _TYPES[kind]
+        if (shape[-1] if shape else 1) % values:
+            raise self.broken(f"{name!r:.100}, {shape}, is stored as {dtype}, whose rows have a multiple of {values}")
+        return name, dtype, shape, offset, math.prod(shape) // values * size
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f"one of {', '.join(sorted(names))}"
