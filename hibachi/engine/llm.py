@@ -14,20 +14,20 @@ from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.stream import merge
 from hibachi.engine.textstream import Completion, Prompt, TextStream
-from hibachi.errors import ConfigError, InvalidModelFiles, InvalidRequest
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
-from hibachi.model.text import Detokenizer, Tokenizer
+from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, as_params
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
-TINY = Path(__file__).parent.parent / "data" / "tiny"
-
 
 class LLM(Closing):
-    """A language model in Hugging Face layout, batched.
+    """A language model from its files, batched.
 
-    model: a folder, or "tiny", the model that ships with hibachi. backend: a name, a backend, or None: numpy.
+    model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
+    Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
     device: in the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
@@ -55,10 +55,10 @@ class LLM(Closing):
                 "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding "
                 "may differ with the batch. Leave deterministic out."
             )
-        self.path = _folder(model)
-        self.backend = _backend(backend, device)
-        self.model = load_model(self.path, self.backend, dtype=dtype, max_model_len=max_model_len)
-        self.tokenizer = Tokenizer.load(self.path, vocab_size=self.model.vocab_size)
+        files = open_files(locate(model))
+        self.path, self.backend = files.path, _backend(backend, device)
+        self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         self.engine = AutoregressiveBatchInference(
             self.model,
             max_batch_size=max_batch_size,
@@ -167,16 +167,6 @@ class LLM(Closing):
     async def aclose(self) -> None:
         """`close`, without holding up the event loop while the running step ends."""
         await self.engine.aclose()
-
-
-def _folder(model: str | Path) -> Path:
-    path = TINY if model == "tiny" else Path(model)
-    if not path.is_dir():
-        raise InvalidModelFiles(
-            f'There is no folder {path}: expected "tiny" or a folder with a model in Hugging Face layout (config.json, '
-            f"model.safetensors, tokenizer.json). hibachi downloads nothing; get the files first."
-        )
-    return path
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

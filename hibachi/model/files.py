@@ -1,7 +1,8 @@
-"""A model on disk: a folder in Hugging Face layout, or a GGUF file."""
+"""A model on disk: where it is, and what is in it: a folder in Hugging Face layout, or a GGUF file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import Any
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.fields import Config, read_json
+from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.rope import HostArray
+from hibachi.model.text import Tokenizer
 from hibachi.model.weights import Checkpoint
+
+TINY = Path(__file__).parent.parent / "data" / "tiny"
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class ModelFiles:
 
     path: Path
     config: Config
-    gguf: Any = None
+    gguf: GGUF | None = None
 
     def checkpoint(self) -> Checkpoint:
         """The tensors of a folder by their names in the files. Raises InvalidModelFiles."""
@@ -34,25 +39,46 @@ class ModelFiles:
         """The tensors by their names in the files; those of a GGUF file have canonical names."""
         return self.checkpoint() if self.gguf is None else self.gguf
 
+    def tokenizer(self, *, vocab_size: int | None = None) -> Tokenizer:
+        """The model's tokenizer, whose ids must be below vocab_size. Raises InvalidModelFiles, MissingExtra."""
+        if self.gguf is None:
+            return Tokenizer.load(self.path, vocab_size=vocab_size)
+        raw, special, chat_template = self.gguf.tokenizer()
+        return Tokenizer(raw, special=special, chat_template=chat_template)
+
+
+def locate(model: str | Path) -> Path:
+    """Where a model is: "tiny", which ships; a folder or a file; or "org/name" on the Hugging Face Hub.
+
+    A name is looked up in the local cache, and downloaded if the extra 'hf' is installed and the network allows.
+    Raises InvalidModelFiles.
+    """
+    if model == "tiny":
+        return TINY
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model) and model[0] not in "./":
+        from hibachi.model.hub import local_snapshot
+
+        return local_snapshot(model)
+    raise InvalidModelFiles(
+        f'There is no folder {path}: expected "tiny", a folder with a model in Hugging Face layout (config.json, '
+        f"model.safetensors, tokenizer.json), a .gguf file, or a name on the Hugging Face Hub such as org/name."
+    )
+
 
 def open_files(path: str | Path) -> ModelFiles:
     """The model at `path`: a folder with config.json, a GGUF file, or a folder that holds one of those and no config.
 
-    Raises InvalidModelFiles, MissingExtra.
+    Raises InvalidModelFiles, UnknownArchitecture for a GGUF file of a kind that we do not know, MissingExtra.
     """
     path = Path(path)
-    file = path if path.suffix == ".gguf" else None
-    if file is None and path.is_dir() and not (path / "config.json").exists():
-        from hibachi.model.gguf import find_gguf
-
-        file = find_gguf(path)
-    if file is not None:
-        from hibachi.model.gguf import GGUF
-
+    if (file := find_gguf(path)) is not None:
         gguf = GGUF(file)
         return ModelFiles(file, gguf.config, gguf)
     if not path.is_dir():
-        raise InvalidModelFiles(f"There is no folder {path}: expected a model in Hugging Face layout, or a .gguf file.")
+        raise InvalidModelFiles(f"{path} is no model: expected a folder in Hugging Face layout, or a .gguf file.")
     config: dict[str, Any] = read_json(path / "config.json")
     if (path / "generation_config.json").exists():
         generation = read_json(path / "generation_config.json")

@@ -14,7 +14,7 @@ from hibachi.errors import ConfigError, UnknownArchitecture
 from hibachi.model.decoder import Decoder
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields
-from hibachi.model.files import ModelFiles, open_files
+from hibachi.model.files import ModelFiles, locate, open_files
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
@@ -97,20 +97,25 @@ def find(config: Config) -> tuple[str, Family | Loader]:
 
 
 def load_model(
-    path: str | Path, backend: ArrayBackend, *, dtype: str | None = None, max_model_len: int | None = None
+    model: str | Path | ModelFiles,
+    backend: ArrayBackend,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
 ) -> LanguageModel[Array]:
-    """The model in a folder in Hugging Face layout, or in a GGUF file, on `backend`.
+    """A language model on `backend`.
 
+    model: "tiny", which ships; a folder in Hugging Face layout; a GGUF file; a name on the Hugging Face Hub.
     dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for; None:
     what the model was trained for. An architecture that nobody registered is offered to the backend (`foreign_model`).
     Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation.
     """
-    files = open_files(path)
+    files = model if isinstance(model, ModelFiles) else open_files(locate(model))
     try:
-        _, model = find(files.config)
-        if isinstance(model, Family):
-            return load_family(model, files, backend, dtype=dtype, max_model_len=max_model_len)
-        return model.load(files, backend, dtype=dtype, max_model_len=max_model_len)
+        _, found = find(files.config)
+        if isinstance(found, Family):
+            return load_family(found, files, backend, dtype=dtype, max_model_len=max_model_len)
+        return found.load(files, backend, dtype=dtype, max_model_len=max_model_len)
     except UnknownArchitecture:
         quantized = files.config.get("quantization_config")
         foreign = None
