@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
+import textwrap
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -249,7 +250,7 @@ Their configs do not become small by the sizes that the script sets.
 {table((v.kind, v.name, v.why.removeprefix(NOT_TRIED)) for v in untried)}
 
 Models made of several, for images or sound, were left out; their text models are in the lists by themselves:
-{", ".join(f"`{k}`" for k in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if composite(k))}.
+{textwrap.fill(", ".join(f"`{k}`" for k in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if composite(k)), 110)}.
 """
 
 

@@ -181,7 +181,8 @@ def test_ids_that_begin_and_end_a_text(damaged):
 
 def test_the_longest_sequence(folder_of):
     assert load(folder_of("olmo"), max_model_len=None).max_len == 256
-    assert load(folder_of("olmo"), max_model_len=1).max_len == 1
+    for n in (1, 2, 3, 4, 5, 9):
+        assert load(folder_of("olmo"), max_model_len=n).max_len == n
     for bad in (0, 257):
         with pytest.raises(ConfigError, match=r"max_model_len must be between 1 and 256.*got"):
             load(folder_of("olmo"), max_model_len=bad)
