@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -35,23 +35,45 @@ def _is_int(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
+def _as_int(x: Any) -> Any:
+    return int(x) if hasattr(x, "__index__") and not isinstance(x, bool) else x
+
+
 def _is_real(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens from logits and when to end; defaults are vLLM's.
+    """How to draw tokens from logits and when to end; definitions and defaults are vLLM's.
+
+    They act in this order. `logprobs` are those of the raw logits. Then: allowed_token_ids; bad_words, logit_bias,
+    min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k; top_p;
+    typical_p; the draw.
 
     temperature: 0 is greedy (argmax); otherwise logits are divided by it.
     top_k: keep the k most likely tokens (0 or -1: all). top_p: keep the smallest set with this much probability mass.
-    Ties with the last kept token are kept too.
+    min_p: keep tokens with this share of the most likely one's probability (0: all). typical_p: keep the smallest set
+    with this much mass of those whose information is nearest to the entropy (Meister et al. 2023; 1: all). Each filter
+    counts among what those before it left; ties with the last token kept are kept.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied (1: none).
+    presence_penalty: taken from the logit of every token in the output, once; frequency_penalty: for each time.
+    logit_bias: {token id: what is added to its logit}; kept as a tuple of pairs. allowed_token_ids: only these may come
+    (None: all). bad_words: texts that the output may not contain, at the beginning of a word or elsewhere
+    (`hibachi.LLM` only): the token that would complete one cannot come; another spelling in tokens can.
+    logits_processors: functions (ids of the output so far, native float32 logits [V]) -> logits [V].
+
     seed: the same seed, prompt and logits give the same tokens, whoever shares the batch; None draws a fresh seed.
-    max_tokens: limit of new tokens; None: up to the end of the context.
+    max_tokens: limit of new tokens; None: up to the end of the context. min_tokens: before so many, no stop token can
+    come, and nothing else that stops counts.
     stop: strings that end the text and are not part of it (`hibachi.LLM` only). stop_token_ids: token ids that end it.
-    ignore_eos: do not end at the model's own end-of-sequence token.
+    include_stop: keep the string or token that ended the text (for `run`, see there). ignore_eos: do not end at the
+    model's own end-of-sequence token.
+
+    n: how many continuations. best_of: run so many, and keep the n with the largest log-probability, best first (None:
+    n). Continuation 0 has the seed, the others have seeds made from it. (Both `hibachi.LLM` only.)
     logprobs: with each token, the log-probabilities of the N most likely tokens and of the token itself; natural
-    logarithm, of the raw logits (before temperature, top-k and top-p).
+    logarithm. prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
 
     Raises InvalidRequest for a value out of its range.
     """
@@ -65,26 +87,89 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
+    logits_processors: Sequence[Callable[[list[int], Any], Any]] = ()
+    min_tokens: int = 0
+    include_stop: bool = False
+    n: int = 1
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         t, k, p, seed = self.temperature, self.top_k, self.top_p, self.seed
         _check(_is_real(t) and t >= 0, "temperature", "a finite number >= 0 (0 is greedy)", t)
         _check(_is_int(k) and k >= -1, "top_k", "an integer >= -1 (0 or -1: no limit)", k)
         _check(_is_real(p) and 0 < p <= 1, "top_p", "a number in (0, 1]", p)
+        _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
+        p = self.typical_p
+        _check(_is_real(p) and 0 < p <= 1, "typical_p", "a number in (0, 1]", p)
+        p = self.repetition_penalty
+        _check(_is_real(p) and p > 0, "repetition_penalty", "a finite number > 0 (1: none)", p)
+        for name in ("presence_penalty", "frequency_penalty"):
+            p = getattr(self, name)
+            _check(_is_real(p) and -2 <= p <= 2, name, "a number in [-2, 2]", p)
         _check(seed is None or (_is_int(seed) and seed >= 0), "seed", "an integer >= 0 (or None)", seed)
-        n, lp = self.max_tokens, self.logprobs
+        n = self.max_tokens
         _check(n is None or (_is_int(n) and n >= 1), "max_tokens", "an integer >= 1 (or None: no limit)", n)
-        _check(lp is None or (_is_int(lp) and lp >= 0), "logprobs", "an integer >= 0 (or None: none)", lp)
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop)
-        _check(all(isinstance(s, str) and s for s in stop), "stop", "non-empty strings", self.stop)
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(int(i) if hasattr(i, "__index__") else i for i in _tuple(self.stop_token_ids))
-        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", "integers >= 0", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        least = self.min_tokens
+        _check(_is_int(least) and least >= 0, "min_tokens", "an integer >= 0", least)
+        _check(n is None or least <= n, "min_tokens", f"at most max_tokens, {n}", least)
+        for name in ("logprobs", "prompt_logprobs"):
+            n = getattr(self, name)
+            _check(n is None or (_is_int(n) and n >= 0), name, "an integer >= 0 (or None: none)", n)
+        _check(_is_int(self.n) and self.n >= 1, "n", "an integer >= 1", self.n)
+        best = self.best_of
+        _check(best is None or (_is_int(best) and best >= self.n), "best_of", f"an integer >= n, {self.n}", best)
+        _check(isinstance(self.include_stop, bool), "include_stop", "True or False", self.include_stop)
+        self._set_texts("stop")
+        self._set_texts("bad_words")
+        self._set_ids("stop_token_ids")
+        if self.allowed_token_ids is not None:
+            self._set_ids("allowed_token_ids")
+            given = self.allowed_token_ids
+            _check(len(given) > 0, "allowed_token_ids", "at least one token id (or None: all)", given)
+        self._set_bias()
+        processors = _tuple(self.logits_processors)
+        _check(all(map(callable, processors)), "logits_processors", "callables", self.logits_processors)
+        object.__setattr__(self, "logits_processors", processors)
+
+    def _set_texts(self, name: str) -> None:
+        given = getattr(self, name)
+        texts = (given,) if isinstance(given, str) else _tuple(given)
+        _check(all(isinstance(s, str) and s for s in texts), name, "non-empty strings", given)
+        object.__setattr__(self, name, texts)
+
+    def _set_ids(self, name: str) -> None:
+        given = getattr(self, name)
+        ids = tuple(map(_as_int, _tuple(given)))
+        _check(all(_is_int(i) and i >= 0 for i in ids), name, "integers >= 0", given)
+        object.__setattr__(self, name, ids)
+
+    def _set_bias(self) -> None:
+        given = self.logit_bias
+        pairs = _tuple(given.items() if isinstance(given, Mapping) else given)
+        _check(all(isinstance(x, tuple) and len(x) == 2 for x in pairs), "logit_bias", "{token id: number}", given)
+        pairs = tuple((_as_int(i), x) for i, x in pairs)
+        _check(all(_is_int(i) and i >= 0 for i, _ in pairs), "logit_bias", "for token ids, integers >= 0", given)
+        fine = all(_is_real(x) and -100 <= x <= 100 for _, x in pairs)
+        _check(fine, "logit_bias", "of numbers in [-100, 100]", given)
+        object.__setattr__(self, "logit_bias", tuple(dict(pairs).items()))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def runs(self) -> int:
+        """How many sequences such a request takes: best_of, else n."""
+        return self.best_of or self.n
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed. Raises InvalidRequest for an unknown field."""

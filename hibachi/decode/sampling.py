@@ -7,35 +7,40 @@ function runs in the order of the vocabulary, so a filter on one row changes no 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
+from hibachi.decode.rows import argmax, invert, pick, top_of_row, total
 from hibachi.tensor.array_backend import Array, ArrayBackend
 
-HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")  # rows that are not finite give anything
 
 
-def uniforms(seed: HostArray, position: HostArray) -> HostArray:
-    """seed [n] and position [n], integers >= 0 -> float32 [n] in the open interval (0, 1).
+class How(NamedTuple):
+    """How each row is drawn, arrays [n]; all float32 but top_k, which is int32.
 
-    Number `position` (from 0) of the SplitMix64 generator that starts at `seed`, computed directly: Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Vigna's splitmix64.c.
+    The logits are divided by the temperature. Then filters leave the most likely tokens, each among those that the
+    one before it left: of at least the share min_p of the most likely one's probability (0: all); the top_k most
+    likely (<= 0: all); the smallest set of most likely ones with a share of top_p of their mass (>= 1: all). Last,
+    typical_p: the smallest set with this share of the mass of those whose information is nearest to the entropy (>= 1:
+    all). Ties with the last token kept are kept. u in (0, 1) is the random number.
+
+    Sources: top_k: Fan et al. 2018; top_p: Holtzman et al. 2020; min_p: Nguyen et al. 2024; typical_p: Meister et al.
+    2023, "Locally typical sampling".
     """
-    z = np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA  # wraps, as it should
-    for shift, factor in _MIX:
-        z = (z ^ (z >> shift)) * factor
-    z ^= z >> np.uint64(31)
-    # 23 bits and a half: the middles of 2^23 equal cells, exact in float32, and never 0 or 1.
-    return ((z >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    typical_p: Array
+    u: Array
 
 
 def greedy(backend: ArrayBackend, logits: Array) -> Array:
     """logits [n, V] -> int32 [n]: the most likely token, the first one among equals."""
-    return backend.xp.astype(backend.xp.argmax(logits, axis=-1), backend.xp.int32)
+    return argmax(backend, logits)
 
 
 def row_finite(backend: ArrayBackend, logits: Array) -> Array:
@@ -46,70 +51,97 @@ def row_finite(backend: ArrayBackend, logits: Array) -> Array:
     return backend.xp.isfinite(backend.xp.max(logits, axis=-1))
 
 
-def sample(
-    backend: ArrayBackend,
-    logits: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    u: Array,
-    *,
-    filtered: bool = True,
-) -> Array:
-    """One token for each row: int32 [n].
+@_quiet
+def sample(backend: ArrayBackend, logits: Array, how: How, *, filtered: bool = True, typical: bool = True) -> Array:
+    """One token for each row: int32 [n]. logits [n, V], any float dtype. Temperature 0 takes the most likely token.
 
-    logits [n, V], any float dtype; temperature, top_p and u float32 [n]; top_k int32 [n]; u in (0, 1). A row with
-    temperature 0 takes the most likely token. Other rows draw from softmax(logits / temperature), restricted to the
-    top_k most likely tokens (top_k <= 0: all) and then to the smallest set of most likely tokens with a share of top_p
-    in the mass that is left (top_p >= 1: all). Ties with the last token kept are kept.
-
-    filtered: False if no row has a filter, which gives the same tokens without a sort. Rows without finite logits give
-    any token (see `row_finite`).
+    filtered, typical: False if no row has a filter, or typical_p, which gives the same tokens without the sort that
+    each of them costs. Rows without finite logits give any token (see `row_finite`).
     """
+    xp = backend.xp
+    weights = _weights(backend, logits, how.temperature)
+    if filtered:
+        ranked = xp.flip(xp.sort(weights, axis=-1, stable=False), axis=-1)  # JAX sorts upwards twice as fast
+        weights = _drop(backend, weights, _cutoff(backend, ranked, how)[0])
+    if typical:
+        weights = _typical(backend, weights, how.typical_p)
+    drawn = invert(backend, weights, how.u)
+    return xp.where(how.temperature > 0, xp.astype(drawn, xp.int32), greedy(backend, logits))
+
+
+@_quiet
+def sample_near(
+    backend: ArrayBackend, logits: Array, how: How, k: int, *, mass: bool = False, typical: bool = False
+) -> tuple[Array, Array]:
+    """`sample` from the k most likely tokens of each row, without a sort of the row: int32 [n], and bool [n].
+
+    The second says which rows are right: those whose filters leave no token but some of these. For the others, ask
+    again with a larger k, or `sample`. Temperatures must be > 0. mass: for rows that have top_p, and neither top_k nor
+    min_p in front of it: their share is one of the whole row.
+    """
+    xp = backend.xp
+    values, ids = top_of_row(backend, logits, k)
+    weights = _weights(backend, values, how.temperature)
+    whole = None
+    if mass:
+        whole = total(backend, _weights(backend, logits, how.temperature))
+    cutoff, base = _cutoff(backend, weights, how, whole)
+    last = weights[:, -1]
+    inside = xp.logical_or((cutoff if mass else base) > last, last <= 0)  # who is less likely still, has no weight
+    if k == logits.shape[1]:
+        inside = xp.ones_like(inside)
+    weights = _drop(backend, weights, cutoff)
+    if typical:
+        weights = _typical(backend, weights, how.typical_p)
+    order = xp.argsort(ids, axis=-1)  # the distribution function runs in the order of the vocabulary
+    weights, ids = pick(backend, weights, order), pick(backend, ids, order)
+    drawn = pick(backend, ids, invert(backend, weights, how.u)[:, None])[:, 0]
+    return xp.astype(drawn, xp.int32), inside
+
+
+def _weights(backend: ArrayBackend, logits: Array, temperature: Array) -> Array:
+    """Probabilities, but not normalised: the largest of each row is 1. float32 [n, V]."""
     xp = backend.xp
     logits = backend.float32(logits)
     top = xp.max(logits, axis=-1, keepdims=True)
-    fine = xp.isfinite(top)  # other rows become zeros: what they give does not matter, but NumPy would warn
-    scaled = xp.where(fine, logits, xp.zeros_like(logits)) - xp.where(fine, top, xp.zeros_like(top))
-    scaled = scaled / xp.clip(temperature, min=1e-30)[:, None]
-    weights = xp.exp(scaled)  # not normalised: the largest is 1
-    if filtered:
-        kept = weights >= _cutoff(backend, weights, top_k, top_p)[:, None]
-        weights = xp.where(kept, weights, xp.zeros_like(weights))
-    # Excluded tokens get 0 in the sums as well: parallel sums may fall by a rounding, and must not select one of them.
-    sums = xp.where(weights > 0, xp.cumulative_sum(weights, axis=-1), xp.zeros_like(weights))
-    passed = sums > u[:, None] * xp.max(sums, axis=-1, keepdims=True)  # u < 1, so the last token with a weight passes
-    drawn = xp.argmax(xp.astype(passed, xp.int8), axis=-1)
-    return xp.where(temperature > 0, xp.astype(drawn, xp.int32), greedy(backend, logits))
+    return xp.exp((logits - top) / xp.clip(temperature, min=1e-30)[:, None])
 
 
-def _cutoff(backend: ArrayBackend, weights: Array, top_k: Array, top_p: Array) -> Array:
-    """The smallest weight [n, V] that the filters of a row keep: [n]; 0 for a row without filters."""
-    xp = backend.xp
-    ranked = xp.flip(xp.sort(weights, axis=-1, stable=False), axis=-1)  # JAX sorts upwards twice as fast as downwards
-    rank = xp.arange(weights.shape[1], dtype=xp.int32, device=backend.device)[None, :]
-    inf = xp.full_like(ranked, math.inf)
-    kth = xp.min(xp.where(rank < top_k[:, None], ranked, inf), axis=-1)
-    kth = xp.where(top_k > 0, kth, xp.zeros_like(kth))
-    mass = xp.where(ranked >= kth[:, None], ranked, xp.zeros_like(ranked))
-    before = xp.cumulative_sum(mass, axis=-1) - mass  # of the more likely tokens
-    within = before < top_p[:, None] * xp.sum(mass, axis=-1, keepdims=True)
-    pth = xp.min(xp.where(within, ranked, inf), axis=-1)
-    return xp.where(top_p < 1, xp.maximum(kth, pth), kth)
+def _drop(backend: ArrayBackend, weights: Array, cutoff: Array) -> Array:
+    return backend.xp.where(weights >= cutoff[:, None], weights, backend.xp.zeros_like(weights))
 
 
-def logprobs(row: HostArray, token: int, n: int) -> dict[int, float]:
-    """Natural log-probabilities of the n most likely tokens and of `token`, most likely first (of equals: lower id).
+def _cutoff(backend: ArrayBackend, ranked: Array, how: How, whole: Array | None = None) -> tuple[Array, Array]:
+    """The smallest weight that min_p, top_k and top_p of a row keep: [n]; the same without top_p. 0: all.
 
-    row [V]: the raw logits of one token, on the host; the softmax is computed in float64.
+    ranked [n, k]: its largest weights, falling. whole [n]: the mass that top_p is a share of; None: of those in
+    `ranked` that the other two keep.
     """
-    row = np.asarray(row, np.float64)
-    with np.errstate(invalid="ignore"):  # a row without finite logits gives NaN
-        top = row.max()
-        logs = row - (top + np.log(np.exp(row - top).sum()))
-    n = min(n, len(row))
-    wanted = {token}
-    if n:
-        likely = np.flatnonzero(row >= np.partition(row, -n)[-n])  # n of them, or more with ties
-        wanted.update(sorted(likely.tolist(), key=lambda i: (-row[i], i))[:n])
-    return {i: float(logs[i]) for i in sorted(wanted, key=lambda i: (-row[i], i))}
+    xp = backend.xp
+    rank = xp.arange(ranked.shape[1], dtype=xp.int32, device=backend.device)[None, :]
+    inf = xp.full_like(ranked, math.inf)
+    kth = xp.min(xp.where(rank < how.top_k[:, None], ranked, inf), axis=-1)
+    base = xp.maximum(how.min_p, xp.where(how.top_k > 0, kth, xp.zeros_like(kth)))
+    mass = _drop(backend, ranked, base)
+    if whole is None:
+        whole = total(backend, mass)
+    before = xp.cumulative_sum(mass, axis=-1) - mass  # of the more likely tokens
+    within = before < (how.top_p * whole)[:, None]
+    pth = xp.min(xp.where(within, ranked, inf), axis=-1)
+    return xp.where(how.top_p < 1, xp.maximum(base, pth), base), base
+
+
+def _typical(backend: ArrayBackend, weights: Array, typical_p: Array) -> Array:
+    """weights [n, m] without those that typical_p excludes."""
+    xp = backend.xp
+    p = weights / total(backend, weights)[:, None]
+    some = p > 0
+    information = -xp.log(xp.where(some, p, xp.ones_like(p)))
+    entropy = total(backend, p * information)[:, None]
+    strange = xp.where(some, xp.abs(information - entropy), xp.full_like(p, math.inf))
+    order = xp.argsort(strange, axis=-1)
+    share, ranked = pick(backend, p, order), pick(backend, strange, order)
+    within = xp.cumulative_sum(share, axis=-1) - share < typical_p[:, None]
+    limit = xp.max(xp.where(within, ranked, xp.full_like(p, -math.inf)), axis=-1, keepdims=True)
+    kept = xp.logical_or(typical_p[:, None] >= 1, strange <= limit)
+    return xp.where(kept, weights, xp.zeros_like(weights))

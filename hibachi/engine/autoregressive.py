@@ -25,6 +25,7 @@ from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged
 from hibachi.tensor.discover import backend_for, resolve
 
+_IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 NO_LIMIT = 2**31 - 2
 DEFAULT_CACHE_BYTES = 2**30
 
@@ -105,13 +106,23 @@ class AutoregressiveBatchInference(Service):
     ) -> ItemStream[Any]:
         """Queue a prompt (seq, *tok); returns its stream at once.
 
-        params: levels 1 and 2, how to sample; None: plain sampling up to the limit. max_new_tokens: overrides
+        params: levels 1 and 2, how to sample; None: plain sampling up to the limit. What needs a tokenizer (stop,
+        bad_words) or several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_new_tokens: overrides
         params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
-        stop_token. include_stop: deliver the stop token as the last item.
+        stop_token. include_stop: deliver the stop token as the last item (params.include_stop says no more than that).
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints.
         Raises InvalidRequest, PromptTooLong, EngineClosed or EngineFailed, before anything else is touched.
         """
+        if isinstance(params, SamplingParams):
+            for name in ("stop", "bad_words"):
+                if got := getattr(params, name):
+                    raise InvalidRequest(f"{name} takes a tokenizer, which only hibachi.LLM has; got {got!r}. {_IDS}")
+            if params.runs > 1:
+                raise InvalidRequest(
+                    f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
+                    f"Call it several times, or use hibachi.LLM."
+                )
         return self._submit(self._prepare(prompt, params, max_new_tokens, stop, include_stop))
 
     def _prepare(
@@ -121,8 +132,9 @@ class AutoregressiveBatchInference(Service):
         max_new_tokens: int | None = None,
         stop: Any = None,
         include_stop: bool = True,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> Job:
-        """Everything about a request that can be wrong; nothing is queued yet."""
+        """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids."""
         host = self._admit_prompt(prompt)
         if params is not None and self._vocab is None:
             raise InvalidRequest(
@@ -134,10 +146,12 @@ class AutoregressiveBatchInference(Service):
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
         if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
             raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
+        if params is not None:
+            self._check_params(params, limit)
         seq = Seq(len(host), None if limit is None else int(limit))
         self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
-        return Job(
+        job = Job(
             seq,
             Channel(),
             host,
@@ -145,7 +159,30 @@ class AutoregressiveBatchInference(Service):
             include_stop=include_stop,
             params=params,
             seed=seed & (2**64 - 1),
+            bad_words=bad_words,
         )
+        if params is not None and params.prompt_logprobs is not None:
+            job.scores = job.channel.prompt_logprobs = [None] * len(host)
+        return job
+
+    def _check_params(self, params: SamplingParams, limit: Any) -> None:
+        """What only the engine can know to be wrong."""
+        assert self._vocab is not None
+        bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
+        for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
+            if ids and max(ids) >= self._vocab:  # type: ignore[type-var]
+                raise InvalidRequest(
+                    f"{name} must name token ids from 0 to {self._vocab - 1} (the model's vocabulary); got "
+                    f"{max(ids)}. Is this the tokenizer of this model?"  # type: ignore[type-var]
+                )
+        if limit is not None and params.min_tokens > limit:
+            raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")
+        if params.prompt_logprobs is not None and self._level != 2:
+            raise InvalidRequest(
+                f"prompt_logprobs needs a model with a cache (level 2), which sees each token once; got "
+                f"prompt_logprobs={params.prompt_logprobs} for one of level {self._level}. Leave it out, or give the "
+                f"model `cache_spec` and `step`."
+            )
 
     def _submit(self, job: Job) -> ItemStream[Any]:
         assert self._worker is not None
@@ -238,7 +275,7 @@ class AutoregressiveBatchInference(Service):
                 as_token(self._host(self._stop_token), shape, dtype, "stop token")
             rows = self.max_batch_size
             table = TokenTable(rows, shape, dtype)
-            sampler = RowSampler(backend, rows, self._vocab) if self._vocab is not None else None
+            sampler = RowSampler(backend, rows, self._vocab, table) if self._vocab is not None else None
             runner: Runner
             if self._level == 2:
                 scheduler = Scheduler(self._cached_limits(backend))

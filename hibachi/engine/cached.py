@@ -8,13 +8,25 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
-from hibachi.engine.runner import CacheLost, Outcome, Part, check_output, isolate, jobs_of, row_bucket
+from hibachi.engine.runner import (
+    NOT_FINITE,
+    CacheLost,
+    Outcome,
+    Part,
+    check_output,
+    drawn_part,
+    isolate,
+    jobs_of,
+    row_bucket,
+)
 from hibachi.engine.sampler import RowSampler
+from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import Paged, State, StepInputs
 
+LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
 TILE = 32  # tokens in a query tile of a step that has prefill in it
 
 
@@ -36,6 +48,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
+        self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._compile(donate=True)
         self._make_cache()
 
@@ -58,6 +71,7 @@ class CachedRunner:
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
         self.table.fill(seq.row, job.prompt)
+        self._unscored[seq.row] = job.unscored
         if self.sampler:
             self.sampler.admit(job)
 
@@ -98,23 +112,52 @@ class CachedRunner:
             raise
 
     def _paged(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+        if (self._unscored[rows] > start).any():
+            return self._scored(plan, idx, rows, start, q, emit)
         x = self._inputs(rows, start, q, emit)
         out, self.cache = self._step(self.model.params, self.cache, x)
         return self._part(plan, idx[emit], out, x)
 
+    def _scored(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+        """`_paged` where outputs of whole prompts are wanted: in several calls, as logits take much memory."""
+        at, left = start.copy(), q.copy()
+        parts = []
+        while left.any():
+            piece, room = left.copy(), self._room()
+            for i in np.flatnonzero((left > 0) & (self._unscored[rows] > at)).tolist():
+                piece[i] = min(piece[i], room)
+                room -= piece[i]
+            mine = np.flatnonzero(piece)
+            mine = mine[np.argsort(piece[mine] != 1, kind="stable")]  # single-token rows first, as in a plan
+            last = emit[mine] & (left[mine] == piece[mine])
+            x = self._inputs(rows[mine], at[mine], piece[mine], last)
+            out, self.cache = self._step(self.model.params, self.cache, x)
+            parts.append(self._part(plan, idx[mine[last]], out, x, (idx[mine], at[mine], piece[mine], last)))
+            at += piece
+            left -= piece
+        return _joined(parts, idx[:0], self.backend)
+
+    def _room(self) -> int:
+        """How many outputs a call may have where many are wanted."""
+        assert self.sampler is not None
+        return max(16, LOGITS_BYTES // (4 * self.sampler.vocab_size))
+
     def _inputs(self, rows: Any, start: Any, q: Any, emit: Any) -> StepInputs[Array]:
         """The step's inputs on the device, in fixed shapes if the backend wants them."""
-        packed = lower(rows, start, q, emit, self.block_table, self.limits.block_size, tile=TILE)
+        score = np.clip(self._unscored[rows] - start, 0, q)
+        scoring = bool(score.any())
+        table, size = self.block_table, self.limits.block_size
+        packed = lower(rows, start, q, emit, table, size, tile=TILE, score=score if scoring else None)
         tokens = self.table.values[rows[packed.seg], packed.pos]
         if self.backend.static_shapes:
-            packed = self._pad(packed, q)
+            packed = self._pad(packed, q, scoring)
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
         put = self.backend.put
         return StepInputs(tok=put(tokens), **{f.name: put(getattr(packed, f.name)) for f in fields(Packed)})
 
-    def _pad(self, packed: Packed, q: Any) -> Packed:
+    def _pad(self, packed: Packed, q: Any, scoring: bool) -> Packed:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""
         lim = self.limits
         decode = int(q.max()) == 1
@@ -126,18 +169,34 @@ class CachedRunner:
         else:
             rows, tokens = lim.rows, max(2 * TILE, 1 << (len(packed.pos) - 1).bit_length())
         blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
-        return pad(packed, tokens=tokens, rows=rows, blocks=blocks, tile=1 if decode else TILE, trash_row=lim.rows)
+        return pad(
+            packed,
+            tokens=tokens,
+            rows=rows,
+            blocks=blocks,
+            tile=1 if decode else TILE,
+            trash_row=lim.rows,
+            outputs=tokens if scoring else None,
+        )
 
-    def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array]) -> Part:
-        """Check and sample the outputs of the rows `idx`, all of which emit."""
+    def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array], call: Any = None) -> Part:
+        """Check and sample the outputs of the rows `idx`, all of which emit.
+
+        call: (places in the plan, start, tokens, emit) of the rows of this call, if there are outputs of other tokens.
+        """
         wanted = x.last.shape[0]
         jobs, n = jobs_of(plan, idx), len(idx)
         if self.sampler:
             check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name)
+            faults: dict[int, HibachiError] = {}
+            if call is not None:
+                out, faults = self._score(plan, *call, out)
             if not n:
-                return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool))
-            tokens, bad, logprobs = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
-            return Part(idx, tokens, None, stopped(jobs, tokens, None, self.backend), bad, logprobs)
+                return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
+            drawn = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
+            part = drawn_part(idx, drawn, jobs, plan.end[idx], self.backend)
+            part.faults |= faults
+            return part
         kind = "f" if self.table.values.dtype.kind == "f" else "i"
         check_output(out, self.backend, (wanted, *self.table.shape), self.name, kind=kind)
         tokens = self.backend.get(out)[:n]
@@ -145,13 +204,39 @@ class CachedRunner:
         batch = out if wanted == n else out[:n, ...]
         return Part(idx, tokens, batch, stopped(jobs, tokens, batch, self.backend), bad)
 
+    def _score(
+        self, plan: StepPlan, idx: Any, start: Any, q: Any, emit: Any, out: Array
+    ) -> tuple[Array, dict[int, HibachiError]]:
+        """Note the log-probabilities of the prompt's tokens; returns the outputs that are to be sampled, and errors."""
+        assert self.sampler is not None
+        rows, jobs = plan.rows[idx], jobs_of(plan, idx)
+        score = np.clip(self._unscored[rows] - start, 0, q)
+        ends = np.cumsum(score + emit)
+        samples = ends[emit] - 1
+        row = np.repeat(np.arange(len(idx)), score)
+        places = np.delete(np.arange(ends[-1]), samples)
+        position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
+        tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
+        tokens[places] = self.table.values[rows[row], position]
+        wanted[places] = [jobs[i].params.prompt_logprobs for i in row.tolist()]  # type: ignore[union-attr]
+        found = self.sampler.logprobs(out, tokens, wanted.tolist())
+        faults: dict[int, HibachiError] = {}
+        for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):
+            scores = jobs[i].scores
+            assert scores is not None
+            scores[at] = found[place]
+            if any(value != value for value in found[place].values()):
+                faults[int(idx[i])] = NonFiniteOutput(NOT_FINITE)
+        return self.sampler.rows(out, samples) if len(samples) else out, faults
+
     # ---- recurrent state ---------------------------------------------------------------------------------------
 
     def _recurrent(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """Like `_paged`, for models with a `State`: a copy of the rows' states is stepped, and kept on success.
 
         A state cannot skip padding, so chunks are cut into powers of two and rows with the same piece go together:
-        at most log2(chunk) + 1 calls, each with equally many tokens a row.
+        at most log2(chunk) + 1 calls, each with equally many tokens a row (more where outputs of whole prompts are
+        wanted, as logits take much memory).
         """
         n, trash = len(idx), self.limits.rows
         size = row_bucket(n, trash) if self.backend.static_shapes else n
@@ -163,13 +248,14 @@ class CachedRunner:
         work = self._gather(states, self.backend.put(held), self.backend.put(started))
         at, left = start.copy(), q.copy()
         parts = []
-        for bit in reversed(range(int(q.max()).bit_length())):
-            piece = 1 << bit
-            mine = np.flatnonzero(q & piece)
-            if not len(mine):
-                continue
+        scoring = np.count_nonzero(self._unscored[rows] > start)
+        most = max(1, self._room() // scoring) if scoring else int(q.max())
+        while left.any():
+            piece = 1 << (min(int(left.max()), most).bit_length() - 1)
+            mine = np.flatnonzero(left >= piece)
             last = emit[mine] & (left[mine] == piece)
-            x = self._inputs(rows[mine], at[mine], np.full(len(mine), piece, np.int32), last)
+            each = np.full(len(mine), piece, np.int32)
+            x = self._inputs(rows[mine], at[mine], each, last)
             place = np.full(x.row.shape[0], size, np.int32)
             place[: len(mine)] = mine
             out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
@@ -177,8 +263,9 @@ class CachedRunner:
             self.cache = [
                 c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)
             ]
-            if last.any():
-                parts.append(self._part(plan, idx[mine[last]], out, x))
+            if scoring or last.any():
+                call = (idx[mine], at[mine], each, last) if scoring else None
+                parts.append(self._part(plan, idx[mine[last]], out, x, call))
             at[mine] += piece
             left[mine] -= piece
         states = self._scatter(states, self.backend.put(held), work)
@@ -237,6 +324,7 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         stopped=np.concatenate([p.stopped for p in parts]),
         bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),
         logprobs=logprobs,
+        faults={i: fault for p in parts for i, fault in p.faults.items()},
     )
 
 

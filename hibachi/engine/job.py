@@ -26,6 +26,13 @@ class Job:
     include_stop: bool = True
     params: SamplingParams | None = None
     seed: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
+    scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
+
+    @property
+    def unscored(self) -> int:
+        """How many of the first tokens must have their output looked at: all but the last of the prompt."""
+        return 0 if self.scores is None else self.seq.prompt_len - 1
 
 
 class Stopper:
@@ -44,8 +51,11 @@ class Stopper:
         return near.all(axis=axes).any(axis=1)
 
 
-def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend) -> Any:
-    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host; batch: natively, or None."""
+def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:
+    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host; batch: natively, or None.
+
+    positions [n]: where the tokens stand, if they were sampled: before its min_tokens no request ends.
+    """
     groups: dict[Stopper, list[int]] = {}
     for i, job in enumerate(jobs):
         if job.stop is not None:
@@ -61,6 +71,9 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
             else:
                 native = batch if everyone else backend.take(batch, backend.put(mine))
             out[mine] |= _ask(rule.where, native, len(members), backend)
+    if positions is not None and out.any():
+        least = [job.seq.prompt_len + (job.params.min_tokens if job.params else 0) for job in jobs]
+        out &= np.asarray(positions) + 1 >= np.array(least)
     return out
 
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hibachi.engine.job import Job
+from hibachi.engine.job import Job, stopped
+from hibachi.engine.sampler import Drawn
 from hibachi.errors import (
     HibachiError,
     InvalidModelOutput,
@@ -36,6 +37,7 @@ class Part:
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None: all are
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place in the part
+    faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +96,13 @@ def isolate(call: Callable[[Any], Part], idx: Any, tries: int = 2) -> tuple[list
             then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
             log.warning("%d rows failed together and %s: %r", len(idx), then, e)
         return parts + more_parts, faults | more_faults
-    if part.bad is None or not part.bad.any():
-        return [part], {}
-    return [part], {int(i): NonFiniteOutput(_NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+    faults = dict(part.faults)
+    if part.bad is not None and part.bad.any():
+        faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+    return [part], faults
 
 
-_NOT_FINITE = (
+NOT_FINITE = (
     "The model returned NaN or infinity for this request; expected finite values. Look for an overflow or a division "
     "by zero in its forward pass (a float16 model may need float32)."
 )
@@ -169,6 +172,13 @@ def check_output(
 def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
     seqs = plan.seqs
     return [seqs[i].owner for i in idx.tolist()]
+
+
+def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend: ArrayBackend) -> Part:
+    """The part of sampled tokens: rows `idx` of the plan, their tokens at `positions`."""
+    stop = stopped(jobs, drawn.tokens, None, backend, positions)
+    faults = {int(idx[i]): fault for i, fault in drawn.faults.items()}
+    return Part(idx, drawn.tokens, None, stop, drawn.bad, drawn.logprobs, faults)
 
 
 def row_bucket(n: int, most: int) -> int:

@@ -1,83 +1,210 @@
-"""From logits to token ids for the rows of a step: the parameters of each row, and one batched draw."""
+"""From logits to token ids for the rows of a step: the parameters of each row, and few batched draws.
+
+Which program draws for a row is decided by its own parameters and logits, never by its neighbours': programs differ in
+rounding, and a request must get the same tokens whoever shares the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from hibachi.decode import sampling
-from hibachi.engine.job import Job
+from hibachi.decode.logprobs import Likely, likely, logprobs, named
+from hibachi.decode.uniforms import uniforms
+from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.rowedits import RowEdits
+from hibachi.errors import HibachiError, InvalidRequest
+from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+# How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.
+PLAIN, NEAR, FAR, FULL = range(4)
+MASS, TYPICAL = 4, 8
+CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
+LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilities; for longer ones, the whole row
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn for n rows."""
+
+    tokens: HostArray  # int32 [n]
+    bad: Any  # bool [n]: the model's logits were not finite; None: all were
+    logprobs: dict[int, dict[int, float]]  # by place, where asked for
+    faults: dict[int, HibachiError] = field(default_factory=dict)  # by place: what else is wrong with a request
 
 
 class RowSampler:
     """Sampling parameters by row, and the draw for a step. Randomness comes from the host, by (seed, position)."""
 
-    def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int) -> None:
+    def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
         self.backend, self.vocab_size = backend, vocab_size
+        self._edits = RowEdits(backend, rows, vocab_size, table)
+        self._path = np.zeros(rows, np.int32)
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int32)
-        self._top_p = np.ones(rows, np.float32)
+        self._top_p, self._typical_p = np.ones(rows, np.float32), np.ones(rows, np.float32)
+        self._min_p = np.zeros(rows, np.float32)
         self._seed = np.zeros(rows, np.uint64)
-        self._greedy, self._plain, self._filtered = _programs(backend)
+        self._greedy = _program(backend, None)
 
     def admit(self, job: Job) -> None:
         params, row = job.params, job.seq.row
         assert params is not None
+        self._path[row] = path_of(params, self.vocab_size)
         self._temperature[row], self._seed[row] = params.temperature, job.seed
         self._top_k[row], self._top_p[row] = max(params.top_k, 0), params.top_p
+        self._min_p[row], self._typical_p[row] = params.min_p, params.typical_p
+        self._edits.admit(job)
 
-    def draw(
-        self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any
-    ) -> tuple[HostArray, Any, dict[int, dict[int, float]]]:
-        """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n].
-
-        Returns tokens int32 [n], not-finite flags bool [n] (or None), and {place: log-probabilities} where asked for.
-        """
-        n, m = len(jobs), logits.shape[0]
-        temperature = self._temperature[rows]
-        if not temperature.any():
-            ids, finite = self._greedy(logits)
+    def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
+        """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]."""
+        positions = np.asarray(positions)
+        special = self._edits.wanted(rows, positions)
+        faults: dict[int, HibachiError] = {}
+        if not special.any():
+            tokens, ok = self._choose(logits, rows, positions)
         else:
-            top_k, top_p = self._top_k[rows], self._top_p[rows]
-            draw = self._filtered if top_k.any() or (top_p < 1).any() else self._plain
-            u = sampling.uniforms(self._seed[rows], np.asarray(positions))
-            columns = (temperature, top_k, top_p, u)
-            if m > n:
-                columns = tuple(np.concatenate([c, np.zeros(m - n, c.dtype)]) for c in columns)
-            ids, finite = draw(logits, *map(self.backend.put, columns))
-        tokens = self.backend.get(ids)[:n]
-        ok = self.backend.get(finite)[:n]
-        logprobs = {}
-        for i, job in enumerate(jobs):
-            if job.params is not None and job.params.logprobs is not None:
-                row = self.backend.get(logits[i, ...])
-                logprobs[i] = sampling.logprobs(row, int(tokens[i]), job.params.logprobs)
-        return tokens, None if ok.all() else ~ok, logprobs
+            tokens, ok = np.zeros(len(rows), np.int32), np.ones(len(rows), bool)
+            if len(at := np.flatnonzero(~special)):
+                tokens[at], ok[at] = self._choose(self.rows(logits, at), rows[at], positions[at])
+            at = np.flatnonzero(special)
+            tokens[at], ok[at], faults = self._choose_changed(logits, at, jobs, rows[at], positions[at])
+        asked = [i for i, job in enumerate(jobs) if job.params is not None and job.params.logprobs is not None]
+        found = {}
+        if asked:
+            wanted = [jobs[i].params.logprobs for i in asked]  # type: ignore[union-attr]
+            of = logits if len(asked) == logits.shape[0] else self.rows(logits, np.array(asked))
+            found = dict(zip(asked, self.logprobs(of, tokens[asked], wanted), strict=True))  # type: ignore[arg-type]
+        return Drawn(tokens, None if ok.all() else ~ok, found, faults)
+
+    def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
+        """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
+        get, put = self.backend.get, self.backend.put
+        n, m, most = len(tokens), logits.shape[0], max(wanted)
+        size = min(next((s for s in LIKELY if most < s), LIKELY[-1]), self.vocab_size) if most else 0
+        of = np.concatenate([tokens, np.zeros(m - n, tokens.dtype)]).astype(np.int32)
+        some = _likely(self.backend, size)(logits, put(of))
+        some = Likely(*(None if part is None else get(part) for part in some))
+        out = []
+        for i, (token, w) in enumerate(zip(tokens.tolist(), wanted, strict=True)):
+            names = None
+            if w < size or size in (0, self.vocab_size):
+                names = named(some, i, token, w, self.vocab_size)
+            out.append(logprobs(get(logits[i, ...]), token, w) if names is None else names)
+        return out
+
+    # ---- which program -----------------------------------------------------------------------------------------
+
+    def _choose_changed(
+        self, logits: Array, at: Any, jobs: Sequence[Job], rows: Any, positions: Any
+    ) -> tuple[HostArray, HostArray, dict[int, HibachiError]]:
+        """`_choose` for rows `at` of the logits, after the changes that they want; and errors by place in `jobs`."""
+        padded = self._padded(at)
+        fill = len(padded) - len(at)
+        changed, before, faults = self._edits.apply(
+            logits, padded, [jobs[i] for i in at.tolist()], np.pad(rows, (0, fill), mode="edge"), positions
+        )
+        tokens, ok = self._choose(changed, rows, positions)
+        before = self.backend.get(before)[: len(at)]
+        for i in np.flatnonzero(before & ~ok).tolist():
+            faults.setdefault(i, InvalidRequest(_NOTHING_LEFT))
+        return tokens, before, {int(at[i]): fault for i, fault in faults.items()}
+
+    def _choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
+        """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
+        paths = self._path[rows]
+        if (paths == paths[0]).all():
+            return self._run(int(paths[0]), logits, rows, positions)
+        tokens, ok = np.zeros(len(rows), np.int32), np.zeros(len(rows), bool)
+        for path in np.unique(paths).tolist():
+            at = np.flatnonzero(paths == path)
+            tokens[at], ok[at] = self._run(path, self.rows(logits, at), rows[at], positions[at])
+        return tokens, ok
+
+    def _run(self, path: int, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
+        """`_choose` for rows of one path; those for which it was too short go on to the next."""
+        n, get = len(rows), self.backend.get
+        if path == PLAIN and not self._temperature[rows].any():
+            ids, ok = self._greedy(logits)
+            return get(ids)[:n], get(ok)[:n]
+        ids, ok, inside = _program(self.backend, path)(logits, self._how(rows, positions, logits.shape[0]))
+        tokens, ok = get(ids)[:n], get(ok)[:n]
+        if inside is not None and len(at := np.flatnonzero(~get(inside)[:n] & ok)):
+            tokens = tokens.copy()  # the array of a library may be read-only
+            tokens[at] = self._run(path + 1, self.rows(logits, at), rows[at], positions[at])[0]
+        return tokens, ok
+
+    def _how(self, rows: Any, positions: Any, m: int) -> sampling.How:
+        columns = sampling.How(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            typical_p=self._typical_p[rows],
+            u=uniforms(self._seed[rows], positions),
+        )
+        fill = m - len(rows)
+        return sampling.How(*(self.backend.put(np.pad(c, (0, fill), mode="edge") if fill else c) for c in columns))
+
+    def rows(self, logits: Array, at: Any) -> Array:
+        """Rows `at` of the logits; more, if the backend wants few shapes."""
+        return self.backend.take(logits, self.backend.put(self._padded(at).astype(np.int32)))
+
+    def _padded(self, at: Any) -> Any:
+        if not self.backend.static_shapes:
+            return at
+        return np.pad(at, (0, (1 << (len(at) - 1).bit_length()) - len(at)), mode="edge")
 
 
-@lru_cache(maxsize=16)
-def _programs(backend: ArrayBackend) -> tuple[Callable[..., tuple[Array, Array]], ...]:
-    """Greedy, plain and filtered draws, compiled once for all engines on a backend."""
-    draws = (partial(_greedy, backend), partial(_sample, backend, False), partial(_sample, backend, True))
-    return tuple(map(backend.compile, draws))
+_NOTHING_LEFT = (
+    "The request leaves no token that can come: its allowed_token_ids, bad_words, min_tokens, logit_bias, penalties "
+    "and logits_processors together gave every token -inf, or one of them infinity or NaN. Loosen them."
+)
+
+
+def path_of(params: SamplingParams, vocab_size: int) -> int:
+    """The program for a row with these parameters, to begin with."""
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    typical = TYPICAL if params.typical_p < 1 else 0
+    if params.temperature == 0:
+        return PLAIN
+    if params.min_p > 0:
+        return NEAR | typical
+    if top_k:
+        fitting = (path for path, size in CANDIDATES.items() if top_k < size)
+        return next(fitting, FULL) | typical
+    if params.top_p < 1:
+        return NEAR | MASS | typical
+    return FULL | typical if typical else PLAIN
+
+
+@lru_cache(maxsize=256)
+def _program(backend: ArrayBackend, path: int | None) -> Callable[..., Any]:
+    """A draw, compiled once for all engines on a backend; None: the greedy one."""
+    if path is None:
+        return backend.compile(partial(_greedy, backend))
+    return backend.compile(partial(_draw, backend, path))
 
 
 def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
     return sampling.greedy(backend, logits), sampling.row_finite(backend, logits)
 
 
-def _sample(
-    backend: ArrayBackend,
-    filtered: bool,
-    logits: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    u: Array,
-) -> tuple[Array, Array]:
-    ids = sampling.sample(backend, logits, temperature, top_k, top_p, u, filtered=filtered)
-    return ids, sampling.row_finite(backend, logits)
+def _draw(backend: ArrayBackend, path: int, logits: Array, how: sampling.How) -> tuple[Array, Array, Array | None]:
+    kind, mass, typical = path % 4, bool(path & MASS), bool(path & TYPICAL)
+    finite = sampling.row_finite(backend, logits)
+    if size := CANDIDATES.get(kind):
+        ids, inside = sampling.sample_near(backend, logits, how, min(size, logits.shape[1]), mass=mass, typical=typical)
+        return ids, finite, inside
+    return sampling.sample(backend, logits, how, filtered=kind == FULL, typical=typical), finite, None
+
+
+@lru_cache(maxsize=64)
+def _likely(backend: ArrayBackend, k: int) -> Callable[..., Likely]:
+    return backend.compile(partial(likely, backend, k=k))

@@ -49,11 +49,12 @@ def _resolve(futures: list[asyncio.Future[None]]) -> None:
 class Channel(Generic[T]):
     """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it."""
 
-    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs")
+    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs", "prompt_logprobs")
 
     def __init__(self) -> None:
         self.buffer: deque[T] = deque()
         self.logprobs: list[dict[int, float] | None] = []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
@@ -156,6 +157,15 @@ class ItemStream(Closing, Generic[T]):
     def logprobs(self) -> list[dict[int, float] | None]:
         """{token id: log-probability} of each token delivered so far, if they were asked for."""
         return list(self._channel.logprobs)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """{token id: log-probability} of each token of the prompt, None for the first; None if not asked for.
+
+        Complete as soon as there is a token.
+        """
+        found = self._channel.prompt_logprobs
+        return None if found is None else list(found)
 
     def __next__(self) -> T:
         channel = self._channel

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
-from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, isolate, jobs_of, row_bucket
+from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.scheduler import Seq, StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -64,8 +64,8 @@ class WholeRunner:
             out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
                 check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
-                tokens, bad, logprobs = self.sampler.draw(out, jobs, rows, lengths)
-                return Part(idx, tokens, None, stopped(jobs, tokens, None, self.backend), bad, logprobs)
+                drawn = self.sampler.draw(out, jobs, rows, lengths)
+                return drawn_part(idx, drawn, jobs, lengths, self.backend)
             kind = "f" if self.table.values.dtype.kind == "f" else "i"
             check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=kind)
             out = out if len(shown_rows) == n else out[:n, ...]

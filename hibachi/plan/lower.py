@@ -35,10 +35,21 @@ def _upto(n: int) -> Ints:
     return a
 
 
-def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size: int, *, tile: int = 32) -> Packed:
+def lower(
+    row: Ints,
+    start: Ints,
+    q: Ints,
+    emit: Bools,
+    table: Ints,
+    block_size: int,
+    *,
+    tile: int = 32,
+    score: Ints | None = None,
+) -> Packed:
     """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
 
-    Outputs are wanted of the last token of each emitting row. `tile`: tokens in a query tile when a row has several.
+    Outputs are wanted of the last token of each emitting row, and of the first score [B] tokens of each. `tile`: tokens
+    in a query tile when a row has several.
     """
     n = len(row)
     end = start + q
@@ -47,7 +58,8 @@ def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size:
     if int(q.max()) == 1:  # decode only: every array is a plain range
         one = _upto(n)
         slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
-        last = one if emit.all() else np.flatnonzero(emit).astype(np.int32)
+        wanted = emit if score is None else emit | (score > 0)
+        last = one if wanted.all() else np.flatnonzero(wanted).astype(np.int32)
         return Packed(start, slot, one, row, start, end, _upto(n + 1), blocks, last, one[:, None], one, one)
     cu_q = np.zeros(n + 1, np.int32)
     np.cumsum(q, out=cu_q[1:])
@@ -57,6 +69,8 @@ def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size:
     pos = start[seg] + offset
     slot = blocks[seg, pos // block_size] * block_size + pos % block_size if width else np.zeros(total, np.int32)
     last = (cu_q[1:] - 1)[emit]
+    if score is not None:
+        last = np.union1d(last, np.flatnonzero(offset < score[seg])).astype(np.int32)
     tiles = -(-q // tile)
     first = np.zeros(n + 1, np.int32)
     np.cumsum(tiles, out=first[1:])
@@ -80,8 +94,11 @@ def lower(row: Ints, start: Ints, q: Ints, emit: Bools, table: Ints, block_size:
     )
 
 
-def pad(p: Packed, *, tokens: int, rows: int, blocks: int, tile: int, trash_row: int) -> Packed:
-    """The same step in fixed shapes: T = tokens, B = n_out = rows, `blocks` columns, tiles to hold any such step.
+def pad(
+    p: Packed, *, tokens: int, rows: int, blocks: int, tile: int, trash_row: int, outputs: int | None = None
+) -> Packed:
+    """The same step in fixed shapes: T = tokens, B = rows, `blocks` columns, tiles to hold any such step; n_out = rows
+    unless `outputs` says otherwise.
 
     Padding tokens stand at position 0 of block 0, padding rows hold `trash_row`, padding outputs repeat token 0.
     """
@@ -109,7 +126,7 @@ def pad(p: Packed, *, tokens: int, rows: int, blocks: int, tile: int, trash_row:
         kv_len=to(p.kv_len, rows),
         cu_q=to(p.cu_q, rows + 1, len(p.pos)),
         block_table=table,
-        last=to(p.last, rows),
+        last=to(p.last, rows if outputs is None else outputs),
         tile_q=to(tile_q, n_tiles),
         tile_row=to(p.tile_row, n_tiles),
         tile_of=to(tile_of, tokens),

@@ -758,8 +758,9 @@ def same_seed(add: Any, job: Any) -> None:
 
 
 def shift_logprobs(draw: Any, *args: Any) -> Any:
-    tokens, bad, logprobs = draw(*args)
-    return tokens, bad, {(i + 1) % len(tokens): found for i, found in logprobs.items()}
+    drawn = draw(*args)
+    drawn.logprobs = {(i + 1) % len(drawn.tokens): found for i, found in drawn.logprobs.items()}
+    return drawn
 
 
 SAMPLING = [

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.decode.sampling import greedy, logprobs, row_finite, sample, uniforms
+from hibachi.decode.logprobs import logprobs
+from hibachi.decode.sampling import How, greedy, row_finite, sample
+from hibachi.decode.uniforms import uniforms
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi_jax import JaxBackend
@@ -27,10 +29,17 @@ every_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRA
 def draw(logits, temperature, top_k, top_p, u, *, filtered=True, library=NUMPY):
     """`sample` on host arrays; scalars hold for all rows."""
     logits = np.asarray(logits, np.float32)
-    columns = [(temperature, np.float32), (top_k, np.int32), (top_p, np.float32), (u, np.float32)]
+    columns = [
+        (temperature, np.float32),
+        (top_k, np.int32),
+        (top_p, np.float32),
+        (0, np.float32),
+        (1, np.float32),
+        (u, np.float32),
+    ]
     arrays = [np.broadcast_to(np.asarray(c, dtype), len(logits)).copy() for c, dtype in columns]
-    run = library.compile(lambda *a: sample(library, *a, filtered=filtered))
-    return library.get(run(library.put(logits), *map(library.put, arrays)))
+    run = library.compile(lambda x, how: sample(library, x, how, filtered=filtered, typical=False))
+    return library.get(run(library.put(logits), How(*map(library.put, arrays))))
 
 
 def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
@@ -192,7 +201,8 @@ def test_half_precision_logits_are_fine(name):
     logits = library.put(batch()[0], "bfloat16")
     exact = library.get(library.float32(logits))
     t, k, p, u = np.float32(batch()[1]), np.int32(batch()[2]), np.float32(batch()[3]), batch()[4]
-    ids = library.get(sample(library, logits, *map(library.put, (t, k, p, u))))
+    how = How(*map(library.put, (t, k, p, np.zeros_like(p), np.ones_like(p), u)))
+    ids = library.get(sample(library, logits, how))
     assert (ids == draw(exact, t, k, p, u, library=library)).all()
 
 
