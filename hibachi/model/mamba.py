@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import InvalidModelFiles
 from hibachi.model.decoder import Params, checked
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
@@ -101,16 +100,9 @@ class Mamba:
     ) -> Mamba:
         arch = read_arch(files.config)
         dtype, max_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
-        if files.gguf is None:
-            checkpoint = files.checkpoint()
-            required, optional = _shapes(arch, _NAMES)
-            checkpoint.check(required, optional)
-            return cls(arch, _params(arch, checkpoint, _NAMES, backend, dtype), backend, dtype=dtype, max_len=max_len)
-        tensors = files.gguf
-        required, _ = _shapes(arch, _CANONICAL)
-        if lost := [name for name in required if name not in tensors]:
-            raise InvalidModelFiles(f"{files.path} lacks tensors: {', '.join(lost[:8])}. Download it again.")
-        return cls(arch, _params(arch, tensors, _CANONICAL, backend, dtype), backend, dtype=dtype, max_len=max_len)
+        names, tensors = (_NAMES, files.checkpoint()) if files.gguf is None else (_CANONICAL, files.gguf)
+        tensors.check(*_shapes(arch, names))
+        return cls(arch, _params(arch, tensors, names, backend, dtype), backend, dtype=dtype, max_len=max_len)
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from hibachi.errors import ConfigError, UnknownArchitecture
+from hibachi.model.arch import Arch, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.families import FAMILIES, Family
 from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles, locate, open_files
 from hibachi.model.ladder import LanguageModel
+from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
 
@@ -130,12 +132,16 @@ def load_family(
     family: Family, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
 ) -> Decoder:
     arch = family.read(files.config)
-    tensors: Mapping[str, Any]
+    return Decoder.build(arch, canonical(files, family, arch), backend, dtype=dtype, max_model_len=max_model_len)
+
+
+def canonical(files: ModelFiles, family: Family, arch: Arch) -> Mapping[str, HostArray]:
+    """The model's tensors by canonical name. Raises InvalidModelFiles if they are not those that the arch implies."""
     if files.gguf is None:
-        tensors = Canonical(files.checkpoint(), family, files.config, arch)
-    else:
-        tensors = files.gguf
-    return Decoder.build(arch, tensors, backend, dtype=dtype, max_model_len=max_model_len)
+        return Canonical(files.checkpoint(), family, files.config, arch)
+    fused = [name for name in ("qkv", "gate_up") if f"layers.0.{name}.weight" in files.gguf]
+    files.gguf.check(*shapes(arch, fused))
+    return files.gguf
 
 
 def _resolved(name: str) -> Family | Loader:

@@ -1,0 +1,88 @@
+"""talk with a model in the terminal
+
+Type a message and Enter; the answer comes as it is generated. Ctrl-C stops an
+answer, Ctrl-D (or /quit) ends the conversation, /clear begins a new one.
+Without a terminal, every line of standard input is a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from typing import Any
+
+from hibachi.cli.generate import model_arguments, open_model
+from hibachi.engine.llm import LLM
+from hibachi.errors import PromptTooLong
+from hibachi.request import SamplingParams
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model_arguments(parser)
+    add("--system", metavar="TEXT", help="a system message to begin with")
+    add("--max-tokens", type=int, default=512, metavar="N", help="limit of an answer (default: 512)")
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's)")
+    add("--top-p", type=float, metavar="P", help="draw from this share of the mass (default: the model's)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same conversation")
+
+
+def run(args: argparse.Namespace) -> int:
+    given = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "max_tokens": args.max_tokens}
+    given = {name: value for name, value in given.items() if value is not None}
+    with open_model(args) as llm:
+        start = [{"role": "system", "content": args.system}] if args.system else []
+        llm.tokenizer.render_chat([*start, {"role": "user", "content": "?"}])  # fails now if it cannot be done
+        params = llm.default_params.with_(**given)
+        terminal = sys.stdin.isatty()
+        if terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401 -- gives input() its editing and history
+            print("Ctrl-C stops an answer, Ctrl-D ends the conversation, /clear begins a new one.\n", file=sys.stderr)
+        talk(llm, params, start, terminal)
+    return 0
+
+
+def talk(llm: LLM, params: SamplingParams, start: list[dict[str, Any]], terminal: bool) -> None:
+    messages = list(start)
+    while (line := _read(terminal)) is not None and line != "/quit":
+        if line == "/clear":
+            messages = list(start)
+            continue
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _answer(llm, messages, params)
+        except PromptTooLong as e:
+            print(f"{e}\nThe conversation has grown too long: /clear begins a new one.", file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+        print(flush=True)
+
+
+def _read(terminal: bool) -> str | None:
+    """The next message, or None at the end of the input."""
+    try:
+        return (input("> ") if terminal else input()).strip()
+    except EOFError:
+        if terminal:
+            print()
+        return None
+
+
+def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:
+    """The answer, printed as it comes; what there is of it if it was interrupted."""
+    ids = llm.tokenizer.encode(llm.tokenizer.render_chat(messages), add_special_tokens=False)
+    pieces = []
+    with llm.stream(ids, params) as stream:
+        try:
+            for piece in stream:
+                pieces.append(piece.text)
+                print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" ...", end="")
+    print()
+    return "".join(pieces)

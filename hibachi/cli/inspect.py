@@ -1,0 +1,125 @@
+"""say what a model is, what loads it and what it needs
+
+MODEL is a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or
+pkg:Class for a model of your own. Without one, the architectures that are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+
+from hibachi.model.describe import Description, as_json, describe
+from hibachi.model.files import locate
+from hibachi.model.registry import architectures
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import known, load, why_missing
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model is None:
+        return _list(args.json)
+    d = describe(locate(args.model))
+    facts = as_json(d) | {"memory": _memory(d)}
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(d, facts)
+    return 1 if facts["problem"] else 0
+
+
+def _list(for_programs: bool) -> int:
+    found = architectures()
+    if for_programs:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(map(len, found))
+        for name, by in sorted(found.items()):
+            print(f"{name:{width}}  {by}")
+    return 0
+
+
+def _show(d: Description, facts: dict[str, Any]) -> None:
+    def line(name: str, value: Any) -> None:
+        print(f"{name:13} {value}")
+
+    line("path", d.path)
+    line("files", d.files)
+    line("architecture", d.architecture)
+    line("loaded by", d.mapping or "nothing that is registered")
+    stored = ", ".join(f"{dtype} {_count(n)}" for dtype, n in d.stored.items())
+    line("parameters", f"{_count(d.parameters)} ({stored})")
+    if d.arch:
+        a = d.arch
+        heads = f"{a.heads} heads" if a.heads == a.kv_heads else f"{a.heads} heads on {a.kv_heads} of keys and values"
+        line("shape", f"{len(a.layers)} layers, {a.hidden_size} wide, {heads} of {a.head_dim}")
+        if facts["windows"]:
+            n = sum(layer.window is not None for layer in a.layers)
+            line("window", f"{', '.join(map(str, facts['windows']))} tokens in {n} of {len(a.layers)} layers")
+        if a.experts:
+            line("experts", f"{a.experts.per_token} of {a.experts.count} for each token")
+    line("vocabulary", d.vocab_size)
+    line("context", f"{d.context} tokens" if d.context else "not limited by the model")
+    line("chat template", d.template or "none")
+    if facts["memory"]:
+        print("\nmemory        dtype         weights      a token   full context")
+        for m in facts["memory"]:
+            full = _bytes(m["full_context"]) if m["full_context"] else "-"
+            token = _bytes(m["cache_per_token"]) if m["cache_per_token"] else "-"
+            print(f"{m['backend']:13} {m['dtype']:9} {_bytes(m['weights']):>11} {token:>12} {full:>14}")
+    if facts["problem"]:
+        print(f"\n{facts['problem']}")
+
+
+def _memory(d: Description) -> list[dict[str, Any]]:
+    """What the weights and the cache take on each backend that is here, in bytes."""
+    out = []
+    for name in known():
+        if why_missing(name) is not None:
+            continue
+        backend = load(name)
+        for dtype, size in _BYTES.items():
+            if not hasattr(backend.xp, dtype) or (dtype == "float16" and hasattr(backend.xp, "bfloat16")):
+                continue
+            token = d.token * size
+            out.append(
+                {
+                    "backend": name,
+                    "dtype": dtype,
+                    "weights": (d.parameters + _second_embedding(d, backend, dtype)) * size,
+                    "cache_per_token": token,
+                    "full_context": token * d.context if d.context else 0,
+                }
+            )
+    return out
+
+
+def _second_embedding(d: Description, backend: ArrayBackend, dtype: str) -> int:
+    """Numbers held twice: a head tied to the embedding, on a backend that keeps weights in a form without rows."""
+    if d.arch is None or not d.arch.tied:
+        return 0
+    small = np.zeros((64, d.arch.hidden_size), np.float32)
+    return 0 if backend.put_weight(small, dtype).shape == small.shape else d.arch.vocab_size * d.arch.hidden_size
+
+
+def _count(n: int) -> str:
+    return next(
+        (f"{n / unit:.1f} {name}" for unit, name in ((10**9, "billion"), (10**6, "million")) if n >= unit), str(n)
+    )
+
+
+def _bytes(n: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n} B"
