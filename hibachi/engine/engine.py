@@ -143,6 +143,8 @@ class Engine:
         for j, i, stop in zip(keep.tolist(), idx.tolist(), part.stopped[keep].tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop and not job.include_stop:
+                if values is not None and j in part.logprobs:
+                    job.channel.stop_logprob = part.logprobs[j][values[j]]
                 continue
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])

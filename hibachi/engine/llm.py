@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.decode.uniforms import fork
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
+from hibachi.engine.job import Job
 from hibachi.engine.stream import merge
-from hibachi.engine.textstream import Completion, Prompt, TextStream
+from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
@@ -59,6 +61,7 @@ class LLM(Closing):
         self.path, self.backend = files.path, _backend(backend, device)
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
+        self.default_params = SamplingParams()
         self.engine = AutoregressiveBatchInference(
             self.model,
             max_batch_size=max_batch_size,
@@ -71,7 +74,15 @@ class LLM(Closing):
         )
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
-        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: the defaults."""
+        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: `default_params`.
+
+        Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
+        """
+        if isinstance(params, SamplingParams) and params.runs > params.n:
+            raise InvalidRequest(
+                f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
+                f"generate."
+            )
         return self._start([prompt], [self._encode(prompt)], [params])[0]
 
     def generate(
@@ -79,7 +90,8 @@ class LLM(Closing):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts together; results in their order. params: one for all, or one for each.
+        """Complete all prompts together; results in their order. params: one for all, or one for each; None:
+        `default_params`.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
@@ -122,22 +134,48 @@ class LLM(Closing):
             raise InvalidRequest(
                 f"Expected one SamplingParams, or one for each of {len(prompts)} prompts; got {len(each)}."
             )
-        each = [as_params(p, SamplingParams()) for p in each]
-        jobs = []
-        for own, p in zip(ids, each, strict=True):
-            eos = () if p.ignore_eos else self.model.eos_ids
-            run = p.with_(stop_token_ids=(*p.stop_token_ids, *eos))
-            jobs.append(self.engine._prepare(np.asarray(own), run, include_stop=False))
+        each = [as_params(p, self.default_params) for p in each]
+        jobs = [self._jobs(own, p) for own, p in zip(ids, each, strict=True)]
         return [
             TextStream(
                 prompt,
                 own,
-                self.engine._submit(job),
-                Detokenizer(self.tokenizer, p.stop, after=own),
-                p.logprobs is not None,
+                [
+                    TextChoice(
+                        i,
+                        self.engine._submit(job),
+                        Detokenizer(self.tokenizer, p.stop, after=own),
+                        p.logprobs is not None,
+                    )
+                    for i, job in enumerate(some)
+                ],
+                p.n,
             )
-            for prompt, own, p, job in zip(prompts, ids, each, jobs, strict=True)
+            for prompt, own, p, some in zip(prompts, ids, each, jobs, strict=True)
         ]
+
+    def _jobs(self, ids: list[int], p: SamplingParams) -> list[Job]:
+        """What the engine has to do for one prompt: a job for each continuation."""
+        eos = () if p.ignore_eos else self.model.eos_ids
+        run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
+        if p.runs > p.n and p.logprobs is None:
+            run = run.with_(logprobs=0)  # to choose by
+        words = tuple(seq for word in p.bad_words for seq in self._spellings(word))
+        jobs = []
+        for i in range(p.runs):
+            if i:
+                seed = None if p.seed is None else fork(p.seed, i)
+                run = run.with_(seed=seed, prompt_logprobs=None)
+            jobs.append(self.engine._prepare(np.asarray(ids), run, include_stop=p.include_stop, bad_words=words))
+        return jobs
+
+    def _spellings(self, word: str) -> set[tuple[int, ...]]:
+        """A bad word in tokens: at the beginning of a word, and elsewhere. As in vLLM."""
+        texts = word.lstrip(), " " + word.lstrip()
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {()}
+        if not found:
+            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {word!r}.")
+        return found
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids: Any
@@ -213,8 +251,9 @@ def _is_conversation(x: Any) -> bool:
 def _finish(streams: list[TextStream]) -> list[Completion]:
     """What becomes of all of them. Whatever happens, no request outlives the call."""
     try:
-        for i, tokens in merge([s.tokens for s in streams]):
-            streams[i].feed(tokens)
+        choices = [c for s in streams for c in s.choices]
+        for i, tokens in merge([c.tokens for c in choices]):
+            choices[i].feed(tokens)
         return [s.completion() for s in streams]
     finally:
         for s in streams:

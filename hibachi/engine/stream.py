@@ -49,12 +49,13 @@ def _resolve(futures: list[asyncio.Future[None]]) -> None:
 class Channel(Generic[T]):
     """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it."""
 
-    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs", "prompt_logprobs")
+    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs", "prompt_logprobs", "stop_logprob")
 
     def __init__(self) -> None:
         self.buffer: deque[T] = deque()
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
+        self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
@@ -166,6 +167,24 @@ class ItemStream(Closing, Generic[T]):
         """
         found = self._channel.prompt_logprobs
         return None if found is None else list(found)
+
+    @property
+    def stop_logprob(self) -> float:
+        """Log-probability of a stop token that was not delivered; 0 if there was none, or they were not asked for."""
+        return self._channel.stop_logprob
+
+    def logprobs_from(self, start: int, end: int) -> list[dict[int, float] | None]:
+        """Part of `logprobs`, without a copy of the whole."""
+        return self._channel.logprobs[start:end]
+
+    def come(self) -> list[T]:
+        """The items that have come and were not read, without waiting."""
+        buffer = self._channel.buffer
+        return [self._read(buffer.popleft()) for _ in range(len(buffer))]
+
+    def check(self) -> None:
+        """Raise the request's error, if it failed and all its items were read."""
+        self._over()
 
     def __next__(self) -> T:
         channel = self._channel
@@ -327,7 +346,7 @@ def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
                 channel = stream._channel
                 channel.listen(event)
                 over = channel.finish is not None  # read before the buffer: nothing is pushed after the end
-                items = [stream._read(channel.buffer.popleft()) for _ in range(len(channel.buffer))]
+                items = stream.come()
                 if items:
                     yield i, items
                 if over:
@@ -338,3 +357,29 @@ def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
     finally:
         for stream in streams:
             stream._channel.unlisten(event)
+
+
+def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
+    """Block this thread until one of the streams has an item, or has ended."""
+    channels, event = [s._channel for s in streams], threading.Event()
+    try:
+        for channel in channels:
+            channel.listen(event)
+        if not any(channel.ready for channel in channels):
+            event.wait()
+    finally:
+        for channel in channels:
+            channel.unlisten(event)
+
+
+async def await_any(streams: Sequence[ItemStream[Any]]) -> None:
+    """Suspend this task until one of the streams has an item, or has ended."""
+    channels, future = [s._channel for s in streams], asyncio.get_running_loop().create_future()
+    try:
+        for channel in channels:
+            channel.listen(future)
+        if not any(channel.ready for channel in channels):
+            await future
+    finally:
+        for channel in channels:
+            channel.unlisten(future)

@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hibachi.engine.closing import Closing
-from hibachi.engine.stream import ItemStream, closed
+from hibachi.engine.stream import ItemStream, await_any, closed, wait_any
 from hibachi.model.text import Detokenizer
 from hibachi.request import Finish
 
 Prompt = str | Sequence[int]
+Logprobs = list[dict[int, float] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: Finish
+    logprobs: Logprobs | None = None  # of each token, if asked for: {token id: log-probability}
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities, if those were asked for."""
+        return None if self.logprobs is None else _sum(self.token_ids, self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt."""
+    """What became of one prompt: `choices`, and for short the fields of the first."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: Finish
-    logprobs: list[dict[int, float]] | None  # of each token, if asked for: {token id: log-probability}
+    choices: list[Choice]
+    prompt_logprobs: Logprobs | None = None  # of each token of the prompt, None for the first; if asked for
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> Finish:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        return self.choices[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.choices[0].cumulative_logprob
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next piece of a text. All pieces together are the whole text, and the whole list of token ids."""
+    """The next piece of a text. All pieces of an index together are its whole text, and all its token ids."""
 
     text: str
     token_ids: list[int]
+    index: int = 0  # of the choice
+    logprobs: Logprobs | None = None  # of these tokens, if asked for
 
 
-class TextStream(Closing):
-    """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it."""
+class TextChoice:
+    """One continuation while it is being written."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        prompt_ids: list[int],
-        tokens: ItemStream[int],
-        text: Detokenizer,
-        logprobs: bool,
-    ) -> None:
-        self.prompt, self.prompt_token_ids, self.tokens = prompt, prompt_ids, tokens
+    def __init__(self, index: int, tokens: ItemStream[int], text: Detokenizer, logprobs: bool) -> None:
+        self.index, self.tokens = index, tokens
         self._text, self._logprobs = text, logprobs
         self._pieces: list[str] = []
         self._ids: list[int] = []
@@ -55,6 +86,11 @@ class TextStream(Closing):
     def finish_reason(self) -> Finish | None:
         """Why the text ended, or None while it runs."""
         return Finish.STOP if self._text.stopped else self.tokens.finish_reason
+
+    @property
+    def stopped(self) -> bool:
+        """Has a stop string ended the text?"""
+        return self._text.stopped
 
     def feed(self, ids: Sequence[int]) -> str:
         """Take new tokens; returns the text that they complete. Ends the request at a stop string."""
@@ -70,32 +106,26 @@ class TextStream(Closing):
             self._pieces.append(out)
         return out
 
-    def completion(self) -> Completion:
-        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off."""
-        if self.finish_reason in (None, Finish.CLOSED, Finish.CANCELLED):
-            raise closed(self.tokens)
-        self._flush()
-        reason = self.finish_reason
-        assert reason is not None
-        logprobs = self.tokens.logprobs[: len(self._ids)] if self._logprobs else None
-        return Completion(self.prompt, self.prompt_token_ids, "".join(self._pieces), self._ids, reason, logprobs)
-
-    def _piece(self, ids: Sequence[int]) -> Piece | None:
-        """The piece that new tokens complete, if they do."""
+    def piece(self, token: int) -> Piece | None:
+        """The piece that a new token completes, if it does."""
         before = len(self._ids) - self._held
-        text = self.feed(ids)
+        text = self.feed([token])
         self._held = len(self._ids) - before
         if not text:
             return None
         self._held = 0
-        return Piece(text, self._ids[before:])
+        return self._cut(text, before)
 
-    def _rest(self) -> Piece | None:
+    def rest(self) -> Piece | None:
         """What was held back, at the end."""
         before = len(self._ids) - self._held
         self._held = 0
         text = self._flush()
-        return Piece(text, self._ids[before:]) if text or before < len(self._ids) else None
+        return self._cut(text, before) if text or before < len(self._ids) else None
+
+    def _cut(self, text: str, before: int) -> Piece:
+        logprobs = self.tokens.logprobs_from(before, len(self._ids)) if self._logprobs else None
+        return Piece(text, self._ids[before:], self.index, logprobs)
 
     def _flush(self) -> str:
         text = "" if self._flushed else self._text.flush()
@@ -104,44 +134,121 @@ class TextStream(Closing):
             self._pieces.append(text)
         return text
 
+    def choice(self) -> Choice:
+        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off."""
+        if self.finish_reason in (None, Finish.CLOSED, Finish.CANCELLED):
+            raise closed(self.tokens)
+        self._flush()
+        reason = self.finish_reason
+        assert reason is not None
+        logprobs = self.tokens.logprobs_from(0, len(self._ids)) if self._logprobs else None
+        return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs)
+
+    def likelihood(self) -> float:
+        """Log-probability of all that was drawn, the token that ended it included."""
+        return _sum(self._ids, self.tokens.logprobs_from(0, len(self._ids))) + self.tokens.stop_logprob
+
+
+class TextStream(Closing):
+    """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it.
+
+    With n > 1 the pieces of all continuations come as they are written; `piece.index` says whose they are.
+    """
+
+    def __init__(self, prompt: Prompt, prompt_ids: list[int], choices: Sequence[TextChoice], n: int) -> None:
+        self.prompt, self.prompt_token_ids, self.choices = prompt, prompt_ids, list(choices)
+        self._n = n
+
+    @property
+    def tokens(self) -> ItemStream[int]:
+        """The tokens of the first continuation."""
+        return self.choices[0].tokens
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """Why the first text ended, or None while it runs; see `finish_reasons`."""
+        return self.choices[0].finish_reason
+
+    @property
+    def finish_reasons(self) -> list[Finish | None]:
+        return [c.finish_reason for c in self.choices]
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Take new tokens of the first continuation, for those who read `tokens`; returns the text they complete."""
+        return self.choices[0].feed(ids)
+
+    def completion(self) -> Completion:
+        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off.
+
+        Of more continuations than were asked for (best_of), those with the largest log-probability, best first.
+        """
+        choices = [c.choice() for c in self.choices]
+        if len(choices) > self._n:
+            order = sorted(range(len(choices)), key=lambda i: -self.choices[i].likelihood())
+            choices = [replace(choices[i], index=rank) for rank, i in enumerate(order[: self._n])]
+        return Completion(self.prompt, self.prompt_token_ids, choices, self.tokens.prompt_logprobs)
+
     def __iter__(self) -> Iterator[Piece]:
-        for token in self.tokens:
-            if (piece := self._piece([token])) is not None:
-                yield piece
-            if self._text.stopped:
-                break
-        if (piece := self._rest()) is not None:
-            yield piece
+        pieces = _Pieces(self)
+        try:
+            while True:
+                if (piece := pieces.poll()) is not None:
+                    yield piece
+                elif not pieces.active:
+                    return
+                else:
+                    wait_any([c.tokens for c in pieces.active])
+        finally:
+            self.close()
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return _Pieces(self)
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
-        self.tokens.close()
+        for choice in self.choices:
+            choice.tokens.close()
 
 
 class _Pieces:
-    """What `async for` holds; dropped with the loop, so that `break` cancels at once."""
+    """What has come of a stream; what `async for` holds, and dropped with the loop, so that `break` cancels at once."""
 
     def __init__(self, stream: TextStream) -> None:
-        self._stream, self._tokens = stream, aiter(stream.tokens)
-        self._over = False
+        self._stream = stream
+        self.active = list(stream.choices)
+        self._ready: deque[Piece] = deque()
+
+    def poll(self) -> Piece | None:
+        """The next piece, if there is one. Raises the error of a continuation after its pieces."""
+        for choice in list(self.active) if not self._ready else ():
+            over = choice.tokens.finish_reason is not None  # read first: nothing comes after the end
+            pieces = [choice.piece(token) for token in choice.tokens.come()]
+            self._ready.extend(p for p in pieces if p is not None)
+            if over and not self._ready:
+                choice.tokens.check()
+            if choice.stopped or (over and choice.tokens.error is None):
+                self.active.remove(choice)
+                if (piece := choice.rest()) is not None:
+                    self._ready.append(piece)
+        return self._ready.popleft() if self._ready else None
 
     def __aiter__(self) -> _Pieces:
         return self
 
     async def __anext__(self) -> Piece:
-        stream = self._stream
-        while not self._over:
-            try:
-                piece = stream._piece([await anext(self._tokens)])
-            except StopAsyncIteration:
-                break
-            self._over = stream._text.stopped
-            if piece is not None:
-                return piece
-        self._over = True
-        if (piece := stream._rest()) is not None:
-            return piece
-        raise StopAsyncIteration
+        try:
+            while (piece := self.poll()) is None:
+                if not self.active:
+                    raise StopAsyncIteration
+                await await_any([c.tokens for c in self.active])
+        except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
+            self._stream.close()
+            raise
+        return piece
+
+    def __del__(self) -> None:
+        self._stream.close()
+
+
+def _sum(ids: Sequence[int], logprobs: Logprobs) -> float:
+    return sum(found[i] for i, found in zip(ids, logprobs, strict=True) if found is not None)
