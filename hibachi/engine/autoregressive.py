@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -64,6 +65,7 @@ class AutoregressiveBatchInference(Service):
     ) -> None:
         super().__init__(max_batch_size)
         self._model = model
+        self._make_runner: Callable[..., CachedRunner] = CachedRunner
         self._level = level_of(model)
         self._vocab: int | None = getattr(model, "vocab_size", None) if self._level else None
         own = getattr(model, "max_model_len", None)
@@ -279,7 +281,7 @@ class AutoregressiveBatchInference(Service):
             runner: Runner
             if self._level == 2:
                 scheduler = Scheduler(self._cached_limits(backend))
-                runner = CachedRunner(self._model, backend, scheduler, table, sampler, self._dtype)
+                runner = self._make_runner(self._model, backend, scheduler, table, sampler, self._dtype)
             else:
                 scheduler = Scheduler(Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len))
                 runner = WholeRunner(self._model, backend, table, padding, sampler)

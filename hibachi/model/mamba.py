@@ -111,6 +111,11 @@ class Mamba:
 
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new states."""
+        h, cache = self.hidden(params, cache, x)
+        return self.backend.float32(self.backend.linear(h, params["head"])), cache
+
+    def hidden(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
+        """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new states."""
         b, eps = self.backend, self.arch.norm_eps
         rows = x.row.shape[0]
         h = b.take(params["embed"], b.xp.reshape(x.tok, (rows, -1)))  # [B, S, hidden]
@@ -119,7 +124,7 @@ class Mamba:
             out, past, state = self._mix(layer, past, state, b.rms_norm(h, layer["norm"], eps))
             h, new = h + out, [*new, past, state]
         h = b.take(b.xp.reshape(h, (-1, h.shape[-1])), x.last)
-        return b.float32(b.linear(b.rms_norm(h, params["norm"], eps), params["head"])), new
+        return b.rms_norm(h, params["norm"], eps), new
 
     def _mix(self, layer: Params, past: Array, state: Array, h: Array) -> tuple[Array, Array, Array]:
         """[B, S, hidden] -> the same, and the new states."""
