@@ -8,6 +8,7 @@ import numpy as np
 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
+_MASK = 2**64 - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
@@ -37,5 +38,5 @@ def fork(seed: int, i: int) -> int:
     """
     if i == 0:
         return seed
-    start = _mix(np.array([seed], np.uint64))
-    return int(_mix(start + np.uint64(i) * _GAMMA)[0])
+    start = _mix(np.array([seed & _MASK], np.uint64))
+    return int(_mix(start + np.array([i], np.uint64) * _GAMMA)[0])
