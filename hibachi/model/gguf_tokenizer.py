@@ -143,7 +143,7 @@ class _Source:
             if not token or (self.types[i] == _UNUSED and _PADDING.fullmatch(token)):
                 continue  # nothing that a text can hold: the id stays without a token
             if self.vocab.setdefault(token, i) != i:
-                raise self.wrong("tokens", "all different", f"{token!r:.100} as {self.vocab[token]} and {i}")
+                raise self.wrong("tokens", "all different", f"{token!r:.60} as {self.vocab[token]} and {i}")
 
     def get(self, name: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{name}")
@@ -178,7 +178,7 @@ class _Source:
         return None if i is None else self.tokens[i] or None
 
     def wrong(self, name: str, expected: str, got: Any) -> InvalidModelFiles:
-        got = "no such entry" if got is None else f"{got!r:.100}"
+        got = "no such entry" if got is None else got if isinstance(got, str) else f"{got!r:.100}"
         return InvalidModelFiles(
             f"{self.file}: tokenizer.ggml.{name} must be {expected}; got {got}. Convert or download it again."
         )
@@ -235,14 +235,15 @@ def _merges(source: _Source) -> list[tuple[str, str]]:
 
 def _frame(library: Any, raw: Any, source: _Source, *, bos: bool) -> None:
     """What is put around a text."""
-    before = [source.special("bos")] if source.flag("add_bos_token", bos) else []
-    after = [source.special("eos")] if source.flag("add_eos_token", False) else []
-    around = [t for t in (*before, *after) if t is not None]
-    if around:
-        raw.post_processor = library.processors.TemplateProcessing(
-            single=[*(t for t in before if t), "$A", *(t for t in after if t)],
-            special_tokens=[(t, source.vocab[t]) for t in dict.fromkeys(around)],
-        )
+    texts = {
+        "bos": source.special("bos") if source.flag("add_bos_token", bos) else None,
+        "eos": source.special("eos") if source.flag("add_eos_token", False) else None,
+    }
+    around = {name: text for name, text in texts.items() if text in source.vocab}
+    if around:  # by names of ours, as "$A" and the like mean something to the library
+        tokens = [{"id": name, "ids": [source.vocab[t]], "tokens": [t]} for name, t in around.items()]
+        single = [*(n for n in around if n == "bos"), "$A", *(n for n in around if n == "eos")]
+        raw.post_processor = library.processors.TemplateProcessing(single=single, special_tokens=tokens)
 
 
 def _add_tokens(library: Any, raw: Any, source: _Source) -> None:
