@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.job import Job
+from hibachi.engine.measured import SCORING, Embedding, Score, embed, paired, score_of
+from hibachi.engine.pooling import PoolingBatchInference
 from hibachi.engine.stream import merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.files import locate, open_files
+from hibachi.model.pooling import Pooling, pooling_of
 from hibachi.model.registry import load_model
 from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, as_params
@@ -62,8 +66,7 @@ class LLM(Closing):
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         self.default_params = SamplingParams()
-        self.engine = AutoregressiveBatchInference(
-            self.model,
+        self._options: dict[str, Any] = dict(
             max_batch_size=max_batch_size,
             max_model_len=self.model.max_len,
             backend=self.backend,
@@ -72,6 +75,9 @@ class LLM(Closing):
             cache_bytes=cache_bytes,
             dtype=self.model.dtype,
         )
+        self.engine = AutoregressiveBatchInference(self.model, **self._options)
+        self._poolers: dict[Pooling, PoolingBatchInference] = {}
+        self._poolers_lock = threading.Lock()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: `default_params`.
@@ -126,6 +132,60 @@ class LLM(Closing):
         texts = [self.tokenizer.render_chat(m, **variables) for m in _conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
         return _finish(self._start(texts, ids, params))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool | None = None
+    ) -> list[Embedding]:
+        """A vector for each text, from the model's last hidden states.
+
+        pooling: "mean" of all tokens, the "last" or the first ("cls"); None: what the model's files say, else the last.
+        normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, ConfigError for a model whose
+        hidden states cannot be had.
+        """
+        prompts = _listed(prompts)
+        ids = [self._known(self._encode(p)) for p in prompts]
+        own, to_one = ("last", True) if pooling else pooling_of(self.path)
+        engine = self._pooler(pooling or own)
+        return embed(engine, prompts, ids, self.backend, to_one if normalize is None else normalize)
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
+        """The log-likelihood of each continuation after its prompt; one prompt may stand for all.
+
+        Two texts are tokenized together, as the tokenizer may join what stands at the border; the continuation's
+        tokens are those after as many as the prompt alone has. Raises InvalidRequest, PromptTooLong.
+        """
+        pairs = paired(_listed(prompts), _listed(continuations))
+        split = [self._joined(p, c) for p, c in pairs]
+        outs = _finish(self._start([p for p, _ in pairs], [before + after for before, after in split], SCORING))
+        each = zip(pairs, split, outs, strict=True)
+        return [score_of(p, c, out, len(after)) for (p, c), (_, after), out in each]
+
+    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of its continuation."""
+        before = self._encode(prompt)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            after = self._encode(prompt + continuation)[len(before) :]
+        elif isinstance(continuation, str):
+            after = self.tokenizer.encode(continuation, add_special_tokens=False)
+        else:
+            after = self._encode(continuation)
+        if not after:
+            raise InvalidRequest(f"A continuation must hold at least one token; got {continuation!r} after a prompt.")
+        return before, after
+
+    def _pooler(self, pooling: Pooling) -> PoolingBatchInference:
+        """The engine that makes vectors, made when first needed."""
+        with self._poolers_lock:
+            if pooling not in self._poolers:
+                self._poolers[pooling] = PoolingBatchInference(self.model, pooling=pooling, **self._options)
+            return self._poolers[pooling]
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Ids of the vocabulary; where no logits are made, nobody else looks."""
+        size = self.model.vocab_size
+        if size is not None and not (min(ids) >= 0 and max(ids) < size):
+            raise InvalidRequest(f"Token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.")
+        return ids
 
     def _start(self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
@@ -200,11 +260,12 @@ class LLM(Closing):
 
     def close(self) -> None:
         """End all streams. Closing twice is fine."""
-        self.engine.close()
+        for engine in (self.engine, *self._poolers.values()):
+            engine.close()
 
     async def aclose(self) -> None:
         """`close`, without holding up the event loop while the running step ends."""
-        await self.engine.aclose()
+        await asyncio.to_thread(self.close)
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,10 @@ from hibachi.engine.job import Job
 from hibachi.engine.runner import Part, check_output, jobs_of
 from hibachi.engine.stream import Item, ItemStream, native_row
 from hibachi.errors import ConfigError
+from hibachi.model.pooling import Pooling
 from hibachi.plan.scheduler import Seq, StepPlan
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.cache import CacheSpec, StepInputs
-
-Pooling: TypeAlias = Literal["mean", "last", "cls"]
 
 
 class PoolingBatchInference(AutoregressiveBatchInference):

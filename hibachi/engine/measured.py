@@ -1,0 +1,81 @@
+"""What a language model says about texts without writing any: vectors and likelihoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hibachi.engine.pooling import PoolingBatchInference
+from hibachi.engine.textstream import Completion, Prompt
+from hibachi.errors import InvalidRequest
+from hibachi.request import SamplingParams
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+
+SCORING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """The vector of one text: float32 [hidden], on the host."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    embedding: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is after a prompt.
+
+    token_ids: of the continuation. logprobs: the natural log-probability of each. logprob: their sum, the
+    log-likelihood of the continuation. greedy: each of them is the most likely token.
+    """
+
+    prompt: Prompt
+    continuation: Prompt
+    token_ids: list[int]
+    logprobs: list[float]
+    logprob: float
+    greedy: bool
+
+
+def embed(
+    engine: PoolingBatchInference,
+    prompts: Sequence[Prompt],
+    ids: Sequence[list[int]],
+    backend: ArrayBackend,
+    normalize: bool,
+) -> list[Embedding]:
+    """The vectors of all prompts. Whatever happens, no request outlives the call."""
+    items = [engine.embed(np.asarray(own)) for own in ids]
+    try:
+        vectors = [backend.get(item.result()) for item in items]
+    finally:
+        for item in items:
+            item.cancel()
+    if normalize:
+        vectors = [v / max(float(np.linalg.norm(v)), 1e-12) for v in vectors]
+    return [Embedding(p, own, v) for p, own, v in zip(prompts, ids, vectors, strict=True)]
+
+
+def score_of(prompt: Prompt, continuation: Prompt, out: Completion, length: int) -> Score:
+    """The score of the last `length` tokens of a completion's prompt."""
+    scores, ids = out.prompt_logprobs, out.prompt_token_ids
+    assert scores is not None
+    chosen, likely = ids[-length:], scores[-length:]
+    logprobs = [by_id[token] for token, by_id in zip(chosen, likely, strict=True) if by_id is not None]
+    greedy = all(by_id is not None and by_id[t] >= max(by_id.values()) for t, by_id in zip(chosen, likely, strict=True))
+    return Score(prompt, continuation, chosen, logprobs, float(sum(logprobs)), greedy)
+
+
+def paired(prompts: list[Prompt], continuations: list[Prompt]) -> list[tuple[Prompt, Prompt]]:
+    """Each prompt with its continuation; a single prompt goes with all of them."""
+    if len(prompts) == 1:
+        prompts = prompts * len(continuations)
+    if len(prompts) != len(continuations):
+        raise InvalidRequest(
+            f"Expected a continuation for each of {len(prompts)} prompts, or one prompt; got {len(continuations)}."
+        )
+    return list(zip(prompts, continuations, strict=True))
