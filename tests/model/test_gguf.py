@@ -20,8 +20,8 @@ from hibachi.model.registry import find
 
 
 def write(path, arch, entries, tensors):
-    """A GGUF file. entries: without the architecture in front; a name with a slash has none. tensors: of any numbers, as
-    float32; of uint8, as the blocks of Q4_1."""
+    """A GGUF file. entries: without the architecture in front; a name with a slash has none. tensors: as float32, or if
+    they are uint8 as the blocks of Q4_1."""
     w = gguf.GGUFWriter(path, arch)
     adds = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string, list: w.add_array}
     for name, value in entries.items():
