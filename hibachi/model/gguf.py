@@ -99,15 +99,15 @@ class GGUF(Tensors):
 
     def _architecture(self) -> str:
         kind, name = self.metadata.get("general.type", "model"), self.metadata.get("general.architecture")
-        if kind != "model" or not isinstance(name, str):
+        if not isinstance(kind, str) or kind != "model" or not isinstance(name, str):
             raise InvalidModelFiles(
                 f"{self.path} holds no language model: general.type is {kind!r:.100}, general.architecture "
                 f"{name!r:.100}. Name the file of the model itself."
             )
-        if self.metadata.get("split.count", 1) not in (0, 1):
+        parts = self.metadata.get("split.count", 1)
+        if type(parts) is not int or parts > 1:
             raise InvalidModelFiles(
-                f"{self.path} is one part of {self.metadata['split.count']!r:.100}. Join them first: llama-gguf-split "
-                f"--merge."
+                f"{self.path} is one of {parts!r:.100} parts. Join them first: llama-gguf-split --merge."
             )
         return name
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.gguf_file import Metadata, Stored
-from hibachi.model.gguf_tokenizer import special_id
+from hibachi.model.gguf_tokenizer import end_ids, special_id
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,7 @@ def read_config(source: Source) -> Config:
 
 
 def _common(s: Source) -> Config:
-    end, turn = s.token("eos"), s.token("eot")
-    ends = [i for i in dict.fromkeys((end, turn)) if i is not None]
+    ends = end_ids(s.metadata, s.vocab_size())
     return {
         "vocab_size": s.vocab_size(),
         "tie_word_embeddings": "output.weight" not in s.stored,

@@ -64,7 +64,7 @@ class _Cut(NamedTuple):
     bos: bool = False
 
     def steps(self, library: Any) -> Any:
-        """As a pre-tokenizer of the library, which ends with the step to bytes unless the checkpoint's own does not."""
+        """As a pre-tokenizer of the library."""
         pre = library.pre_tokenizers
         digits = [pre.Digits(individual_digits=True)] if self.digits else []
         split = [pre.Split(library.Regex(p), behavior="isolated") for p in self.patterns]
@@ -125,9 +125,35 @@ def read_tokenizer(file: Path, metadata: Metadata) -> Pieces:
 
 def special_id(metadata: Metadata, name: str, size: int) -> int | None:
     """The id of bos, eos, unknown, ...; None if there is none below the size of the vocabulary, as in llama.cpp."""
-    usual = {"unknown": 0, "bos": 1, "eos": 2} if metadata.get("tokenizer.ggml.model") == "llama" else {}
+    model = metadata.get("tokenizer.ggml.model")
+    usual = {"unknown": 0, "bos": 1, "eos": 2} if isinstance(model, str) and model == "llama" else {}
     i = metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
     return i if type(i) is int and 0 <= i < size else None
+
+
+_ENDS = {
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<EOT>",
+}
+
+
+def end_ids(metadata: Metadata, size: int) -> list[int]:
+    """The ids that end a text or a turn: those that the file names, and tokens that are known for it, as in llama.cpp.
+
+    Chat models have several, which generation_config.json lists; a GGUF file has one entry, at most two.
+    """
+    found = [special_id(metadata, name, size) for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
+        pairs = zip(tokens[:size], types[:size].tolist(), strict=False)
+        found += [i for i, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _ENDS]
+    return [i for i in dict.fromkeys(found) if i is not None]
 
 
 class _Source:

@@ -1,5 +1,6 @@
 """GGUF: names and configs of every architecture, damaged files."""
 
+import contextlib
 import json
 import random
 import re
@@ -420,6 +421,14 @@ def test_scaling_of_rotary_frequencies(tmp_path, what):
         ({"/tokenizer.ggml.eos_token_id": 4, "/tokenizer.ggml.eot_token_id": 4}, {"eos": 4}),
         ({"/tokenizer.ggml.eos_token_id": 40, "/tokenizer.ggml.padding_token_id": 2**32 - 1}, {}),  # 40 tokens
         ({"/tokenizer.ggml.model": "llama"}, {"bos": 1, "eos": 2}),
+        (
+            {
+                "/tokenizer.ggml.eos_token_id": 1,
+                "/tokenizer.ggml.tokens": ["a", "<eos>", "<end_of_turn>", "<|end|>", *["b"] * 36, "<|im_end|>"],
+                "/tokenizer.ggml.token_type": [1, 3, 3, 1, *[1] * 36, 3],  # the last one has no row in the embedding
+            },
+            {"eos": [1, 2]},
+        ),
     ],
 )
 def test_ids_that_begin_and_end_a_text(tmp_path, entries, ids):
@@ -435,7 +444,7 @@ def test_ids_that_begin_and_end_a_text(tmp_path, entries, ids):
     "what, entries, tensors, error, message",
     [
         ("llama", {"/general.type": "adapter"}, {}, InvalidModelFiles, "holds no language model: general.type is 'ad"),
-        ("llama", {"/split.count": 3}, {}, InvalidModelFiles, "is one part of 3. Join them first: llama-gguf-split"),
+        ("llama", {"/split.count": 3}, {}, InvalidModelFiles, "is one of 3 parts. Join them first: llama-gguf-split"),
         ("llama", {"attention.head_count": 0}, {}, InvalidModelFiles, "llama.attention.head_count must be an integer"),
         ("llama", {"attention.head_count": 3}, {}, InvalidModelFiles, "q has the shape .64, 64., which 3 and 2 heads"),
         ("llama", {"embedding_length": "wide"}, {}, InvalidModelFiles, "embedding_length must be.*>= 1; got 'wide'"),
@@ -546,6 +555,23 @@ def test_where_a_gguf_file_is(tmp_path):
         find_gguf(tmp_path)
     (tmp_path / "config.json").touch()
     assert find_gguf(tmp_path) is None
+
+
+@pytest.mark.parametrize("what", ["mixtral", "gemma3", "phi3", "falcon", "mamba"])
+def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
+    path, _ = make(tmp_path / "m.gguf", what, vocabulary()[0], {"token_embd.weight": np.zeros((vocabulary()[1], 64))})
+    GGUF(path).tokenizer()
+    metadata, stored = read_header(path)
+    arrays = [np.array([]), np.array([1, 2]), np.array([2.5]), np.array([True, False])]
+    odd = [None, "", "x", "llama", True, 0, -1, 2**63, 1e300, float("nan"), float("inf"), [], ["a", "b"], *arrays]
+    for key in metadata:
+        for value in odd:
+            changed = {**metadata, key: value} if value is not None else {k: v for k, v in metadata.items() if k != key}
+            monkeypatch.setattr("hibachi.model.gguf.read_header", lambda path, m=changed: (m, stored))
+            with contextlib.suppress(InvalidModelFiles, UnknownArchitecture):
+                model = GGUF(path)
+                json.dumps(model.config)
+                model.tokenizer().raw.encode("the theory")
 
 
 # ---- fuzzing -------------------------------------------------------------------------------------------------------
