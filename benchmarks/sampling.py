@@ -1,9 +1,9 @@
 """Sampling of one step, in milliseconds: 64 rows over a vocabulary of 49,152, without a model.
 
-Targets on the torch CPU backend: greedy 3 ms; temperature, top_k, top_p and penalties 15 ms. What to expect: a pass over
-the logits (12 MB) takes 0.2 ms to read and 1 ms to write anew, an exponential of them 3 ms; to find the 64 largest of
-each row takes about 4 ms, to sort the rows 240 ms. So greedy about 1 ms, a plain draw 7 ms, filters 6 ms, with penalties
-10 ms, and 250 ms for whoever sorts. Beside the time, that of the processor: it says more where others use the machine.
+Targets on the torch CPU backend: greedy 3 ms; temperature, top_k, top_p and penalties 15 ms. What to expect: a pass
+over the logits (12 MB) takes 0.2 ms to read and 1 ms to write anew, an exponential of them 3 ms; to find the 64 largest
+of each row takes about 4 ms, to sort the rows 240 ms. So greedy about 1 ms, a plain draw 7 ms, filters 6 ms, with
+penalties 10 ms, and 250 ms for whoever sorts. Beside the time, that of the processor: it says more on a busy machine.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     backend = load(args.backend)
     logits = backend.put(language_like(args.rows, args.vocab))
-    print(
-        f"| {args.rows} rows x {args.vocab}, {backend.name} | ms | processor | by a full sort | processor |\n|---|---|---|---|---|"
-    )
+    print(f"| {args.rows} rows x {args.vocab}, {backend.name} | ms | processor | by a full sort | processor |")
+    print("|---|---|---|---|---|")
     for name, params in CASES.items():
         clock, busy = measure(backend, steps(backend, logits, params), args.repeats)
         other = full_sort(backend, logits, params)

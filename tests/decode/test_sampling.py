@@ -1,147 +1,172 @@
-"""Sampling: the random numbers, the distribution, the filters, and the same draw on every library."""
+"""Sampling: the distribution, the filters, and the same draw on every library, whole rows or candidates."""
 
-import array_api_strict
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.decode.logprobs import logprobs
-from hibachi.decode.sampling import How, greedy, row_finite, sample
+from hibachi.decode.sampling import greedy, row_finite, sample
 from hibachi.decode.uniforms import uniforms
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.numpy_backend import NumpyBackend
-from hibachi_jax import JaxBackend
-from hibachi_torch import TorchBackend
 
-NUMPY = NumpyBackend()
-LIBRARIES = {
-    "numpy": NUMPY,
-    "torch": TorchBackend("cpu"),
-    "jax": JaxBackend("cpu"),
-    "array_api_strict": ArrayBackend(array_api_strict),
-}
-INF = float("inf")
+from .libraries import INF, LIBRARIES, compiled, draw, draw_near, every_library, how
+from .reference import distribution, fits
 
-every_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-
-
-def draw(logits, temperature, top_k, top_p, u, *, filtered=True, library=NUMPY):
-    """`sample` on host arrays; scalars hold for all rows."""
-    logits = np.asarray(logits, np.float32)
-    columns = [
-        (temperature, np.float32),
-        (top_k, np.int32),
-        (top_p, np.float32),
-        (0, np.float32),
-        (1, np.float32),
-        (u, np.float32),
-    ]
-    arrays = [np.broadcast_to(np.asarray(c, dtype), len(logits)).copy() for c, dtype in columns]
-    run = library.compile(lambda x, how: sample(library, x, how, filtered=filtered, typical=False))
-    return library.get(run(library.put(logits), How(*map(library.put, arrays))))
+LOGITS = np.array([0.3, -1.0, 2.0, 0.3, -INF, 1.2, -3.0, 0.0, 1.9, -0.4], np.float32)
+SETTINGS = [
+    dict(),
+    dict(temperature=0.5),
+    dict(temperature=2.0, top_k=3),
+    dict(top_p=0.8),
+    dict(temperature=1.3, top_k=5, top_p=0.7),
+    dict(top_k=1, top_p=0.01),
+    dict(min_p=0.2),
+    dict(temperature=3.0, min_p=0.3),
+    dict(min_p=0.1, top_k=4, top_p=0.9),
+    dict(typical_p=0.5),
+    dict(typical_p=0.9, temperature=1.7),
+    dict(typical_p=0.6, top_p=0.9),
+    dict(typical_p=0.3, top_k=6, min_p=0.05, top_p=0.95, temperature=1.2),
+]
 
 
-def distribution(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """The slow and obvious definition: probabilities [V] in float64."""
-    p = np.exp((logits - np.max(logits)) / temperature, dtype=np.float64)
-    p /= p.sum()
-    if 0 < top_k < len(p):
-        p[p < sorted(p)[-top_k]] = 0
-        p /= p.sum()
-    if top_p < 1:
-        kept = 0.0
-        for i in sorted(range(len(p)), key=lambda i: -p[i]):
-            if kept >= top_p:
-                break
-            kept, smallest = kept + p[i], p[i]
-        p[p < smallest] = 0
-        p /= p.sum()
-    return p
+def spread(n, seed=11):
+    return uniforms(np.full(n, seed, np.uint64), np.arange(n))
 
 
-# ---- random numbers ------------------------------------------------------------------------------------------
-
-
-def splitmix64(seed):
-    """Vigna's splitmix64.c, step by step."""
-    x, mask = seed, 2**64 - 1
-    while True:
-        x = (x + 0x9E3779B97F4A7C15) & mask
-        z = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        yield z ^ (z >> 31)
-
-
-@pytest.mark.parametrize("seed", [0, 1234567, 2**64 - 1])
-def test_uniforms_are_splitmix64_by_position(seed):
-    numbers = splitmix64(seed)
-    expected = [next(numbers) for _ in range(100)]
-    if seed == 1234567:
-        assert expected[:3] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    u = uniforms(np.full(100, seed, np.uint64), np.arange(100, dtype=np.int32))
-    assert u.dtype == np.float32
-    assert u.tolist() == [((z >> 41) + 0.5) / 2**23 for z in expected]
-
-
-def test_uniforms_stay_inside_the_interval_and_are_even():
-    u = uniforms(np.arange(200_000, dtype=np.uint64), np.full(200_000, 7))
-    assert u.min() > 0 and u.max() < 1
-    counts = np.histogram(u, bins=50, range=(0, 1))[0]
-    assert abs(counts - 4000).max() < 4.5 * np.sqrt(4000)
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.01  # neighbouring seeds are no neighbours
+def agrees(token, u, logits, **params):
+    """Is `token` where the definition's distribution function passes u? Either is right where rounding decides."""
+    for off in (0, -2e-6, 2e-6):
+        shares = {k: params[k] * (1 + off) for k in params.keys() & {"top_p", "min_p", "typical_p"}}
+        p = distribution(logits, **{**params, **shares})
+        before = sum(p[:token])
+        if p[token] > 0 and before - 1e-5 < u < before + p[token] + 1e-5:
+            return True
+    return False
 
 
 # ---- the distribution ----------------------------------------------------------------------------------------
 
-LOGITS = np.array([0.3, -1.0, 2.0, 0.3, -INF, 1.2, -3.0, 0.0], np.float32)
-SETTINGS = [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8), (1.3, 5, 0.7), (1.0, 1, 0.01)]
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_draws_follow_the_distribution(name, params):
+    n = 20_000
+    rows, p = np.tile(LOGITS, (n, 1)), distribution(LOGITS, **params)
+    assert fits(draw(rows, u=spread(n), library=LIBRARIES[name], **params).tolist(), p)
+    near, inside = draw_near(rows, 10, u=spread(n, 12), typical=True, library=LIBRARIES[name], **params)
+    assert inside.all() and fits(near.tolist(), p)
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", SETTINGS)
-def test_draws_follow_the_distribution(temperature, top_k, top_p):
-    n = 40_000
-    u = uniforms(np.full(n, 11, np.uint64), np.arange(n))
-    drawn = draw(np.tile(LOGITS, (n, 1)), temperature, top_k, top_p, u)
-    counts = np.bincount(drawn, minlength=8)
-    expected = n * distribution(LOGITS, temperature, top_k, top_p)
-    assert (counts[expected == 0] == 0).all()
-    some = expected > 0
-    chi2 = ((counts - expected)[some] ** 2 / expected[some]).sum()
-    assert chi2 < 30  # for 7 degrees of freedom: 1 in 10,000
-
-
-rows = st.lists(st.sampled_from([-INF, -4.0, -1.0, 0.0, 0.25, 0.5, 3.0]), min_size=2, max_size=12).filter(
+rows_of_logits = st.lists(st.sampled_from([-INF, -4.0, -1.0, 0.0, 0.25, 0.5, 3.0]), min_size=2, max_size=12).filter(
     lambda row: max(row) > -INF
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
-    row=rows,
-    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+    row=rows_of_logits,
+    temperature=st.sampled_from([0, 0.3, 1.0, 4.0]),
     top_k=st.integers(-1, 13),
     top_p=st.sampled_from([1e-6, 0.1, 0.37, 0.5, 0.83, 0.99, 1.0]),
+    min_p=st.sampled_from([0, 1e-3, 0.04, 0.33, 0.7, 1.0]),
+    typical_p=st.sampled_from([1e-6, 0.2, 0.47, 0.9, 1.0]),
     u=st.integers(0, 2**23 - 1).map(lambda i: (i + 0.5) / 2**23),
+    k=st.integers(1, 12),
 )
-def test_filters_keep_what_the_definition_keeps(row, temperature, top_k, top_p, u):
-    p = distribution(np.array(row), temperature, top_k, top_p)
-    [token] = draw([row], temperature, top_k, top_p, u)
-    assert p[token] > 0
-    before = p[:token].sum()
-    assert before - 1e-5 < u < before + p[token] + 1e-5
+def test_filters_keep_what_the_definition_keeps(row, u, k, **params):
+    [token] = draw([row], u=u, **params)
+    assert agrees(token, u, row, **params)
+    if params["temperature"] > 0:
+        [near], [inside] = draw_near([row], min(k, len(row)), u=u, typical=True, **params)
+        if inside and (k >= len(row) or params["top_k"] > 0 or params["min_p"] > 0):
+            assert agrees(near, u, row, **params)
+
+
+@every_library
+def test_filters_keep_the_same_on_every_library(library):
+    rng = np.random.default_rng(3)
+    n = 150
+    rows = rng.normal(0, 2, (n, 30)).astype(np.float32)
+    params = dict(
+        temperature=rng.choice([0.5, 1.0, 2.0], n),
+        top_k=rng.integers(0, 32, n),
+        top_p=rng.choice([0.3, 0.9, 1.0], n),
+        min_p=rng.choice([0.0, 0.02, 0.4], n),
+        typical_p=rng.choice([0.4, 0.95, 1.0], n),
+    )
+    u = spread(n)
+    drawn = draw(rows, u=u, library=library, **params)
+    near, _ = draw_near(rows, 30, u=u, typical=True, library=library, **params)
+    for i in range(n):
+        mine = {name: values[i].item() for name, values in params.items()}
+        assert agrees(drawn[i], u[i], rows[i], **mine), mine
+        assert agrees(near[i], u[i], rows[i], **mine), mine
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------
+
+
+def kept(row, **params):
+    """The tokens that can come, by both ways."""
+    u = (np.arange(512) + 0.5) / 512
+    rows = np.tile(np.asarray(row, np.float32), (512, 1))
+    whole = {*draw(rows, u=u, **params).tolist()}
+    near, inside = draw_near(rows, len(row), u=u, typical=True, **params)
+    assert inside.all() and {*near.tolist()} == whole
+    return whole
+
+
+def test_a_limit_of_the_whole_vocabulary_is_none():
+    row = [0.0, 1.0, 2.0, 0.5]
+    for params in (dict(top_k=4), dict(top_k=9), dict(top_k=0), dict(top_k=-1), dict(top_p=1.0), dict(typical_p=1.0)):
+        assert kept(row, **params) == {0, 1, 2, 3}
 
 
 def test_ties_with_the_last_token_kept_are_kept():
-    row, u = [[0.0, 1.0, 0.0, 0.0, -5.0]], np.linspace(0.01, 0.99, 50)
-    for filters in (dict(top_k=2, top_p=1.0), dict(top_k=0, top_p=0.5)):
-        assert {int(draw(row, 1.0, u=x, **filters)[0]) for x in u} == {0, 1, 2, 3}
+    row = [0.0, 1.0, 0.0, 0.0, -5.0]
+    for params in (dict(top_k=2), dict(top_p=0.5), dict(top_k=2, top_p=0.99), dict(min_p=0.3)):
+        assert kept(row, **params) == {0, 1, 2, 3}, params
+    assert kept([2.0, 0.0, 2.0, 0.0], top_k=1) == {0, 2}
+    assert kept([1.0, 1.0, 1.0], top_k=1) == kept([1.0, 1.0, 1.0], typical_p=0.01) == {0, 1, 2}
+
+
+def test_min_p_is_a_share_of_the_most_likely_token():
+    row = np.log([0.4, 0.2, 0.3, 0.05, 0.05])
+    assert kept(row, min_p=0.7) == {0, 2}
+    assert kept(row, min_p=0.49) == {0, 1, 2}
+    assert kept(row, min_p=1.0) == {0}
+    assert kept([3.0, 3.0, 1.0], min_p=1.0) == {0, 1}
+    assert kept(row, min_p=0.7, temperature=5.0) == {0, 1, 2}  # of the distribution at this temperature
+
+
+def test_top_p_counts_among_what_top_k_left():
+    row = np.log([0.4, 0.3, 0.2, 0.1])
+    assert kept(row, top_p=0.6) == {0, 1}
+    assert kept(row, top_p=0.6, top_k=2) == {0, 1}
+    assert kept(row, top_p=0.56, top_k=2) == {0}  # 0.4 of 0.7
+    assert kept(row, top_p=0.5, min_p=0.7) == {0}
+
+
+def test_typical_tokens_have_the_information_of_the_whole():
+    """Entropy 1.09: the token of probability 0.3 has 1.2 and is the nearest, that of 0.5 has 0.69, the others 2.3."""
+    row = np.log([0.5, 0.3, 0.1, 0.1])
+    assert kept(row, typical_p=0.2) == {1}
+    assert kept(row, typical_p=0.31) == {0, 1}
+    assert kept(row, typical_p=0.79) == {0, 1}
+    assert kept(row, typical_p=0.81) == {0, 1, 2, 3}  # tied
+    assert kept(row, typical_p=0.2, top_k=1) == {0}  # of one token left
+
+
+def test_of_one_token_there_is_no_choice():
+    for params in (dict(), dict(top_k=1), dict(top_p=0.1), dict(min_p=1), dict(typical_p=0.1)):
+        assert kept([-INF, 0.5, -INF], **params) == {1}
 
 
 def test_temperature_zero_takes_the_first_maximum():
     rows = [[0, 2, 2, 1], [5, 1, 5, 5], [-INF, -INF, -1, -INF]]
-    assert draw(rows, 0.0, 2, 0.5, 0.9).tolist() == [1, 0, 2]
-    assert draw(rows, [0.0, 1e-6, 1e-6], 1, 1.0, 0.9).tolist() == [1, 3, 2]  # not zero: drawn among the tied
+    assert draw(rows, temperature=0.0, top_k=2, top_p=0.5, u=0.9).tolist() == [1, 0, 2]
+    # not zero: drawn among the tied
+    assert draw(rows, temperature=[0.0, 1e-6, 1e-6], top_k=1, u=0.9).tolist() == [1, 3, 2]
 
 
 @every_library
@@ -149,48 +174,114 @@ def test_the_ends_of_the_interval_select_tokens_that_can_come(library):
     row = [[-INF, -INF, 0.0, -200.0, 1.0, -INF]]
     for u, token in ((0.5 / 2**23, 2), ((2**23 - 0.5) / 2**23, 4)):
         for filtered in (False, True):
-            assert draw(row, 1.0, 0, 1.0, u, filtered=filtered, library=library).tolist() == [token]
-            assert draw(row, 1.0, 2, 0.999, u, library=library).tolist() == [token]
+            assert draw(row, u=u, filtered=filtered, library=library).tolist() == [token]
+        assert draw(row, top_k=2, top_p=0.999, u=u, library=library).tolist() == [token]
+        assert draw_near(row, 4, top_k=2, top_p=0.999, u=u, library=library)[0].tolist() == [token]
+
+
+# ---- candidates ----------------------------------------------------------------------------------------------
+
+VOCAB = 10_000  # enough for the candidates to be searched in blocks
+
+
+def long_rows(n=60, seed=0):
+    """Some steep, some flat."""
+    rng = np.random.default_rng(seed)
+    ranks = np.argsort(rng.random((n, VOCAB)), axis=1) + 1.0
+    return (-np.log(ranks) * np.linspace(0.3, 3, n)[:, None] + 0.1 * rng.normal(size=(n, VOCAB))).astype(np.float32)
+
+
+LONG = [
+    dict(top_k=20),
+    dict(top_k=63, temperature=2.0),
+    dict(top_k=40, top_p=0.9),
+    dict(min_p=0.05),
+    dict(min_p=0.02, top_p=0.8, top_k=500),
+    dict(top_p=0.9),
+    dict(top_p=0.5, temperature=0.7),
+    dict(top_k=30, typical_p=0.8),
+    dict(top_p=0.6, typical_p=0.5),
+]
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("params", LONG, ids=str)
+def test_candidates_give_what_the_whole_row_gives(name, params):
+    rows, u = long_rows(), spread(60)
+    mass = "top_p" in params and not params.keys() & {"top_k", "min_p"}
+    right = 0
+    whole = draw(rows, u=u, library=LIBRARIES[name], **params)
+    for k in (64, 1024):
+        near, inside = draw_near(rows, k, u=u, mass=mass, typical=True, library=LIBRARIES[name], **params)
+        differ = np.flatnonzero((near != whole) & inside)
+        for i in differ:  # but for rounding: a neighbour in the distribution function
+            p = np.cumsum(distribution(rows[i], **params))
+            assert abs(p - u[i]).min() < 1e-5
+        assert len(differ) <= 2
+        right += inside.sum()
+        if params.get("top_k", 64) < 64:
+            assert inside.all()
+    assert right > 20
+
+
+def test_candidates_that_are_too_few_say_so():
+    rows = np.zeros((5, VOCAB), np.float32)
+    rows[0, :64] = 5  # as many as candidates: nobody knows whether there are more like them
+    rows[1, :63] = 5
+    rows[2, :10] = 200
+    rows[3, :] = -INF
+    rows[3, :20] = 0
+    u = np.full(5, 0.3, np.float32)
+    assert draw_near(rows, 64, u=u, top_k=10)[1].tolist() == [False, True, True, True, False]
+    assert draw_near(rows, 64, u=u, top_k=63)[1].tolist() == [False, True, True, True, False]
+    assert draw_near(rows, 64, u=u, top_k=64)[1].tolist() == [False, False, True, True, False]
+    assert draw_near(rows, 64, u=u, min_p=0.5)[1].tolist() == [False, True, True, True, False]
+    # a share of the whole: 63 tokens of weight 1, and 9937 of 1/148
+    assert draw_near(rows, 64, u=u, top_p=0.4, mass=True)[1].tolist() == [False, True, True, True, False]
+    assert draw_near(rows, 64, u=u, top_p=0.6, mass=True)[1].tolist() == [False, False, True, True, False]
+    assert draw_near(rows[:, :64], 64, u=u, top_k=50)[1].all()  # there are no others
 
 
 # ---- rows and libraries --------------------------------------------------------------------------------------
 
 
 def batch(n=400, vocab=300, seed=0):
-    """Logits, temperatures, filters and numbers of n rows; every third row has no filter, some are greedy."""
+    """Logits of n rows and their parameters; every third row has no filter, some are greedy."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (n, vocab)).astype(np.float32)
     free = np.arange(n) % 3 == 0
-    top_k = np.where(free, 0, rng.integers(-1, vocab + 10, n))
-    top_p = np.where(free, 1.0, rng.uniform(0.05, 1.0, n))
-    temperature = np.where(np.arange(n) % 7 == 0, 0.0, rng.uniform(0.2, 2.0, n))
-    return logits, temperature, top_k, top_p, uniforms(np.full(n, 5, np.uint64), np.arange(n)), free
+    params = dict(
+        temperature=np.where(np.arange(n) % 7 == 0, 0.0, rng.uniform(0.2, 2.0, n)),
+        top_k=np.where(free, 0, rng.integers(-1, vocab + 10, n)),
+        top_p=np.where(free, 1.0, rng.uniform(0.05, 1.0, n)),
+        u=uniforms(np.full(n, 5, np.uint64), np.arange(n)),
+    )
+    return logits, params, free
 
 
 @every_library
 def test_a_row_does_not_depend_on_the_filters_of_others(library):
-    *args, free = batch()
-    mixed = draw(*args, library=library)[free]
-    logits, temperature, _, _, u = (a[free] for a in args)
-    alone = draw(logits, temperature, 0, 1.0, u, filtered=False, library=library)
-    assert mixed.tolist() == alone.tolist()
+    logits, params, free = batch()
+    mixed = draw(logits, library=library, **params)[free]
+    alone = dict(temperature=params["temperature"][free], u=params["u"][free])
+    assert mixed.tolist() == draw(logits[free], filtered=False, library=library, **alone).tolist()
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "array_api_strict"])
 def test_libraries_agree_but_for_borders(name):
-    logits, temperature, top_k, top_p, u, _ = batch()
-    here = draw(logits, temperature, top_k, top_p, u)
-    there = draw(logits, temperature, top_k, top_p, u, library=LIBRARIES[name])
+    logits, params, _ = batch()
+    here, there = draw(logits, **params), draw(logits, library=LIBRARIES[name], **params)
     differ = np.flatnonzero(here != there)
     assert len(differ) <= 2
     for i in differ:
-        p = np.cumsum(distribution(logits[i], temperature[i], top_k[i], top_p[i]))
-        assert abs(p - u[i]).min() < 1e-5
+        p = np.cumsum(distribution(logits[i], **{k: params[k][i].item() for k in params.keys() - {"u"}}))
+        assert abs(p - params["u"][i]).min() < 1e-5
 
 
 @every_library
 def test_a_result_is_int32_on_the_library(library):
-    assert draw([[0.0, 1.0]], 1.0, 0, 1.0, 0.5, library=library).dtype == np.int32
+    assert draw([[0.0, 1.0]], u=0.5, library=library).dtype == np.int32
+    assert draw_near([[0.0, 1.0]], 2, u=0.5, library=library)[0].dtype == np.int32
     ids = greedy(library, library.put(np.array([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]], np.float32)))
     assert library.get(ids).tolist() == [1, 0] and library.get(ids).dtype == np.int32
 
@@ -198,12 +289,11 @@ def test_a_result_is_int32_on_the_library(library):
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_half_precision_logits_are_fine(name):
     library = LIBRARIES[name]
-    logits = library.put(batch()[0], "bfloat16")
-    exact = library.get(library.float32(logits))
-    t, k, p, u = np.float32(batch()[1]), np.int32(batch()[2]), np.float32(batch()[3]), batch()[4]
-    how = How(*map(library.put, (t, k, p, np.zeros_like(p), np.ones_like(p), u)))
-    ids = library.get(sample(library, logits, how))
-    assert (ids == draw(exact, t, k, p, u, library=library)).all()
+    logits, params, _ = batch()
+    rounded = library.put(logits, "bfloat16")
+    run = compiled(library, sample, filtered=True, typical=True)
+    ids = library.get(run(rounded, how(len(logits), library, **params)))
+    assert (ids == draw(library.get(library.float32(rounded)), library=library, **params)).all()
 
 
 @every_library
@@ -215,34 +305,14 @@ def test_rows_without_finite_logits_are_flagged(library):
 
 
 @every_library
-def test_a_bad_row_leaves_its_neighbours_alone(library):
-    logits, temperature, top_k, top_p, u, _ = batch(n=20)
-    good = draw(logits, temperature, top_k, top_p, u, library=library)
+@pytest.mark.parametrize("vocab", [300, 10_000])
+def test_a_bad_row_leaves_its_neighbours_alone(library, vocab):
+    logits, params, _ = batch(n=20, vocab=vocab)
+    params |= dict(temperature=1.0, top_k=50)
+    good = draw(logits, library=library, **params), draw_near(logits, 64, library=library, **params)[0]
     logits[7], logits[8, 3], logits[9, 0] = -INF, float("nan"), INF
     rest = np.delete(np.arange(20), [7, 8, 9])
-    got = draw(logits, temperature, top_k, top_p, u, library=library)
-    assert got[rest].tolist() == good[rest].tolist()
-    assert ((got >= 0) & (got < logits.shape[1])).all()
-
-
-# ---- log-probabilities ---------------------------------------------------------------------------------------
-
-
-def test_logprobs_are_the_top_and_the_token_by_probability():
-    row = np.array([1.0, 3.0, 2.0, 3.0, -INF], np.float32)
-    logs = np.log(
-        np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum(), where=row > -INF, out=row * 1.0
-    )
-    got = logprobs(row, token=0, n=2)
-    assert list(got) == [1, 3, 0]
-    np.testing.assert_allclose(list(got.values()), logs[[1, 3, 0]], rtol=1e-6)
-    assert list(logprobs(row, token=3, n=1)) == [1, 3]
-    assert list(logprobs(row, token=1, n=1)) == [1]
-    assert list(logprobs(row, token=2, n=0)) == [2]
-    assert list(logprobs(row, token=4, n=99)) == [1, 3, 2, 0, 4]
-    assert logprobs(row, token=4, n=0) == {4: -INF}
-
-
-def test_logprobs_of_large_logits_are_finite():
-    got = logprobs(np.array([1e4, 1e4 - 1], np.float32), token=1, n=2)
-    np.testing.assert_allclose(list(got.values()), [-0.3132617, -1.3132617], rtol=1e-6)
+    got = draw(logits, library=library, **params), draw_near(logits, 64, library=library, **params)[0]
+    for before, after in zip(good, got, strict=True):
+        assert after[rest].tolist() == before[rest].tolist()
+        assert ((after >= 0) & (after < vocab)).all()

@@ -1,0 +1,62 @@
+"""The libraries that these tests compare, and draws with arrays of the host."""
+
+from functools import cache, partial
+
+import array_api_strict
+import numpy as np
+import pytest
+
+from hibachi.decode.sampling import How, sample, sample_near
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi_jax import JaxBackend
+from hibachi_torch import TorchBackend
+
+NUMPY = NumpyBackend()
+LIBRARIES = {
+    "numpy": NUMPY,
+    "torch": TorchBackend("cpu"),
+    "jax": JaxBackend("cpu"),
+    "array_api_strict": ArrayBackend(array_api_strict),
+}
+INF = float("inf")
+
+every_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+@cache
+def compiled(library, function, **options):
+    """A function of this floor with its library and its options given, compiled once for all tests."""
+    return library.compile(partial(function, library, **options))
+
+
+def how(n, library, *, u, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0):
+    """The parameters of n rows; scalars hold for all of them."""
+    columns = How(temperature, top_k, top_p, min_p, typical_p, u)
+    kinds = How(*[np.float32] * 6)._replace(top_k=np.int32)
+    arrays = (np.broadcast_to(np.asarray(c, kind), n).copy() for c, kind in zip(columns, kinds, strict=True))
+    return How(*map(library.put, arrays))
+
+
+def draw(logits, *, u, filtered=True, typical=True, library=NUMPY, **params):
+    """`sample` on host arrays."""
+    logits = np.asarray(logits, np.float32)
+    run = compiled(library, sample, filtered=filtered, typical=typical)
+    return library.get(run(library.put(logits), how(len(logits), library, u=u, **params)))
+
+
+def draw_near(logits, k, *, u, mass=False, typical=False, library=NUMPY, **params):
+    """`sample_near` on host arrays: tokens, and which of them are right."""
+    logits = np.asarray(logits, np.float32)
+    run = compiled(library, sample_near, k=k, mass=mass, typical=typical)
+    ids, inside = run(library.put(logits), how(len(logits), library, u=u, **params))
+    return library.get(ids), library.get(inside)
+
+
+def host(library, function, *arrays, **options):
+    """The results of a function of this floor, on the host: `function(library, *arrays, **options)`, compiled."""
+    run = compiled(library, function, **options)
+    out = run(*(library.put(np.array(a)) for a in arrays))
+    if not isinstance(out, tuple):
+        return library.get(out)
+    return type(out)(map(library.get, out)) if type(out) is tuple else type(out)(*map(library.get, out))

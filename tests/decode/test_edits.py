@@ -1,0 +1,74 @@
+"""Changes of a row's logits, against the slow definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hibachi.decode.edits import add_bias, keep_only, penalise, rows_of
+
+from .libraries import INF, LIBRARIES, every_library, host
+from .reference import edited
+
+ROWS = np.array([[0.5, -2.0, 3.0, -INF, 0.0], [1.0, 1.0, -1.0, 4.0, -0.5]], np.float32)
+
+
+@every_library
+def test_rows_are_copied_in_float32(library):
+    logits = library.put(ROWS, "float32" if library.name == "numpy" else None)
+    copy = rows_of(library, logits, library.put(np.array([1, 0, 1], np.int32)))
+    add_bias(library, copy, library.put(np.zeros((3, 1), np.int32)), library.put(np.full((3, 1), 9, np.float32)))
+    np.testing.assert_array_equal(library.get(logits), ROWS)
+    assert library.get(copy).dtype == np.float32 and copy.shape == (3, 5)
+
+
+@every_library
+def test_only_what_is_kept_is_left(library):
+    mask = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1]], bool)
+    found = host(library, keep_only, ROWS, mask)
+    np.testing.assert_array_equal(found[0], edited(ROWS[0], allowed_token_ids=[0, 2, 3]))
+    np.testing.assert_array_equal(found[1], ROWS[1])
+
+
+@every_library
+def test_biases_are_added_to_their_tokens(library):
+    ids = np.array([[2, 0, 3, 2], [4, 4, 4, 4]], np.int32)  # lists are padded by repeating an entry
+    bias = np.array([[1.5, -INF, 7, 1.5], [-100, -100, -100, -100]], np.float32)
+    found = host(library, add_bias, ROWS, ids, bias)
+    np.testing.assert_array_equal(found[0], [-INF, -2, 4.5, -INF, 0])
+    np.testing.assert_array_equal(found[1], edited(ROWS[1], logit_bias={4: -100}))
+
+
+@every_library
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0])
+def test_the_repetition_penalty_makes_every_logit_less_likely(library, penalty):
+    """Positive ones are divided and negative ones multiplied; 0 and -inf stay."""
+    ids = np.array([[0, 1, 2, 3, 4]] * 2, np.int32)
+    found = host(library, penalise, ROWS, ids, np.full((2, 5), penalty, np.float32), np.zeros((2, 5), np.float32))
+    for row, got in zip(ROWS, found, strict=True):
+        np.testing.assert_allclose(got, edited(row, prompt=[0, 1, 2, 3, 4], repetition_penalty=penalty))
+    np.testing.assert_allclose(found[0], [0.5 / penalty, -2 * penalty, 3 / penalty, -INF, 0])
+
+
+tokens = st.integers(0, 6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    row=st.lists(st.sampled_from([-INF, -3.0, -0.25, 0.0, 0.5, 8.0]), min_size=7, max_size=7),
+    prompt=st.lists(tokens, max_size=6),
+    output=st.lists(tokens, max_size=9),
+    repetition=st.sampled_from([0.5, 1.0, 1.3, 2.0]),
+    presence=st.sampled_from([-2.0, 0.0, 0.7, 2.0]),
+    frequency=st.sampled_from([-2.0, 0.0, 0.3, 2.0]),
+    name=st.sampled_from(["numpy", "torch"]),
+)
+def test_penalties_are_those_of_the_definition(row, prompt, output, repetition, presence, frequency, name):
+    seen = sorted({*prompt, *output}) or [0]
+    counts = np.array([output.count(t) for t in seen], np.float32)
+    factor = np.full(len(seen), repetition if prompt or output else 1, np.float32)
+    minus = np.float32(frequency) * counts + np.float32(presence) * (counts > 0)
+    row = np.array([row], np.float32)
+    found = host(LIBRARIES[name], penalise, row.copy(), np.array([seen], np.int32), factor[None], minus[None])
+    options = dict(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    np.testing.assert_allclose(found[0], edited(row[0], prompt, output, **options), rtol=1e-5, atol=1e-6)
