@@ -203,7 +203,6 @@ class _Cursor:
         return self.strings(1, most)[0]
 
     def strings(self, count: int, most: int = _MOST_HEADER) -> list[str]:
-        self.fits(8 * count)  # the length of each
         out, length = [], struct.Struct("<Q")
         try:
             for _ in range(count):
