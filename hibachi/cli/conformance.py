@@ -1,4 +1,4 @@
-"""judge backends by the promises of the conformance suite
+"""judge backends, or your own model, by the promises of the conformance suite
 
 Needs the extra `test`. Other arguments go to pytest: for example -k pop.
 """
@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import argparse
 
+from hibachi.testing.options import OPTIONS, add_to, words
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a registered name, package:object, or an array-API module; repeatable (default: all that load)",
-    )
+    add_to(parser.add_argument, OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     from hibachi.testing.run import main
 
-    return main([*(f"--backend={name}" for name in args.backend), *args.rest])
+    return main([*words(args), *args.rest])

@@ -1,4 +1,4 @@
-"""`hibachi conformance`: runs the conformance suite on installed backends, from any folder."""
+"""`hibachi conformance`: runs the conformance suite on installed backends, or on a user's model, from any folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from hibachi.testing.options import OPTIONS, add_to
 
 
 def suite() -> Path:
@@ -21,17 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hibachi conformance",
         allow_abbrev=False,
-        description="Which of the promises that hibachi relies on does a backend keep?",
+        description="Which of the promises that hibachi relies on does a backend keep? Or a model of your own?",
         epilog="Other arguments go to pytest, for example -k pop, or -x to stop at the first broken promise.",
     )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a registered name, package:object, or an array-API module; repeatable. Default: all that load",
-    )
-    known, rest = parser.parse_known_args(argv)
+    add_to(parser.add_argument, OPTIONS)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    known, _ = parser.parse_known_args(argv)
     try:
         import pytest
     except ModuleNotFoundError:
@@ -39,12 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # for --backend my_module:MyBackend; last, so that it hides nothing
-    folder = str(suite())
+    folder = suite()
+    if known.model is None:
+        what = [str(folder), "-p", "hibachi.testing.plugin", "--tb=short"]
+    else:
+        what = [str(folder / "own_model.py"), "-p", "hibachi.testing.own_plugin", "--tb=no"]
     # Nothing of the folder we are called from may matter: no configuration, no conftest.py, no cache.
-    alone = ["-c", os.devnull, "--rootdir", folder, "--confcutdir", folder, "-p", "no:cacheprovider"]
-    quiet = ["-q", "--no-header", "--tb=short", "--show-capture=no", "-rN", "-p", "hibachi.testing.plugin"]
-    chosen = [f"--backend={name}" for name in known.backend]
-    return int(pytest.main([folder, *alone, *quiet, *chosen, *rest]))
+    alone = ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder), "-p", "no:cacheprovider"]
+    quiet = ["-q", "--no-header", "--show-capture=no", "-rN"]
+    return int(pytest.main([*what, *alone, *quiet, *argv]))
 
 
 if __name__ == "__main__":

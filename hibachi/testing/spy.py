@@ -1,0 +1,191 @@
+"""Stands between an engine and a model: sees every call of the model, and may hold it, make it fail or spoil it.
+
+The engine is given `spy.model` and `spy.backend`. A model with a cache is left as it is, because its step is compiled:
+by the engine's backend, so a copy of the backend is what sees the step's arguments and results. Other models are
+wrapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.cache import StepInputs
+
+PATIENCE = 60.0  # seconds that a call is held at most
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the model. rows: for each row of its output, all tokens up to the one whose output it is."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    rows: list[HostArray]
+
+
+class Spy:
+    """rung: 0, 1 or 2; None: feed-forward.
+
+    before(call): called in the engine's thread before each call of the model; may raise.
+    after(call, out): gives what the engine gets as the call's output.
+    record: copies of calls are put into this list, if there is one.
+    """
+
+    def __init__(self, model: Any, backend: ArrayBackend, rung: int | None) -> None:
+        self._plain = backend
+        self.backend = copy.copy(backend)
+        self.model: Any = model
+        if rung == 2:
+            self.backend.compile = self._compile  # type: ignore[method-assign]
+        else:
+            self.model = self._wrapped(model, rung)
+        self.calls = 0
+        self.record: list[Call] | None = None
+        self._sequences: dict[int, HostArray] = {}  # by row, of a model with a cache
+        self._gate: tuple[int, threading.Event, threading.Event] | None = None
+        self.undo()
+
+    def undo(self) -> None:
+        """No more failing or spoiling."""
+        self.before: Callable[[Call], None] = lambda call: None
+        self.after: Callable[[Call, Array], Any] = lambda call, out: out
+
+    @contextmanager
+    def holding(self, call: int) -> Iterator[threading.Event]:
+        """Holds the engine in this call from now (1: the next) until the block is left; yields "it is held"."""
+        held, opened = threading.Event(), threading.Event()
+        self._gate = self.calls + call, held, opened
+        try:
+            yield held
+        finally:
+            self._gate = None
+            opened.set()
+
+    # ---- the call ----------------------------------------------------------------------------------------------
+
+    def _see(self, call: Call) -> None:
+        self.calls += 1
+        gate = self._gate
+        if gate is not None and self.calls == gate[0]:
+            gate[1].set()
+            gate[2].wait(PATIENCE)
+        if self.record is not None:
+            self.record.append(self._copied(call))
+        self.before(call)
+
+    def _compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        compiled = self._plain.compile(fn, donate=donate)
+
+        def step(*args: Any) -> Any:
+            if not args or not isinstance(args[-1], StepInputs):
+                return compiled(*args)  # something else of the engine
+            call = Call(compiled, args, {}, self._rows(args[-1]))
+            self._see(call)
+            out, cache = compiled(*args)
+            return self.after(call, out), cache
+
+        return step
+
+    def _rows(self, x: StepInputs[Array]) -> list[HostArray]:
+        """The sequences behind the outputs of a step: what its rows held before, and their new tokens."""
+        names = ("tok", "pos", "seg", "row", "start", "cu_q", "last")
+        tok, pos, seg, row, start, cu_q, last = (self._plain.get(getattr(x, name)) for name in names)
+        for i, place in enumerate(row.tolist()):
+            new = tok[cu_q[i] : cu_q[i + 1]]
+            if len(new):  # padding rows have none
+                self._sequences[place] = np.concatenate([self._sequences.get(place, new[:0])[: start[i]], new])
+        return [self._sequences[int(row[seg[j]])][: pos[j] + 1] for j in last.tolist()]
+
+    def _wrapped(self, model: Any, rung: int | None) -> Any:
+        """An object with the one method of this rung, called as the model is; it has the name of the model's class."""
+        inner = model.logits if rung == 1 else model.forward
+        get = self._plain.get
+
+        def run(tokens: Array, *args: Array, **options: Array) -> Any:
+            batch, given = get(tokens), [*args, *options.values()]
+            lengths = get(given[0]) if given else np.full(len(batch), batch.shape[1] if batch.ndim > 1 else 0)
+            rows = list(batch) if rung is None else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
+            call = Call(inner, (tokens, *args), options, rows)
+            self._see(call)
+            out = inner(*call.args, **options)
+            return self._later(call, out) if inspect.isawaitable(out) else self.after(call, out)
+
+        methods: dict[str, Any] = {"forward": staticmethod(lambda tokens: run(tokens))}
+        if rung == 1:
+            methods = {"logits": staticmethod(run), "vocab_size": model.vocab_size}
+        elif takes_lengths(model, rung):
+            methods = {"forward": staticmethod(lambda tokens, lengths: run(tokens, lengths=lengths))}
+        return type(type(model).__name__, (), methods)()
+
+    async def _later(self, call: Call, out: Awaitable[Any]) -> Any:
+        return self.after(call, await out)
+
+    # ---- calls that were recorded ------------------------------------------------------------------------------
+
+    def again(self, call: Call) -> tuple[list[Array], list[str]]:
+        """Run a recorded call once more: the arrays that it gives, and the names of the inputs that it changed."""
+        mine = self._copied(call)
+        with self._plain.guard():
+            out = call.fn(*mine.args, **mine.options)
+            if inspect.isawaitable(out):
+                out = asyncio.run(_await(out))
+        get, before, after = self._plain.get, _inputs(call), _inputs(mine)
+        changed = [n for n in before if not np.array_equal(get(before[n]), get(after[n]), equal_nan=True)]
+        return [a for a in _leaves(out) if self._plain.owns(a)], changed
+
+    def _copied(self, call: Call) -> Call:
+        weights, args = call.args[: _steps(call)], call.args[_steps(call) :]
+        return replace(call, args=(*weights, *copied(self._plain, args)), options=copied(self._plain, call.options))
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def takes_lengths(model: Any, rung: int | None) -> bool:
+    return rung == 1 or (rung == 0 and "lengths" in inspect.signature(model.forward).parameters)
+
+
+def copied(backend: ArrayBackend, value: Any) -> Any:
+    """The same with copies of all arrays of the backend, in lists, tuples, dicts and step inputs."""
+    if backend.owns(value):
+        return backend.xp.asarray(value, copy=True)
+    if isinstance(value, dict):
+        return {k: copied(backend, v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [copied(backend, v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, StepInputs):
+        return replace(value, **{f.name: copied(backend, getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def _steps(call: Call) -> bool:
+    """Is it the step of a model with a cache? Its arguments begin with the weights, and end with the inputs."""
+    return bool(call.args) and isinstance(call.args[-1], StepInputs)
+
+
+def _inputs(call: Call) -> dict[str, Array]:
+    """What a call may not change: all but weights and cache."""
+    if _steps(call):
+        return {f"x.{f.name}": getattr(call.args[-1], f.name) for f in fields(StepInputs)}
+    return dict(zip(("tokens", "lengths"), call.args, strict=False)) | call.options
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
