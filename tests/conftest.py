@@ -39,7 +39,7 @@ def other_tokenizer(data):
 DAMAGES = {
     "no config": {"config.json": None},
     "config is no JSON": {"config.json": lambda data: data[:50]},
-    "unknown architecture": {"config.json": lambda data: data.replace(b'"llama"', b'"mamba"')},
+    "unknown architecture": {"config.json": lambda data: data.replace(b'"LlamaFor', b'"LamaFor')},
     "no weights": {"model.safetensors": None},
     "truncated weights": {"model.safetensors": lambda data: data[: len(data) // 2]},
     "weights of another shape": {"config.json": lambda data: data.replace(b'_layers": ', b'_layers": 1')},

@@ -1,8 +1,8 @@
 """talk with a model in the terminal
 
 Type a message and Enter; the answer comes as it is generated. Ctrl-C stops an
-answer, Ctrl-D (or /quit) ends the conversation, /clear begins a new one.
-Without a terminal, every line of standard input is a message.
+answer or drops a line, Ctrl-D (or /quit) ends the conversation, /clear begins
+a new one. Without a terminal, every line of standard input is a message.
 """
 
 from __future__ import annotations
@@ -64,13 +64,18 @@ def talk(llm: LLM, params: SamplingParams, start: list[dict[str, Any]], terminal
 
 
 def _read(terminal: bool) -> str | None:
-    """The next message, or None at the end of the input."""
+    """The next message, or None at the end of the input. At the prompt Ctrl-C drops the line, as in a shell."""
     try:
         return (input("> ") if terminal else input()).strip()
     except EOFError:
         if terminal:
             print()
         return None
+    except KeyboardInterrupt:
+        if not terminal:
+            raise
+        print()
+        return ""
 
 
 def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -> str:
@@ -83,6 +88,6 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) ->
                 pieces.append(piece.text)
                 print(piece.text, end="", flush=True)
         except KeyboardInterrupt:
-            print(" ...", end="")
+            print(" (stopped)", end="")
     print()
     return "".join(pieces)

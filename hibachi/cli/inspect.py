@@ -1,7 +1,8 @@
 """say what a model is, what loads it and what it needs
 
 MODEL is a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or
-pkg:Class for a model of your own. Without one, the architectures that are known.
+pkg:Class for a model of your own. Without one it lists the architectures that
+are known.
 """
 
 from __future__ import annotations

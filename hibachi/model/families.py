@@ -135,7 +135,7 @@ def _arch(c: Fields, own: Mapping[str, Any]) -> Arch:
 
 
 def layers_of(c: Fields) -> int:
-    return c.count("num_hidden_layers", "n_layer")
+    return c.count("num_hidden_layers", "n_layer", most=10_000)
 
 
 def activation(c: Fields) -> str:
@@ -219,7 +219,7 @@ def _all_experts(c: Fields) -> tuple[Layer, ...]:
 
 
 def experts(c: Fields, *, normalised: bool = True) -> Experts:
-    count, per_token = c.count("num_experts", "num_local_experts"), c.count("num_experts_per_tok")
+    count, per_token = c.count("num_experts", "num_local_experts", most=100_000), c.count("num_experts_per_tok")
     if per_token > count:
         raise contradiction(f"num_experts_per_tok ({per_token}) must not exceed the number of experts ({count})")
     return Experts(count, per_token, c.count("moe_intermediate_size", "intermediate_size"), normalised)

@@ -43,11 +43,13 @@ class Fields:
         """The value as it stands."""
         return next((v for n in names if (v := self.config.get(n)) is not None), default)
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """An integer >= 1."""
+    def count(self, *names: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """An integer from 1 to `most`."""
         value = self.get(*names, default=default)
-        if not is_int(value) or not 1 <= value < 2**31:
+        if not is_int(value) or value < 1:
             raise self.wrong(names, "an integer >= 1", value)
+        if value > most:
+            raise self.wrong(names, f"an integer from 1 to {most}", value)
         return int(value)
 
     def number(self, *names: str, default: float | None = None) -> float:

@@ -67,7 +67,7 @@ def read_arch(config: Config) -> MambaArch:
         state_size=c.count("state_size", default=16),
         kernel=c.count("conv_kernel", default=4),
         rank=-(-hidden // 16) if rank == "auto" else c.count("time_step_rank"),
-        layers=c.count("num_hidden_layers", "n_layer"),
+        layers=c.count("num_hidden_layers", "n_layer", most=10_000),
         vocab_size=vocab_size,
         norm_eps=c.number("layer_norm_epsilon", default=1e-5),
         conv_bias=c.flag("use_conv_bias", default=True) is True,

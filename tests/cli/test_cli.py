@@ -48,12 +48,12 @@ def text():
 # ---- help and arguments ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", "demo", "generate", "doctor", "conformance"])
+@pytest.mark.parametrize("command", ["", "demo", "generate", "chat", "inspect", "doctor", "conformance"])
 def test_help_fits_a_terminal(run, command):
     status, out, err = run(*command.split(), "--help")
     assert (status, err) == (0, "") and f"usage: hibachi {command}".strip() in out
     assert max(map(len, out.splitlines())) <= 80
-    assert command or all(f" {name}" in out for name in ("demo", "generate", "doctor", "conformance"))
+    assert command or all(f" {name}" in out for name in ("demo", "generate", "chat", "inspect", "doctor"))
 
 
 def test_version_is_that_of_the_package(run):
@@ -115,7 +115,7 @@ def test_wrong_values_are_explained_in_a_line(run, args, message):
     "what, message",
     [
         ("no config", "config.json is missing"),
-        ("unknown architecture", "model_type is 'mamba'; supported: 'llama'"),
+        ("unknown architecture", "which nobody registered. Nearest known: LlamaForCausalLM"),
         ("no weights", "No weights in"),
         ("truncated weights", "not a complete safetensors file"),
         ("no tokenizer", "tokenizer.json is missing"),
