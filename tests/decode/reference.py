@@ -26,7 +26,8 @@ def edited(
     out = [float(x) for x in logits]
     output = list(output)
     if allowed_token_ids is not None:
-        out = [x if i in set(allowed_token_ids) else -math.inf for i, x in enumerate(out)]
+        allowed = set(allowed_token_ids)
+        out = [x if i in allowed else -math.inf for i, x in enumerate(out)]
     for word in bad_words:
         *beginning, last = word
         if not beginning or output[-len(beginning) :] == beginning:
