@@ -1,7 +1,8 @@
 """complete a text with a model, streaming
 
 The prompt comes from --prompt or from standard input, whose last line end does
-not count; the completion goes to standard output as it comes.
+not count; the completion goes to standard output as it comes. With a model of
+your own (pkg:Class) prompt and completion are token ids: --prompt "3 1 4".
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
 from hibachi.engine.llm import LLM
+from hibachi.engine.named import is_named, model_named
 from hibachi.errors import InvalidRequest
 from hibachi.request import SamplingParams
 
@@ -21,7 +24,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="tiny",
         metavar="MODEL",
-        help="a folder in Hugging Face layout, a .gguf file, or org/name on the Hub (default: tiny, which ships)",
+        help="a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or tiny, which ships (default)",
     )
     add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         stop_token_ids=args.stop_token_id,
         ignore_eos=args.ignore_eos,
     )
+    if is_named(args.model):
+        return _own(args, params)
     with open_model(args) as llm:
         prompt = _read() if args.prompt is None else args.prompt
         with llm.stream(prompt, params) as stream:
@@ -67,6 +72,28 @@ def run(args: argparse.Namespace) -> int:
             for piece in stream:
                 print(piece.text, end="", flush=True)
         print()
+    return 0
+
+
+def _own(args: argparse.Namespace, params: SamplingParams) -> int:
+    """A model of the user's own, which has no tokenizer. Level 0 returns tokens, so nothing is sampled there."""
+    model = model_named(args.model, args.backend)
+    text = _read() if args.prompt is None else args.prompt
+    try:
+        prompt = [int(i) for i in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidRequest(f"Without a tokenizer the prompt must be token ids; got {text!r:.80}.") from None
+    samples = level_of(model) > 0 and getattr(model, "vocab_size", None) is not None
+    limit = args.max_model_len
+    if limit is None and not hasattr(model, "max_model_len"):
+        limit = len(prompt) + args.max_tokens
+    with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_batch_size=1) as engine:
+        stream = engine.run(prompt, params) if samples else engine.run(prompt, max_new_tokens=args.max_tokens)
+        if args.echo:
+            print(*prompt, end=" ", flush=True)
+        for token in stream:
+            print(token, end=" ", flush=True)
+    print()
     return 0
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 import numpy as np
 
+from hibachi.engine.autoregressive import leaves, level_of
+from hibachi.engine.named import is_named, model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
 from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import known, load, why_missing
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,6 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is None:
         return _list(args.json)
+    if is_named(args.model):
+        return _own(args.model, args.json)
     d = describe(locate(args.model))
     facts = as_json(d) | {"memory": _memory(d)}
     if args.json:
@@ -50,28 +56,66 @@ def _list(for_programs: bool) -> int:
     return 0
 
 
-def _show(d: Description, facts: dict[str, Any]) -> None:
-    def line(name: str, value: Any) -> None:
-        print(f"{name:13} {value}")
+def _own(spec: str, for_programs: bool) -> int:
+    """A model of the user's own: which rung it stands on, and what the engine would keep for it."""
+    model = model_named(spec)
+    level, vocab = level_of(model), getattr(model, "vocab_size", None)
+    layers = list(model.cache_spec()) if level == 2 else []
+    paged = [layer for layer in layers if isinstance(layer, Paged)]
+    states = [layer for layer in layers if isinstance(layer, State)]
+    facts = {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "level": level,
+        "samples": "the engine" if level and vocab is not None else "the model itself",
+        "vocab_size": vocab if level else None,
+        "max_model_len": getattr(model, "max_model_len", None),
+        "parameters": sum(math.prod(a.shape) for a in leaves(getattr(model, "params", None)) if hasattr(a, "shape")),
+        "paged_layers": len(paged),
+        "state_layers": len(states),
+        "numbers_per_token": sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in paged),
+        "numbers_per_request": sum(math.prod(layer.shape) for layer in states),
+    }
+    if for_programs:
+        print(json.dumps(facts, indent=2))
+        return 0
+    rungs = ("tokens in, next token out", "tokens in, logits out", "new tokens and a cache in")
+    _line("model", facts["model"])
+    _line("level", f"{level}: {rungs[level]}")
+    _line("drawn by", facts["samples"])
+    _line("vocabulary", facts["vocab_size"] or "any tokens")
+    _line("context", f"{facts['max_model_len']} tokens" if facts["max_model_len"] else "as the engine is told")
+    if facts["parameters"]:
+        _line("parameters", _count(facts["parameters"]))
+    if level == 2:
+        _line("cache", f"{len(paged)} layers of keys and values, {len(states)} states")
+        _line("float32", f"{_bytes(4 * facts['numbers_per_token'])} a token")
+        _line("", f"{_bytes(4 * facts['numbers_per_request'])} a request")
+    return 0
 
-    line("path", d.path)
-    line("files", d.files)
-    line("architecture", d.architecture)
-    line("loaded by", d.mapping or "nothing that is registered")
+
+def _line(name: str, value: Any) -> None:
+    print(f"{name:13} {value}")
+
+
+def _show(d: Description, facts: dict[str, Any]) -> None:
+    _line("path", d.path)
+    _line("files", d.files)
+    _line("architecture", d.architecture)
+    _line("loaded by", d.mapping or "nothing that is registered")
     stored = ", ".join(f"{dtype} {_count(n)}" for dtype, n in d.stored.items())
-    line("parameters", f"{_count(d.parameters)} ({stored})")
+    _line("parameters", f"{_count(d.parameters)} ({stored})")
     if d.arch:
         a = d.arch
         heads = f"{a.heads} heads" if a.heads == a.kv_heads else f"{a.heads} heads on {a.kv_heads} of keys and values"
-        line("shape", f"{len(a.layers)} layers, {a.hidden_size} wide, {heads} of {a.head_dim}")
+        _line("shape", f"{len(a.layers)} layers, {a.hidden_size} wide, {heads} of {a.head_dim}")
         if facts["windows"]:
             n = sum(layer.window is not None for layer in a.layers)
-            line("window", f"{', '.join(map(str, facts['windows']))} tokens in {n} of {len(a.layers)} layers")
+            _line("window", f"{', '.join(map(str, facts['windows']))} tokens in {n} of {len(a.layers)} layers")
         if a.experts:
-            line("experts", f"{a.experts.per_token} of {a.experts.count} for each token")
-    line("vocabulary", d.vocab_size)
-    line("context", f"{d.context} tokens" if d.context else "not limited by the model")
-    line("chat template", d.template or "none")
+            _line("experts", f"{a.experts.per_token} of {a.experts.count} for each token")
+    _line("vocabulary", d.vocab_size)
+    _line("context", f"{d.context} tokens" if d.context else "not limited by the model")
+    _line("chat template", d.template or "none")
     if facts["memory"]:
         print("\nmemory        dtype         weights      a token   full context")
         for m in facts["memory"]:

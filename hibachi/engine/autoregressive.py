@@ -259,7 +259,7 @@ class AutoregressiveBatchInference(Service):
     def _find_backend(self, backend: Any, *arrays: Any) -> ArrayBackend | None:
         if (found := given_backend(backend, self._model)) is not None:
             return found
-        native = [a for a in (*arrays, *_leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
+        native = [a for a in (*arrays, *leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
         return backend_for(native[0]) if native else None
 
     def _start(self, shape: tuple[int, ...], dtype: Any) -> Worker:
@@ -356,11 +356,11 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, dict):
-        return [leaf for v in tree.values() for leaf in _leaves(v)]
+        return [leaf for v in tree.values() for leaf in leaves(v)]
     if isinstance(tree, (list, tuple)):
-        return [leaf for v in tree for leaf in _leaves(v)]
+        return [leaf for v in tree for leaf in leaves(v)]
     return [tree]
 
 

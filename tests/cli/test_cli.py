@@ -167,6 +167,22 @@ def test_a_seed_gives_the_same_text(run):
     assert first == again != other
 
 
+@pytest.mark.parametrize(
+    "model, prompt, out",
+    [("SumPaged", "1 2 3", "7 4 8 6"), ("SumState", "1,2,3", "7 4 8 6"), ("Count", "1 2", "3 4 5 6")],
+)
+def test_a_model_of_the_user_goes_on_from_token_ids(run, model, prompt, out):
+    args = [*GREEDY[:3], "--max-tokens", "4", "--model", f"hibachi.testing.toys:{model}"]
+    assert run(*args, "--prompt", prompt) == (0, f"{out} \n", "")
+    assert run(*args, "--echo", stdin=prompt) == (0, f"{prompt.replace(',', ' ')} {out} \n", "")
+
+
+def test_a_model_of_the_user_has_no_tokenizer(run):
+    args = ["generate", "--model", "hibachi.testing.toys:Count", "--prompt"]
+    assert refused(run(*args, "one two"), "Without a tokenizer the prompt must be token ids; got 'one two'")
+    assert refused(run(*args[:2], "hibachi.testing.toys:Nobody", "--prompt", "1"), "has no 'Nobody'")
+
+
 def test_generate_runs_on_other_libraries(run, text):
     assert run(*GREEDY, "--prompt", "She was", "--backend", "torch", "--device", "cpu")[1] == f"{text}\n"
 

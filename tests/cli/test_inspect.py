@@ -114,3 +114,12 @@ def test_without_a_model_it_lists_the_registry(inspect):
     status, out, _ = inspect()
     assert status == 0 and {line.split()[0] for line in out.splitlines()} >= FAMILIES.keys() | {"MambaForCausalLM"}
     assert json.loads(inspect("--json")[1])["LlamaForCausalLM"] == "hibachi"
+
+
+def test_a_model_of_the_user(inspect, facts):
+    status, d = facts("hibachi.testing.toys:SumBoth")
+    assert (status, d["level"], d["paged_layers"], d["state_layers"]) == (0, 2, 1, 1)
+    assert (d["numbers_per_token"], d["numbers_per_request"], d["vocab_size"]) == (3, 1, 10)
+    status, out, _ = inspect("hibachi.testing.toys:Count")
+    assert status == 0 and "0: tokens in, next token out" in out and "the model itself" in out
+    assert inspect("hibachi.testing.toys:Nobody")[0] == 1

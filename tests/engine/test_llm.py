@@ -507,7 +507,7 @@ def test_stop_may_be_none_or_a_single_id():
     [
         ("no config", InvalidModelFiles, r"config\.json is missing. Expected a directory in Hugging Face layout"),
         ("config is no JSON", InvalidModelFiles, r"config\.json cannot be read as JSON.*download the file again"),
-        ("unknown architecture", UnknownArchitecture, "['LamaForCausalLM'], which nobody registered. Nearest known: LlamaForCausalLM"),
+        ("unknown architecture", UnknownArchitecture, r"nobody registered. Nearest known: LlamaForCausalLM"),
         ("no weights", InvalidModelFiles, r"expected model\.safetensors.*Download them"),
         ("truncated weights", InvalidModelFiles, "not a complete safetensors file.*download the file again"),
         ("weights of another shape", InvalidModelFiles, "is missing.*from one download"),
