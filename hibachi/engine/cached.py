@@ -248,7 +248,7 @@ class CachedRunner:
         work = self._gather(states, self.backend.put(held), self.backend.put(started))
         at, left = start.copy(), q.copy()
         parts = []
-        scoring = np.count_nonzero(self._unscored[rows] > start)
+        scoring = int(np.count_nonzero(self._unscored[rows] > start))
         most = max(1, self._room() // scoring) if scoring else int(q.max())
         while left.any():
             piece = 1 << (min(int(left.max()), most).bit_length() - 1)

@@ -1,0 +1,184 @@
+"""Log-probabilities of the tokens of a prompt, at level 2."""
+
+import numpy as np
+import pytest
+
+from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NonFiniteOutput, NumpyBackend, SamplingParams
+from hibachi.engine import cached
+from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, one_hot, tiny_weights
+from hibachi_jax import JaxBackend
+from hibachi_torch import TorchBackend
+
+from ..decode.reference import log_softmax
+
+NUMPY = NumpyBackend()
+BACKENDS = {"numpy": NUMPY, "torch": TorchBackend("cpu"), "jax": JaxBackend("cpu")}
+PROMPTS = [[1, 2, 3], [5], [7, 7, 30, 2, 9, 11, 4, 4, 12, 0, 3, 25, 6, 8, 10, 1, 2, 2, 31, 17], [9, 8]]
+
+
+class Plain:
+    """A toy with logits that leave room for doubt: the right token 2, the others 0."""
+
+    def step(self, params, cache, x):
+        logits, cache = super().step(params, cache, x)
+        return logits / 500, cache
+
+
+class PlainPaged(Plain, SumPaged):
+    pass
+
+
+class PlainState(Plain, SumState):
+    pass
+
+
+class PlainBoth(Plain, SumBoth):
+    pass
+
+
+def scored(n=0, **params):
+    return SamplingParams(temperature=0, prompt_logprobs=n, **{"max_tokens": 3} | params)
+
+
+def log_probs_of_sums(prompt):
+    """What the toys say of the tokens of a prompt: {token: log-probability} of all ten."""
+    rows = [[2.0 * (i == (sum(prompt[:at]) + 1) % 10) for i in range(10)] for at in range(1, len(prompt))]
+    return [dict(enumerate(log_softmax(row))) for row in rows]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", [PlainPaged, PlainState, PlainBoth])
+@pytest.mark.parametrize("budget", [64, 5])
+def test_every_token_but_the_first_is_scored(name, kind, budget):
+    """In chunks or at once, beside requests that ask for nothing; what is generated is the same."""
+    prompts = [[1, 2, 3], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [6, 6]]
+    options = dict(max_batch_size=4, max_model_len=32, block_size=8, max_batch_tokens=budget)
+    with AutoregressiveBatchInference(kind(BACKENDS[name]), backend=BACKENDS[name], **options) as engine:
+        silent = [engine.run(p, SamplingParams(temperature=0, max_tokens=3)) for p in prompts]
+        streams = [engine.run(p, scored(n)) for n, p in enumerate(prompts)]
+        for n, (prompt, stream, other) in enumerate(zip(prompts, streams, silent, strict=True)):
+            assert stream.collect() == other.collect() and other.prompt_logprobs is None
+            first, *found = stream.prompt_logprobs
+            assert first is None and len(found) == len(prompt) - 1
+            for token, got, logs in zip(prompt[1:], found, log_probs_of_sums(prompt), strict=True):
+                assert token in got and len(got) in (n, n + 1)
+                assert got == pytest.approx({i: logs[i] for i in got}, abs=1e-5)
+                if n:
+                    assert max(logs, key=logs.get) in got
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_they_are_the_logprobs_of_generating_it(name):
+    """A decoder: of each prefix, computed alone."""
+    backend = BACKENDS[name]
+    model = TinyDecoder(backend, tiny_weights())
+    with AutoregressiveBatchInference(model, backend=backend, max_batch_size=4, block_size=4) as engine:
+        for prompt in PROMPTS:
+            stream = engine.run(prompt, scored(3, max_tokens=1))
+            stream.collect()
+            for at in range(1, len(prompt)):
+                one = engine.run(prompt[:at], SamplingParams(temperature=0, max_tokens=1, logprobs=32))
+                one.collect()
+                [logs] = one.logprobs
+                got = stream.prompt_logprobs[at]
+                assert got == pytest.approx({i: logs[i] for i in got}, abs=2e-4)
+                assert {prompt[at], *list(logs)[:3]} == {*got}
+
+
+@pytest.mark.parametrize("kind", [PlainPaged, PlainState])
+@pytest.mark.parametrize("room", [1, 16, 50])
+def test_few_outputs_at_a_time(kind, room, monkeypatch):
+    """Logits of a whole prompt take much memory, so a step makes several calls."""
+    monkeypatch.setattr(cached.CachedRunner, "_room", lambda self: room)
+    asked = []
+
+    class Watched(kind):
+        def step(self, params, cache, x):
+            asked.append(len(x.last))
+            assert (np.diff(np.diff(x.cu_q) != 1) >= 0).all()  # single-token rows come first
+            return super().step(params, cache, x)
+
+    prompts = [[1, 2, 3], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [6, 6, 1], [2] * 20]
+    with AutoregressiveBatchInference(Watched(NUMPY), max_batch_size=8, max_model_len=32, block_size=8) as engine:
+        engine.run([1], scored()).collect()
+        streams = [engine.run(p, scored(2)) for p in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            stream.collect()
+            logs = log_probs_of_sums(prompt)
+            for got, row in zip(stream.prompt_logprobs[1:], logs, strict=True):
+                assert got == pytest.approx({i: row[i] for i in got}, abs=1e-5)
+    rows = len(prompts)
+    assert max(asked) <= max(room, rows) + rows
+
+
+def test_a_lost_cache_scores_anew():
+    """Everybody computes again, and what was noted is noted again."""
+
+    class Losing(NumpyBackend):
+        static_shapes = False
+        lost = False
+
+        def usable(self, cache):
+            return not self.lost
+
+    class Failing(PlainPaged):
+        calls = 0
+
+        def step(self, params, cache, x):
+            Failing.calls += 1
+            if Failing.calls == 3:
+                self.backend.lost = True
+                raise RuntimeError("the device is gone")
+            self.backend.lost = False
+            return super().step(params, cache, x)
+
+    backend = Losing()
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+    options = dict(max_batch_size=2, max_model_len=32, block_size=8, max_batch_tokens=5)
+    with AutoregressiveBatchInference(Failing(backend), backend=backend, **options) as engine:
+        stream = engine.run(prompt, scored(1, max_tokens=4))
+        assert len(stream.collect()) == 4
+        for got, row in zip(stream.prompt_logprobs[1:], log_probs_of_sums(prompt), strict=True):
+            assert got == pytest.approx({i: row[i] for i in got}, abs=1e-5)
+    assert Failing.calls > 6
+
+
+def test_nan_within_a_prompt_ends_that_request_only():
+    class Poisoned(PlainPaged):
+        def step(self, params, cache, x):
+            logits, cache = super().step(params, cache, x)
+            logits[x.tok[x.last] == 9] = np.nan
+            return logits, cache
+
+    with AutoregressiveBatchInference(Poisoned(NUMPY), max_batch_size=4, max_model_len=32, block_size=8) as engine:
+        bad, good, silent = engine.run([1, 9, 2], scored()), engine.run([1, 2], scored()), engine.run([1, 9, 2])
+        with pytest.raises(NonFiniteOutput):
+            bad.collect()
+        assert len(good.collect()) == 3 and good.prompt_logprobs[1] is not None
+        silent.close()
+
+
+def test_without_a_cache_it_is_refused_by_name():
+    message = r"prompt_logprobs needs a model with a cache \(level 2\).*got prompt_logprobs=0 .*level 1. Leave it out"
+    engine = AutoregressiveBatchInference(SumLogits(NUMPY), max_model_len=9)
+    with engine, pytest.raises(InvalidRequest, match=message):
+        engine.run([1, 2], scored(0))
+
+
+def test_language_models_give_them_with_the_first_choice():
+    with LLM("tiny") as llm:
+        [out] = llm.generate("She was a very good", scored(2, logprobs=0).with_(n=2))
+        assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(out.prompt_token_ids) > 3
+        ids = out.prompt_token_ids
+        for at in (1, len(ids) - 1):
+            [one] = llm.generate(ids[:at], SamplingParams(temperature=0, max_tokens=1, logprobs=2048))
+            logs = one.logprobs[0]
+            got = out.prompt_logprobs[at]
+            assert got == pytest.approx({i: logs[i] for i in got}, abs=1e-4) and ids[at] in got
+        [silent] = llm.generate(ids, SamplingParams(temperature=0, max_tokens=1))
+        assert silent.prompt_logprobs is None and silent.token_ids == out.token_ids[:1]
+
+
+def test_one_hot_is_what_the_toys_build_on():
+    """So that the logits above are 2 and 0."""
+    np.testing.assert_array_equal(one_hot(NUMPY, np.array([3])) * 1000 / 500, [[2.0 * (i == 3) for i in range(10)]])
