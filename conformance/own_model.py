@@ -265,7 +265,8 @@ def test_nan_in_a_row_ends_its_request_only(own):
     check_isolated(own, "NonFiniteOutput", 0, "the output is NaN")
 
 
-def test_an_output_of_the_wrong_shape_is_refused_and_the_next_are_served(own):
+def test_an_output_of_the_wrong_shape_is_refused(own):
+    """And the next requests are served."""
     skip_mixed(own)
     engine = own.engine(padding=own.padding)
     for name, spoil in (

@@ -33,7 +33,7 @@ class Answer:
         if self.error is not None:
             return f"{self.ending}: {self.error}{_where(self.error.__cause__)}"
         if self.ending == "length":
-            return show(self.items)
+            return listed(self.items)
         return f"the end {self.ending!r} after {len(self.items)} tokens"
 
 
@@ -44,7 +44,7 @@ def different(prompt: HostArray, got: Answer, want: Answer, when: str, now: str,
     with them; from where that is not so, both are right.
     """
     items = want.items[:n]
-    expected = f"{show(items)} for {show(prompt)}, {when}"
+    expected = f"{listed(items)} for {show(prompt)}, {when}"
     if got.ending != "length" or len(got.items) != len(items):
         return Trouble(expected, f"{got.told()} {now}")
     for t, (a, b) in enumerate(zip(got.items, items, strict=True)):
@@ -53,7 +53,7 @@ def different(prompt: HostArray, got: Answer, want: Answer, when: str, now: str,
             if likely and likely.get(a, -math.inf) >= likely[b] - 2 * tol:
                 return None
             since = f", another from new token {t + 1} on" if t else ""
-            return Trouble(expected, f"{show(got.items)} {now}{since}")
+            return Trouble(expected, f"{listed(got.items)} {now}{since}")
         if got.logprobs and (worst := _unlike(got.logprobs[t] or {}, want.logprobs[t] or {}, tol)) is not None:
             new, old = ((answer.logprobs[t] or {})[worst] for answer in (got, want))
             where = f"of id {worst} as new token {t + 1}"
@@ -79,8 +79,13 @@ def _unlike(got: dict[int, float], want: dict[int, float], tol: float) -> int | 
     return max(off, key=lambda t: off[t], default=None)
 
 
+def listed(items: list[Any]) -> str:
+    """Tokens, briefly; the only one without a list around it."""
+    return show(items[0] if len(items) == 1 else items)
+
+
 def show(value: Any) -> str:
-    """Tokens, briefly."""
+    """Numbers, briefly."""
     array = np.asarray(value)
     text = np.array2string(array, separator=", ", precision=5, threshold=12, edgeitems=3, max_line_width=10**6)
     text = " ".join(text.split()).replace("[ ", "[")

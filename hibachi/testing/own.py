@@ -93,7 +93,8 @@ class Own:
                 f"An example of {longest} tokens and {self.n} new ones are over max_model_len={self.limit}. Give "
                 f"shorter ones, or a larger --max-model-len."
             )
-        return found + prompts.grown(found[0], found[1], self.limit - self.n - len(found[0]), self._adds(found[0]))
+        more = prompts.grown(found[0], found[1], self.limit - self.n - len(found[0]), self._adds(found[0]))
+        return found + [m for m in more if not any(prompts.same(m, f) for f in found)]
 
     def _adds(self, prompt: HostArray) -> Callable[[int], Any]:
         def ask(n: int) -> Any:
@@ -107,7 +108,7 @@ class Own:
         library = ", ".join(self.backend.versions().values())
         sizes = sorted(map(len, self.prompts))
         on = f"prompts of {sizes[0]} to {sizes[-1]} tokens, {self.n} new ones each" if self.n > 1 else "inputs"
-        return [f"{self.name}: {KINDS[self.rung]}, on {self.backend.name} ({library})", f"{len(sizes)} {on}"]
+        return [f"{self.name}: {KINDS[self.rung]}", f"on {self.backend.name} ({library})", f"with {len(sizes)} {on}"]
 
     def long_prompt(self, length: int) -> HostArray | None:
         """A prompt of so many tokens; None if there is no way to make one."""
@@ -266,7 +267,8 @@ class Own:
             if not close(a, b, self.tolerance):
                 off = f", off by {np.abs(a - b).max():.4g}" if a.shape == b.shape and a.dtype.kind in "iuf" else ""
                 what = "the cache" if i else "the output"
-                return Trouble(f"the same twice of a call with {len(call.rows)} rows", f"{what} changed{off}")
+                rows = "1 row" if len(call.rows) == 1 else f"{len(call.rows)} rows"
+                return Trouble(f"the same twice from a call with {rows}", f"{what} changed{off}")
         return None
 
     def changed_together(self, engine: Any, now: str = "") -> Trouble | None:

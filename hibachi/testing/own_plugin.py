@@ -96,7 +96,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    return [line for own in config.stash[MODELS].values() for line in own.describe()]
+    lines = [line for own in config.stash[MODELS].values() for line in own.describe()]
+    return [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in dict.fromkeys(lines)]
 
 
 class Verdicts:
