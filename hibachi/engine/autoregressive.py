@@ -111,7 +111,7 @@ class AutoregressiveBatchInference(Service):
         params: levels 1 and 2, how to sample; None: plain sampling up to the limit. What needs a tokenizer (stop,
         bad_words) or several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_new_tokens: overrides
         params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
-        stop_token. include_stop: deliver the stop token as the last item (params.include_stop says no more than that).
+        stop_token. include_stop: deliver the stop token as the last item; so does params.include_stop.
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints.
         Raises InvalidRequest, PromptTooLong, EngineClosed or EngineFailed, before anything else is touched.
@@ -158,7 +158,7 @@ class AutoregressiveBatchInference(Service):
             Channel(),
             host,
             stop=self._stopper(stop, params),
-            include_stop=include_stop,
+            include_stop=include_stop or (params is not None and params.include_stop),
             params=params,
             seed=seed & (2**64 - 1),
             bad_words=bad_words,
