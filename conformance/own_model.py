@@ -85,6 +85,10 @@ APART = (
     "0, batch normalisation in training mode (call .eval()), sorted rows, code for a batch of one. If it is rounding, "
     "allow more: --tolerance."
 )
+PADDING = (
+    "Rows are padded on the left: those of row i are tokens[i, S - lengths[i]:], the newest is tokens[i, -1]. Mask "
+    "what is before them, and count positions from there. Or pass no padding_token, and judge with --no-padding."
+)
 AT_EVERY_STEP = (
     "Rows come and go at every step, and stand elsewhere in the batch: remember nothing of them but what the engine "
     "hands over."
@@ -100,11 +104,7 @@ def test_padding_on_the_left_changes_nothing(own):
     if not own.can_pad:
         pytest.skip("does not apply: rows of this model are never padded")
     skip_mixed(own)
-    check(
-        own.misled,
-        "Rows are padded on the left: those of row i are tokens[i, S - lengths[i]:], the newest is tokens[i, -1]. Mask "
-        "what is before them, and count positions from there. Or pass no padding_token, and judge with --no-padding.",
-    )
+    check(own.misled, PADDING)
 
 
 def test_more_requests_than_rows_give_what_each_gives_alone(own):
@@ -164,15 +164,19 @@ def test_a_prompt_of_one_token_is_answered_or_refused(own):
     """And an empty one is refused. Neither touches the others."""
     skip_feedforward(own)
     skip_mixed(own)
-    engine, (first, second), one = own.engine(padding=own.padding), own.prompts[:2], own.prompts[0][:1]
-    with pytest.raises(InvalidRequest):
-        own.ask(engine, one[:0])
-    [alone] = own.answers(engine, [one])
-    got = own.together(engine, [one, first, one, second])
-    check(own.differs([0, 1], [got[1], got[3]], "beside a prompt of one token"), APART)
-    if alone.ending == "length":
-        for answer in (got[0], got[2]):
-            check(own.different(one, answer, alone, "beside others"), APART)
+    ones = list(np.unique(np.concatenate(own.prompts), axis=0)[:6, None])
+    longest = int(np.argmax([len(prompt) for prompt in own.prompts]))
+    for padding in (None, *own.harmless):
+        engine = own.engine(padding=padding)
+        with pytest.raises(InvalidRequest):
+            own.ask(engine, ones[0][:0])
+        alone = own.answers(engine, ones)
+        got = own.together(engine, [own.prompts[0], own.prompts[longest], *ones])
+        check(own.differs([0, longest], got[:2], "beside prompts of one token"), APART)
+        for one, answer, want in zip(ones, got[2:], alone, strict=True):
+            if want.ending == "length":
+                now = "beside longer ones" if padding is None else "beside longer ones, so that it is padded"
+                check(own.different(one, answer, want, now), APART if padding is None else PADDING)
 
 
 def test_the_longest_prompt_is_answered(own):

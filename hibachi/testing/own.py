@@ -239,9 +239,14 @@ class Own:
         return bool(self._pads)
 
     @property
+    def harmless(self) -> list[Any]:
+        """Padding tokens, if they do no harm."""
+        return self._pads if self._pads and self.misled is None else []
+
+    @property
     def padding(self) -> Any:
-        """A padding token that does no harm, or None."""
-        return self._pads[0] if self._pads and self.misled is None else None
+        """The first of them, or None."""
+        return self.harmless[0] if self.harmless else None
 
     @cached_property
     def replayed(self) -> tuple[Trouble | None, list[str]]:

@@ -202,6 +202,14 @@ class MixesPromptsOfOneToken(SumLogits):
         return out - out.mean(0) * 0.1 * (tokens.shape[1] == 1)
 
 
+class TakesPaddingForTheTokenBefore(SumLogits):
+    """Where there was none. Zeros do no harm."""
+
+    def logits(self, tokens, lengths):
+        before = tokens[:, -2] if tokens.shape[1] > 1 else tokens[:, 0] * 0
+        return one_hot(super().logits(tokens, lengths).argmax(-1) + before * (lengths == 1))
+
+
 class HasTooFewPositions(SumLogits):
     max_model_len = 64
     positions = np.zeros(48)
@@ -265,7 +273,8 @@ BROKEN = [
     Broken(CountsPaddingInItsMean, PADDED, r"padded with \[0\] beside 6 others", IDS),
     Broken(CountsPositionsInTheChunk, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
     Broken(ForgetsTheChunkBefore, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
-    Broken(MixesPromptsOfOneToken, "a_prompt_of_one_token", "a log-probability of .* beside others"),
+    Broken(MixesPromptsOfOneToken, "a_prompt_of_one_token", "a log-probability of .* beside longer ones$"),
+    Broken(TakesPaddingForTheTokenBefore, "a_prompt_of_one_token", "beside longer ones, so that it is padded$"),
     Broken(HasTooFewPositions, "the_longest_prompt", "IndexError: .* out of bounds"),
     Broken(NormalisesTheBatch, TOGETHER, "beside 2 others"),
     Broken(RanksTheBatch, TOGETHER, "beside 2 others"),
