@@ -86,12 +86,14 @@ def test_every_row_has_its_own_parameters(serve):
     """Greedy beside sampled beside filtered."""
     engine = serve(Fixed(serve.backend, TWO))
     asked = [dict(temperature=0), dict(seed=3), dict(seed=3, top_k=1), dict(seed=4, temperature=9.0)]
-    alone = [drawn(serve, engine, 8, **params) for params in asked]
-    gate = serve.hold(engine, [1])
-    streams = [engine.run([1, 2], SamplingParams(max_tokens=8, **params)) for params in asked]
-    gate.open()
-    for stream, tokens in zip(streams, alone, strict=True):
-        serve.expect(stream, tokens)
+    edited = [dict(seed=5, presence_penalty=2.0), dict(seed=6, logit_bias={1: 3.0}), dict(seed=7, min_p=0.5)]
+    for some in (asked, [asked[0], *edited]):
+        alone = [drawn(serve, engine, 8, **params) for params in some]
+        gate = serve.hold(engine, [1])
+        streams = [engine.run([1, 2], SamplingParams(max_tokens=8, **params)) for params in some]
+        gate.open()
+        for stream, tokens in zip(streams, alone, strict=True):
+            serve.expect(stream, tokens)
 
 
 def test_the_temperature_makes_likely_tokens_more_or_less_likely(serve):
@@ -108,6 +110,96 @@ def test_top_k_and_top_p_leave_the_most_likely_tokens(serve):
     for params in (dict(top_k=1), dict(top_p=0.01), dict(top_p=0.6)):
         assert {*drawn(serve, sloped, 20, seed=0, **params)} == {3}, f"with {params}"
     assert {*drawn(serve, sloped, 60, seed=0, top_k=3)} == {1, 2, 3}
+
+
+def test_min_p_and_typical_p_leave_tokens_by_their_probability(serve):
+    """typical_p: those whose information is nearest to the entropy, so not the most likely one."""
+    engine = serve(Fixed(serve.backend, [math.log(p) for p in (0.5, 0.3, 0.1, 0.1)]))
+    for params, left in (
+        (dict(min_p=0.59), {0, 1}),
+        (dict(min_p=0.61), {0}),
+        (dict(typical_p=0.2), {1}),
+        (dict(typical_p=0.5), {0, 1}),
+        (dict(typical_p=0.9, top_k=2), {0, 1}),
+    ):
+        assert {*drawn(serve, engine, 40, seed=0, **params)} == left, f"with {params}"
+
+
+def test_penalties_make_what_was_there_less_likely(serve):
+    """presence and frequency: of the output; repetition: of the prompt as well."""
+    engine = serve(Fixed(serve.backend, [2.0, 1.5, 0.8, -1.0]))
+    for params, tokens in (
+        (dict(presence_penalty=0.6), [0, 1, 0, 0]),
+        (dict(presence_penalty=2.0), [0, 1, 2, 0]),
+        (dict(frequency_penalty=0.6), [0, 1, 0, 1]),
+        (dict(repetition_penalty=3.0), [0, 2, 0, 0]),
+    ):
+        got = drawn(serve, engine, 4, prompt=(1, 3), temperature=0, **params)
+        assert got == tokens, f"with {params} it gave {got}, expected {tokens}"
+
+
+def test_tokens_may_be_forbidden_or_favoured(serve):
+    engine = serve(Fixed(serve.backend, [3.0, 2.0, 1.0, 0.0]), stop_token=0)
+    for params, tokens in (
+        (dict(logit_bias={3: 4.0, 1: -1.0}), [3, 3, 3]),
+        (dict(logit_bias={0: -100.0}), [1, 1, 1]),
+        (dict(allowed_token_ids=[2, 3]), [2, 2, 2]),
+        (dict(min_tokens=3), [1, 1, 1]),
+    ):
+        got = drawn(serve, engine, 3, temperature=0, **params)
+        assert got == tokens, f"with {params} it gave {got}, expected {tokens}"
+    serve.expect(engine.run([1], GREEDY.with_(min_tokens=2)), [1, 1, 0], "stop")
+
+
+def test_a_logits_processor_changes_the_logits_of_its_request(serve):
+    """It gets the tokens so far and a native array of one row; if it fails, its request does."""
+    seen = []
+
+    def negative(output, logits):
+        seen.append((output, serve.backend.owns(logits), serve.backend.shape(logits)))
+        return -logits
+
+    def failing(output, logits):
+        raise RuntimeError("no idea")
+
+    engine = serve(Fixed(serve.backend, [3.0, 2.0, 1.0, 0.0]))
+    gate = serve.hold(engine, [1])
+    streams = [engine.run([1, 2], GREEDY.with_(logits_processors=[f]), max_new_tokens=3) for f in (negative, failing)]
+    plain = engine.run([1, 2], GREEDY, max_new_tokens=3)
+    gate.open()
+    serve.expect(streams[0], [3, 3, 3])
+    serve.expect(streams[1], [], "InvalidRequest")
+    serve.expect(plain, [0, 0, 0])
+    assert seen == [([3] * n, True, (4,)) for n in range(3)]
+
+
+def test_a_request_that_allows_no_token_fails_alone(serve):
+    engine = serve(Fixed(serve.backend, [3.0, 2.0, -math.inf, 0.0]), stop_token=1)
+    gate = serve.hold(engine, [1])
+    streams = [engine.run([1], GREEDY.with_(allowed_token_ids=[2])), engine.run([1], GREEDY, max_new_tokens=2)]
+    gate.open()
+    serve.expect(streams[0], [], "InvalidRequest")
+    serve.expect(streams[1], [0, 0])
+
+
+def test_the_tokens_of_a_prompt_have_log_probabilities(serve):
+    """All but the first: of the most likely tokens after what came before, and of the token itself."""
+    engine = serve.cached(PlainPaged, max_batch_tokens=5)
+    prompt = [3, 1, 4, 1, 5, 9, 2]
+    likely = -math.log(1 + 9 / math.e)  # one logit of 1 among nine of 0
+    gate = serve.hold(engine, [1])
+    stream, other = engine.run(prompt, GREEDY.with_(prompt_logprobs=1), max_new_tokens=1), engine.run([1, 2], GREEDY)
+    gate.open()
+    serve.expect(stream, expected(prompt, 1))
+    other.close()
+    first, *found = stream.prompt_logprobs
+    assert first is None and other.prompt_logprobs is None
+    assert len(found) == len(prompt) - 1 and None not in found, f"for a prompt of {len(prompt)} tokens it gave {found}"
+    for at, got in enumerate(found, 1):
+        [best] = expected(prompt[:at], 1)
+        wanted = {best: likely} | ({} if prompt[at] == best else {prompt[at]: likely - 1})
+        assert [*got] == [*wanted], f"token {at} has {got}, expected {wanted}"
+        assert all(abs(got[i] - wanted[i]) < 1e-4 for i in wanted), f"{got} for {wanted}"
 
 
 def test_a_token_with_minus_infinity_never_comes(serve):

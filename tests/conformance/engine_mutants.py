@@ -747,6 +747,14 @@ def no_top_p(s: Any, row: int, params: Any) -> None:
     s._top_p[row] = 1
 
 
+def no_min_p(s: Any, row: int, params: Any) -> None:
+    s._min_p[row] = 0
+
+
+def no_typical_p(s: Any, row: int, params: Any) -> None:
+    s._typical_p[row] = 1
+
+
 def last_of_equals(greedy: Any, logits: Any) -> Any:
     _, finite = greedy(logits)
     return logits.shape[1] - 1 - np.argmax(logits[:, ::-1], axis=1), finite
@@ -755,6 +763,63 @@ def last_of_equals(greedy: Any, logits: Any) -> Any:
 def same_seed(add: Any, job: Any) -> None:
     job.seed = 1
     add(job)
+
+
+def with_params(change: Any) -> Any:
+    """An `admit` of the sampler for a job whose parameters went through `change`."""
+
+    def admit(honest: Any, job: Any) -> None:
+        given = job.params
+        job.params = change(given)
+        honest(job)
+        job.params = given
+
+    return admit
+
+
+def count_prompts(admit: Any, job: Any) -> None:
+    admit(job)
+    edits = admit.__self__._edits
+    edits._counted[job.seq.row] = 0
+
+
+def forget_min_tokens(admit: Any, job: Any) -> None:
+    admit(job)
+    admit.__self__._edits._until[job.seq.row] = 0
+
+
+def apply_nothing(engine: Any) -> None:
+    engine.runner.sampler._edits._process = lambda x, *rest: x
+
+
+def faults_for_all(draw: Any, logits: Any, jobs: Any, *rest: Any) -> Any:
+    drawn = draw(logits, jobs, *rest)
+    drawn.faults = {i: fault for fault in drawn.faults.values() for i in range(len(jobs))}
+    return drawn
+
+
+def no_faults(draw: Any, *args: Any) -> Any:
+    drawn = draw(*args)
+    drawn.faults = {}
+    return drawn
+
+
+def scores_shifted(score: Any, plan: Any, idx: Any, start: Any, *rest: Any) -> Any:
+    out = score(plan, idx, start, *rest)
+    for i in idx.tolist():
+        scores = plan.seqs[i].owner.scores
+        if scores is not None:
+            scores[1:] = [*scores[2:], *scores[1:2]]
+    return out
+
+
+def one_chunk_scored(score: Any, plan: Any, idx: Any, start: Any, *rest: Any) -> Any:
+    kept = [list(plan.seqs[i].owner.scores or ()) for i in idx.tolist()]
+    out = score(plan, idx, start, *rest)
+    for i, before, at in zip(idx.tolist(), kept, start.tolist(), strict=True):
+        if at and before:
+            plan.seqs[i].owner.scores[:] = before
+    return out
 
 
 def shift_logprobs(draw: Any, *args: Any) -> Any:
@@ -776,6 +841,23 @@ SAMPLING = [
             admit=admitting(one_temperature)),
     sampler("top_k_and_top_p_leave_the_most_likely_tokens", "ignores top_k", admit=admitting(no_top_k)),
     sampler("top_k_and_top_p_leave_the_most_likely_tokens", "ignores top_p", admit=admitting(no_top_p)),
+    sampler("min_p_and_typical_p_leave_tokens_by_their_probability", "ignores min_p", admit=admitting(no_min_p)),
+    sampler("min_p_and_typical_p_leave_tokens_by_their_probability", "ignores typical_p",
+            admit=admitting(no_typical_p)),
+    sampler("penalties_make_what_was_there_less_likely", "counts the prompt as output", admit=count_prompts),
+    sampler("penalties_make_what_was_there_less_likely", "takes presence for frequency",
+            admit=with_params(lambda p: p.with_(frequency_penalty=p.presence_penalty + p.frequency_penalty,
+                                                presence_penalty=0))),
+    sampler("tokens_may_be_forbidden_or_favoured", "ignores biases",
+            admit=with_params(lambda p: p.with_(logit_bias={}))),
+    sampler("tokens_may_be_forbidden_or_favoured", "allows all",
+            admit=with_params(lambda p: p.with_(allowed_token_ids=None))),
+    sampler("tokens_may_be_forbidden_or_favoured", "forgets min_tokens", admit=forget_min_tokens),
+    mutant("a_logits_processor_changes_the_logits_of_its_request", "does not ask it", apply_nothing),
+    sampler("a_logits_processor_changes_the_logits_of_its_request", "fails everybody", draw=faults_for_all),
+    sampler("a_request_that_allows_no_token_fails_alone", "draws anything", draw=no_faults),
+    runner("the_tokens_of_a_prompt_have_log_probabilities", "gives them to the token before", _score=scores_shifted),
+    runner("the_tokens_of_a_prompt_have_log_probabilities", "scores the first chunk only", _score=one_chunk_scored),
     sampler("a_token_with_minus_infinity_never_comes", "makes it finite",
             draw=lambda draw, logits, *args: draw(np.maximum(logits, -1), *args)),
     sampler("logprobs_are_the_logarithms_of_the_softmax_of_the_raw_logits", "divides by two",
