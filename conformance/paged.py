@@ -11,9 +11,9 @@ from hibachi import Paged, StepInputs
 
 
 @cache
-def compiled(backend: Any, scale: float | None) -> Any:
-    """Attention as a step of the engine runs it."""
-    return backend.compile(lambda *args: backend.attend(*args, scale=scale), donate=(3,))
+def compiled(backend: Any, special: tuple[tuple[str, Any], ...]) -> Any:
+    """Attention as a step of the engine runs it. special: scale, window or softcap, where there is one."""
+    return backend.compile(lambda *args: backend.attend(*args, **dict(special)), donate=(3,))
 
 
 class Row(NamedTuple):
@@ -49,14 +49,15 @@ class Memory:
         rows: list[Row],
         *,
         size: float = 1.0,
-        scale: float | None = None,
         tile: int = 4,
         pad: int = 0,
         padding: float = 1.0,
+        **special: Any,
     ) -> None:
         """Random queries, keys and values for the new tokens of all rows. AssertionError: attention is wrong.
 
-        pad: so many padding tokens, rows and blocks follow; padding: their values are multiplied by it.
+        special: scale, window and softcap of `attend`. pad: so many padding tokens, rows and blocks follow; padding:
+        their values are multiplied by it.
         """
         host, real = step_inputs(rows, self.block_size, tile, pad), sum(row.q for row in rows)
 
@@ -65,35 +66,45 @@ class Memory:
             values[real:] *= padding
             return values
 
-        q, k, v, got = self.attend(host, draw, scale)
+        q, k, v, got = self.attend(host, draw, **special)
         self.slow |= {int(slot): (k[t], v[t]) for t, slot in enumerate(host["slot"][:real])}
-        want = self.slow_attention(rows, q, self.k_dim**-0.5 if scale is None else scale)
+        want = self.slow_attention(rows, q, **special)
         # Loose enough for a library that multiplies float32 with the precision of bfloat16.
         off = np.abs(got[:real] - want).max(axis=(1, 2))
         bad = [f"token {t} of {rows}" for t in np.flatnonzero(~(off <= 0.02 * size))]
         assert not bad, f"attend differs from slow attention by up to {off.max():.3g} at {'; '.join(bad[:3])}"
 
-    def attend(self, host: dict[str, np.ndarray], draw: Any, scale: float | None = None) -> tuple[np.ndarray, ...]:
+    def attend(self, host: dict[str, np.ndarray], draw: Any, **special: Any) -> tuple[np.ndarray, ...]:
         """Queries, keys and values of the new tokens, made by draw(*shape), and what attention makes of them."""
         tokens, put = len(host["pos"]), self.backend.put
         shapes = ((self.heads, self.k_dim), (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim))
         q, k, v = (draw(tokens, *shape).astype("float32") for shape in shapes)
         x = StepInputs(**{name: put(a) for name, a in host.items()})
         with self.backend.guard():
-            out, self.cache = compiled(self.backend, scale)(put(q), put(k), put(v), self.cache, x)
+            out, self.cache = compiled(self.backend, tuple(special.items()))(put(q), put(k), put(v), self.cache, x)
         got = self.backend.get(out)
         assert got.shape == (tokens, self.heads, self.v_dim), f"attend gave shape {got.shape}"
         return q, k, v, got
 
-    def slow_attention(self, rows: list[Row], q: np.ndarray, scale: float) -> np.ndarray:
+    def slow_attention(
+        self,
+        rows: list[Row],
+        q: np.ndarray,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> np.ndarray:
         """Token by token and head by head, in float64."""
+        scale = self.k_dim**-0.5 if scale is None else scale
         out, group = [], self.heads // self.kv_heads
         tokens = [(row.blocks, at) for row in rows for at in range(row.start, row.start + row.q)]
         for token, (blocks, at) in enumerate(tokens):
-            past = [self.slow[slot_of(blocks, p, self.block_size)] for p in range(at + 1)]
+            first = 0 if window is None else max(0, at + 1 - window)
+            past = [self.slow[slot_of(blocks, p, self.block_size)] for p in range(first, at + 1)]
             keys, values = (np.array(each, "float64") for each in zip(*past, strict=True))
             for head in range(self.heads):
                 scores = keys[:, head // group] @ q[token, head] * scale
+                scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
                 weights = np.exp(scores - scores.max())
                 out.append(weights / weights.sum() @ values[:, head // group])
         return np.reshape(out, (-1, self.heads, self.v_dim))

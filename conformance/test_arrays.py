@@ -1,5 +1,7 @@
 """What the engine and a decoder need besides the nine operations: movement, arithmetic, caches, execution."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,30 @@ def test_rms_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight(b
     expect(backend, np.zeros((1, 8), "float32"), "rms_norm", np.zeros((1, 8), "float32"), w, 1e-6)
 
 
+def test_layer_norm_subtracts_the_mean_and_divides_by_the_deviation(backend):
+    x, w, b = normal(3, 2, 8) * 5 + 2, normal(8), normal(8)
+    off = x - x.mean(-1, keepdims=True)
+    for eps in (1e-6, 0.5):
+        want = off / np.sqrt((off * off).mean(-1, keepdims=True) + np.float32(eps)) * w
+        expect(backend, want + b, "layer_norm", x, w, b, eps, atol=NEAR)
+        got = backend.get(backend.layer_norm(backend.put(x), backend.put(w), None, eps))
+        np.testing.assert_allclose(got, want, atol=NEAR)
+
+
+ACTIVATED = np.array([[-1000, -6, -2.5, -1, -0.1, -0.0, 0, 0.3, 1, 2, 6, 1000]], "float32")
+
+
+def test_gelu_is_x_times_the_normal_distribution(backend):
+    want = [x * 0.5 * math.erfc(-x / math.sqrt(2)) for x in ACTIVATED[0].tolist()]
+    expect(backend, np.array([want], "float32"), "gelu", ACTIVATED, atol=NEAR)
+
+
+def test_gelu_tanh_is_the_approximation_by_a_tanh(backend):
+    inner = [math.sqrt(2 / math.pi) * (x + 0.044715 * x**3) for x in ACTIVATED[0].tolist()]
+    want = [0.5 * x * (1 + math.tanh(z)) for x, z in zip(ACTIVATED[0].tolist(), inner, strict=True)]
+    expect(backend, np.array([want], "float32"), "gelu_tanh", ACTIVATED, atol=NEAR)
+
+
 def test_silu_is_x_times_its_sigmoid(backend):
     x = np.array([[-1000, -20, -1, -0.0, 0, 0.5, 1, 20, 1000]], "float32")
     want = (x.astype("float64") / (1 + np.exp(-np.maximum(x, -100).astype("float64")))).astype("float32")
@@ -153,6 +179,42 @@ def test_rope_rotates_the_two_halves_of_each_head(backend):
         want[..., i] = a * cos[..., i] - b * sin[..., i]
         want[..., i + 4] = b * cos[..., i] + a * sin[..., i]
     expect(backend, want, "rope", x, cos, sin, atol=NEAR)
+
+
+def test_top_gives_the_largest_of_a_row_and_where_they_are(backend):
+    x = np.array([[3, 9, -1, 4, 8], [-5, -2, -9, -3, -7]], "float32")
+    values, places = (backend.get(t) for t in backend.top(backend.put(x), 3))
+    np.testing.assert_array_equal(-np.sort(-values, axis=-1), [[9, 8, 4], [-2, -3, -5]])
+    np.testing.assert_array_equal(np.take_along_axis(x, places, axis=-1), values)
+
+
+def test_experts_adds_what_the_chosen_ones_say_by_their_weights(backend):
+    x, into, out = normal(5, 4), normal(3, 6, 4), normal(3, 4, 6)
+    chosen = np.array([[0, 1], [1, 2], [2, 0], [1, 0], [0, 2]], "int32")  # expert 1 is chosen thrice, no row alike
+    weights = np.array([[0.5, 0.5], [1, 0.25], [0.75, 0.1], [0.2, 0.8], [0.3, 0.3]], "float32")
+    want = np.zeros_like(x)
+    for token in range(5):
+        for e, share in zip(chosen[token], weights[token], strict=True):
+            want[token] += share * (out[e] @ np.tanh(into[e] @ x[token]))
+    stacks = [[backend.put_weight(w, "float32") for w in stack] for stack in (into, out)]
+    got = backend.experts(*map(backend.put, (x, chosen, weights)), *stacks, backend.xp.tanh)
+    np.testing.assert_allclose(backend.get(got), want, rtol=ABOUT, atol=ABOUT)
+
+
+def test_scan_hands_each_row_the_state_after_the_row_before(backend):
+    a, b = normal(5, 3), normal(5, 3)
+
+    def step(state, now):
+        state = state * 0.5 + now[0]
+        return state, state * now[1]
+
+    state, states = np.ones(3, "float32"), []
+    for row in range(5):
+        state = state * np.float32(0.5) + a[row]
+        states.append(state * b[row])
+    last, each = backend.scan(step, backend.put(np.ones(3, "float32")), (backend.put(a), backend.put(b)))
+    np.testing.assert_allclose(backend.get(last), state, atol=NEAR)
+    np.testing.assert_allclose(backend.get(each), states, atol=NEAR)
 
 
 # memory and execution

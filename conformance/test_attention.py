@@ -64,6 +64,19 @@ def test_attend_scales_the_scores_as_told(backend):
     Memory(backend).step([Row(0, 5, (1, 2))], scale=1.5)
 
 
+def test_attend_sees_no_further_back_than_its_window(backend):
+    for window in (1, 3, 100):
+        memory = Memory(backend)
+        memory.step([Row(0, 7, (1, 2)), Row(0, 2, (5,))], window=window)
+        memory.step([Row(2, 1, (5,)), Row(7, 4, (1, 2, 3))], window=window, pad=2 if backend.static_shapes else 0)
+
+
+def test_attend_caps_the_scores_softly(backend):
+    memory = Memory(backend)
+    memory.step([Row(0, 5, (1, 2))], scale=2.0, softcap=1.5)
+    memory.step([Row(5, 1, (1, 2))], scale=2.0, softcap=1.5, window=4)
+
+
 def test_attend_stays_finite_for_large_scores(backend):
     Memory(backend).step([Row(0, 5, (1, 2))], scale=1000.0)
 

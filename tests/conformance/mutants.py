@@ -317,6 +317,30 @@ ARRAYS = [
            rms_norm=lambda b, x, w, eps: b.rms_norm(x, w * 0 + 1, eps)),
     broken("rms_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight", "fixes eps",
            rms_norm=lambda b, x, w, eps: b.rms_norm(x, w, 1e-6)),
+    broken("layer_norm_subtracts_the_mean_and_divides_by_the_deviation", "keeps the mean",
+           layer_norm=lambda b, x, w, bias, eps: b.rms_norm(x, w, eps) + (0 if bias is None else bias)),
+    broken("layer_norm_subtracts_the_mean_and_divides_by_the_deviation", "forgets the bias",
+           layer_norm=lambda b, x, w, bias, eps: b.layer_norm(x, w, None, eps)),
+    broken("layer_norm_subtracts_the_mean_and_divides_by_the_deviation", "fixes eps",
+           layer_norm=lambda b, x, w, bias, eps: b.layer_norm(x, w, bias, 1e-6)),
+    broken("gelu_is_x_times_the_normal_distribution", "takes the approximation", gelu=lambda b, x: b.gelu_tanh(x)),
+    broken("gelu_is_x_times_the_normal_distribution", "loses negative values",
+           gelu=lambda b, x: np.maximum(b.gelu(x), 0)),
+    broken("gelu_tanh_is_the_approximation_by_a_tanh", "takes the exact one", gelu_tanh=lambda b, x: b.gelu(x)),
+    broken("top_gives_the_largest_of_a_row_and_where_they_are", "gives the smallest",
+           top=lambda b, x, k: tuple(t * s for t, s in zip(b.top(-x, k), (-1, 1), strict=True))),
+    broken("top_gives_the_largest_of_a_row_and_where_they_are", "counts places in the flattened array",
+           top=lambda b, x, k: (b.top(x, k)[0], b.top(x, k)[1] + np.arange(len(x))[:, None])),
+    broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "gives all the same weight",
+           experts=lambda b, x, chosen, weights, *rest: b.experts(x, chosen, weights * 0 + 0.5, *rest)),
+    broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "asks the first one only",
+           experts=lambda b, x, chosen, weights, *rest: b.experts(x, chosen[:, :1], weights[:, :1], *rest)),
+    broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "leaves the activation out",
+           experts=lambda b, *args: b.experts(*args[:-1], lambda x: x)),
+    broken("scan_hands_each_row_the_state_after_the_row_before", "starts anew with every row",
+           scan=lambda b, step, state, over: b.scan(lambda _, now: step(state, now), state, over)),
+    broken("scan_hands_each_row_the_state_after_the_row_before", "goes backwards",
+           scan=lambda b, step, state, over: b.scan(step, state, tuple(t[::-1] for t in over))),
     broken("silu_is_x_times_its_sigmoid", "gives the sigmoid",
            silu=lambda b, x: b.silu(x) / np.where(x, x, 1)),
     broken("silu_is_x_times_its_sigmoid", "overflows", silu=unstable_silu),
@@ -345,8 +369,8 @@ ARRAYS = [
 def attention(promise: str, breaks: str, change: Any) -> Mutant:
     """A mutant whose attention sees other inputs: `change` maps (q, k, v, cache, x) to what it sees."""
 
-    def attend(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None) -> Any:
-        seen = dict(q=q, k=k, v=v, cache=tuple(half.copy() for half in cache), x=x, scale=scale)
+    def attend(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, **special: Any) -> Any:
+        seen = dict(q=q, k=k, v=v, cache=tuple(half.copy() for half in cache), x=x, **special)
         out, _ = b.attend(**seen | change(**seen))
         return out, b.attend(q, k, v, cache, x)[1]
 
@@ -358,8 +382,8 @@ def inputs(**changes: Any) -> Any:
     return lambda x, **_: {"x": replace(x, **{name: change(x) for name, change in changes.items()})}
 
 
-def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None) -> Any:
-    return b.attend(q, k, v, tuple(half.copy() for half in cache), x, scale=scale)[0], cache
+def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, **special: Any) -> Any:
+    return b.attend(q, k, v, tuple(half.copy() for half in cache), x, **special)[0], cache
 
 
 def padded() -> dict[str, Any]:
@@ -374,8 +398,8 @@ def overflowing(b: Any, *args: Any, **options: Any) -> Any:
     return ArrayBackend.attend(b, *args, **options)
 
 
-def padding_writes_to_block_one(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, *, scale: Any = None) -> Any:
-    return b.attend(q, k, v, cache, replace(x, slot=np.where(x.slot == 0, 4, x.slot)), scale=scale)
+def padding_writes_to_block_one(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, **special: Any) -> Any:
+    return b.attend(q, k, v, cache, replace(x, slot=np.where(x.slot == 0, 4, x.slot)), **special)
 
 
 def everything(x: Any) -> Any:
@@ -402,6 +426,14 @@ ATTENTION = [
               lambda q, k, **_: {"q": np.concatenate([q[:, i :: q.shape[1] // k.shape[1]]
                                                       for i in range(q.shape[1] // k.shape[1])], 1)}),
     attention("scales_the_scores_as_told", "ignores the scale", lambda **_: {"scale": None}),
+    attention("sees_no_further_back_than_its_window", "ignores the window", lambda **_: {"window": None}),
+    attention("sees_no_further_back_than_its_window", "sees one position less",
+              lambda window, **_: {"window": max(1, window - 1)}),
+    attention("sees_no_further_back_than_its_window", "does not count its own position",
+              lambda window, **_: {"window": window + 1}),
+    attention("caps_the_scores_softly", "ignores the cap", lambda **_: {"softcap": None}),
+    attention("caps_the_scores_softly", "caps before it scales",
+              lambda scale, softcap, **_: {"softcap": scale * softcap}),
     attention("gives_padding_no_influence", "takes padded blocks for context", inputs(pos=everything)),
     broken("attend_remembers_what_earlier_steps_wrote", "returns the cache of before", attend=forgetful),
     broken("attend_gives_padding_no_influence", "writes padding into block 1",
