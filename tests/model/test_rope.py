@@ -1,0 +1,59 @@
+"""Rotary frequencies against those of transformers, in every way of stretching them."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hibachi.errors import InvalidModelFiles
+from hibachi.model.fields import Fields
+from hibachi.model.rope import read_rope, tables
+
+ORIGINAL, LONGEST, DIM = 64, 256, 32
+SCALINGS = {
+    "linear": dict(factor=4.0),
+    "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=ORIGINAL),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=ORIGINAL),
+    "yarn, its own ramp": dict(
+        factor=4.0, original_max_position_embeddings=ORIGINAL, beta_fast=16.0, beta_slow=2.0, truncate=False
+    ),
+    "yarn, magnitude": dict(factor=4.0, original_max_position_embeddings=ORIGINAL, attention_factor=0.8),
+    "yarn, mscale": dict(factor=4.0, original_max_position_embeddings=ORIGINAL, mscale=0.7, mscale_all_dim=1.1),
+    "longrope": dict(
+        short_factor=[1 + i / 20 for i in range(DIM // 2)],
+        long_factor=[2 + i / 5 for i in range(DIM // 2)],
+        original_max_position_embeddings=ORIGINAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [ORIGINAL, LONGEST])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_are_those_of_transformers(name, length):
+    kind = name.partition(",")[0]
+    parameters = dict(rope_type=kind, rope_theta=5000.0, **SCALINGS[name])
+    config = transformers.LlamaConfig(
+        hidden_size=4 * DIM, num_attention_heads=4, max_position_embeddings=LONGEST, rope_parameters=parameters
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    written = Fields(dict(rope_parameters=parameters, max_position_embeddings=LONGEST))
+    cos, sin = tables(read_rope(written, DIM), length)
+    assert cos.dtype == sin.dtype == np.float32
+    np.testing.assert_allclose(cos, angles.cos().numpy() * magnitude, atol=2e-5)
+    np.testing.assert_allclose(sin, angles.sin().numpy() * magnitude, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(short_factor=[1.0] * 3), "short_factor must be a list of 16 numbers > 0"),
+        (dict(long_factor=[0.0] * 16), "long_factor must be a list of 16 numbers > 0"),
+        (dict(original_max_position_embeddings=None), "original_max_position_embeddings must be an integer >= 1"),
+    ],
+)
+def test_a_stretching_that_makes_no_sense_is_refused(change, says):
+    parameters = dict(rope_type="longrope", **SCALINGS["longrope"]) | change
+    with pytest.raises(InvalidModelFiles, match=says):
+        read_rope(Fields(dict(rope_parameters=parameters, max_position_embeddings=LONGEST)), DIM)
