@@ -87,7 +87,8 @@ APART = (
 )
 PADDING = (
     "Rows are padded on the left: those of row i are tokens[i, S - lengths[i]:], the newest is tokens[i, -1]. Mask "
-    "what is before them, and count positions from there. Or pass no padding_token, and judge with --no-padding."
+    "what is before them, and count positions from there. A model that knows its padding token is judged with "
+    "--padding-token, one that never gets padding with --no-padding."
 )
 AT_EVERY_STEP = (
     "Rows come and go at every step, and stand elsewhere in the batch: remember nothing of them but what the engine "

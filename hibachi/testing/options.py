@@ -25,7 +25,10 @@ MODEL: dict[str, dict[str, Any]] = {
     "--examples": {"metavar": "NAME", "help": "prompts or inputs of other kinds: module:NAME of a list or function"},
     "--vocab-size": {"type": int, "metavar": "N", "help": "draw ids below N (default: the model's vocab_size)"},
     "--feedforward": {"action": "store_true", "help": "forward takes one input, not a sequence of tokens"},
-    "--padding-token": {"metavar": "TOKEN", "help": "pad with this (default: zeros, if the model takes lengths)"},
+    "--padding-token": {
+        "metavar": "TOKEN",
+        "help": "pad with this only (default: zeros, then a token of the prompts, if the model takes lengths)",
+    },
     "--no-padding": {"action": "store_true", "help": "do not judge the model on padded rows"},
     "--max-model-len": {"type": int, "metavar": "N", "help": "longest request (default: the model's max_model_len)"},
     "--tolerance": {

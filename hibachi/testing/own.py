@@ -61,7 +61,7 @@ class Own:
         self.rung = None if feedforward else level_of(model)
         self.backend = backend or backend_of(model)
         self.spy = Spy(model, self.backend, self.rung)
-        own = getattr(model, "max_model_len", None)
+        own = getattr(model, "max_model_len", getattr(model, "max_len", None))
         self.limit = max_model_len or (own if isinstance(own, int) else CONTEXT)
         if self.limit < SHORTEST_CONTEXT:
             raise ConfigError(f"To judge a model takes a max_model_len >= {SHORTEST_CONTEXT}; got {self.limit}.")

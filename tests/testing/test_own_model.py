@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conformance import own_model
-from hibachi import ConfigError, load
+from hibachi import ConfigError, load, load_model
 from hibachi.engine.named import object_named
 from hibachi.testing import prompts, toys
 from hibachi.testing.answers import Answer, different
@@ -101,7 +101,7 @@ def example(name, library="numpy"):
         shapes = {"embed": (size, width), "hidden": (16 * width, hidden), "out": (hidden, size)}
         draw, put = np.random.default_rng(0).normal, load("jax").put
         params = {name: put(draw(size=shape).astype("float32")) for name, shape in shapes.items()}
-        return get("custom_jax.py:Counter")(params), {"vocab_size": size}
+        return get("custom_jax.py:Counter")(params), {"vocab_size": size, "padding_token": 0}
     if name == "music_codebooks":
         tune = get("music_codebooks.py:TUNE")
         voices = [np.array([[pitch, 0, 0, 0] for pitch in part]) for part in (tune[:1], tune[16:21])]
@@ -137,6 +137,14 @@ def test_the_examples_keep_every_promise(name, library):
     model, settings = example(name, library)
     own = Own(model, **settings | {"max_model_len": 100})
     assert own.backend.name == library
+    assert not broken(judge(own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_model_that_ships_keeps_every_promise(library):
+    own = Own(load_model("tiny", load(library)))
+    assert (own.limit, own.backend.name) == (512, library)
     assert not broken(judge(own))
 
 
