@@ -62,27 +62,31 @@ def invert(backend: ArrayBackend, weights: Array, u: Array) -> Array:
     """
     xp = backend.xp
     if weights.shape[1] < _SMALL:
-        return xp.argmax(xp.astype(_passed(backend, weights, u, None), xp.int8), axis=-1)
-    sums = _each_chunk(backend, weights, xp.sum)
-    chunk = xp.argmax(xp.astype(_passed(backend, sums, u, None), xp.int8), axis=-1)
-    so_far = xp.cumulative_sum(sums, axis=-1)
-    before = pick(backend, so_far - sums, chunk[:, None])[:, 0]
+        sums = _sums(backend, weights)
+        return _first_above(backend, sums, u * xp.max(sums, axis=-1))
+    masses = _each_chunk(backend, weights, xp.sum)
+    sums = _sums(backend, masses)
+    share = u * xp.max(sums, axis=-1)
+    chunk = _first_above(backend, sums, share)
+    before = pick(backend, xp.cumulative_sum(masses, axis=-1) - masses, chunk[:, None])[:, 0]
     columns, real = _columns(backend, weights, chunk)
     inner = pick(backend, weights, columns)
-    inner = xp.where(real, inner, xp.zeros_like(inner))
-    rest = u * xp.max(so_far, axis=-1) - before
-    at = xp.argmax(xp.astype(_passed(backend, inner, None, rest), xp.int8), axis=-1)
+    inner = _sums(backend, xp.where(real, inner, xp.zeros_like(inner)))
+    at = _first_above(backend, inner, share - before)
     return pick(backend, columns, at[:, None])[:, 0]
 
 
-def _passed(backend: ArrayBackend, weights: Array, u: Array | None, rest: Array | None) -> Array:
-    """Places at which the sums exceed `rest` [n], or the share u [n] of the whole; at least the last with a weight."""
+def _sums(backend: ArrayBackend, weights: Array) -> Array:
+    """Sums along each row, but 0 at places without a weight: parallel sums may fall by a rounding."""
+    sums = backend.xp.cumulative_sum(weights, axis=-1)
+    return backend.xp.where(weights > 0, sums, backend.xp.zeros_like(sums))
+
+
+def _first_above(backend: ArrayBackend, sums: Array, limit: Array) -> Array:
+    """Where `_sums` first exceed `limit` [n]; if rounding has it that they never do, where they reach their largest."""
     xp = backend.xp
-    # Places without a weight get 0 in the sums as well: parallel sums may fall by a rounding, and must not select one.
-    sums = xp.where(weights > 0, xp.cumulative_sum(weights, axis=-1), xp.zeros_like(weights))
-    most = xp.max(sums, axis=-1, keepdims=True)
-    limit = u[:, None] * most if u is not None else rest[:, None]
-    return xp.logical_and(weights > 0, xp.logical_or(sums > limit, sums == most))
+    found = xp.logical_or(sums > limit[:, None], sums == xp.max(sums, axis=-1, keepdims=True))
+    return xp.argmax(xp.astype(xp.logical_and(found, sums > 0), xp.int8), axis=-1)
 
 
 def _each_chunk(backend: ArrayBackend, x: Array, reduce: object) -> Array:

@@ -16,7 +16,8 @@ _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint6
 def _mix(z: HostArray) -> HostArray:
     for shift, factor in _MIX:
         z = (z ^ (z >> shift)) * factor  # wraps, as it should
-    return z ^ (z >> np.uint64(31))
+    z = z ^ (z >> np.uint64(31))
+    return z
 
 
 def uniforms(seed: HostArray, position: HostArray) -> HostArray:
@@ -27,7 +28,8 @@ def uniforms(seed: HostArray, position: HostArray) -> HostArray:
     """
     z = _mix(np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA)
     # 23 bits and a half: the middles of 2^23 equal cells, exact in float32, and never 0 or 1.
-    return ((z >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    u: HostArray = ((z >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    return u
 
 
 def fork(seed: int, i: int) -> int:

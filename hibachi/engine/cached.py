@@ -190,7 +190,7 @@ class CachedRunner:
             check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name)
             faults: dict[int, HibachiError] = {}
             if call is not None:
-                out, faults = self._score(plan, *call, out)
+                out, faults = self._score(plan, out, *call)
             if not n:
                 return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
             drawn = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
@@ -205,7 +205,7 @@ class CachedRunner:
         return Part(idx, tokens, batch, stopped(jobs, tokens, batch, self.backend), bad)
 
     def _score(
-        self, plan: StepPlan, idx: Any, start: Any, q: Any, emit: Any, out: Array
+        self, plan: StepPlan, out: Array, idx: Any, start: Any, q: Any, emit: Any
     ) -> tuple[Array, dict[int, HibachiError]]:
         """Note the log-probabilities of the prompt's tokens; returns the outputs that are to be sampled, and errors."""
         assert self.sampler is not None

@@ -96,7 +96,7 @@ class RowEdits:
             kept[list(params.allowed_token_ids)] = True
         self._bias.clear(row)
         for token, value in params.logit_bias:  # type: ignore[misc]
-            self._bias.add(row, token, value)  # type: ignore[arg-type]
+            self._bias.add(row, token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
             self._bias.add(row, token, 0)
         self._counts.clear(row)

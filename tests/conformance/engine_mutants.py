@@ -804,8 +804,8 @@ def no_faults(draw: Any, *args: Any) -> Any:
     return drawn
 
 
-def scores_shifted(score: Any, plan: Any, idx: Any, start: Any, *rest: Any) -> Any:
-    out = score(plan, idx, start, *rest)
+def scores_shifted(score: Any, plan: Any, logits: Any, idx: Any, *rest: Any) -> Any:
+    out = score(plan, logits, idx, *rest)
     for i in idx.tolist():
         scores = plan.seqs[i].owner.scores
         if scores is not None:
@@ -813,9 +813,9 @@ def scores_shifted(score: Any, plan: Any, idx: Any, start: Any, *rest: Any) -> A
     return out
 
 
-def one_chunk_scored(score: Any, plan: Any, idx: Any, start: Any, *rest: Any) -> Any:
+def one_chunk_scored(score: Any, plan: Any, logits: Any, idx: Any, start: Any, *rest: Any) -> Any:
     kept = [list(plan.seqs[i].owner.scores or ()) for i in idx.tolist()]
-    out = score(plan, idx, start, *rest)
+    out = score(plan, logits, idx, start, *rest)
     for i, before, at in zip(idx.tolist(), kept, start.tolist(), strict=True):
         if at and before:
             plan.seqs[i].owner.scores[:] = before
