@@ -34,9 +34,7 @@ def older(config, settings):
 def test_an_older_file_is_read_alike(name):
     kind, settings = CASES[name]
     written = getattr(transformers, f"{kind}Config")(**settings)
-    written.architectures = [
-        transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[written.model_type]
-    ]
+    written.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[written.model_type]]
     config = written.to_diff_dict()
     old = older(config, settings)
     assert "rope_parameters" not in old and "layer_types" not in old
