@@ -256,3 +256,41 @@ def test_end_of_text_at_the_limit_is_a_stop(model_copy, llm):
         assert len(out.token_ids) >= at + 3 and eos not in out.token_ids[: at + 3]
         ignored = one(own, temperature=0, max_tokens=24, min_tokens=at + 3, ignore_eos=True)
         assert ignored.token_ids == tokens
+
+
+# ---- neighbours ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    dict(temperature=0),
+    dict(),
+    dict(temperature=0.8, top_p=0.95),
+    dict(top_k=20),
+    dict(top_k=100, top_p=0.9),
+    dict(min_p=0.1),
+    dict(typical_p=0.8),
+    dict(temperature=0, repetition_penalty=1.3),
+    dict(presence_penalty=1.0, top_k=40),
+    dict(temperature=0, frequency_penalty=0.7),
+    dict(logit_bias={5: 5.0, 300: -3.0}),
+    dict(allowed_token_ids=list(range(200, 900)), top_p=0.9),
+    dict(bad_words=["the", "her", "said"]),
+    dict(min_tokens=15, ignore_eos=False, top_p=0.8),
+    dict(logits_processors=[lambda output, logits: logits * (1 + len(output) % 3)]),
+    dict(logprobs=3, prompt_logprobs=1, stop="e", include_stop=True),
+]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_request_gets_the_same_whoever_shares_its_batch(backend):
+    """V-19. Sixteen requests of all kinds at once, and each alone."""
+    params = [drawn(20, **{"seed": i} | kind) for i, kind in enumerate(KINDS)]
+    prompts = [PROMPT, OTHER] * 8
+    with LLM("tiny", backend=backend) as llm:
+        together = llm.generate(prompts, params)
+        again = llm.generate(prompts[::-1], params[::-1])[::-1]
+        alone = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)]
+        for out, other, one in zip(together, again, alone, strict=True):
+            assert out.token_ids == other.token_ids == one.token_ids
+            assert (out.text, out.finish_reason) == (one.text, one.finish_reason)
+        stops = llm.generate(OTHER, drawn(temperature=0))[0].token_ids
+        assert stops == llm.generate([OTHER] * 3, [drawn(temperature=0), drawn(), drawn(top_k=3)])[0].token_ids
