@@ -40,7 +40,8 @@ class NextEvent:
         counts = self.after_one[tokens[:, -1]]
         if tokens.shape[1] > 1:
             pairs = self.after_two[tokens[:, -2], tokens[:, -1]]
-            counts = np.where(pairs.sum(-1, keepdims=True) > 0, pairs, counts)
+            known = (lengths > 1) & (pairs.sum(-1) > 0)  # a row of one event has padding, if anything, before it
+            counts = np.where(known[:, None], pairs, counts)
         return np.log(counts + 1e-9).astype(np.float32)
 
 

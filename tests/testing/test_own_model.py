@@ -88,8 +88,8 @@ def test_a_good_model_keeps_promises_on_a_library_that_compiles(toy):
 def example(name, library="numpy"):
     """A model of the examples, and settings to judge it by."""
     get = lambda what: object_named(f"{ROOT}/examples/{what}")  # noqa: E731
-    if name == "custom_numpy":  # it never sees padding
-        return get("custom_numpy.py:NextEvent")(get("custom_numpy.py:PATHS")), {"padding": False}
+    if name == "custom_numpy":
+        return get("custom_numpy.py:NextEvent")(get("custom_numpy.py:PATHS")), {}
     if name == "custom_torch":
         return get("custom_torch.py:Reciter")(), {"vocab_size": len(get("custom_torch.py:ALPHABET"))}
     if name == "custom_jax":
