@@ -280,12 +280,12 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["numpy", "torch"])
-def test_a_request_gets_the_same_whoever_shares_its_batch(backend):
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_request_gets_the_same_whoever_shares_its_batch(library):
     """V-19. Sixteen requests of all kinds at once, and each alone."""
     params = [drawn(20, **{"seed": i} | kind) for i, kind in enumerate(KINDS)]
     prompts = [PROMPT, OTHER] * 8
-    with LLM("tiny", backend=backend) as llm:
+    with LLM("tiny", backend=library) as llm:
         together = llm.generate(prompts, params)
         again = llm.generate(prompts[::-1], params[::-1])[::-1]
         alone = [llm.generate(prompt, p)[0] for prompt, p in zip(prompts, params, strict=True)]
