@@ -114,6 +114,15 @@ def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias(backend):
             assert got.dtype == np.float32
 
 
+def test_weight_rows_are_those_of_the_matrix(backend):
+    for size in (4, 64, 128):  # as large as a layout in tiles needs
+        w = normal(size, 6)
+        weight = backend.put_weight(w, "float32")
+        for idx in (np.array([3, 0, 3], "int32"), np.array([[1, 2], [size - 1, 0]], "int32")):
+            got = backend.get(backend.weight_rows(weight, backend.put(idx)))
+            np.testing.assert_array_equal(got, w[idx])
+
+
 def test_rms_norm_divides_by_the_root_mean_square_and_multiplies_by_the_weight(backend):
     x, w = normal(3, 2, 8) * 5, normal(8)
     for eps in (1e-6, 0.5):

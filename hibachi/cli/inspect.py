@@ -12,14 +12,11 @@ import json
 import math
 from typing import Any
 
-import numpy as np
-
 from hibachi.engine.autoregressive import leaves, level_of
 from hibachi.engine.named import is_named, model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
-from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import known, load, why_missing
 
@@ -141,20 +138,12 @@ def _memory(d: Description) -> list[dict[str, Any]]:
                 {
                     "backend": name,
                     "dtype": dtype,
-                    "weights": (d.parameters + _second_embedding(d, backend, dtype)) * size,
+                    "weights": d.parameters * size,
                     "cache_per_token": token,
                     "full_context": token * d.context if d.context else 0,
                 }
             )
     return out
-
-
-def _second_embedding(d: Description, backend: ArrayBackend, dtype: str) -> int:
-    """Numbers held twice: a head tied to the embedding, on a backend that keeps weights in a form without rows."""
-    if d.arch is None or not d.arch.tied:
-        return 0
-    small = np.zeros((64, d.arch.hidden_size), np.float32)
-    return 0 if backend.put_weight(small, dtype).shape == small.shape else d.arch.vocab_size * d.arch.hidden_size
 
 
 def _count(n: int) -> str:

@@ -26,9 +26,9 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
-    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they can be), norm [hidden], positions
-    [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [max_len, dims / 2] in `ropes`, and for each
-    of `layers`:
+    params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they are tied), norm [hidden],
+    positions [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [max_len, dims / 2] in `ropes`,
+    and for each of `layers`:
 
         attn_norm, mlp_norm, attn_post_norm, mlp_post_norm  [hidden]
         qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -87,7 +87,7 @@ class Decoder:
     def hidden(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new cache."""
         a, b = self.arch, self.backend
-        h = b.take(params["embed"], x.tok)  # [T, hidden]
+        h = b.weight_rows(params["embed"], x.tok)  # [T, hidden]
         if a.embed_scale != 1.0:
             h = h * self._embed_scale
         if a.learned_positions:
@@ -199,11 +199,8 @@ _FUSED = {"qkv": ("q", "k", "v"), "o": (), "gate_up": ("gate", "up"), "down": ()
 
 
 def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
-    embed = files["embed.weight"]
-    head = b.put_weight(embed if arch.tied else files["head.weight"], dtype)
-    shared = arch.tied and head.shape == embed.shape  # else the backend keeps weights in a form without rows
-    params: Params = {"embed": head if shared else b.put(embed, dtype), "head": head}
-    del embed
+    embed = b.put_weight(files["embed.weight"], dtype)
+    params: Params = {"embed": embed, "head": embed if arch.tied else b.put_weight(files["head.weight"], dtype)}
     if arch.head_bias:
         params["head_bias"] = b.put(files["head.bias"], dtype)
     if arch.learned_positions:

@@ -118,7 +118,7 @@ class Mamba:
         """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new states."""
         b, eps = self.backend, self.arch.norm_eps
         rows = x.row.shape[0]
-        h = b.take(params["embed"], b.xp.reshape(x.tok, (rows, -1)))  # [B, S, hidden]
+        h = b.weight_rows(params["embed"], b.xp.reshape(x.tok, (rows, -1)))  # [B, S, hidden]
         new: list[LayerCache] = []
         for layer, past, state in zip(params["layers"], cache[::2], cache[1::2], strict=True):
             out, past, state = self._mix(layer, past, state, b.rms_norm(h, layer["norm"], eps))
@@ -207,8 +207,7 @@ def _shapes(a: MambaArch, names: Mapping[str, str]) -> tuple[dict[str, Any], dic
 def _params(
     a: MambaArch, files: Mapping[str, HostArray], names: Mapping[str, str], b: ArrayBackend, dtype: str
 ) -> Params:
-    embed = files[f"{names['embed']}.weight"]
-    head = b.put_weight(embed if a.tied else files[f"{names['head']}.weight"], dtype)
+    embed = b.put_weight(files[f"{names['embed']}.weight"], dtype)
     layers = []
     for i in range(a.layers):
         at = f"{names['layers']}{i}."
@@ -225,8 +224,8 @@ def _params(
                 layer[f"{name}_bias"] = b.put(files[bias], dtype)
         layers.append(layer)
     return {
-        "embed": head if a.tied and head.shape == embed.shape else b.put(embed, dtype),
-        "head": head,
+        "embed": embed,
+        "head": embed if a.tied else b.put_weight(files[f"{names['head']}.weight"], dtype),
         "norm": b.put(files[f"{names['norm']}.weight"], dtype),
         "layers": layers,
     }

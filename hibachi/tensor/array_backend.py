@@ -209,9 +209,16 @@ class ArrayBackend:
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         """Like `put`, for a matrix [out, in] that `linear` will multiply with.
 
-        The form is the backend's own; but an array of shape [out, in] has the rows of `w`.
+        The form is the backend's own: only `linear` and `weight_rows` know it.
         """
         return self.put(w, dtype)
+
+    def weight_rows(self, w: Array, idx: Array) -> Array:
+        """Rows `idx` of any shape of a weight [out, in] from `put_weight`: idx.shape + (in,).
+
+        So an embedding that is the output head as well is kept once.
+        """
+        return self.take(w, idx)
 
     def take(self, t: Array, idx: Array) -> Array:
         """Rows of `t` [n, ...] at integer indices `idx` of any shape: idx.shape + t.shape[1:]."""

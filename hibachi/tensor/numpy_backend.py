@@ -33,6 +33,9 @@ class NumpyBackend(ArrayBackend):
             return np.ascontiguousarray(w.reshape(-1, width, size).transpose(0, 2, 1), dtype=dtype)
         return np.ascontiguousarray(w.T, dtype=dtype).T
 
+    def weight_rows(self, w: Array, idx: Array) -> Array:
+        return w[idx] if w.ndim == 2 else w[idx // w.shape[2], :, idx % w.shape[2]]
+
     def take(self, t: Array, idx: Array) -> Array:
         return t[idx]
 

@@ -170,8 +170,7 @@ class TinyDecoder(Toy):
         super().__init__(backend)
         matrices = ("qkv", "o", "gate_up", "down")
         self.params = {
-            "embed": backend.put(weights["embed"]),
-            "head": backend.put_weight(weights["embed"], "float32"),
+            "embed": backend.put_weight(weights["embed"], "float32"),  # the head as well
             "norm": backend.put(weights["norm"]),
             "cos": backend.put(weights["cos"]),
             "sin": backend.put(weights["sin"]),
@@ -185,7 +184,7 @@ class TinyDecoder(Toy):
         return [Paged(self.kv_heads, self.head_dim, self.head_dim)] * self.layers
 
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
-        b, h = self.backend, self.backend.take(params["embed"], x.tok)
+        b, h = self.backend, self.backend.weight_rows(params["embed"], x.tok)
         cos, sin = (b.take(params[name], x.pos)[:, None, :] for name in ("cos", "sin"))
         queries, keys, new = self.heads, self.heads + self.kv_heads, []
         for layer, memory in zip(params["layers"], cache, strict=True):
@@ -198,7 +197,7 @@ class TinyDecoder(Toy):
             gate_up = b.linear(b.rms_norm(h, layer["mlp_norm"], self.eps), layer["gate_up"])
             h = h + b.linear(b.silu(gate_up[:, : self.inner]) * gate_up[:, self.inner :], layer["down"])
         h = b.rms_norm(b.take(h, x.last), params["norm"], self.eps)
-        return b.linear(h, params["head"]), new
+        return b.linear(h, params["embed"]), new
 
 
 def tiny_weights(seed: int = 0) -> dict[str, Any]:
