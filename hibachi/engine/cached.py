@@ -218,7 +218,7 @@ class CachedRunner:
         position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
         tokens[places] = self.table.values[rows[row], position]
-        wanted[places] = [jobs[i].params.prompt_logprobs for i in row.tolist()]  # type: ignore[union-attr]
+        wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         found = self.sampler.logprobs(out, tokens, wanted.tolist())
         faults: dict[int, HibachiError] = {}
         for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):

@@ -30,6 +30,12 @@ class Job:
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
 
     @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of a request that is sampled."""
+        assert self.params is not None
+        return self.params
+
+    @property
     def unscored(self) -> int:
         """How many of the first tokens must have their output looked at: all but the last of the prompt."""
         return 0 if self.scores is None else self.seq.prompt_len - 1

@@ -82,12 +82,11 @@ class RowEdits:
         self._copy, self._keep, self._add, self._penalise = _programs(backend)
 
     def admit(self, job: Job) -> None:
-        params, row, start = job.params, job.seq.row, job.seq.prompt_len
-        assert params is not None
+        params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
         self._always[row] = bool(
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
-        self._until[row] = start + params.min_tokens if params.min_tokens else 0
+        self._until[row] = start + params.min_tokens if self._stop_tokens(job) else 0
         self._kept.pop(row, None)
         if not self._always[row] and not self._until[row]:
             return
@@ -129,9 +128,9 @@ class RowEdits:
             for i, job in enumerate(jobs):
                 self._ban(job, bias[i], ids[i], int(positions[i]))
             x = self._add(x, put(ids), put(bias))
-        if any(job.params.logits_processors for job in jobs):  # type: ignore[union-attr]
+        if any(job.sampling.logits_processors for job in jobs):
             x = self._process(x, jobs, positions, faults)
-        if any(penalised(job.params) for job in jobs):  # type: ignore[arg-type]
+        if any(penalised(job.sampling) for job in jobs):
             for i, job in enumerate(jobs):
                 self._count(job, int(positions[i]))
             ids, counts = self._counts.read(rows, static)
@@ -142,7 +141,7 @@ class RowEdits:
 
     def _stop_tokens(self, job: Job) -> list[int]:
         """Those that min_tokens forbids."""
-        if job.params.min_tokens == 0 or job.stop is None or job.stop.tokens is None:  # type: ignore[union-attr]
+        if job.sampling.min_tokens == 0 or job.stop is None or job.stop.tokens is None:
             return []
         return [i for i in job.stop.tokens.tolist() if 0 <= i < self.vocab_size]
 
@@ -160,8 +159,7 @@ class RowEdits:
     def _process(self, x: Array, jobs: Sequence[Job], positions: Any, faults: dict[int, HibachiError]) -> Array:
         places, changed = [], []
         for i, job in enumerate(jobs):
-            processors = job.params.logits_processors  # type: ignore[union-attr]
-            if processors:
+            if processors := job.sampling.logits_processors:
                 row, start = job.seq.row, job.seq.prompt_len
                 output = self.table.values[row, start : positions[i]].tolist()
                 try:
@@ -196,7 +194,7 @@ class RowEdits:
     def _count(self, job: Job, position: int) -> None:
         """Bring the counts of a row up to its `position`."""
         row = job.seq.row
-        if penalised(job.params):  # type: ignore[arg-type]
+        if penalised(job.sampling):
             for token in self.table.values[row, self._counted[row] : position].tolist():
                 self._counts.add(row, token, 1)
             self._counted[row] = position

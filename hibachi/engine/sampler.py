@@ -54,8 +54,7 @@ class RowSampler:
         self._greedy = _program(backend, None)
 
     def admit(self, job: Job) -> None:
-        params, row = job.params, job.seq.row
-        assert params is not None
+        params, row = job.sampling, job.seq.row
         self._path[row] = path_of(params, self.vocab_size)
         self._temperature[row], self._seed[row] = params.temperature, job.seed
         self._top_k[row], self._top_p[row] = max(params.top_k, 0), params.top_p
@@ -75,12 +74,11 @@ class RowSampler:
                 tokens[at], ok[at] = self._choose(self.rows(logits, at), rows[at], positions[at])
             at = np.flatnonzero(special)
             tokens[at], ok[at], faults = self._choose_changed(logits, at, jobs, rows[at], positions[at])
-        asked = [i for i, job in enumerate(jobs) if job.params is not None and job.params.logprobs is not None]
         found = {}
-        if asked:
-            wanted = [jobs[i].params.logprobs for i in asked]  # type: ignore[union-attr]
-            of = logits if len(asked) == logits.shape[0] else self.rows(logits, np.array(asked))
-            found = dict(zip(asked, self.logprobs(of, tokens[asked], wanted), strict=True))  # type: ignore[arg-type]
+        if asked := {i: n for i, job in enumerate(jobs) if (n := job.sampling.logprobs) is not None}:
+            at = np.array(list(asked))
+            of = logits if len(at) == logits.shape[0] else self.rows(logits, at)
+            found = dict(zip(asked, self.logprobs(of, tokens[at], list(asked.values())), strict=True))
         return Drawn(tokens, None if ok.all() else ~ok, found, faults)
 
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:

@@ -257,7 +257,8 @@ def test_the_program_follows_from_the_row_alone(params, path):
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_rows_without_edits_are_not_copied(name, monkeypatch):
     """They pay nothing for those of others: the programs that change logits are not even called."""
-    rows = Rows(BACKENDS[name], 10, [Row(SamplingParams(top_k=3)), Row(), Row(SamplingParams(min_tokens=2))])
+    given = [Row(SamplingParams(top_k=3)), Row(), Row(SamplingParams(min_tokens=2), stop_tokens=[9])]
+    rows = Rows(BACKENDS[name], 10, given)
     monkeypatch.setattr(rows.sampler._edits, "apply", None)
     rows.draw(LOGITS, [0, 1])
     with pytest.raises(TypeError):
