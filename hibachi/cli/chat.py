@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from hibachi.cli.generate import model_arguments, open_model
+from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments
 from hibachi.engine.llm import LLM
 from hibachi.errors import PromptTooLong
 from hibachi.request import SamplingParams
@@ -22,19 +22,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model_arguments(parser)
     add("--system", metavar="TEXT", help="a system message to begin with")
-    add("--max-tokens", type=int, default=512, metavar="N", help="limit of an answer (default: 512)")
-    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's)")
-    add("--top-p", type=float, metavar="P", help="draw from this share of the mass (default: the model's)")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same conversation")
+    sampling_arguments(parser, max_tokens=512)
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {"temperature": args.temperature, "top_p": args.top_p, "seed": args.seed, "max_tokens": args.max_tokens}
-    given = {name: value for name, value in given.items() if value is not None}
     with open_model(args) as llm:
         start = [{"role": "system", "content": args.system}] if args.system else []
         llm.tokenizer.render_chat([*start, {"role": "user", "content": "?"}])  # fails now if it cannot be done
-        params = llm.default_params.with_(**given)
+        params = llm.default_params.with_(**sampling(args))
         terminal = sys.stdin.isatty()
         if terminal:
             with suppress(ImportError):

@@ -1,0 +1,46 @@
+"""Options that several commands share: which model, and how to draw."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hibachi.engine.llm import LLM
+
+_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        default="tiny",
+        metavar="MODEL",
+        help="a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or tiny, which ships (default)",
+    )
+    add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
+    add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
+    add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
+
+
+def open_model(args: argparse.Namespace) -> LLM:
+    return LLM(args.model, backend=args.backend, device=args.device, dtype=args.dtype, max_model_len=args.max_model_len)
+
+
+def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """Parameters of the model's generation_config.json hold where none is given."""
+    add = parser.add_argument
+    limit = f"limit of new tokens (default: {max_tokens})"
+    add("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's, or 1)")
+    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="draw from this share of the mass")
+    add("--min-p", type=float, metavar="P", help="drop what has less than this share of the likeliest")
+    add("--repetition-penalty", type=float, metavar="R", help="above 1: less of what was there before")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that were given."""
+    return {name: value for name in _PARAMETERS if (value := getattr(args, name)) is not None}
