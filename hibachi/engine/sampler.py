@@ -26,6 +26,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 PLAIN, NEAR, FAR, FULL = range(4)
 MASS, TYPICAL = 4, 8
 CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
+WORTH = 4  # with fewer tokens in the vocabulary than so many times the candidates, a row is sorted as soon
 LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilities; for longer ones, the whole row
 
 
@@ -135,7 +136,8 @@ class RowSampler:
         tokens, ok = get(ids)[:n], get(ok)[:n]
         if inside is not None and len(at := np.flatnonzero(~get(inside)[:n] & ok)):
             tokens = tokens.copy()  # the array of a library may be read-only
-            tokens[at] = self._run(path + 1, self.rows(logits, at), rows[at], positions[at])[0]
+            further = path + (2 if path % 4 == NEAR and self.vocab_size < WORTH * CANDIDATES[FAR] else 1)
+            tokens[at] = self._run(further, self.rows(logits, at), rows[at], positions[at])[0]
         return tokens, ok
 
     def _how(self, rows: Any, positions: Any, m: int) -> sampling.How:
@@ -175,7 +177,7 @@ def path_of(params: SamplingParams, vocab_size: int) -> int:
     if params.min_p > 0:
         return NEAR | typical
     if top_k:
-        fitting = (path for path, size in CANDIDATES.items() if top_k < size)
+        fitting = (p for p, size in CANDIDATES.items() if top_k < size and (p == NEAR or WORTH * size <= vocab_size))
         return next(fitting, FULL) | typical
     if params.top_p < 1:
         return NEAR | MASS | typical
