@@ -1,0 +1,162 @@
+"""The tokenizer of a model: text to ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hibachi.errors import InvalidModelFiles, InvalidRequest
+from hibachi.model.extras import need
+from hibachi.model.fields import read_json
+from hibachi.model.text import bytelevel
+from hibachi.model.text.chat import choose_template, read_templates, render_chat
+from hibachi.model.text.ids import check_ids, read_unique
+from hibachi.model.text.pieces import Text, texts
+from hibachi.model.text.sentencepiece import read_sentencepiece
+from hibachi.model.text.special import add_special_tokens
+
+
+class Tokenizer:
+    """The tokenizer of a model, run by the library tokenizers.
+
+    It gives the ids and texts that transformers 5 gives, special tokens included, with one exception:
+    clean_up_tokenization_spaces is not followed. It is false by default and ignored for BPE there, as it corrupts text.
+
+    raw: a `tokenizers.Tokenizer`. special: texts such as bos_token and eos_token, for chat templates. chat_template:
+    Jinja source, several by name, or None.
+    """
+
+    def __init__(
+        self,
+        raw: Any,
+        *,
+        special: Mapping[str, str] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+    ) -> None:
+        raw.no_truncation()  # some files carry settings from training
+        raw.no_padding()
+        self._raw, self.special = raw, dict(special or {})
+        named = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
+        self.chat_templates = {name: source for name, source in named.items() if source is not None}
+        # Tokens are special by their text, so asking is the only way.
+        added = raw.get_added_tokens_decoder()
+        self._special = {i for i in added if raw.decode([i], skip_special_tokens=False) and not raw.decode([i])}
+
+    @classmethod
+    def load(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """From a model directory, and what it says about special tokens and chat templates.
+
+        The first that is there: tokenizer.json; GPT-2's vocab.json and merges.txt, or encoder.json and vocab.bpe; a
+        SentencePiece model, tokenizer.model.
+        vocab_size: of the model; every id of the tokenizer must be below it. Raises InvalidModelFiles, MissingExtra.
+        """
+        path = Path(path)
+        config_file = path / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.exists() else {}
+        raw, file, defaults = _read(path, config)
+        special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=file.name != "tokenizer.json")
+        tokenizer = cls(raw, special=special, chat_template=read_templates(path, config))
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            raise InvalidModelFiles(
+                f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}; got ids "
+                f"up to {tokenizer.vocab_size - 1}. Take both from one download."
+            )
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template for a conversation without tools; None if there is none."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Special tokens are added as the file says; not for a rendered chat, which has its own."""
+        try:
+            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as e:  # the library says so for lone surrogates as well
+            raise InvalidRequest(
+                f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "
+                f"Pass token ids, or decode bytes first, for example with errors='replace'."
+            ) from e
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids without a token have none. Bytes that are not UTF-8 become U+FFFD."""
+        return self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def is_silent(self, token: int) -> bool:
+        """Does `decode` leave this id out: a special token, or no token at all?"""
+        return token in self._special or self._raw.id_to_token(token) is None
+
+    @cached_property
+    def text_after(self) -> Callable[[Sequence[int]], Text]:
+        """Text id by id, behind some ids; see `Detokenizer`."""
+        tokens = self._raw.get_vocab(with_added_tokens=True)
+        spoken = {i: t for t, i in tokens.items() if i not in self._special}
+        decoder = self._raw.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else None
+        return texts(state, spoken, self.decode)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """`render_chat` with this model's template and special tokens; encode it without adding special tokens.
+
+        chat_template: the name of one of the model's templates, or another template; None: "tool_use" if there are
+        tools and it has one of that name, else "default".
+        Raises InvalidRequest if the model has no such template.
+        """
+        template = choose_template(self.chat_templates, chat_template, tools=variables.get("tools") is not None)
+        variables = {**self.special, **variables}
+        return render_chat(template, messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str, str]]:
+    """The `tokenizers.Tokenizer` of a folder, its file, and the special tokens that it has unless the config says."""
+    library = need("tokenizers", "Text")
+    file = path / "tokenizer.json"
+    if file.exists():
+        return _read_tokenizer_json(library, file), file, {}
+    for vocab, merges in bytelevel.NAMES:
+        if (path / vocab).exists() and (path / merges).exists():
+            raw, special = bytelevel.read_byte_level(path / vocab, path / merges, config)
+            return raw, path / vocab, special
+    file = path / "tokenizer.model"
+    if file.exists():
+        prefix, legacy = config.get("add_prefix_space"), config.get("legacy") is True
+        model = read_sentencepiece(file)
+        return model.tokenizer(dummy_prefix=prefix, every_part=legacy), file, model.names
+    raise InvalidModelFiles(
+        f"{path}: tokenizer.json is missing, and so are vocab.json with merges.txt, and tokenizer.model. Models with "
+        f"another tokenizer get one from transformers: AutoTokenizer.from_pretrained(path).save_pretrained(path)."
+    )
+
+
+def _read_tokenizer_json(library: Any, file: Path) -> Any:
+    content = read_unique(file)
+    model = content.get("model")
+    if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+        check_ids(file, model["vocab"])
+    try:
+        raw = library.Tokenizer.from_file(str(file))
+    except Exception as e:  # the library raises Exception itself
+        raise InvalidModelFiles(f"{file} cannot be read: {e}. Copy or download the file again.") from e
+    for token in content.get("added_tokens") or []:
+        text, i = token["content"], token["id"]
+        if raw.token_to_id(text) != i:
+            raise InvalidModelFiles(
+                f"{file}: expected an id of its own for every token; got {i} for the added token {text!r:.80}, and "
+                f"{raw.token_to_id(text)} for it or {raw.id_to_token(i)!r:.80} at {i} as well. Download it again."
+            )
+    return raw
