@@ -21,6 +21,7 @@ from hibachi.engine.stream import merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.files import locate, open_files
+from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling, pooling_of
 from hibachi.model.registry import load_model
 from hibachi.model.text import Detokenizer
@@ -38,6 +39,9 @@ class LLM(Closing):
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
     values, see `AutoregressiveBatchInference`.
+
+    default_params: the SamplingParams of a request that brings none; from the model's generation_config.json. As in
+    vLLM, parameters of one's own take the place of all of them; `llm.default_params.with_(...)` changes a few.
 
     Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, BackendNotFound, BackendNotInstalled.
     """
@@ -65,7 +69,7 @@ class LLM(Closing):
         self.path, self.backend = files.path, _backend(backend, device)
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
-        self.default_params = SamplingParams()
+        self.default_params = SamplingParams(**generation_defaults(self.path))
         self._options: dict[str, Any] = dict(
             max_batch_size=max_batch_size,
             max_model_len=self.model.max_len,
@@ -204,7 +208,7 @@ class LLM(Closing):
                     TextChoice(
                         i,
                         self.engine._submit(job),
-                        Detokenizer(self.tokenizer, p.stop, after=own),
+                        self._text(p, after=own),
                         p.logprobs is not None,
                     )
                     for i, job in enumerate(some)
@@ -228,6 +232,9 @@ class LLM(Closing):
                 run = run.with_(seed=seed, prompt_logprobs=None)
             jobs.append(self.engine._prepare(np.asarray(ids), run, include_stop=p.include_stop, bad_words=words))
         return jobs
+
+    def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
+        return Detokenizer(self.tokenizer, p.stop, after=after, include_stop=p.include_stop, min_tokens=p.min_tokens)
 
     def _spellings(self, word: str) -> set[tuple[int, ...]]:
         """A bad word in tokens: at the beginning of a word, and elsewhere. As in vLLM."""

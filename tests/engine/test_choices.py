@@ -231,6 +231,22 @@ def test_the_stop_string_may_be_kept(llm):
         assert "".join(p.text for p in pieces) == out.text
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_count_only_after_min_tokens(llm, include):
+    """One may begin before, but must be complete after; V-18 for strings."""
+    whole = one(llm, temperature=0, max_tokens=40)
+    pieces = [llm.tokenizer.decode(whole.token_ids[:i]) for i in range(41)]  # the text of the first i tokens
+    for stop in (whole.text[9:12], "e", " ", pieces[9][-2:] + pieces[10][len(pieces[9]) :]):
+        for least in (1, 5, 9, 20):
+            ends = (at + len(stop) for at in range(len(whole.text)) if whole.text.startswith(stop, at))
+            end = next((end for end in ends if end > len(pieces[least])), None)
+            text = whole.text if end is None else whole.text[: end if include else end - len(stop)]
+            params = drawn(40, temperature=0, stop=stop, min_tokens=least, include_stop=include)
+            [out] = llm.generate(PROMPT, params)
+            assert out.text == text and out.finish_reason == ("length" if end is None else "stop")
+            assert "".join(p.text for p in llm.stream(PROMPT, params)) == text
+
+
 def test_the_stop_token_may_be_kept(llm):
     whole = one(llm, temperature=0, max_tokens=24)
     stop = whole.token_ids[7]
