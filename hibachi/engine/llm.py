@@ -88,7 +88,8 @@ class LLM(Closing):
 
         Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
         """
-        if isinstance(params, SamplingParams) and params.runs > params.n:
+        params = as_params(params, self.default_params)
+        if params.runs > params.n:
             raise InvalidRequest(
                 f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
                 f"generate."

@@ -118,6 +118,21 @@ def test_defaults_are_those_of_vllm(llm):
     assert 1 <= len(out.token_ids) <= 16 and out.logprobs is None
 
 
+def test_requests_without_parameters_get_those_of_the_model(llm, model_copy, expected):
+    """From generation_config.json. Parameters of one's own take the place of all of them."""
+    assert llm.default_params == SamplingParams(temperature=0.8, top_p=0.95)
+    config = b'{"do_sample": false, "top_p": 0.3, "max_new_tokens": 7, "stop_strings": ["never that"]}'
+    with LLM(model_copy({"generation_config.json": lambda _: config})) as own:
+        assert own.default_params == SamplingParams(temperature=0, max_tokens=7, stop="never that")
+        assert own.generate(PROMPTS[0])[0].token_ids == expected[0].token_ids[:7]
+        pieces = list(own.stream(PROMPTS[0]))
+        assert joined(pieces)[1] == expected[0].token_ids[:7]
+        assert own.generate(PROMPTS[0], drawn(1)) == llm.generate(PROMPTS[0], drawn(1))
+        longer = own.default_params.with_(max_tokens=9)
+        two = ids(own.generate(PROMPTS[:2], [None, longer]))
+        assert two == [expected[0].token_ids[:7], expected[1].token_ids[:9]]
+
+
 def test_agenerate_is_generate(llm, expected):
     async def main():
         both = llm.agenerate(PROMPTS, greedy()), llm.agenerate(PROMPTS[0], greedy())
@@ -524,7 +539,7 @@ def test_a_damaged_model_is_refused(witness, damaged_models, what, error, messag
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"model": "no/such/folder"}, InvalidModelFiles, 'no folder no/such/folder: expected "tiny" or a folder'),
+        ({"model": "no/such/folder"}, InvalidModelFiles, 'no folder no/such/folder: expected "tiny", a folder'),
         ({"backend": "numqy"}, BackendNotFound, "'numqy' is neither a backend .known: .*numpy.* nor a module"),
         ({"backend": "os"}, BackendNotFound, "'os' does not follow the array API. Known backends: .*numpy"),
         ({"backend": "os:nothing"}, BackendNotFound, "no attribute 'nothing'"),
