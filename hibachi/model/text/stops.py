@@ -90,12 +90,12 @@ def _scan(stop: str, borders: Sequence[int], piece: str, matched: int) -> tuple[
     return at, matched
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _first_letters(stops: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("[" + "".join(re.escape(s[0]) for s in stops) + "]")
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
     """For each beginning of `stop`, the length of its longest proper end that is a beginning as well."""
     borders, matched = [0], 0

@@ -91,19 +91,18 @@ def replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
 
 
 def to_int(value: Any, default: Any = 0, base: int = 10) -> Any:
-    try:
-        return int(value, base) if isinstance(value, str) else int(float(str(value)))
-    except (TypeError, ValueError, OverflowError):
-        pass
-    try:
-        return int(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return default
+    value = value.value if isinstance(value, Float) else value
+    for read in (lambda: int(value, base) if isinstance(value, str) else int(value), lambda: int(float(value))):
+        try:
+            return read()
+        except (TypeError, ValueError, OverflowError):
+            pass
+    return default
 
 
 def to_float(value: Any, default: Any = 0.0) -> Any:
     try:
-        return float(str(value) if isinstance(value, Float) else value)
+        return float(value.value if isinstance(value, Float) else value)
     except (TypeError, ValueError):
         return default
 
@@ -137,6 +136,12 @@ def render(minijinja: Any, environment: Any, template: str, variables: dict[str,
         return "failed", str(e)
 
 
+def set_alarm(seconds: float) -> None:
+    """The end of the process, unless it is set anew before; Windows has no such thing."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def main(place: str, seconds: float, memory: int, fuel: int) -> None:
     sys.path.append(place)
     import minijinja
@@ -152,9 +157,9 @@ def main(place: str, seconds: float, memory: int, fuel: int) -> None:
         trim_blocks=True, lstrip_blocks=True, fuel=fuel, filters=FILTERS, globals=GLOBALS
     )
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # the default action is to end the process
+        set_alarm(seconds)
         answer = render(minijinja, environment, *json.loads(line))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        set_alarm(0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -98,6 +98,99 @@ FEATURES = {
     "inside Python": "{{ messages.__class__.__mro__ }}",
     "inside Python, a method": "{{ messages[0].__init__.__globals__ }}",
     "other templates": "{% include 'x' %}",
+    "values of any type": """\
+{%- macro value(v, quote=true) -%}
+  {%- if v is string -%}{{- '<|"|>' + v + '<|"|>' if quote else v -}}
+  {%- elif v is boolean -%}{{- 'true' if v else 'false' -}}
+  {%- elif v is mapping -%}
+    {{- '{' -}}
+    {%- set ns = namespace(found=false) -%}
+    {%- for key, x in v | dictsort -%}
+      {%- if ns.found %},{% endif -%}{%- set ns.found = true -%}
+      {{- key -}}:{{- value(x, quote=quote) -}}
+    {%- endfor -%}
+    {{- '}' -}}
+  {%- elif v is sequence -%}[{%- for x in v -%}{{- value(x, quote=quote) -}}{%- if not loop.last %},{% endif -%}{%- endfor -%}]
+  {%- else -%}{{- v -}}
+  {%- endif -%}
+{%- endmacro -%}
+{%- for m in messages -%}
+  {%- for c in m['tool_calls'] -%}{%- set f = c['function'] | default(c) -%}
+    {{- f['name'] -}}{{- value(f['arguments']) -}}{{- value(f['arguments'], quote=False) -}}
+  {%- endfor -%}
+{%- endfor -%}
+{%- for t in tools or [] %}{{ value(t) }}{% endfor %}""",
+    "arguments in tags": """\
+{%- macro text(c) -%}
+    {%- if c is string -%}{{- c }}{%- elif c is iterable and c is not mapping -%}
+        {%- for p in c -%}{%- if p is mapping and p.type == 'text' -%}{{- p.text }}{%- elif p is string -%}{{- p }}{%- endif -%}{%- endfor -%}
+    {%- else -%}{{- c }}{%- endif -%}
+{%- endmacro -%}
+[M]<sop>
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ text(m.content) }}
+{{- '/no' if (thinking is defined and not thinking and not text(m.content).endswith('/no')) else '' -}}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{% if m.tool_calls %}
+{% for c in m.tool_calls %}
+{%- if c.function %}
+    {%- set c = c.function %}
+{%- endif %}
+{{ '\\n<call>' + c.name }}
+{% set args = c.arguments or {} %}
+{% for k, v in args.items() %}
+<key>{{ k }}</key>
+<value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</value>
+{% endfor %}
+</call>{% endfor %}
+{% endif %}
+{%- elif m.role == 'tool' and (loop.first or messages[loop.index0 - 1].role != 'tool') -%}
+{{- '<|observation|>' }}{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|end|>{% endif %}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '\\n<think></think>' if (thinking is defined and not thinking) else '' -}}
+{%- endif -%}
+""",
+    "thoughts taken out": """\
+{%- macro strip_thoughts(text) -%}
+    {%- set ns = namespace(result='') -%}
+    {%- for part in text.split('i') -%}
+        {%- if 'l' in part -%}{%- set ns.result = ns.result + part.split('l')[0] -%}{%- else -%}{%- set ns.result = ns.result + part -%}{%- endif -%}
+    {%- endfor -%}
+    {{- ns.result | trim -}}
+{%- endmacro -%}
+{%- for m in messages if m.content is string -%}{%- set content -%}{{ strip_thoughts(m.content) }}{%- endset -%}[{{ content }}]{%- endfor -%}""",
+    "a date unless given": """\
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = 'today' %}{%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start|>system<|end|>\\n\\n" }}{{- "Date: " + date_string + "\\n\\n" }}{{- system_message }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start|>' + message['role'] + '<|end|>\\n\\n'+ message['content'] | string | trim + '<|eot|>' }}
+    {%- elif 'tool_calls' in message and message.tool_calls|length != 1 %}{{- 'several' }}
+    {%- endif %}
+{%- endfor %}""",
+    "commas between blocks": "{% for m in messages %}{%- if m.content %} a{%- if loop.last %},{%- else -%} {%- set x = true -%} {% endif -%}b:{{ x }}{%- endif -%}\n{% endfor %}",
+    "an outer loop": "{% for m in messages %}{% set outer = loop %}{% for k in m %}{{ outer.index }}{{ loop.index }}{{ k }}{{ '' if loop.last else ',' }}{% endfor %}{{ '\\n' if not loop.last }}{% endfor %}",
+    "filters bind tighter": "{{ 'p' + messages[0]['name'] | default('u') + '{' }}{{ not flag | default(false) }}{{ -1 | abs }}{{ 'a' ~ 'b' | upper }}{{ (messages[0].x | default('', true)) | trim }}",
+    "chosen loops": "{% for m in (messages[1:] if messages[0].role == 'system' else messages) %}{{ m.role }}{% endfor %}{% for m in messages | selectattr('role', 'in', ['user', 'tool']) %}{{ m.role }}{% endfor %}",
+    "first and last of some": "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{{ users[0]['content'] }}{{ (users | last).content }}{{ users[-1] is sameas users[-1] }}",
+    "parts of a text": "{% set t = messages[-1].content | string %}{{ t[0] }}{{ t[:4] + '...' }}{{ t[-1:] }}{{ t[1:-1:2] }}{{ t | length }}{{ 'a' < 'b' }}{{ t in ('a', t) }}",
+    "numbers as texts": "{{ '%02d' | format(3) }}{{ '%.2f' | format(3.14159) }}{{ '{:.2f}'.format(3.14159) }}{{ 2.5 | round(0, 'floor') }}{{ 3 | string + '3' }}{{ '3' | int == 3 }}",
+    "messages as JSON": "{{ messages | tojson }}{{ messages[-1] | tojson(indent=1) }}{% for m in messages %}{{ (m.content or none) | tojson }}{% endfor %}",
+    "raise in a macro": "{% macro check(m) %}{% if m.role not in ['user', 'system'] %}{{ raise_exception('no ' ~ m.role) }}{% endif %}{% endmacro %}{% for m in messages %}{{ check(m) }}{% endfor %}ok",
+    "names of tools": "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | join(', ') }}{{ tools | map(attribute='function.name') | list }}{{ (tools | first).function.parameters.properties | items | list }}{% endif %}",
+    "comments everywhere": "{#- one -#} a {# two #} b {#\n three -#}\n c\n{# four #}\nd",
 }
 
 HOSTILE = {

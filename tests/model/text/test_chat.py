@@ -7,6 +7,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest
@@ -158,9 +159,10 @@ def test_features_of_templates_render_as_in_transformers(reference, template):
 
 
 def test_a_template_sees_the_variables_that_are_passed(reference):
-    template = "{{ enable_thinking }}{{ documents }}{{ custom.a[0] }}{{ bos_token }}{{ number }}{{ big }}"
+    template = "{{ enable_thinking }}{{ documents }}{{ custom.a[0] }}{{ bos_token }}{{ number }}{{ big }}{{ numpy }}"
     documents = [{"title": "t", "text": "x"}]
     variables = {"enable_thinking": False, "documents": documents, "custom": {"a": (1,)}, "number": 2.0, "big": 10**30}
+    variables["numpy"] = [np.int64(3), np.float32(0.5), np.bool_(False)]
     assert same(reference, template, HELLO, **variables).startswith("False[{'title': 't'")
 
 
