@@ -253,9 +253,9 @@ def test_an_unknown_decoder_is_left_to_the_library():
 # ---- stop strings ----------------------------------------------------------------------------------------------------
 
 
-def stopped_text(text, stop, include):
-    """The obvious definition: letter by letter, until the text ends in a stop string."""
-    for end in range(1, len(text) + 1):
+def stopped_text(text, stop, include, early=0):
+    """The obvious definition: letter by letter, until the text ends in a stop string, after so many letters."""
+    for end in range(early + 1, len(text) + 1):
         hits = [s for s in stop if text[:end].endswith(s)]
         if hits:
             return text[: end if include else end - max(map(len, hits))], True
@@ -288,6 +288,20 @@ def test_no_part_of_a_stop_string_leaks(text, stop):
         out += detokenizer.push(i)
         assert expected.startswith(out)
     assert out + detokenizer.flush() == expected
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text(st.sampled_from("aab"), max_size=30),
+    stop=st.lists(st.text(st.sampled_from("aab"), min_size=1, max_size=5), min_size=1, max_size=3),
+    least=st.integers(0, 12),
+    include=st.booleans(),
+)
+def test_stop_strings_that_are_complete_too_early_do_not_count(text, stop, least, include):
+    ids = BYTES.encode(text, add_special_tokens=False)
+    early = len(BYTES.decode(ids[:least]))
+    pieces, stopped = pieces_of(BYTES, ids, stop, include_stop=include, min_tokens=least)
+    assert ("".join(pieces), stopped) == stopped_text(text, stop, include, early)
 
 
 def test_what_may_become_a_stop_string_waits():
