@@ -22,7 +22,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _WANTED = [  # `model*`: some repositories hold their weights a second time, under other names
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *(*_TOKENIZERS, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("modules.json", "1_Pooling/config.json"),
 ]
 
 
