@@ -39,6 +39,14 @@ class TorchBackend(ArrayBackend):
         t = t.detach()
         return (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
 
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        if self.device.type != "cpu":
+            return super().zeros(shape, dtype)
+        # NumPy's zeros take memory only where they are written to: a cache of 1 GiB is there at once.
+        wanted = self.dtype(dtype)
+        bits = np.dtype(f"u{wanted.itemsize}") if wanted.is_floating_point else np.dtype(dtype)
+        return torch.from_numpy(np.zeros(shape, bits)).view(wanted)
+
     def take(self, t: Array, idx: Array) -> Array:
         return t.index_select(0, idx.reshape(-1)).view((*idx.shape, *t.shape[1:]))  # three times as fast as t[idx]
 

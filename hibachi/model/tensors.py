@@ -27,13 +27,17 @@ class Canonical(Mapping[str, HostArray]):
         required, optional = shapes(arch, fused=self._names)
         useless = {n: files.shape(n) for n in files if n.endswith(family.skipped)}
         files.check(self._stored(required), self._stored(optional) | useless)
-        self._found = [n for n in (*required, *optional) if all(place in files for place in self._places(n))]
+        names = (*required, *optional)
+        self._found = dict.fromkeys(n for n in names if all(place in files for place in self._places(n)))
 
     def __len__(self) -> int:
         return len(self._found)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's would read the tensor
+        return name in self._found
 
     def __getitem__(self, name: str) -> HostArray:
         if name not in self._found:
