@@ -15,7 +15,7 @@ import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.extras import need
-from hibachi.model.gguf_file import Metadata
+from hibachi.model.gguf.file import Metadata
 
 
 class Pieces(NamedTuple):

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.gguf_config import NAMES, SETTINGS, Source, find_architecture, read_config
-from hibachi.model.gguf_file import READABLE, Shape, Stored, read_header
-from hibachi.model.gguf_tokenizer import Pieces, read_tokenizer
+from hibachi.model.gguf.config import NAMES, SETTINGS, Source, find_architecture, read_config
+from hibachi.model.gguf.file import READABLE, Shape, Stored, read_header
+from hibachi.model.gguf.tokenizer import Pieces, read_tokenizer
 from hibachi.model.weights import HostArray, Tensors
 
 

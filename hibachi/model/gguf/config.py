@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.model.gguf_file import Metadata, Stored
-from hibachi.model.gguf_tokenizer import end_ids, special_id
+from hibachi.model.gguf.file import Metadata, Stored
+from hibachi.model.gguf.tokenizer import end_ids, special_id
 
 
 @dataclass(frozen=True)

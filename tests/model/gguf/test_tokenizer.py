@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 
 from hibachi.errors import InvalidModelFiles, MissingExtra, UnknownArchitecture
-from hibachi.model.gguf_file import read_header
-from hibachi.model.gguf_tokenizer import read_tokenizer
+from hibachi.model.gguf.file import read_header
+from hibachi.model.gguf.tokenizer import read_tokenizer
 from hibachi.model.text import Tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data"
 SMOLLM2 = ROOT / ".smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 needs_shared = pytest.mark.skipif(

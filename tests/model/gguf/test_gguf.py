@@ -16,7 +16,7 @@ import pytest
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.arch import shapes
 from hibachi.model.gguf import GGUF, find_gguf
-from hibachi.model.gguf_file import read_header
+from hibachi.model.gguf.file import read_header
 from hibachi.model.registry import find
 
 
@@ -567,7 +567,7 @@ def test_entries_of_any_type_are_read_or_refused(tmp_path, monkeypatch, what):
     for key in metadata:
         for value in odd:
             changed = {**metadata, key: value} if value is not None else {k: v for k, v in metadata.items() if k != key}
-            monkeypatch.setattr("hibachi.model.gguf.read_header", lambda path, m=changed: (m, stored))
+            monkeypatch.setattr("hibachi.model.gguf.reader.read_header", lambda path, m=changed: (m, stored))
             with contextlib.suppress(InvalidModelFiles, UnknownArchitecture):
                 model = GGUF(path)
                 json.dumps(model.config)
