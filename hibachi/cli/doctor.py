@@ -11,6 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.tensor.discover import known, load, why_missing
 
+_EXTRAS = (
+    ("tokenizers", "text"),
+    ("minijinja", "text"),
+    ("gguf", "gguf"),
+    ("transformers", "hf"),
+    ("huggingface_hub", "hf"),
+    ("pytest", "test"),
+)
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     pass
@@ -26,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for name in known():
         print(f"  {name:{width}}  {_backend(name)}")
     print("\nextras")
-    for module, extra in (("tokenizers", "text"), ("minijinja", "text"), ("gguf", "gguf"), ("pytest", "test")):
+    for module, extra in _EXTRAS:
         print(f"  {extra:{width}}  {_library(module, extra)}")
     return 0
 

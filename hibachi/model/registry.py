@@ -20,6 +20,7 @@ from hibachi.model.ladder import LanguageModel
 from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.tensor.discover import resolve
 
 GROUP = "hibachi.models"
 
@@ -100,18 +101,20 @@ def find(config: Config) -> tuple[str, Family | Loader]:
 
 def load_model(
     model: str | Path | ModelFiles,
-    backend: ArrayBackend,
+    backend: str | ArrayBackend = "numpy",
     *,
     dtype: str | None = None,
     max_model_len: int | None = None,
 ) -> LanguageModel[Array]:
-    """A language model on `backend`.
+    """A language model on `backend`, which may be named.
 
     model: "tiny", which ships; a folder in Hugging Face layout; a GGUF file; a name on the Hugging Face Hub.
     dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for; None:
     what the model was trained for. An architecture that nobody registered is offered to the backend (`foreign_model`).
-    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation.
+    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
+    BackendNotInstalled.
     """
+    backend = resolve(backend) if isinstance(backend, str) else backend
     files = model if isinstance(model, ModelFiles) else open_files(locate(model))
     try:
         _, found = find(files.config)

@@ -59,8 +59,8 @@ def test_a_registered_model_is_found_by_name_and_by_type(tmp_path):
     assert find({"model_type": "mine"}) == ("MineForCausalLM", loader)
     assert architectures()["MineForCausalLM"] == "register_model"
     (tmp_path / "config.json").write_text('{"architectures": ["MineForCausalLM"]}')
-    files, backend, *rest = hibachi.load_model(tmp_path, "the backend", dtype="float16", max_model_len=7)
-    assert files.config == {"architectures": ["MineForCausalLM"]} and [backend, *rest] == ["the backend", "float16", 7]
+    files, backend, *rest = hibachi.load_model(tmp_path, "torch", dtype="float16", max_model_len=7)
+    assert files.config == {"architectures": ["MineForCausalLM"]} and (backend.name, *rest) == ("torch", "float16", 7)
 
 
 def test_a_registered_model_goes_before_a_built_in_one():
