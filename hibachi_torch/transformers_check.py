@@ -88,4 +88,5 @@ def packed(b: ArrayBackend, texts: list[HostArray], rows: dict[int, tuple[int, i
         tile_row=np.arange(n),
         tile_of=tile_of,
     )
-    return StepInputs(*(b.put(getattr(arrays, name).astype(np.int32)) for name in StepInputs.__slots__))
+    given = {name: a for name in StepInputs.__slots__ if (a := getattr(arrays, name)) is not None}
+    return StepInputs(**{name: b.put(a.astype(np.int32)) for name, a in given.items()})

@@ -105,9 +105,12 @@ class AutoregressiveBatchInference(Service):
         max_new_tokens: int | None = None,
         stop: Any = None,
         include_stop: bool = True,
+        prompt_embeds: Any = None,
     ) -> ItemStream[Any]:
         """Queue a prompt (seq, *tok); returns its stream at once.
 
+        prompt_embeds: (seq, hidden) floats in the place of the prompt, which is None then: what the model's first layer
+        sees instead of the embeddings of tokens. For models with an attribute `embed_size`, as our decoder is one.
         params: levels 1 and 2, how to sample; None: plain sampling up to the limit. What needs a tokenizer (stop,
         bad_words) or several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_new_tokens: overrides
         params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
@@ -125,7 +128,7 @@ class AutoregressiveBatchInference(Service):
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
                     f"Call it several times, or use hibachi.LLM."
                 )
-        return self._submit(self._prepare(prompt, params, max_new_tokens, stop, include_stop))
+        return self._submit(self._prepare(prompt, params, max_new_tokens, stop, include_stop, embeds=prompt_embeds))
 
     def _prepare(
         self,
@@ -135,8 +138,12 @@ class AutoregressiveBatchInference(Service):
         stop: Any = None,
         include_stop: bool = True,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        embeds: HostArray | None = None,
     ) -> Job:
         """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids."""
+        if embeds is not None:
+            embeds = self._check_embeds(prompt, embeds, params)
+            prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
         host = self._admit_prompt(prompt)
         if params is not None and self._vocab is None:
             raise InvalidRequest(
@@ -162,10 +169,31 @@ class AutoregressiveBatchInference(Service):
             params=params,
             seed=seed & (2**64 - 1),
             bad_words=bad_words,
+            embeds=embeds,
         )
         if params is not None and params.prompt_logprobs is not None:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
+
+    def _check_embeds(self, prompt: Any, embeds: Any, params: SamplingParams | None) -> HostArray:
+        """Embeddings in the place of a prompt, on the host. Raises InvalidRequest."""
+        size = getattr(self._model, "embed_size", None)
+        if size is None:
+            raise InvalidRequest(
+                f"prompt_embeds takes a model with an attribute `embed_size` that looks at `x.embeds`; "
+                f"{type(self._model).__name__} has none. Pass token ids."
+            )
+        host = self._host(embeds)
+        if prompt is not None or host.ndim != 2 or host.shape[1] != size or not len(host) or host.dtype.kind != "f":
+            raise InvalidRequest(
+                f"prompt_embeds must be floats of shape (sequence, {size}), and the prompt None; got shape "
+                f"{host.shape} of {host.dtype}, and a prompt of type {type(prompt).__name__}."
+            )
+        if not np.isfinite(host).all():
+            raise InvalidRequest("prompt_embeds must be finite; got NaN or infinity. Look where they were made.")
+        if params is not None and params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
+        return host.astype(np.float32)  # a copy: the caller's may change
 
     def _check_params(self, params: SamplingParams, limit: Any) -> None:
         """What only the engine can know to be wrong."""

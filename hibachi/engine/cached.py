@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
+        self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._compile(donate=True)
         self._make_cache()
@@ -72,6 +73,9 @@ class CachedRunner:
         job: Job = seq.owner
         self.table.fill(seq.row, job.prompt)
         self._unscored[seq.row] = job.unscored
+        self._embeds.pop(seq.row, None)
+        if job.embeds is not None:
+            self._embeds[seq.row] = job.embeds
         if self.sampler:
             self.sampler.admit(job)
 
@@ -155,7 +159,22 @@ class CachedRunner:
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
         put = self.backend.put
-        return StepInputs(tok=put(tokens), **{f.name: put(getattr(packed, f.name)) for f in fields(Packed)})
+        x = StepInputs(tok=put(tokens), **{f.name: put(getattr(packed, f.name)) for f in fields(Packed)})
+        return self._with_embeds(x, rows, start, q) if self._embeds else x
+
+    def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
+        """The same with the embeddings of prompts that are given so, if this step computes some of them."""
+        mine = [(i, self._embeds[row]) for i, row in enumerate(rows.tolist()) if row in self._embeds]
+        mine = [(i, e) for i, e in mine if start[i] < len(e)]
+        if not mine:
+            return x
+        tokens, first = x.tok.shape[0], np.cumsum(q) - q
+        embeds, embedded = np.zeros((tokens, mine[0][1].shape[1]), np.float32), np.zeros(tokens, bool)
+        for i, e in mine:
+            part = e[start[i] : start[i] + q[i]]
+            embeds[first[i] : first[i] + len(part)] = part
+            embedded[first[i] : first[i] + len(part)] = True
+        return replace(x, embeds=self.backend.put(embeds), embedded=self.backend.put(embedded))
 
     def _pad(self, packed: Packed, q: Any, scoring: bool) -> Packed:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""

@@ -27,6 +27,7 @@ class Job:
     params: SamplingParams | None = None
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
+    embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
 
     @property

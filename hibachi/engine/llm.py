@@ -94,7 +94,7 @@ class LLM(Closing):
                 f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
                 f"generate."
             )
-        return self._start([prompt], [self._encode(prompt)], [params])[0]
+        return self._start([prompt], [self._ids(prompt)], [params])[0]
 
     def generate(
         self,
@@ -102,12 +102,13 @@ class LLM(Closing):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Complete all prompts together; results in their order. params: one for all, or one for each; None:
-        `default_params`.
+        `default_params`. A prompt is a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)},
+        which the first layer sees instead of the embeddings of tokens.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
         prompts = _listed(prompts)
-        return _finish(self._start(prompts, [self._encode(p) for p in prompts], params))
+        return _finish(self._start(prompts, [self._ids(p) for p in prompts], params))
 
     async def agenerate(
         self,
@@ -116,7 +117,7 @@ class LLM(Closing):
     ) -> list[Completion]:
         """`generate` for asyncio."""
         prompts = _listed(prompts)
-        streams = self._start(prompts, [self._encode(p) for p in prompts], params)
+        streams = self._start(prompts, [self._ids(p) for p in prompts], params)
         try:
             await asyncio.gather(*[_exhaust(s) for s in streams])
             return [s.completion() for s in streams]
@@ -200,7 +201,7 @@ class LLM(Closing):
                 f"Expected one SamplingParams, or one for each of {len(prompts)} prompts; got {len(each)}."
             )
         each = [as_params(p, self.default_params) for p in each]
-        jobs = [self._jobs(own, p) for own, p in zip(ids, each, strict=True)]
+        jobs = [self._jobs(prompt, own, p) for prompt, own, p in zip(prompts, ids, each, strict=True)]
         return [
             TextStream(
                 prompt,
@@ -219,19 +220,22 @@ class LLM(Closing):
             for prompt, own, p, some in zip(prompts, ids, each, jobs, strict=True)
         ]
 
-    def _jobs(self, ids: list[int], p: SamplingParams) -> list[Job]:
+    def _jobs(self, prompt: Prompt, ids: list[int], p: SamplingParams) -> list[Job]:
         """What the engine has to do for one prompt: a job for each continuation."""
         eos = () if p.ignore_eos else self.model.eos_ids
         run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
         if p.runs > p.n and p.logprobs is None:
             run = run.with_(logprobs=0)  # to choose by
         words = tuple(seq for word in p.bad_words for seq in self._spellings(word))
+        embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
+        host = np.asarray(ids) if embeds is None else None
         jobs = []
         for i in range(p.runs):
             if i:
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
-            jobs.append(self.engine._prepare(np.asarray(ids), run, include_stop=p.include_stop, bad_words=words))
+            job = self.engine._prepare(host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds)
+            jobs.append(job)
         return jobs
 
     def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
@@ -244,6 +248,16 @@ class LLM(Closing):
         if not found:
             raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {word!r}.")
         return found
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt; none if it is given as embeddings."""
+        if not isinstance(prompt, Mapping):
+            return self._encode(prompt)
+        if set(prompt) != {"prompt_embeds"}:
+            raise InvalidRequest(
+                f'A prompt that is a dictionary must be {{"prompt_embeds": array}}; got the keys {list(prompt)!r:.80}.'
+            )
+        return []
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids: Any
@@ -288,10 +302,10 @@ def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
 
 def _listed(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping)):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
         raise InvalidRequest(
             f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {prompts!r:.80}."
         )

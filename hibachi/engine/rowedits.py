@@ -102,7 +102,7 @@ class RowEdits:
         self._factor[row] = params.repetition_penalty
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
         self._counted[row] = start
-        if params.repetition_penalty != 1:
+        if params.repetition_penalty != 1 and job.embeds is None:
             for token in np.unique(job.prompt).tolist():
                 self._counts.add(row, token, 0)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hibachi.engine.closing import Closing
 from hibachi.engine.stream import ItemStream, await_any, closed, wait_any
 from hibachi.model.text import Detokenizer
 from hibachi.request import Finish
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt_embeds": array}
 Logprobs = list[dict[int, float] | None]
 
 

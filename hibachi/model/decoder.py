@@ -47,6 +47,7 @@ class Decoder:
         self.dtype, self.max_len = dtype, max_len
         self.vocab_size: int | None = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
+        self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.float32([arch.embed_scale]), dtype))[0])
 
@@ -90,6 +91,8 @@ class Decoder:
         h = b.weight_rows(params["embed"], x.tok)  # [T, hidden]
         if a.embed_scale != 1.0:
             h = h * self._embed_scale
+        if x.embeds is not None:
+            h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
         if a.learned_positions:
             h = h + b.take(params["positions"], x.pos)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]

@@ -93,6 +93,7 @@ class Mamba:
         self.dtype, self.max_len = dtype, max_len
         self.vocab_size: int | None = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
+        self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
 
     @classmethod
     def load(
@@ -118,7 +119,10 @@ class Mamba:
         """What the head sees: the last normalised hidden states [n_out, hidden] at `x.last`, and the new states."""
         b, eps = self.backend, self.arch.norm_eps
         rows = x.row.shape[0]
-        h = b.weight_rows(params["embed"], b.xp.reshape(x.tok, (rows, -1)))  # [B, S, hidden]
+        h = b.weight_rows(params["embed"], x.tok)
+        if x.embeds is not None:
+            h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
+        h = b.xp.reshape(h, (rows, -1, h.shape[-1]))  # [B, S, hidden]
         new: list[LayerCache] = []
         for layer, past, state in zip(params["layers"], cache[::2], cache[1::2], strict=True):
             out, past, state = self._mix(layer, past, state, b.rms_norm(h, layer["norm"], eps))

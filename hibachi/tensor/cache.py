@@ -54,3 +54,5 @@ class StepInputs(Generic[T]):
     tile_q: T  # [N, tile]  query tiles for attention: `tile` tokens of one row each (indices into T, padded with 0)
     tile_row: T  # [N]      which of the B rows a tile belongs to
     tile_of: T  # [T]       where each token stands in the flattened tiles
+    embeds: T | None = None  # [T, hidden] float32, where prompts are given as embeddings; None: no token here is
+    embedded: T | None = None  # [T] bool: which of the tokens are
