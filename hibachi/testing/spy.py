@@ -179,7 +179,8 @@ def _steps(call: Call) -> bool:
 def _inputs(call: Call) -> dict[str, Array]:
     """What a call may not change: all but weights and cache."""
     if _steps(call):
-        return {f"x.{f.name}": getattr(call.args[-1], f.name) for f in fields(StepInputs)}
+        given = ((f.name, getattr(call.args[-1], f.name)) for f in fields(StepInputs))
+        return {f"x.{name}": array for name, array in given if array is not None}
     return dict(zip(("tokens", "lengths"), call.args, strict=False)) | call.options
 
 

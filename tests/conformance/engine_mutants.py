@@ -453,8 +453,8 @@ class Withheld(Channel):
         return super().end(reason, *args)
 
 
-def withhold(prepare: Any, *args: Any) -> Any:
-    job = prepare(*args)
+def withhold(prepare: Any, *args: Any, **options: Any) -> Any:
+    job = prepare(*args, **options)
     job.channel = Withheld()
     return job
 
