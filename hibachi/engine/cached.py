@@ -27,7 +27,6 @@ from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import Paged, State, StepInputs
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
-TILE = 32  # tokens in a query tile of a step that has prefill in it
 
 
 class CachedRunner:
@@ -151,7 +150,7 @@ class CachedRunner:
         score = np.clip(self._unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
-        packed = lower(rows, start, q, emit, table, size, tile=TILE, score=score if scoring else None)
+        packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
         tokens = self.table.values[rows[packed.seg], packed.pos]
         if self.backend.static_shapes:
             packed = self._pad(packed, q, scoring)
@@ -180,20 +179,21 @@ class CachedRunner:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""
         lim = self.limits
         decode = int(q.max()) == 1
+        tile = self.backend.tiles[not decode]
         rows = row_bucket(len(q), lim.rows)
         if self.states:
             tokens = rows * int(q[0])  # padding inside a row would change its state
         elif decode:
             tokens = rows
         else:
-            rows, tokens = lim.rows, max(2 * TILE, 1 << (len(packed.pos) - 1).bit_length())
+            rows, tokens = lim.rows, max(2 * tile, 1 << (len(packed.pos) - 1).bit_length())
         blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
         return pad(
             packed,
             tokens=tokens,
             rows=rows,
             blocks=blocks,
-            tile=1 if decode else TILE,
+            tile=tile,
             trash_row=lim.rows,
             outputs=tokens if scoring else None,
         )

@@ -43,19 +43,20 @@ def lower(
     table: Ints,
     block_size: int,
     *,
-    tile: int = 32,
+    tiles: tuple[int, int] = (1, 32),
     score: Ints | None = None,
 ) -> Packed:
     """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
 
-    Outputs are wanted of the last token of each emitting row, and of the first score [B] tokens of each. `tile`: tokens
-    in a query tile when a row has several.
+    Outputs are wanted of the last token of each emitting row, and of the first score [B] tokens of each. `tiles`:
+    tokens in a query tile when all rows have one token, and when some have several.
     """
     n = len(row)
     end = start + q
     width = min(-(-int(end.max()) // block_size), table.shape[1])
     blocks = table[row, :width]
-    if int(q.max()) == 1:  # decode only: every array is a plain range
+    tile = tiles[int(q.max()) > 1]
+    if tile == 1 and int(q.max()) == 1:  # decode only: every array is a plain range
         one = _upto(n)
         slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
         wanted = emit if score is None else emit | (score > 0)

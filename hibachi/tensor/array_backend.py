@@ -30,6 +30,17 @@ class ArrayBackend:
     name: str = "array_api"
     static_shapes: bool = False
     """The library compiles per shape, so the engine pads its steps to few shapes."""
+    deterministic: bool = False
+    """What a row of a call comes to, bit by bit, does not depend on the other rows: on how many there are, where it
+    stands among them, or what they hold. So for every operation of the decoder and of sampling."""
+    tiles: tuple[int, int] = (1, 32)
+    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
+    multiple: int = 1
+    """The engine pads the tokens, rows and outputs of each step to multiples of this."""
+    step_tokens: int | None = None
+    """The engine gives each step exactly so many tokens, and at most so many rows; None: as many as there are."""
+    kernels: str = "default"
+    """Which set of kernels this is, for `fingerprint`."""
 
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
         self.xp, self.device = xp, device
@@ -445,6 +456,27 @@ class ArrayBackend:
     def memory(self) -> tuple[int, int] | None:
         """Free and total bytes of the device, or None if unknown."""
         return None
+
+    def invariant(self) -> ArrayBackend:
+        """This backend with kernels that are `deterministic`: another object, or this one if it is so already.
+
+        Decide before weights are loaded, as their layout may differ. Raises UnsupportedOperation where there are none.
+        """
+        if self.deterministic:
+            return self
+        raise UnsupportedOperation(
+            f"{self.name} has no kernels whose results are independent of the batch, so deterministic=True cannot be "
+            f"kept on it. Pass deterministic=False, or take the backend numpy, torch or jax."
+        )
+
+    def fingerprint(self) -> str:
+        """What the bits of a result depend on besides model and request: library, device and threads, kernels.
+
+        The same string on two machines is no promise, as libraries choose their code by the processor; another one
+        says that bits may differ.
+        """
+        facts = self.versions()
+        return f"{facts['library']}; {facts['device']}; kernels {self.kernels}"
 
     def versions(self) -> dict[str, str]:
         """Library and device, for `hibachi doctor`."""

@@ -17,7 +17,7 @@ def pack(rows, *, tile=4, table=TABLE, block_size=BLOCK):
     """rows: (row, start, q, emits) of each."""
     row, start, q, emit = map(list, zip(*rows, strict=True))
     ints = [np.array(a, np.int32) for a in (row, start, q)]
-    return lower(*ints, np.array(emit, bool), table, block_size, tile=tile)
+    return lower(*ints, np.array(emit, bool), table, block_size, tiles=(1, tile))
 
 
 def slowly(rows, *, tile, table, block_size):

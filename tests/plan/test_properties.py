@@ -113,7 +113,7 @@ class World:
         for request, emits in zip(requests, plan.emit.tolist(), strict=True):
             request.sampled += emits
             request.decoding |= emits
-        x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, limits.block_size, tile=4)
+        x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, limits.block_size, tiles=(1, 4))
         tokens, wanted = self.host[x.row[x.seg], x.pos], len(x.last)
         if self.padded:
             size = limits.budget + 3
