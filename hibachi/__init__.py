@@ -11,6 +11,7 @@ from hibachi.errors import BackendError as BackendError
 from hibachi.errors import BackendNotFound as BackendNotFound
 from hibachi.errors import BackendNotInstalled as BackendNotInstalled
 from hibachi.errors import ConfigError as ConfigError
+from hibachi.errors import DeadlineExceeded as DeadlineExceeded
 from hibachi.errors import EngineClosed as EngineClosed
 from hibachi.errors import EngineError as EngineError
 from hibachi.errors import EngineFailed as EngineFailed
@@ -23,7 +24,9 @@ from hibachi.errors import MissingExtra as MissingExtra
 from hibachi.errors import ModelError as ModelError
 from hibachi.errors import ModelFault as ModelFault
 from hibachi.errors import NonFiniteOutput as NonFiniteOutput
+from hibachi.errors import OutOfCapacity as OutOfCapacity
 from hibachi.errors import PromptTooLong as PromptTooLong
+from hibachi.errors import QueueFull as QueueFull
 from hibachi.errors import RequestError as RequestError
 from hibachi.errors import UnknownArchitecture as UnknownArchitecture
 from hibachi.errors import UnsupportedOperation as UnsupportedOperation

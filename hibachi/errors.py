@@ -8,10 +8,13 @@ HibachiError
 │   └── ModelError                           the model raised; the original is in __cause__
 ├── RequestError
 │   ├── InvalidRequest (ValueError)          a prompt, a parameter or a stop rule that cannot be served
-│   └── PromptTooLong (ValueError)           prompt (plus what was asked for) exceeds the context or the cache
+│   ├── PromptTooLong (ValueError)           prompt (plus what was asked for) exceeds the context or the cache
+│   ├── QueueFull                            too many requests wait already; try again later
+│   └── DeadlineExceeded (TimeoutError)      the request's own time is over; tokens before it stay readable
 ├── EngineError
 │   ├── EngineClosed                         the engine was closed
-│   └── EngineFailed                         the engine's own loop failed; the original is in __cause__
+│   ├── EngineFailed                         the device, the model or the engine's loop failed; see __cause__
+│   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
 ├── BackendError
 │   ├── BackendNotFound (LookupError)        no backend has this name, or none knows this array
 │   ├── BackendNotInstalled (ImportError)    the backend is known, the library below it is missing
@@ -19,6 +22,7 @@ HibachiError
 └── ConfigError (ValueError)
     ├── UnknownArchitecture                  config.json names an architecture that nobody registered
     ├── InvalidModelFiles                    a file of the model is missing, truncated or contradicts another
+    ├── InvalidTrace                         a trace of requests cannot be read or replayed
     └── MissingExtra (ImportError)           an optional dependency is needed and not installed
 
 Messages say what was expected, what came, and how to mend it. Errors of one request are raised from its stream (or
@@ -60,7 +64,7 @@ class ModelError(ModelFault):
 
 
 class RequestError(HibachiError):
-    """A request that is refused, at the call that made it."""
+    """A request that is refused at the call that made it, or that ran out of time."""
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -69,6 +73,14 @@ class InvalidRequest(RequestError, ValueError):
 
 class PromptTooLong(RequestError, ValueError):
     """The prompt, or the prompt and what was asked for, does not fit into the context or the cache."""
+
+
+class QueueFull(RequestError):
+    """As many requests wait as the engine was allowed to keep. Nothing was queued; try again later."""
+
+
+class DeadlineExceeded(RequestError, TimeoutError):
+    """The time that the request was given is over, in the queue or while it ran. Tokens before it stay readable."""
 
 
 class EngineError(HibachiError):
@@ -80,7 +92,11 @@ class EngineClosed(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine's own loop failed; the original exception is `__cause__`."""
+    """The device, the model for every request, or the engine's own loop failed; the original is `__cause__`."""
+
+
+class OutOfCapacity(EngineError):
+    """The device has no memory for even one token of this request; the library's error is `__cause__`."""
 
 
 class BackendError(HibachiError):
@@ -109,6 +125,10 @@ class UnknownArchitecture(ConfigError):
 
 class InvalidModelFiles(ConfigError):
     """A file of the model is missing, truncated or contradicts another."""
+
+
+class InvalidTrace(ConfigError):
+    """A trace of requests cannot be read, or not be replayed with these sizes."""
 
 
 class MissingExtra(ConfigError, ImportError):

@@ -63,6 +63,20 @@ class JaxBackend(ArrayBackend):
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(fn, donate_argnums=donate)
 
+    def out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError) or (
+            isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        )
+
+    def fatal(self, error: BaseException) -> bool:
+        # XLA's codes for a device or a connection to it that is gone, and the CUDA errors that end a context.
+        text = str(error)
+        return (
+            isinstance(error, jax.errors.JaxRuntimeError)
+            and not self.out_of_memory(error)
+            and (text.startswith(("UNAVAILABLE", "DATA_LOSS", "ABORTED")) or "CUDA_ERROR_" in text)
+        )
+
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         arrays = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)]
         if any(leaf.is_deleted() for leaf in arrays):

@@ -81,6 +81,20 @@ class TorchBackend(ArrayBackend):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    def out_of_memory(self, error: BaseException) -> bool:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        # The CPU's allocator, and CUDA's libraries beside PyTorch's own allocator, have no class for it.
+        signs = "DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+        return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+    def fatal(self, error: BaseException) -> bool:
+        # After one of these the process cannot use the device any more; older versions raise a plain RuntimeError.
+        lost = getattr(torch, "AcceleratorError", ())
+        return not self.out_of_memory(error) and (
+            isinstance(error, lost) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
+        )
+
     def guard(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
 

@@ -449,6 +449,14 @@ class ArrayBackend:
         """Is the cache still readable after a step failed? False if it was given away to a compiled call."""
         return True
 
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Did this error mean that memory ran out? The engine then computes fewer tokens at once, and tries again."""
+        return isinstance(error, MemoryError)
+
+    def fatal(self, error: BaseException) -> bool:
+        """Did this error mean that the device is lost? No call would succeed any more, whatever the request."""
+        return False
+
     def guard(self) -> AbstractContextManager[Any]:
         """Entered around every step: switches off gradients and the like."""
         return nullcontext()
