@@ -47,12 +47,27 @@ def _resolve(futures: list[asyncio.Future[None]]) -> None:
 
 
 class Channel(Generic[T]):
-    """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it."""
+    """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it.
 
-    __slots__ = ("_ending", "_waiters", "buffer", "error", "finish", "logprobs", "prompt_logprobs", "stop_logprob")
+    pause_after: how many items may lie unread; None: any number. Whoever pushes asks `full` and then calls `pause`.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_drained",
+        "_ending",
+        "_waiters",
+        "buffer",
+        "error",
+        "finish",
+        "logprobs",
+        "pause_after",
+        "prompt_logprobs",
+        "stop_logprob",
+    )
+
+    def __init__(self, pause_after: int | None = None) -> None:
         self.buffer: deque[T] = deque()
+        self.pause_after = pause_after
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
@@ -60,6 +75,9 @@ class Channel(Generic[T]):
         self.error: BaseException | None = None
         self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
+        self._drained: deque[Callable[[], None]] = (
+            deque()
+        )  # while paused, the one call to make; whoever pops it makes it
 
     def push(self, item: T, wakeups: Wakeups) -> None:
         self.buffer.append(item)
@@ -73,12 +91,48 @@ class Channel(Generic[T]):
                 return False
             self.error = error
             self.finish = reason
+        self._drained.clear()
         if wakeups is not None:
             self._wake(wakeups)
         else:
             self._wake(own := Wakeups())
             own.post()
         return True
+
+    @property
+    def full(self) -> bool:
+        """As much lies unread as may, and nobody has paused yet."""
+        return self.pause_after is not None and len(self.buffer) >= self.pause_after and not self._drained
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._drained)
+
+    def pause(self, drained: Callable[[], None]) -> bool:
+        """Have `drained()` called once, when the reader has brought the buffer down to half; it comes from any thread.
+
+        False: the reader was faster, go on; `drained` is not called then. It is not called either when the stream ends
+        first, but may come late: after the end, from a reader that was about to call it.
+        """
+        self._drained.append(drained)
+        # The other half of `eased`: a reader that came before it could not see that we paused.
+        return not (self._low and self._take() is not None)
+
+    def eased(self) -> None:
+        """A reader has taken something from the buffer of a paused stream."""
+        if self._low and (drained := self._take()) is not None:
+            drained()
+
+    @property
+    def _low(self) -> bool:
+        return self.pause_after is None or len(self.buffer) <= self.pause_after // 2
+
+    def _take(self) -> Callable[[], None] | None:
+        """`drained`, for one of all who ask: taking an item from a deque is atomic."""
+        try:
+            return self._drained.pop()
+        except IndexError:
+            return None
 
     def _wake(self, wakeups: Wakeups) -> None:
         """Wake everybody: they look for themselves whether there is something left for them."""
@@ -179,8 +233,11 @@ class ItemStream(Closing, Generic[T]):
 
     def come(self) -> list[T]:
         """The items that have come and were not read, without waiting."""
-        buffer = self._channel.buffer
-        return [self._read(buffer.popleft()) for _ in range(len(buffer))]
+        channel, buffer = self._channel, self._channel.buffer
+        items = [self._read(buffer.popleft()) for _ in range(len(buffer))]
+        if channel.paused:
+            channel.eased()
+        return items
 
     def check(self) -> None:
         """Raise the request's error, if it failed and all its items were read."""
@@ -196,6 +253,8 @@ class ItemStream(Closing, Generic[T]):
                     raise StopIteration from None
                 channel.wait()
             else:
+                if channel.paused:
+                    channel.eased()
                 return self._read(item)
 
     def _over(self) -> bool:
@@ -231,6 +290,8 @@ class ItemStream(Closing, Generic[T]):
                     raise StopAsyncIteration from None
                 await channel.wait_async()
             else:
+                if channel.paused:
+                    channel.eased()
                 return self._read(item)
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -244,6 +305,8 @@ class ItemStream(Closing, Generic[T]):
                 while True:
                     items.append(channel.buffer.popleft())
             except IndexError:
+                if channel.paused:
+                    channel.eased()
                 if self._over():
                     return [read(item) for item in items]
                 channel.wait()
