@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.runner import (
     NOT_FINITE,
-    CacheLost,
     Outcome,
     Part,
     check_output,
@@ -18,6 +18,8 @@ from hibachi.engine.runner import (
     isolate,
     jobs_of,
     row_bucket,
+    whole_step,
+    writers_first,
 )
 from hibachi.engine.sampler import RowSampler
 from hibachi.errors import HibachiError, NonFiniteOutput
@@ -27,6 +29,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import Paged, State, StepInputs
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
+OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
 
 
 class CachedRunner:
@@ -79,14 +82,13 @@ class CachedRunner:
             self.sampler.admit(job)
 
     def run(self, plan: StepPlan) -> Outcome:
-        try:
-            return Outcome(*isolate(lambda idx: self._forward(plan, idx), np.arange(len(plan.rows))))
-        except CacheLost:
-            # The failed call had consumed the cache. Start over from the tokens, and keep the cache from now on, so
-            # that the next failure can be pinned on a row.
+        return Outcome(*isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend))
+
+    def rebuild(self, *, keep: bool) -> None:
+        if keep and self._donating:
             self._compile(donate=False)
-            self._make_cache()
-            return Outcome([], {}, cache_lost=True)
+        self.cache = []  # before there is memory for a new one
+        self._make_cache()
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
         assert part.tokens is not None
@@ -105,21 +107,60 @@ class CachedRunner:
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
+        before = self.cache
         try:
             with self.backend.guard():
                 run = self._recurrent if self.states else self._paged
                 return run(plan, idx, rows, start, q, emit)
         except Exception as e:
-            if self._donating and not self.backend.usable(self.cache):
-                raise CacheLost from e
+            if not self._donating:
+                self.cache = before  # what an asynchronous call returned may be its error
+            elif not self.backend.usable(self.cache):
+                raise whole_step(e, self.backend, cache_lost=True) from e  # type: ignore[misc]  # never None
             raise
 
     def _paged(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+        if self.backend.step_tokens is not None:
+            return self._in_calls(plan, idx, rows, start, q, emit)
         if (self._unscored[rows] > start).any():
             return self._scored(plan, idx, rows, start, q, emit)
         x = self._inputs(rows, start, q, emit)
         out, self.cache = self._step(self.model.params, self.cache, x)
         return self._part(plan, idx[emit], out, x)
+
+    def _in_calls(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
+        """`_paged` in calls of equal shape. The outputs of several are awaited together."""
+        parts, waiting, end = [], [], start + q
+        for mine, at, n in self._calls(rows, start, q):
+            last = emit[mine] & (at + n == end[mine])
+            x = self._inputs(rows[mine], at, n, last)
+            out, self.cache = self._step(self.model.params, self.cache, x)
+            if scoring := bool((self._unscored[rows[mine]] > at).any()) or last.any():
+                call = (idx[mine], at, n, last) if scoring else None
+                waiting.append((idx[mine[last]], out, x, call))
+            if len(waiting) == OUTPUTS_AHEAD:
+                parts += [self._part(plan, *each) for each in waiting]
+                waiting = []
+        parts += [self._part(plan, *each) for each in waiting]
+        return _joined(parts, idx[:0], self.backend)
+
+    def _calls(self, rows: Any, start: Any, q: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """A step cut into calls of at most `step_tokens` tokens: (places among `rows`, start, tokens) of each call.
+
+        Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
+        """
+        size = self.backend.step_tokens
+        assert size is not None
+        given = np.array([len(self._embeds.get(row, ())) for row in rows.tolist()], np.int32)
+        embedded = np.clip(given - start, 0, q)
+        for first, each in ((start, embedded), (start + embedded, q - embedded)):
+            ends = np.cumsum(each, dtype=np.int32)
+            for done in range(0, int(ends[-1]), size):
+                skipped = np.clip(done - (ends - each), 0, each)
+                n = np.clip(done + size - (ends - each), 0, each) - skipped
+                mine = np.flatnonzero(n)
+                mine = mine[np.argsort(n[mine] != 1, kind="stable")]  # single-token rows first, as in a plan
+                yield mine, (first + skipped)[mine], n[mine]
 
     def _scored(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """`_paged` where outputs of whole prompts are wanted: in several calls, as logits take much memory."""
@@ -179,6 +220,9 @@ class CachedRunner:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""
         lim = self.limits
         decode = int(q.max()) == 1
+        if (one := self.backend.step_tokens) is not None:  # a single shape
+            width = self.block_table.shape[1]
+            return pad(packed, tokens=one, rows=one, blocks=width, tile=1, trash_row=lim.rows, outputs=one)
         tile = self.backend.tiles[not decode]
         rows = row_bucket(len(q), lim.rows)
         if self.states:

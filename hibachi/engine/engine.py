@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job
-from hibachi.engine.runner import Outcome, Part, Runner
+from hibachi.engine.runner import Outcome, Part, Runner, StepFailed
 from hibachi.engine.stream import Wakeups
 from hibachi.errors import HibachiError
 from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
@@ -100,10 +100,15 @@ class Engine:
             return False
         for seq in plan.fresh:
             self.runner.admit(seq)
-        outcome = self.runner.run(plan)
-        if outcome.cache_lost:
+        try:
+            outcome = self.runner.run(plan)
+        except StepFailed as e:
+            if e.why != "cache":
+                raise e.__cause__ or e from None
             log.warning("a failed step took the cache with it; %d requests compute again", len(plan.seqs))
+            self.runner.rebuild(keep=True)
             self.scheduler.rewind()
+            outcome = Outcome([], {})
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1

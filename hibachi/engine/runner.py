@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -46,7 +46,6 @@ class Outcome:
 
     parts: list[Part]
     faults: dict[int, HibachiError]  # by place in the plan
-    cache_lost: bool = False  # everybody computes again
 
 
 class Runner(Protocol):
@@ -56,7 +55,13 @@ class Runner(Protocol):
         """The sequence has a row now."""
         ...
 
-    def run(self, plan: StepPlan) -> Outcome: ...
+    def run(self, plan: StepPlan) -> Outcome:
+        """Raises StepFailed; errors of single rows are in the outcome."""
+        ...
+
+    def rebuild(self, *, keep: bool) -> None:
+        """The contents of the cache are lost: make a new one. keep: from now on a failed step may not take it along."""
+        ...
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
         """The tokens of `part` are decided: remember them. `keep` selects them from the part."""
@@ -71,27 +76,50 @@ class Runner(Protocol):
         ...
 
 
-class CacheLost(Exception):
-    """The cache was given away to a call that failed; re-running rows would compute on nothing."""
+class StepFailed(Exception):
+    """The step did not happen, and no row is to blame; the library's error is `__cause__`.
+
+    why: "memory" ran out, the "device" is lost, or just the "cache", which was given away to a call that failed.
+    cache_lost: re-running rows would compute on nothing.
+    """
+
+    def __init__(self, why: Literal["memory", "device", "cache"], *, cache_lost: bool) -> None:
+        super().__init__(why)
+        self.why, self.cache_lost = why, cache_lost
 
 
-def isolate(call: Callable[[Any], Part], idx: Any, tries: int = 2) -> tuple[list[Part], dict[int, HibachiError]]:
-    """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone.
+def whole_step(e: Exception, backend: ArrayBackend, *, cache_lost: bool = False) -> StepFailed | None:
+    """What to raise if this error is none of a row; None if it may be one."""
+    if backend.fatal(e):
+        return StepFailed("device", cache_lost=True)
+    if backend.out_of_memory(e):
+        return StepFailed("memory", cache_lost=cache_lost)
+    return StepFailed("cache", cache_lost=True) if cache_lost else None
+
+
+def isolate(
+    call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, tries: int = 2
+) -> tuple[list[Part], dict[int, HibachiError]]:
+    """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone. Raises StepFailed.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
     Guilty is who fails twice, the second time alone: a model that fails once harms nobody. g guilty rows of n cost at
     most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty.
+
+    Halves keep the order of `idx`; a call gets its rows in the plan's.
     """
     try:
-        part = call(idx)
-    except CacheLost:
+        part = call(np.sort(idx))
+    except StepFailed:
         raise
     except Exception as e:
+        if (failed := whole_step(e, backend)) is not None:
+            raise failed from e
         if len(idx) == 1 and tries == 1:
             return [], {int(idx[0]): as_fault(e)}
         half = len(idx) // 2
-        parts, faults = isolate(call, idx[:half], 1) if half else ([], {})
-        more_parts, more_faults = isolate(call, idx[half:], 1)
+        parts, faults = isolate(call, idx[:half], backend, 1) if half else ([], {})
+        more_parts, more_faults = isolate(call, idx[half:], backend, 1)
         if not faults and not more_faults:
             then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
             log.warning("%d rows failed together and %s: %r", len(idx), then, e)
@@ -100,6 +128,20 @@ def isolate(call: Callable[[Any], Part], idx: Any, tries: int = 2) -> tuple[list
     if part.bad is not None and part.bad.any():
         faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
     return [part], faults
+
+
+def writers_first(plan: StepPlan) -> Any:
+    """[B] places in the plan, such that who computes a block comes before those who share it in this same step.
+
+    Only rows that have just started can share so, and they do it in the order in which they started.
+    """
+    if not plan.fresh:
+        return np.arange(len(plan.rows))
+    place = {row: i for i, row in enumerate(plan.rows.tolist())}
+    order = np.zeros(len(plan.rows), np.int64)
+    for n, seq in enumerate(plan.fresh, 1):
+        order[place[seq.row]] = n
+    return np.argsort(order, kind="stable")
 
 
 NOT_FINITE = (

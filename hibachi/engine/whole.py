@@ -49,7 +49,7 @@ class WholeRunner:
             groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
         outcome = Outcome([], {})
         for idx in groups:
-            parts, faults = isolate(lambda rows: self._forward(plan, lengths, rows), idx)
+            parts, faults = isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend)
             outcome.parts += parts
             outcome.faults |= faults
         return outcome
@@ -105,6 +105,9 @@ class WholeRunner:
         assert part.tokens is not None
         self.table.write(rows, positions, part.tokens[keep])
 
+    def rebuild(self, *, keep: bool) -> None:
+        pass
+
     def wipe(self, seq: Seq) -> None:
         pass
 
@@ -129,7 +132,7 @@ class FeedforwardRunner:
             groups.setdefault((seq.owner.prompt.shape, seq.owner.prompt.dtype), []).append(i)
         outcome = Outcome([], {})
         for members in groups.values():
-            parts, faults = isolate(lambda idx: self._forward(plan, idx), np.array(members))
+            parts, faults = isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend)
             outcome.parts += parts
             outcome.faults |= faults
         return outcome
@@ -146,6 +149,9 @@ class FeedforwardRunner:
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
+        pass
+
+    def rebuild(self, *, keep: bool) -> None:
         pass
 
     def wipe(self, seq: Seq) -> None:
