@@ -12,7 +12,7 @@ class Closing:
         raise NotImplementedError
 
     async def aclose(self) -> None:
-        """`close`, from asyncio."""
+        """`close`, from asyncio or trio."""
         self.close()
 
     def __enter__(self) -> Self:

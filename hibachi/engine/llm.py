@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.job import Job
+from hibachi.engine.loops import give_way, in_thread
 from hibachi.engine.measured import SCORING, Embedding, Score, embed, paired, score_of
 from hibachi.engine.pooling import PoolingBatchInference
-from hibachi.engine.stream import merge
+from hibachi.engine.stream import amerge, merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.files import locate, open_files
@@ -115,11 +115,13 @@ class LLM(Closing):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """`generate` for asyncio."""
+        """`generate` for asyncio and trio."""
         prompts = _listed(prompts)
         streams = self._start(prompts, [self._ids(p) for p in prompts], params)
         try:
-            await asyncio.gather(*[_exhaust(s) for s in streams])
+            choices = [c for s in streams for c in s.choices]
+            await give_way()
+            await amerge([c.tokens for c in choices], lambda i, tokens: choices[i].feed(tokens))
             return [s.completion() for s in streams]
         finally:
             for s in streams:
@@ -287,7 +289,7 @@ class LLM(Closing):
 
     async def aclose(self) -> None:
         """`close`, without holding up the event loop while the running step ends."""
-        await asyncio.to_thread(self.close)
+        await in_thread(self.close)
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
@@ -341,8 +343,3 @@ def _finish(streams: list[TextStream]) -> list[Completion]:
     finally:
         for s in streams:
             s.close()
-
-
-async def _exhaust(stream: TextStream) -> None:
-    async for _ in stream:
-        pass

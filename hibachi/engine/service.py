@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Engine, Stats
+from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
+from hibachi.engine.loops import in_thread
+from hibachi.engine.runner import Runner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
+from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
 
 class Service(Closing):
-    """Owns a `Worker`."""
+    """Owns a `Worker`.
 
-    def __init__(self, max_batch_size: int) -> None:
+    max_waiting: requests that may wait beside `max_batch_size` that run; with more, `run` raises QueueFull. None: any
+    number.
+    pause_after: items of a stream that may lie unread; with more, the request computes nothing until half of them are
+    read. None: any number.
+    restart: "on_failure": if the device is lost, make a new cache and compute all requests again, up to three times
+    without a step that succeeds in between; "never" (None): all streams raise EngineFailed.
+    stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
+    record: a file for all plans of the scheduler, for `hibachi.engine.recorder.replay`. None: only the last are kept.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        *,
+        max_waiting: int | None = None,
+        pause_after: int | None = None,
+        restart: str | None = None,
+        stall_after: float | None = STALL_AFTER,
+        record: str | Path | None = None,
+    ) -> None:
+        for name, value, least in (("max_waiting", max_waiting, 0), ("pause_after", pause_after, 1)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ConfigError(f"{name} must be an integer >= {least} (or None: no limit); got {value!r}.")
+        if restart not in (None, "never", "on_failure"):
+            raise ConfigError(f'restart must be "never" (or None) or "on_failure"; got {restart!r}.')
+        if stall_after is not None and not (isinstance(stall_after, (int, float)) and stall_after > 0):
+            raise ConfigError(f"stall_after must be a number of seconds > 0 (or None: never); got {stall_after!r}.")
         self.max_batch_size = max_batch_size
+        self._max_waiting, self._pause_after = max_waiting, pause_after
+        self._restart, self._stall_after, self._record = restart == "on_failure", stall_after, record
         self._building = threading.RLock()
         self._worker: Worker | None = None
         self._closed = False
@@ -28,9 +60,10 @@ class Service(Closing):
         if self._closed:
             raise EngineClosed("The engine is closed. Make a new one.")
 
-    def _serve(self, engine: Engine) -> Worker:
+    def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
         """Start serving; the caller holds `_building`, and has checked that we are open."""
-        self._worker = Worker(engine)
+        engine = Engine(scheduler, runner, restart=self._restart, record=self._record)
+        self._worker = Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
         return self._worker
 
     def _cancel(self, job: Job) -> None:  # a method, so that open streams keep their engine alive
@@ -40,6 +73,19 @@ class Service(Closing):
     def stats(self) -> Stats:
         """A snapshot: waiting, running, steps, tokens, free blocks."""
         return self._worker.stats() if self._worker else Stats(max_batch_size=self.max_batch_size)
+
+    def health(self) -> Health:
+        """How the engine is, asked from any thread, also while a forward pass hangs."""
+        if self._worker is not None:
+            return self._worker.health()
+        return Health("closed", "The engine is closed.") if self._closed else Health("idle", "No request has come yet.")
+
+    def dump(self) -> dict[str, Any]:
+        """The flight recorder: what the last steps computed, and for whom, to be written as JSON. It holds no tokens.
+
+        With all events since the start (`complete`), `hibachi.engine.recorder.replay` plays it again.
+        """
+        return self._worker.dump() if self._worker else {"complete": True, "events": []}
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
@@ -56,7 +102,7 @@ class Service(Closing):
 
     async def aclose(self) -> None:
         """`close`, without holding up the event loop while the running step ends."""
-        await asyncio.to_thread(self.close)
+        await in_thread(self.close)
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

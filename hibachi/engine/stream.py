@@ -1,4 +1,4 @@
-"""Where tokens leave the engine: a stream a request, iterated from any thread or from asyncio.
+"""Where tokens leave the engine: a stream a request, iterated from any thread, from asyncio or trio.
 
 The engine's side is a `Channel` (push, end); the user's side is an `ItemStream`. The engine holds no reference to the
 stream, so dropping it cancels the request. Nothing here takes a lock on the way of a token: a consumer first registers
@@ -7,7 +7,6 @@ that it waits and then looks at the buffer once more, the engine first fills the
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -16,34 +15,12 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from hibachi.engine.closing import Closing
+from hibachi.engine.loops import LoopEvent, LoopFuture, Wakeups, give_way, in_trio, loop_future
 from hibachi.errors import EngineClosed, RequestError
 from hibachi.request import Finish
 
 T = TypeVar("T")
-
-
-class Wakeups:
-    """Consumers to wake after a step: at most one post per event loop, whatever the number of streams."""
-
-    def __init__(self) -> None:
-        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-
-    def add(self, future: asyncio.Future[None]) -> None:
-        self._futures.setdefault(future.get_loop(), []).append(future)
-
-    def post(self) -> None:
-        for loop, futures in self._futures.items():
-            try:
-                loop.call_soon_threadsafe(_resolve, futures)
-            except RuntimeError:  # the loop was closed, and its consumers with it
-                continue
-        self._futures.clear()
-
-
-def _resolve(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+Waiter = threading.Event | LoopFuture | LoopEvent
 
 
 class Channel(Generic[T]):
@@ -73,7 +50,7 @@ class Channel(Generic[T]):
         self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
         self.finish: Finish | None = None
         self.error: BaseException | None = None
-        self._waiters: deque[threading.Event | asyncio.Future[None]] = deque()
+        self._waiters: deque[Waiter] = deque()
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
         self._drained: deque[Callable[[], None]] = (
             deque()
@@ -151,12 +128,12 @@ class Channel(Generic[T]):
         """There is an item, or the end."""
         return bool(self.buffer) or self.finish is not None
 
-    def listen(self, waiter: threading.Event | asyncio.Future[None]) -> None:
+    def listen(self, waiter: Waiter) -> None:
         """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more."""
         if waiter not in self._waiters:
             self._waiters.append(waiter)
 
-    def unlisten(self, waiter: threading.Event | asyncio.Future[None]) -> None:
+    def unlisten(self, waiter: Waiter) -> None:
         with suppress(ValueError):  # it was woken
             self._waiters.remove(waiter)
 
@@ -175,10 +152,10 @@ class Channel(Generic[T]):
             self.unlisten(event)
         return True
 
-    async def wait_async(self) -> None:
-        """Suspend this task until there is an item or the end."""
+    async def wait_async(self, trio: Any) -> None:
+        """Suspend this task until there is an item or the end. trio: what `in_trio` says."""
         while not self.ready:
-            future = asyncio.get_running_loop().create_future()
+            future = loop_future(trio)
             self.listen(future)
             try:
                 if not self.ready:
@@ -235,7 +212,7 @@ class ItemStream(Closing, Generic[T]):
         """The items that have come and were not read, without waiting."""
         channel, buffer = self._channel, self._channel.buffer
         items = [self._read(buffer.popleft()) for _ in range(len(buffer))]
-        if channel.paused:
+        if channel._drained:
             channel.eased()
         return items
 
@@ -253,7 +230,7 @@ class ItemStream(Closing, Generic[T]):
                     raise StopIteration from None
                 channel.wait()
             else:
-                if channel.paused:
+                if channel._drained:
                     channel.eased()
                 return self._read(item)
 
@@ -281,6 +258,12 @@ class ItemStream(Closing, Generic[T]):
             self.close()
 
     async def __anext__(self) -> T:
+        trio = in_trio()
+        if trio is not None:
+            await trio.checkpoint()
+        return await self._coming(trio)
+
+    async def _coming(self, trio: Any) -> T:
         channel = self._channel
         while True:
             try:
@@ -288,9 +271,9 @@ class ItemStream(Closing, Generic[T]):
             except IndexError:
                 if self._over():
                     raise StopAsyncIteration from None
-                await channel.wait_async()
+                await channel.wait_async(trio)
             else:
-                if channel.paused:
+                if channel._drained:
                     channel.eased()
                 return self._read(item)
 
@@ -305,7 +288,7 @@ class ItemStream(Closing, Generic[T]):
                 while True:
                     items.append(channel.buffer.popleft())
             except IndexError:
-                if channel.paused:
+                if channel._drained:
                     channel.eased()
                 if self._over():
                     return [read(item) for item in items]
@@ -330,13 +313,19 @@ class _Cursor(Generic[T]):
 
     def __init__(self, stream: ItemStream[T]) -> None:
         self._stream = stream
+        self._trio: Any = ...  # what `in_trio` says; looked up once for all items
 
     def __aiter__(self) -> _Cursor[T]:
         return self
 
     async def __anext__(self) -> T:
         try:
-            return await self._stream.__anext__()
+            if (trio := self._trio) is not None:
+                if trio is ...:
+                    trio = self._trio = in_trio()
+                if trio is not None and self._stream._channel.ready:  # who has to wait gives way anyhow
+                    await trio.checkpoint()
+            return await self._stream._coming(trio)
         except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
             self._stream.close()
             raise
@@ -368,7 +357,8 @@ class Item(Generic[T]):
 
     async def _wait(self) -> T:
         try:
-            await self._stream._channel.wait_async()
+            await give_way()
+            await self._stream._channel.wait_async(in_trio())
         except BaseException:
             self.cancel()
             raise
@@ -401,6 +391,30 @@ def closed(stream: ItemStream[Any]) -> Exception:
 def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
     """(which stream, its new items) as they come from any of them, until all have ended. Raises the first error."""
     event = threading.Event()
+    for came in _merged(streams, event):
+        if came is None:
+            event.wait()
+        else:
+            yield came
+
+
+async def amerge(streams: Sequence[ItemStream[T]], take: Callable[[int, list[T]], object]) -> None:
+    """`merge` for asyncio and trio: calls take(which stream, its new items).
+
+    Not an async generator, which would outlive an exception until its loop finds the time to close it.
+    """
+    event = LoopEvent()
+    for came in _merged(streams, event):
+        if came is None:
+            await event.wait()
+        else:
+            take(*came)
+
+
+def _merged(
+    streams: Sequence[ItemStream[T]], event: threading.Event | LoopEvent
+) -> Iterator[tuple[int, list[T]] | None]:
+    """What `merge` yields, and None when the caller must wait for the event."""
     active = dict(enumerate(streams))
     try:
         while active:
@@ -416,7 +430,7 @@ def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
                     del active[i]
                     stream._over()
             if active:
-                event.wait()
+                yield None
     finally:
         for stream in streams:
             stream._channel.unlisten(event)
@@ -437,11 +451,13 @@ def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
 
 async def await_any(streams: Sequence[ItemStream[Any]]) -> None:
     """Suspend this task until one of the streams has an item, or has ended."""
-    channels, future = [s._channel for s in streams], asyncio.get_running_loop().create_future()
+    channels, future = [s._channel for s in streams], loop_future(in_trio())
     try:
         for channel in channels:
             channel.listen(future)
-        if not any(channel.ready for channel in channels):
+        if any(channel.ready for channel in channels):
+            await give_way()
+        else:
             await future
     finally:
         for channel in channels:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hibachi.engine.closing import Closing
+from hibachi.engine.loops import give_way
 from hibachi.engine.stream import ItemStream, await_any, closed, wait_any
 from hibachi.model.text import Detokenizer
 from hibachi.request import Finish
@@ -238,6 +239,7 @@ class _Pieces:
 
     async def __anext__(self) -> Piece:
         try:
+            await give_way()
             while (piece := self.poll()) is None:
                 if not self.active:
                     raise StopAsyncIteration
