@@ -6,6 +6,10 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
+from hibachi.errors import ConfigError
+
 BACKEND = {
     "action": "append",
     "default": [],
@@ -57,3 +61,21 @@ def words(args: argparse.Namespace) -> Iterator[str]:
             yield flag
         else:
             yield from (f"{flag}={each}" for each in (value if isinstance(value, list) else [value]))
+
+
+def ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--prompt takes token ids with commas between them, as 1,2,3; got {text!r}.") from None
+
+
+def token(text: str | None) -> Any:
+    """A number for a scalar token, else an array (1, *tok)."""
+    if text is None:
+        return None
+    try:
+        values = [float(part) if set(part) & set(".en") else int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--padding-token takes a number, or several as 0,0,0; got {text!r}.") from None
+    return values[0] if len(values) == 1 else np.array([values])

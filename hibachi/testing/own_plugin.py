@@ -6,13 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hibachi.engine.named import model_named, object_named
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.tensor.discover import resolve
-from hibachi.testing.options import OPTIONS, add_to
+from hibachi.testing.options import OPTIONS, add_to, ids, token
 from hibachi.testing.own import Own
 from hibachi.testing.plugin import WIDTH, reason, table, title
 
@@ -57,24 +56,6 @@ def models(config: pytest.Config) -> dict[str, Own]:
         return {asked: Own(model_named(name, backend), backend, **settings) for asked, backend in backends}
     own = Own(model_named(name), **settings)
     return {own.backend.name: own}
-
-
-def ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--prompt takes token ids with commas between them, as 1,2,3; got {text!r}.") from None
-
-
-def token(text: str | None) -> Any:
-    """A number for a scalar token, else an array (1, *tok)."""
-    if text is None:
-        return None
-    try:
-        values = [float(part) if set(part) & set(".en") else int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--padding-token takes a number, or several as 0,0,0; got {text!r}.") from None
-    return values[0] if len(values) == 1 else np.array([values])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

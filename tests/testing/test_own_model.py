@@ -15,8 +15,8 @@ from hibachi import ConfigError, load, load_model
 from hibachi.engine.named import object_named
 from hibachi.testing import prompts, toys
 from hibachi.testing.answers import Answer, different
+from hibachi.testing.options import ids, token
 from hibachi.testing.own import Own, backend_of
-from hibachi.testing.own_plugin import ids, token
 from hibachi.testing.spy import Spy
 
 from .broken_models import BROKEN, NUMPY, RemembersByPlace

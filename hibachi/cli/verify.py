@@ -1,0 +1,118 @@
+"""find out whether a model is safe to batch, and what is wrong if it is not
+
+Everything about a request's calls is changed, one thing at a time: it is made
+again, beside others, padded, in chunks, in other blocks of the cache. A table
+says what stayed equal; the pattern of what did not names the fault. MODEL is
+pkg:Class or file.py:Class for a model of your own (made as `hibachi generate`
+makes it), or what `hibachi generate` takes: a folder, a .gguf file, tiny.
+
+Exit status: 0 no fault, 1 a fault, 2 the model or an option cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hibachi.engine.named import is_named, model_named, object_named
+from hibachi.errors import ConfigError, HibachiError
+from hibachi.model.registry import load_model
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import resolve
+from hibachi.testing.options import ids, token
+from hibachi.verify.bench import CHUNKS, SIZES, Bench, prompts_in
+from hibachi.verify.report import verify
+
+USAGE = 2
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="MODEL", help="pkg:Class, file.py:Class, a folder, a file, or tiny")
+    add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: the model's own, else numpy)")
+    add("--deterministic", action="store_true", help="make the model on deterministic kernels; rounding is a fault")
+    add("--exact", action="store_true", help="a difference by rounding is a fault, too")
+    add("--tolerance", type=float, metavar="X", help="what is rounding, relative to the largest output (by dtype)")
+    add("--json", action="store_true", help="for programs")
+    add("--prompt", action="append", default=[], metavar="IDS", help="token ids to try it on, as 1,2,3; repeatable")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="the same from a file, a line for each; JSON lists for other tokens",
+    )
+    add("--examples", metavar="NAME", help="prompts or inputs of other kinds: module:NAME of a list or function")
+    add("--vocab-size", type=int, metavar="N", help="draw ids below N (default: the model's vocab_size)")
+    add("--feedforward", action="store_true", help="forward takes one input, not a sequence of tokens")
+    add("--padding-token", metavar="TOKEN", help="pad with this only (default: several, if the model takes lengths)")
+    add("--no-padding", action="store_true", help="rows are never padded")
+    add("--batch", type=numbers, default=SIZES, metavar="N,...", help=f"rows in a batch (default: {shown(SIZES)})")
+    add("--chunks", type=numbers, default=CHUNKS, metavar="N,...", help=f"tokens of chunks (default: {shown(CHUNKS)})")
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
+    add("--dtype", metavar="NAME", help="to compute in, where a folder or file is loaded (default: float32)")
+    add("--seed", type=int, default=0, metavar="N", help="of the ids that are drawn (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        bench = _bench(args)
+    except (HibachiError, OSError) as e:
+        print(f"hibachi: {e}", file=sys.stderr)
+        return USAGE
+    try:
+        report = verify(bench)
+    finally:
+        bench.close()
+    if args.json:
+        print(json.dumps({"model": args.model, **report.as_json()}, indent=2))
+    else:
+        print("\n".join(report.lines()))
+    return 0 if report.good else 1
+
+
+def _bench(args: argparse.Namespace) -> Bench:
+    given: list[Any] = [ids(p) for p in args.prompt]
+    if sum(map(bool, (given, args.prompts, args.examples))) > 1:
+        raise ConfigError("Pass one of --prompt, --prompts and --examples; got more.")
+    if args.prompts:
+        given = prompts_in(args.prompts)
+    backend = _backend(args)
+    if is_named(args.model):
+        model: Any = model_named(args.model, backend)
+    else:
+        model = load_model(args.model, backend or "numpy", dtype=args.dtype, max_model_len=args.max_model_len)
+        backend = backend or model.backend
+    return Bench(
+        model,
+        backend,
+        name=args.model,
+        examples=object_named(args.examples) if args.examples else given or None,
+        vocab_size=args.vocab_size,
+        feedforward=args.feedforward or None,
+        padding=not args.no_padding,
+        padding_token=token(args.padding_token),
+        max_model_len=args.max_model_len,
+        tolerance=args.tolerance,
+        exact=args.exact or args.deterministic,
+        sizes=args.batch,
+        chunks=args.chunks,
+        seed=args.seed,
+    )
+
+
+def _backend(args: argparse.Namespace) -> ArrayBackend | None:
+    if args.backend is None and not args.deterministic:
+        return None
+    backend = resolve(args.backend or "numpy")
+    return backend.invariant() if args.deterministic else backend
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def shown(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))

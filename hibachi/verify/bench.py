@@ -1,0 +1,342 @@
+"""A model on the bench: the rows that it is tried on, what it says to each alone, and how outputs are compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from hibachi.engine.autoregressive import level_of
+from hibachi.engine.job import as_token
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.testing import prompts
+from hibachi.testing.own import KINDS, backend_of
+from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Piece, WholeDriver
+
+MAIN, LONG, STEPS = 11, 21, 3  # tokens of most prompts, of a long one, and tokens after each prompt
+LEAST = 12  # tokens that a model must take, for all trials to have room
+SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
+TOLERANCE = {"bfloat16": 5e-2, "float16": 1e-2}  # where another is not asked for; of other dtypes:
+ROUNDING = 1e-4
+NAMES = "abcdef"
+
+Rows: TypeAlias = Sequence[tuple[str, int]]  # (name, tokens of the prompt)
+Variant: TypeAlias = tuple[str, Callable[[], Outputs]]  # what is done, in words
+State: TypeAlias = Literal["equal", "rounding", "differs", "failed", "skipped"]
+
+
+class Difference(NamedTuple):
+    """Of one number, in one output of a row: `got` where the row alone had `want`.
+
+    size: relative to the largest output of the row alone. seen: tokens that the model had seen of the row. step: which
+    new token of the request it is, from 1.
+    """
+
+    size: float
+    row: str
+    seen: int
+    step: int
+    index: tuple[int, ...]
+    got: float
+    want: float
+
+    def told(self) -> str:
+        place = f", output {', '.join(map(str, self.index))}" if self.index else ""
+        step = f", new token {self.step}" if self.step else ""
+        return f"row {self.row}{step}{place}: {self.got:.6g}, alone {self.want:.6g}"
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a trial. worst: the largest difference of all variants. first: the first that is a fault, or else
+    the first there is, and in which variant. why: it was skipped, or what was raised."""
+
+    key: str
+    title: str
+    state: State = "equal"
+    worst: float = 0.0
+    first: Difference | None = None
+    variant: str = ""
+    why: str = ""
+    error: BaseException | None = None
+    bad: list[str] = field(default_factory=list)  # all variants that are faulty
+
+    @property
+    def faulty(self) -> bool:
+        return self.state in ("differs", "failed")
+
+    def fail(self, variant: str, why: str, error: BaseException | None = None) -> None:
+        if self.state != "failed" and not self.bad:
+            self.variant = variant
+        self.bad.append(variant)
+        if self.state != "failed":
+            self.state, self.why, self.error = "failed", why, error
+
+
+class Bench:
+    """A model, and what it takes to try it; the arguments are those of the command.
+
+    examples: prompts (S, *tok), or inputs of a feed-forward model; None: the model's own, else ids are drawn below
+    vocab_size. padding: may rows be padded? padding_token: with what; None: several things, if the model is told the
+    lengths. tolerance: how large a difference may be to count as rounding, relative to the largest output; None: by
+    dtype. exact: no difference may be.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        backend: ArrayBackend | None = None,
+        *,
+        name: str | None = None,
+        examples: Any = None,
+        vocab_size: int | None = None,
+        feedforward: bool | None = None,
+        padding: bool = True,
+        padding_token: Any = None,
+        max_model_len: int | None = None,
+        tolerance: float | None = None,
+        exact: bool = False,
+        dtype: str | None = None,
+        sizes: Sequence[int] = SIZES,
+        chunks: Sequence[int] = CHUNKS,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
+        feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
+        self.rung = None if feedforward else level_of(model)
+        self.backend = backend or backend_of(model)
+        self.sizes, self.chunks = tuple(sizes), tuple(chunks)
+        if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
+            raise ConfigError(f"Batch sizes must be >= 2 and chunks >= 1; got {list(sizes)} and {list(chunks)}.")
+        self.dtype = dtype or (found if isinstance(found := getattr(model, "dtype", None), str) else "float32")
+        self.tolerance = tolerance if tolerance is not None else TOLERANCE.get(self.dtype, ROUNDING)
+        size = getattr(model, "vocab_size", None)
+        self.vocab: int | None = size if self.rung else None
+        self.ids = None if feedforward else vocab_size or size
+        limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
+        self._sized(limit if isinstance(limit, int) else LONG + STEPS)
+        self.driver = self._driver()
+        self.base: Outputs = {}  # what each row gets alone
+        self.changed: list[str] = []  # what the model keeps and calls have changed, once all trials are done
+        self._put_rows(examples, padding, padding_token)
+
+    def _sized(self, limit: int) -> None:
+        if limit < LEAST:
+            raise ConfigError(f"To verify a model takes a max_model_len >= {LEAST}; got {limit}.")
+        self.long = min(LONG, limit - STEPS)
+        self.main = min(MAIN, max(STEPS + 2, self.long // 2))
+        self.half = STEPS + 2 if self.main > 2 * STEPS + 2 else 0  # a prompt that is shorter; 0: there is no room
+
+    def _driver(self) -> Driver:
+        if self.rung is None:
+            return FeedforwardDriver(self.model, self.backend)
+        if self.rung < 2:
+            return WholeDriver(self.model, self.backend, self.vocab, self.rung)
+        rows = max(*self.sizes, 3) + 1
+        return CachedDriver(
+            self.model, self.backend, self.vocab, longest=self.long + STEPS, rows=rows, dtype=self.dtype
+        )
+
+    # ---- rows --------------------------------------------------------------------------------------------------
+
+    def _put_rows(self, examples: Any, padding: bool, padding_token: Any) -> None:
+        """Rows of tokens under names: all that a trial needs of a prompt and what comes after it."""
+        how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
+        if examples is None:
+            examples = getattr(self.model, "example_inputs" if self.rung is None else "example_prompts", None)
+        examples = examples() if callable(examples) else examples
+        if examples is None and (not isinstance(self.ids, int) or self.ids < 2):
+            raise ConfigError(f"There is nothing to try {self.name} on. {how}.")
+        rows = self.driver.tokens
+        if examples is None:
+            for i, name in enumerate(NAMES):
+                rows[name] = self._cast(prompts.draw(self.ids or 0, self.long + STEPS, self.seed + i))
+        else:
+            found = prompts.given(examples, self.backend, how)
+            if self.rung is None:
+                found = [f for f in found if f.shape == found[-1].shape]
+            for name, example in zip(NAMES, found, strict=False):
+                rows[name] = self._cast(example)
+        if self.rung is not None and examples is not None:
+            self._grow()
+        self.names = list(self._different())
+        if len(self.names) < 2:
+            what = "of one shape" if self.rung is None else f"that differ in their first {self.main} tokens"
+            raise ConfigError(f"To see whether rows influence each other takes two examples {what}. {how}.")
+        driver = self.driver
+        if isinstance(driver, WholeDriver) and padding:
+            driver.fills = self._fills(padding_token)
+
+    def _cast(self, tokens: HostArray) -> HostArray:
+        """As an engine does."""
+        if self.vocab is None:
+            return tokens
+        if (
+            tokens.dtype.kind not in "iu"
+            or tokens.ndim != 1
+            or not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab
+        ):
+            raise ConfigError(f"Examples must be token ids from 0 to {self.vocab - 1}; got {prompts_shown(tokens)}.")
+        return tokens.astype(np.int32)
+
+    def _different(self) -> Iterable[str]:
+        rows, n = self.driver.tokens, self.main if self.rung is not None else None
+        for i, name in enumerate(rows):
+            if not any(prompts.same(rows[name][:n], rows[other][:n]) for other in list(rows)[:i]):
+                yield name
+
+    def _grow(self) -> None:
+        """Examples become as long as a trial needs them, by what the model says to them.
+
+        A model that fails at that gets what it said last again and again: it will fail the first trial.
+        """
+        rows = self.driver.tokens
+        for name in list(rows):
+            session, start = self.driver.fresh(), 0
+            while len(rows[name]) < self.long + STEPS:
+                end = len(rows[name])
+                try:
+                    out = session.call([Piece(name, start, end)])[name, end]
+                    token = np.asarray(out.argmax() if self.vocab is not None else out)
+                except Exception:
+                    token = rows[name][-1]
+                rows[name] = np.concatenate([rows[name], token[None].astype(rows[name].dtype)])
+                start = end
+
+    def _fills(self, token: Any) -> list[HostArray]:
+        driver, first = self.driver, self.driver.tokens["a"]
+        if token is not None:
+            try:
+                return [as_token(token, first.shape[1:], first.dtype, "padding token")[None]]
+            except InvalidRequest as e:
+                raise ConfigError(str(e)) from None
+        if not isinstance(driver, WholeDriver) or not driver.takes_lengths:
+            return []
+        return [np.zeros_like(first[:1]), first[:1], driver.tokens[self.names[1]][1:2]]
+
+    def others(self, n: int) -> list[str]:
+        """n rows that are not "a"; where there are too few, some are other requests with the same tokens."""
+        others = self.names[1:]
+        return [name if i < len(others) else f"{name}#{i}" for i, name in zip(range(n), others * n, strict=False)]
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def prompt(self, row: str, n: int) -> list[list[Piece]]:
+        """The calls of a request for itself: the prompt of n tokens, then its next ones, each in a call."""
+        if self.rung is None:
+            return [[Piece(row, 0, 0)]]
+        return [[Piece(row, 0, n)], *([Piece(row, n + i, n + i + 1)] for i in range(STEPS))]
+
+    def alone(self, row: str = "a", n: int | None = None, *, session: Any = None, **how: Any) -> Outputs:
+        session = session or self.driver.fresh()
+        out: Outputs = {}
+        for call in self.prompt(row, self.main if n is None else n):
+            out |= session.call(call, **how)
+        return out
+
+    def together(self, rows: Rows) -> Outputs:
+        """All at once: each call has a piece of every row."""
+        session, out = self.driver.fresh(), Outputs()
+        for calls in zip(*(self.prompt(*row) for row in rows), strict=True):
+            out |= session.call([piece for call in calls for piece in call])
+        return out
+
+    # ---- comparison --------------------------------------------------------------------------------------------
+
+    def learn(self, row: str, n: int) -> Outputs:
+        """What this row gets alone, which all that comes later is compared with. Raises Found if it is not finite."""
+        out = self.alone(row, n)
+        for (_, seen), values in out.items():
+            if values.dtype.kind in "fc" and np.isnan(values).any():
+                raise Found(f"The output for row {row} after {seen} tokens is NaN.")
+        self.base |= out
+        return out
+
+    def compare(self, got: Outputs) -> tuple[float, Difference | None]:
+        """The largest difference to what the rows got alone, and the first that is more than rounding, or else the
+        first there is."""
+        worst, first, fault = 0.0, None, None
+        for (row, seen), values in got.items():
+            base = self.base[row.partition("#")[0], seen]
+            if values.shape != base.shape:
+                raise Found(f"The output of row {row} has shape {values.shape}; alone {base.shape}.")
+            d = difference(row, seen, self._step(seen), values, base)
+            if d is None:
+                continue
+            worst, first = max(worst, d.size), first or d
+            if fault is None and not self.rounding(d.size, values):
+                fault = d
+        return worst, fault or first
+
+    def _step(self, seen: int) -> int:
+        """Which new token of its request this is, from the number of tokens seen."""
+        if self.rung is None:
+            return 0
+        return next((seen - n + 1 for n in (self.long, self.main, self.half, 1) if n and seen >= n), 0)
+
+    def rounding(self, size: float, values: HostArray) -> bool:
+        return values.dtype.kind in "fc" and size <= self.tolerance
+
+    def equal(self, a: Outputs, b: Outputs) -> bool:
+        """The same outputs, up to rounding?"""
+        pairs = list(zip(a.values(), b.values(), strict=True))
+        found = [difference("", 0, 0, x, y) for x, y in pairs if x.shape == y.shape]
+        return len(found) == len(pairs) and all(
+            d is None or self.rounding(d.size, x) for d, (x, _) in zip(found, pairs, strict=True)
+        )
+
+    def describe(self) -> list[str]:
+        library = ", ".join(self.backend.versions().values())
+        if self.rung is None:
+            rows = f"{len(self.names)} inputs"
+        else:
+            rows = f"{len(self.names)} rows of tokens, prompts of 1 to {self.long}, {STEPS} new tokens each"
+        limit = (
+            "no difference is allowed" if self.exact else f"rounding is up to {self.tolerance:g} of the largest output"
+        )
+        return [f"{self.name}: {KINDS[self.rung]}", f"on {self.backend.name} ({library}); {rows}; {limit}"]
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+def difference(row: str, seen: int, step: int, got: HostArray, want: HostArray) -> Difference | None:
+    """The place where two outputs of one shape differ most; None if they are equal, NaN and infinities included."""
+    if got.dtype.kind == "b":
+        got, want = got.astype(int), want.astype(int)
+    unequal = (got != want) & ~((got != got) & (want != want))
+    if not unequal.any():
+        return None
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = np.abs(want[np.isfinite(want)])
+        scale = float(finite.max()) if finite.size else 1.0
+        off = np.where(unequal, np.abs(got.astype(np.float64) - want), 0.0) / (scale or 1.0)
+    off = np.where(np.isnan(off), math.inf, off)
+    place = np.unravel_index(int(off.argmax()), off.shape)
+    index = tuple(int(i) for i in place)
+    return Difference(float(off[place]), row, seen, step, index, float(got[place]), float(want[place]))
+
+
+def prompts_shown(tokens: HostArray) -> str:
+    return f"{tokens.dtype} of shape {tokens.shape}, {tokens.ravel()[:6].tolist()}"
+
+
+def prompts_in(path: Path) -> list[Any]:
+    """Prompts of a text file: a line of ids, or a list in JSON, for each. Raises ConfigError."""
+    out = []
+    for i, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            out.append(json.loads(line) if "[" in line else [int(part) for part in line.replace(",", " ").split()])
+        except ValueError:
+            raise ConfigError(f"{path}, line {i}: expected token ids, or a list in JSON; got {line!r:.60}.") from None
+    return out

@@ -1,0 +1,407 @@
+"""From the pattern of trials that failed to what is wrong with the model, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hibachi.verify.bench import Bench, Result
+from hibachi.verify.drive import CachedDriver, Outputs, Piece, WholeDriver
+from hibachi.verify.inside import GENERATOR, training
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """key: for programs. what: the fault. mend: what to do. saw: the evidence, beside the trials that failed."""
+
+    key: str
+    what: str
+    mend: str
+    saw: tuple[str, ...] = ()
+
+
+def _cause(key: str, what: str, mend: str) -> Cause:
+    return Cause(key, what, mend)
+
+
+EVAL = "Call .eval() on it before it is used."
+FAILS = _cause("fails-alone", "It cannot compute a request alone", "Mend what it says first.")
+NAN = _cause(
+    "not-finite", "It returns NaN", "Look for an overflow or a division by zero; a float16 model may need float32."
+)
+ONE = _cause(
+    "batch-of-one",
+    "It fails on a batch of one row, and not on two",
+    "A batch of one row is a batch: look for squeeze() without a dimension, and for code that tells the two apart.",
+)
+INPUTS = _cause(
+    "writes-input",
+    "It writes into its arguments",
+    "Copy them first: the engine calls again with the same arguments when a step has failed.",
+)
+TRAINING = _cause("training-mode", "It is in training mode, so dropout draws anew in every call", EVAL)
+RANDOM = _cause(
+    "random",
+    "The same call does not give the same twice: dropout, or a random generator",
+    "Switch dropout off, and return logits: the engine draws, from a seed of each request.",
+)
+STATE = _cause(
+    "shared-state",
+    "It keeps state of its own, which all rows and requests share",
+    "An output may depend on the arguments only. What a request must remember belongs in the cache that `step` gets "
+    "and returns (level 2); keep nothing in the model, its class or its module.",
+)
+STATISTICS = _cause(
+    "batch-statistics",
+    "Statistics over the batch: a row changes with the content of the others, not with copies of itself nor with their "
+    "order. That is batch normalisation in training mode, or a mean or softmax over dimension 0",
+    "Normalise with stored statistics (in PyTorch: call .eval()), and reduce over the dimensions of one row only.",
+)
+SIZE = _cause(
+    "batch-size",
+    "A row changes with the number of rows, whatever is in them",
+    "Look for code that uses the size of dimension 0: a sum over the batch, a division by it, a branch for one row.",
+)
+ORDER = _cause(
+    "row-order", "The outputs are right, but in another order than the rows", "Return output i for row i of the input."
+)
+MIXED = _cause(
+    "rows-mixed",
+    "Rows influence each other: a row depends on which others are in the batch",
+    "Look for an operation across dimension 0 (of packed tokens: across rows), a sort, a roll, a reshape that joins "
+    "batch and sequence, or row 0 used for all.",
+)
+LENGTH = _cause(
+    "other-length",
+    "A row reads the length or place of another: rows of equal length are right, rows of different length are not",
+    "Each row has its own x.start and x.kv_len, its tokens are cu_q[i] to cu_q[i + 1] - 1, x.seg says whose one is.",
+)
+RAGGED = _cause(
+    "other-place",
+    "It takes the tokens or outputs of one row for those of another where not all rows are in the same phase",
+    "Return one output for each entry of x.last, and find a row's tokens by x.cu_q or x.seg.",
+)
+LEAKS = _cause(
+    "padding-leaks",
+    "Padding leaks into the row: what is in the padding changes the output",
+    "Mask it: row i has width - lengths[i] padding tokens in front of its own. Attention must hide them (-inf before "
+    "softmax), sums and means must leave them out. Or never pad: leave padding_token out.",
+)
+COUNTS = _cause(
+    "padding-counts",
+    "Padding is counted: how much of it there is changes the output, its values do not",
+    "Positions, means and lengths must come from `lengths`, not from the width of the batch: the first token of row i "
+    "stands at width - lengths[i], and its position is 0.",
+)
+RIGHT = _cause(
+    "padding-right",
+    "It expects padding behind the tokens of a row",
+    "Rows are padded on the left: the last lengths[i] tokens of row i are its own, the newest is always last.",
+)
+PAD = _cause(
+    "padding",
+    "A row with padding in front is not what it is alone",
+    "Mask the padding by `lengths`, or never pad: leave padding_token out.",
+)
+POSITION = _cause(
+    "resume-position",
+    "The wrong position on resume: a prompt that goes on in a later call is not computed as it is in one call, though "
+    "it sees what came before",
+    "Use x.pos, the position of each new token in its sequence. Counting from 0 in each call is right for a prompt at "
+    "once only.",
+)
+PAST = _cause(
+    "past-lost",
+    "A call does not see what earlier calls have computed",
+    "Attend over the cache (`backend.attend`), not over this call's tokens alone; begin with the state that `step` "
+    "gets.",
+)
+RETURN = _cause(
+    "state-not-returned",
+    "The state comes back as it was given",
+    "Return the new state of every layer, at its place in the list: `return logits, [*new_states]`.",
+)
+LAST = _cause(
+    "wrong-output",
+    "It ignores x.last: the output of another token than the one asked for",
+    "Return the outputs of the tokens x.last, in its order, one for each: `backend.take(h, x.last)`.",
+)
+MIDDLE = _cause(
+    "middle-output",
+    "The output of a token amid a prompt is not that of a prompt that ends there",
+    "What belongs to a token is at x.pos; x.kv_len and the size of the call belong to the whole row. Requests for "
+    "log-probabilities of the prompt get wrong ones.",
+)
+FUTURE = _cause(
+    "looks-ahead",
+    "A token sees those that come after it in the call",
+    "Mask the attention causally: `backend.attend` does.",
+)
+SLOT = _cause(
+    "wrong-slot",
+    "It writes to the cache where the request has no place",
+    "Write key and value of token t to slot x.slot[t]: block * block size + offset. `backend.attend` does.",
+)
+BLOCKS = _cause(
+    "block-table",
+    "It depends on which blocks of the cache a request holds",
+    "Position p of row i lies in block x.block_table[i, p // block size]: blocks need not be neighbours.",
+)
+STALE = _cause(
+    "stale-cache",
+    "It reads what an earlier request left in the cache",
+    "Row i may read positions 0 to x.kv_len[i] - 1 only, and x.pos says how far each token sees.",
+)
+PREFIX = _cause(
+    "own-cache",
+    "It does not see tokens that another request has computed, though they are in the row's blocks",
+    "Read the past through x.block_table only, not from memory of its own by row.",
+)
+ROW = _cause(
+    "row-index",
+    "It depends on which row of the engine a request holds",
+    "x.row is where a request is kept, not who it is: use it for nothing that reaches the output.",
+)
+SLACK = _cause(
+    "padded-step",
+    "Padding tokens in a step change the output (they stand at block 0, and rows of padding at the end)",
+    "Count rows by x.kv_len or x.cu_q: tokens from x.cu_q[-1] on are padding, as are rows without tokens.",
+)
+ROUNDING = _cause(
+    "rounding",
+    "Bits depend on the batch, by no more than rounding",
+    "Matrix products, sums and attention round differently in other shapes; a library's fast kernels promise no more.",
+)
+OTHER = _cause(
+    "unnamed", "An output depends on more than the request", "Look at the trials that failed, the first one first."
+)
+
+
+def diagnose(b: Bench, results: dict[str, Result]) -> list[Cause]:
+    """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
+    bad = {key for key, r in results.items() if r.faulty}
+    if "alone" in bad:
+        return [_alone(b, results["alone"])]
+    found: list[Cause] = []
+    if "inputs" in bad:
+        found.append(_saw(INPUTS, results["inputs"].why))
+    if bad & {"again", "after"}:
+        return [*found, _memory(b, "again" in bad)]
+    company = _company(b, bad)
+    if company is not None and company.key == STATISTICS.key:
+        return [*found, company]  # over the tokens of a step: chunks and padding change them too
+    found += _pieces(b, bad)
+    if not bad & PIECES and company is not None:
+        found.append(company)
+    if company is None and bad & {"padding", "values", "beside"}:
+        found.append(_padding(b, bad))
+    return found
+
+
+def unnamed(b: Bench) -> Cause:
+    """Where no pattern fits; or where bits were to be equal, and nothing but rounding differs."""
+    return ROUNDING if b.exact else OTHER
+
+
+PIECES = {"wanted", "decode", "chunks"}
+
+
+def _saw(cause: Cause, *saw: str) -> Cause:
+    return replace(cause, saw=tuple(s for s in saw if s))
+
+
+def _works(b: Bench, make: Callable[[], Outputs]) -> bool:
+    """Can it be computed, and is it what the rows get alone, up to rounding?"""
+    try:
+        _, first = b.compare(make())
+        return first is None or b.rounding(first.size, b.base[first.row.partition("#")[0], first.seen])
+    except Exception:
+        return False
+
+
+def _runs(make: Callable[[], Outputs]) -> Outputs | None:
+    try:
+        return make()
+    except Exception:
+        return None
+
+
+# ---- a request for itself --------------------------------------------------------------------------------------------
+
+
+def _alone(b: Bench, r: Result) -> Cause:
+    if r.error is None:
+        return _saw(NAN if "NaN" in r.why else FAILS, r.why)
+    if _runs(lambda: b.together([("a", b.main), (b.names[1], b.main)])) is not None:
+        if norms := [k for k in training(b.model) if "dropout" not in k.lower()]:
+            return _saw(STATISTICS, f"In training mode: {', '.join(norms)}.", f"On one row: {r.why}")
+        return _saw(ONE, r.why)
+    return _saw(FAILS, r.why)
+
+
+def _memory(b: Bench, again: bool) -> Cause:
+    kept = f"Changed by calls: {', '.join(b.changed[:4])}." if b.changed else ""
+    if again and (layers := training(b.model)):
+        return _saw(TRAINING, f"In training mode: {', '.join(layers)}.", kept)
+    if again and (not b.changed or any(GENERATOR in name for name in b.changed)):
+        return _saw(RANDOM, kept)
+    return _saw(STATE, kept)
+
+
+# ---- pieces of a sequence, and places in the cache -------------------------------------------------------------------
+
+
+def _pieces(b: Bench, bad: set[str]) -> Iterator[Cause]:
+    if bad & PIECES:
+        yield _resumed(b, bad)
+    if "slots" in bad:
+        yield SLOT
+    if "blocks" in bad and "slots" not in bad:
+        yield BLOCKS
+    if "used" in bad and not bad & {"slots", "blocks"}:
+        yield STALE
+    if "row" in bad:
+        yield ROW
+    if "prefix" in bad and not bad & {"slots", "blocks", "row"} | (bad & PIECES):
+        yield PREFIX
+    if "slack" in bad and b.backend.static_shapes:
+        yield SLACK
+
+
+def _resumed(b: Bench, bad: set[str]) -> Cause:
+    d = b.driver
+    assert isinstance(d, CachedDriver)
+    at = lambda row, j: d.fresh().call([Piece(row, 0, b.main, at=j)])  # noqa: E731
+    first, last = _runs(lambda: at("a", 0)), _runs(lambda: at("a", b.main - 1))
+    if first and last and b.equal(first, last):
+        return LAST
+    if "wanted" in bad:
+        d.tokens["later"] = np.concatenate([d.of("a")[: b.half], d.of(b.names[1])[b.half :]])
+        ours, theirs = _runs(lambda: at("a", b.half - 1)), _runs(lambda: at("later", b.half - 1))
+        if ours and theirs and not b.equal(ours, theirs):
+            return FUTURE
+        if not bad & {"decode", "chunks"}:
+            return LENGTH if "ragged" in bad else MIDDLE
+    if d.states and len(d.moved) < len(d.states):
+        layers = [str(i) for i in d.states if i not in d.moved]
+        return _saw(RETURN, f"Never changed: the state of layer {', '.join(layers)}.")
+    if not _sees_the_past(b, d, chunk="chunks" in bad):
+        return PAST
+    return _saw(POSITION, *_where(b, d))
+
+
+def _sees_the_past(b: Bench, d: CachedDriver, chunk: bool) -> bool:
+    """Does the end of a prompt depend on its beginning, where an earlier call has computed that?"""
+    n, cut = b.main, b.main // 2 if chunk else b.main - 1
+    d.tokens["other"] = np.concatenate([d.of(b.names[1])[:cut], d.of("a")[cut:]])
+
+    def end(row: str) -> Outputs:
+        session = d.fresh()
+        session.call([Piece(row, 0, cut, emit=False)])
+        return session.call([Piece(row, cut, n)])
+
+    ours, theirs = _runs(lambda: end("a")), _runs(lambda: end("other"))
+    return ours is None or theirs is None or not b.equal(ours, theirs)
+
+
+def _where(b: Bench, d: CachedDriver) -> Iterator[str]:
+    """The first thing in the cache that another way of cutting the prompt changes."""
+    cut = b.main // 2
+    whole, pieces, shifted = d.fresh(), d.fresh(), d.fresh()
+    d.tokens["tail"] = d.of("a")[cut:]
+    if None in (
+        _runs(lambda: whole.call([Piece("a", 0, b.main)])),
+        _runs(lambda: pieces.call([Piece("a", 0, cut, emit=False)]) | pieces.call([Piece("a", cut, b.main)])),
+        _runs(lambda: shifted.call([Piece("tail", 0, b.main - cut)])),
+    ):
+        return
+    one, two, three = whole.written(), pieces.written(), shifted.written()
+    for name in one:
+        at, now, tail = whole.slots("a", b.main), pieces.slots("a", b.main), shifted.slots("tail", b.main - cut)
+        scale = np.abs(one[name][at]).max() or 1.0
+        off = np.abs(one[name][at] - two[name][now]).max(axis=1) / scale > b.tolerance
+        if not off.any():
+            continue
+        first = int(off.argmax())
+        yield f"In chunks of {cut} and {b.main - cut}, {name} are others from position {first} on."
+        if (
+            name.startswith("layer 0,")
+            and np.abs(two[name][now][cut:] - three[name][tail]).max() / scale <= b.tolerance
+        ):
+            yield "The second chunk gets the keys that it would get as a prompt of its own, from position 0."
+        return
+
+
+# ---- company ---------------------------------------------------------------------------------------------------------
+
+
+def _company(b: Bench, bad: set[str]) -> Cause | None:
+    if not bad & {"copies", "neighbours", "order", "ragged", "mixed"}:
+        return None
+    if not bad & {"copies", "neighbours", "order"}:
+        return LENGTH if "ragged" in bad else RAGGED
+    others = b.others(2)
+    rows = [(r, b.main) for r in ("a", *others)]
+    if (both := _runs(lambda: b.together(rows))) is None:
+        return MIXED
+    if _permuted(b, both):
+        return ORDER
+    turned = _runs(lambda: b.together([*rows[1:], rows[0]]))
+    mine = lambda out: {k: v for k, v in out.items() if k[0] == "a"}  # noqa: E731
+    steady = turned is not None and b.equal(mine(both), dict(sorted(mine(turned).items(), key=lambda kv: kv[0][1])))
+    if "copies" not in bad and steady:
+        norms = [k for k in training(b.model) if "dropout" not in k.lower()]
+        return _saw(STATISTICS, f"In training mode: {', '.join(norms)}." if norms else "")
+    if "copies" in bad and steady:
+        same = _runs(lambda: b.together([(f"a#{i}" if i else "a", b.main) for i in range(3)]))
+        if same is not None and b.equal(mine(both), mine(same)):
+            return SIZE
+    return MIXED
+
+
+def _permuted(b: Bench, both: Outputs) -> bool:
+    """Are the outputs those of the rows alone, but of other rows?"""
+    moved = False
+    for seen in {k[1] for k in both}:
+        keys = [k for k in both if k[1] == seen]
+        left = list(keys)
+        for key in keys:
+            want = b.base[key[0].partition("#")[0], seen]
+            hit = next((k for k in left if b.equal({key: both[k]}, {key: want})), None)
+            if hit is None:
+                return False
+            left.remove(hit)
+            moved = moved or hit != key
+    return moved
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def _padding(b: Bench, bad: set[str]) -> Cause:
+    d = b.driver
+    assert isinstance(d, WholeDriver)
+    calls = [[Piece(row, 0, n)] for row in b.names[:2] for n in (b.main, 1)]
+    fills = [*d.fills, d.of("a")[:1], d.of(b.names[1])[1:2]]
+    if d.takes_lengths and all(
+        _works(b, lambda call=call, fill=fill: d.call(call, extra=3, fill=fill, right=True))
+        for call in calls
+        for fill in fills
+    ):
+        return RIGHT
+
+    def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Do both ways of padding give the same?"""
+        pairs = [
+            (_runs(lambda c=c: d.call(c, extra=3, **one)), _runs(lambda c=c: d.call(c, extra=3, **other)))
+            for c in calls
+        ]
+        return all(x is not None and y is not None and b.equal(x, y) for x, y in pairs)
+
+    if all(same({"fill": fills[0]}, {"fill": fill}) for fill in fills[1:]):
+        return COUNTS if "padding" in bad else PAD
+    ignored = d.takes_lengths and all(same({"fill": fill}, {"fill": fill, "full": True}) for fill in fills)
+    return _saw(LEAKS, "It ignores `lengths`: if others are given, the output is the same." if ignored else "")
