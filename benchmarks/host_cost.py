@@ -8,7 +8,8 @@ from time import perf_counter
 import numpy as np
 
 from hibachi.plan.lower import lower
-from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.sequence import Seq
 
 
 def measure(rows: int, steps: int) -> list[float]:

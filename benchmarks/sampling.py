@@ -21,7 +21,7 @@ from hibachi.decode.sampling import sample
 from hibachi.engine.job import Job, TokenTable
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.stream import Channel
-from hibachi.plan.scheduler import Seq
+from hibachi.plan.sequence import Seq
 
 CONTEXT = 512  # tokens of each row, which the penalties look at
 CASES = {

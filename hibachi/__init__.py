@@ -44,6 +44,7 @@ from hibachi.model.registry import register_model as register_model
 from hibachi.request import Finish as Finish
 from hibachi.request import SamplingParams as SamplingParams
 from hibachi.request import StopRule as StopRule
+from hibachi.request import Terms as Terms
 from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
 from hibachi.tensor.cache import CacheSpec as CacheSpec
 from hibachi.tensor.cache import Paged as Paged

@@ -178,6 +178,44 @@ class SamplingParams:
         return replace(self, **changes)
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms a request is served; the engine's policy decides what they count.
+
+    priority: smaller is served first. tenant: whose request it is, for a policy that is fair to tenants.
+    timeout: seconds from the call within which it must have ended, queue_timeout: within which it must have started;
+    otherwise its stream raises DeadlineExceeded, after the tokens that have come. None: any time.
+    cache_salt: only requests with the same salt share cached prefixes, so that nobody can find out by timing what
+    others asked.
+
+    Raises InvalidRequest for a value out of its range.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(_is_int(self.priority), "priority", "an integer (smaller is served first)", self.priority)
+        _check(isinstance(self.tenant, str), "tenant", "a string", self.tenant)
+        for name in ("timeout", "queue_timeout"):
+            given = getattr(self, name)
+            _check(given is None or (_is_real(given) and given > 0), name, "seconds > 0 (or None: any time)", given)
+        salt = self.cache_salt
+        _check(salt is None or isinstance(salt, str), "cache_salt", "a string (or None)", salt)
+
+
+def as_terms(value: object) -> Terms:
+    """The terms that a caller passed; None: the default. Raises InvalidRequest for anything else."""
+    if value is None:
+        return Terms()
+    if not isinstance(value, Terms):
+        raise InvalidRequest(f"terms must be a hibachi.Terms (or None); got {value!r}. Write Terms(priority=...).")
+    return value
+
+
 def as_params(value: object, default: SamplingParams) -> SamplingParams:
     """The parameters that a caller passed; None: the default. Raises InvalidRequest for anything else."""
     if value is None:

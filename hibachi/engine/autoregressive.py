@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -11,8 +12,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.engine import Engine
 from hibachi.engine.job import Job, Stopper, TokenTable, as_token
+from hibachi.engine.policies import policy_of
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.service import Service, given_backend
@@ -20,8 +21,10 @@ from hibachi.engine.stream import Channel, ItemStream, native_row
 from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.plan.scheduler import Limits, Scheduler, Seq
-from hibachi.request import SamplingParams, StopRule, as_params
+from hibachi.plan.policy import Policy
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.request import SamplingParams, StopRule, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged
 from hibachi.tensor.discover import backend_for, resolve
@@ -44,6 +47,15 @@ class AutoregressiveBatchInference(Service):
     max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block.
     cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
     dtype: level 2, of the cache.
+    prefix_cache: level 2, requests share the keys and values of what they have in common at the beginning, also with
+    those that have ended, as long as nobody needs the memory.
+    policy: who is served next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair",
+    "waiting-served", one that is installed, or an object (`hibachi.plan.policy`).
+    reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.
+    False: when there is memory for its prompt; if memory runs out later, the last in the order of service is preempted
+    and computes its tokens again.
+    max_prefill_tokens: tokens of prompts computed in a step; None: what max_batch_tokens leaves.
+    service: max_waiting, pause_after, restart, stall_after, record: see `Service`.
     backend: a name, a backend, or None: the model's `backend`, else that of the first array seen.
 
     Raises ConfigError, BackendNotFound or BackendNotInstalled.
@@ -62,8 +74,13 @@ class AutoregressiveBatchInference(Service):
         block_size: int = 16,
         cache_bytes: int | None = None,
         dtype: str = "float32",
+        prefix_cache: bool = True,
+        policy: str | Policy | None = None,
+        reserve_all: bool = False,
+        max_prefill_tokens: int | None = None,
+        **service: Any,
     ) -> None:
-        super().__init__(max_batch_size)
+        super().__init__(max_batch_size, **service)
         self._model = model
         self._make_runner: Callable[..., CachedRunner] = CachedRunner
         self._level = level_of(model)
@@ -80,6 +97,7 @@ class AutoregressiveBatchInference(Service):
             ("max_model_len", NO_LIMIT if limit is None else limit, 2),
             ("max_batch_tokens", max_batch_tokens, 1),
             ("block_size", block_size, 1),
+            ("max_prefill_tokens", NO_LIMIT if max_prefill_tokens is None else max_prefill_tokens, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
@@ -88,6 +106,8 @@ class AutoregressiveBatchInference(Service):
         self.max_model_len = NO_LIMIT if limit is None else limit
         self._budget, self._block_size = max(max_batch_tokens, max_batch_size), block_size
         self._cache_bytes, self._dtype = cache_bytes, dtype
+        self._prefix_cache, self._reserve_all, self._prefill = prefix_cache, reserve_all, max_prefill_tokens
+        self._policy = policy_of(policy)
         self._stop_token, self._padding_token = stop_token, padding_token
         self._backend = self._find_backend(backend, stop_token, padding_token)
         if padding_token is not None:
@@ -106,6 +126,7 @@ class AutoregressiveBatchInference(Service):
         stop: Any = None,
         include_stop: bool = True,
         prompt_embeds: Any = None,
+        terms: Terms | None = None,
     ) -> ItemStream[Any]:
         """Queue a prompt (seq, *tok); returns its stream at once.
 
@@ -115,9 +136,10 @@ class AutoregressiveBatchInference(Service):
         bad_words) or several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_new_tokens: overrides
         params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
         stop_token. include_stop: deliver the stop token as the last item; so does params.include_stop.
+        terms: priority, tenant, deadlines, cache salt.
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints.
-        Raises InvalidRequest, PromptTooLong, EngineClosed or EngineFailed, before anything else is touched.
+        Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed, before anything else is touched.
         """
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
@@ -128,7 +150,9 @@ class AutoregressiveBatchInference(Service):
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
                     f"Call it several times, or use hibachi.LLM."
                 )
-        return self._submit(self._prepare(prompt, params, max_new_tokens, stop, include_stop, embeds=prompt_embeds))
+        return self._submit(
+            self._prepare(prompt, params, max_new_tokens, stop, include_stop, embeds=prompt_embeds, terms=terms)
+        )
 
     def _prepare(
         self,
@@ -139,6 +163,7 @@ class AutoregressiveBatchInference(Service):
         include_stop: bool = True,
         bad_words: tuple[tuple[int, ...], ...] = (),
         embeds: HostArray | None = None,
+        terms: Terms | None = None,
     ) -> Job:
         """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids."""
         if embeds is not None:
@@ -157,12 +182,17 @@ class AutoregressiveBatchInference(Service):
             raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
         if params is not None:
             self._check_params(params, limit)
-        seq = Seq(len(host), None if limit is None else int(limit))
+        terms, now = as_terms(terms), time.monotonic()
+        seq = Seq(len(host), None if limit is None else int(limit), priority=terms.priority, tenant=terms.tenant)
+        seq.deadline = None if terms.timeout is None else now + terms.timeout
+        seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
+        if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
+            seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
         self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
-            Channel(),
+            Channel(self._pause_after),
             host,
             stop=self._stopper(stop, params),
             include_stop=include_stop or (params is not None and params.include_stop),
@@ -308,17 +338,22 @@ class AutoregressiveBatchInference(Service):
             sampler = RowSampler(backend, rows, self._vocab, table) if self._vocab is not None else None
             runner: Runner
             if self._level == 2:
-                scheduler = Scheduler(self._cached_limits(backend))
+                scheduler = Scheduler(
+                    self._cached_limits(backend), self._policy, partial(_generated_key, table, self._block_size)
+                )
+                # A recurrent state is not kept by the block, so it cannot be taken up in the middle.
+                self._shares = self._prefix_cache and all(isinstance(s, Paged) for s in self._model.cache_spec())
                 runner = self._make_runner(self._model, backend, scheduler, table, sampler, self._dtype)
             else:
-                scheduler = Scheduler(Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len))
+                limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
+                scheduler, self._shares = Scheduler(limits, self._policy), False
                 runner = WholeRunner(self._model, backend, table, padding, sampler)
             self._table, self._scheduler = table, scheduler
             self._default_stop: Stopper | None = None
             if self._stop_token is not None:
                 self._default_stop = self._make_stopper(StopRule())
             self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
-            return self._serve(Engine(scheduler, runner))
+            return self._serve(scheduler, runner)
 
     def _cached_limits(self, backend: ArrayBackend) -> Limits:
         """Blocks for a full batch of the longest requests, if the memory allows; at least for one."""
@@ -338,7 +373,19 @@ class AutoregressiveBatchInference(Service):
                     f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "
                     f"block_size smaller."
                 )
-        return Limits(rows, self._budget, self._budget, longest, blocks, size)
+        budget = self._budget
+        return Limits(rows, budget, budget, longest, blocks, size, prefill=self._prefill, reserve_all=self._reserve_all)
+
+    def _block_keys(self, prompt: HostArray) -> list[Hashable]:
+        """What each full block of a prompt holds: the tokens themselves, as bytes."""
+        size = self._block_size * prompt[:1].nbytes
+        raw = prompt.tobytes()
+        return [raw[at : at + size] for at in range(0, len(raw) - size + 1, size)]
+
+
+def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
+    """The same for block n of a sequence that runs."""
+    return table.values[seq.row, n * size : (n + 1) * size].tobytes()
 
 
 def level_of(model: Any) -> int:

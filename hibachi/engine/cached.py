@@ -17,14 +17,15 @@ from hibachi.engine.runner import (
     drawn_part,
     isolate,
     jobs_of,
+    raise_for_all,
     row_bucket,
-    whole_step,
     writers_first,
 )
 from hibachi.engine.sampler import RowSampler
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
+from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import Paged, State, StepInputs
 
@@ -73,7 +74,7 @@ class CachedRunner:
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.prompt)
+        self.table.fill(seq.row, job.tokens)
         self._unscored[seq.row] = job.unscored
         self._embeds.pop(seq.row, None)
         if job.embeds is not None:
@@ -94,13 +95,17 @@ class CachedRunner:
         assert part.tokens is not None
         self.table.write(rows, positions, part.tokens[keep])
 
-    def wipe(self, seq: Seq) -> None:
-        """Zeros in the blocks of a sequence: attention multiplies hidden positions by 0, which NaN would survive."""
+    def suspend(self, seq: Seq, row: int) -> None:
+        seq.owner.history = self.table.kept(row, seq.length)
+
+    def wipe(self, blocks: list[int]) -> None:
+        padded = np.zeros(1 << max(len(blocks) - 1, 7).bit_length(), np.int32)  # in few shapes; block 0 is nobody's
+        padded[: len(blocks)] = blocks
         with self.backend.guard():
-            blocks = self.backend.put(self.block_table[seq.row])  # with block 0 for those it has not
+            wiped = self.backend.put(padded)
             for i, layer in enumerate(self.spec):
                 if isinstance(layer, Paged):
-                    self.cache[i] = self._wipe(self.cache[i], blocks)
+                    self.cache[i] = self._wipe(self.cache[i], wiped)
 
     def close(self) -> None:
         pass
@@ -116,7 +121,7 @@ class CachedRunner:
             if not self._donating:
                 self.cache = before  # what an asynchronous call returned may be its error
             elif not self.backend.usable(self.cache):
-                raise whole_step(e, self.backend, cache_lost=True) from e  # type: ignore[misc]  # never None
+                raise_for_all(e, self.backend, cache_lost=True)
             raise
 
     def _paged(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
@@ -130,6 +135,9 @@ class CachedRunner:
 
     def _in_calls(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """`_paged` in calls of equal shape. The outputs of several are awaited together."""
+        order = writers_first(plan)
+        idx = order[np.isin(order, idx)]
+        rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
         parts, waiting, end = [], [], start + q
         for mine, at, n in self._calls(rows, start, q):
             last = emit[mine] & (at + n == end[mine])

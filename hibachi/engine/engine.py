@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hibachi.engine.job import Job
-from hibachi.engine.runner import Outcome, Part, Runner, StepFailed
-from hibachi.engine.stream import Wakeups
-from hibachi.errors import HibachiError
-from hibachi.plan.scheduler import Scheduler, Seq, StepPlan
+from hibachi.engine.loops import Wakeups
+from hibachi.engine.recorder import Recorder
+from hibachi.engine.runner import Outcome, Part, Runner, StepFailed, raise_for_all
+from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, InvalidModelOutput, OutOfCapacity
+from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
+from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
+Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
+MOST_RESTARTS = 3  # without a step that succeeds in between
+MOST_INVALID = 3  # steps in a row in which no output was valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,12 @@ class Stats:
     finished: int = 0  # requests that ended, for whatever reason
     failed: int = 0  # of these, with an error
     blocks: int = 0  # cache blocks; 0: the model keeps no cache
-    free_blocks: int = 0
+    free_blocks: int = 0  # that can be had, those with contents that may serve again among them
+    cached_blocks: int = 0  # of these, with such contents
+    prefix_queries: int = 0  # tokens of requests that started and might have shared
+    prefix_hits: int = 0  # of these, tokens that were found in the cache
+    evictions: int = 0  # blocks with such contents that were taken for something else
+    preemptions: int = 0  # times that a request lost its row, to compute again later
 
     @property
     def mean_batch_size(self) -> float:
@@ -58,11 +71,24 @@ class _Counts:
 class Engine:
     """Owns the scheduler and a runner. Not thread-safe: whoever steps it also adds and cancels."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, restart: bool = False, record: str | Path | None = None
+    ) -> None:
+        """restart: begin again when the device is lost. record: a file for all plans, see `Recorder`."""
         self.scheduler, self.runner = scheduler, runner
+        self.recorder = Recorder(scheduler, path=record)
+        self.restarts = 0
+        self.moved: float | None = None  # when the last step ended, by time.monotonic()
+        self.inbox: SimpleQueue[Command] = SimpleQueue()  # what other threads want done; for whoever steps
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
+        self._paused: set[Job] = set()
         self._counts = _Counts()
+        self._restart = restart
+        self._lost = 0  # devices, since a step last succeeded
+        self._invalid = 0  # steps in a row in which every row had an invalid output
+        # Since a step last succeeded memory ran out: how often for a single token, and the budget before.
+        self._memory: tuple[int, int] | None = None
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -72,6 +98,9 @@ class Engine:
             max_batch_size=scheduler.limits.rows,
             blocks=pool.usable if pool else 0,
             free_blocks=pool.free if pool else 0,
+            cached_blocks=pool.idle if pool else 0,
+            evictions=pool.evictions if pool else 0,
+            **asdict(scheduler.counts),
             **asdict(self._counts),
         )
 
@@ -80,51 +109,186 @@ class Engine:
         """How many of the requests added have ended."""
         return self._counts.finished
 
+    @property
+    def paused(self) -> int:
+        """Requests whose consumers are behind."""
+        return len(self._paused)
+
     def add(self, job: Job) -> None:
-        job.seq.owner = job
+        job.seq.owner, now = job, time.monotonic()
         self._live.add(job)
-        self.scheduler.add(job.seq)
+        try:
+            self.scheduler.add(job.seq, now)
+        except HibachiError as e:  # only its own stream learns of it
+            self._ended(job, Finish.ERROR, e)
+            self._wakeups.post()
+        else:
+            self.recorder.note("add", job.seq, now)
 
     def cancel(self, job: Job) -> None:
         if job in self._live:
-            if self.scheduler.prefilling(job.seq):
-                self.runner.wipe(job.seq)
+            self.recorder.note("cancel", job.seq, Finish.CANCELLED)
             self.scheduler.cancel(job.seq)
             self._ended(job, Finish.CANCELLED)
 
+    def resume(self, job: Job) -> None:
+        """The consumer of a paused request has caught up."""
+        if job in self._paused:
+            self._paused.remove(job)
+            self.recorder.note("unpause", job.seq)
+            self.scheduler.unpause(job.seq)
+
+    def next_deadline(self) -> float | None:
+        """When `step` has something to do, though nobody comes and nothing is to be computed; of time.monotonic()."""
+        return self.scheduler.next_deadline()
+
     def step(self) -> bool:
-        """One step; False if there was nothing to do."""
-        began = time.perf_counter()
-        plan = self.scheduler.schedule()
+        """One step; False if there was nothing to compute."""
+        began, now = time.perf_counter(), time.monotonic()
+        self._expire(now)
+        plan = self.scheduler.schedule(now)
+        self.recorder.note("plan", plan, now)
         if plan is None:
             return False
+        self._suspend(plan.preempted)
         for seq in plan.fresh:
             self.runner.admit(seq)
         try:
+            self._clean()
             outcome = self.runner.run(plan)
         except StepFailed as e:
-            if e.why != "cache":
-                raise e.__cause__ or e from None
-            log.warning("a failed step took the cache with it; %d requests compute again", len(plan.seqs))
-            self.runner.rebuild(keep=True)
-            self.scheduler.rewind()
-            outcome = Outcome([], {})
+            self._recover(plan, e)
+            self.moved = time.monotonic()
+            return True
+        self._lost, self._memory = 0, None
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1
-        counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh)
-        self._settle(plan, outcome)
+        counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
+        self._settle(plan, outcome, began)
         counts.step_seconds += time.perf_counter() - began
+        self.moved = time.monotonic()
+        self._check_outputs(plan, outcome)
         return True
 
-    def _settle(self, plan: StepPlan, outcome: Outcome) -> None:
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is over."""
+        ended = self.scheduler.expire(now)
+        if ended:
+            self.recorder.note("expire", now, ended)
+            for seq in ended:
+                self._ended(seq.owner, Finish.ERROR, _too_late(seq, now))
+            self._wakeups.post()
+
+    def _clean(self) -> None:
+        """Overwrite the blocks that may hold NaN. Raises StepFailed."""
+        pool = self.scheduler.pool
+        if pool and pool.dirty:
+            try:
+                self.runner.wipe(pool.dirty)
+            except Exception as e:
+                raise_for_all(e, self.runner.backend, cache_lost=True)
+            pool.dirty.clear()
+
+    def _check_outputs(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Raise EngineFailed if the model answers nobody any more."""
+        faults = outcome.faults.values()
+        if len(faults) < len(plan.seqs) or not all(isinstance(fault, InvalidModelOutput) for fault in faults):
+            self._invalid = 0
+            return
+        self._invalid += 1
+        if self._invalid == MOST_INVALID:
+            cause = next(iter(faults))
+            raise EngineFailed(
+                f"Nothing that the model returned in {MOST_INVALID} steps in a row could be used: {cause} Mend the "
+                f"model, and make a new engine."
+            ) from cause
+
+    # ---- steps that failed as a whole --------------------------------------------------------------------------
+
+    def _recover(self, plan: StepPlan, failed: StepFailed) -> None:
+        """Go on after a step that did not happen. Raises EngineFailed if that is not possible."""
+        cause = failed.__cause__
+        assert cause is not None
+        self.recorder.note("rollback", plan, failed.why)
+        self._suspend(self.scheduler.rollback(plan))
+        if failed.why == "device":
+            self._lose(cause)
+        _let_go(failed)  # its frames hold what the failed call had computed
+        if failed.cache_lost:
+            self._rebuild(keep=failed.why == "cache")
+            self.recorder.note("forget")
+            self._suspend(self.scheduler.forget())
+            log.warning("the cache was lost (%r); %d requests compute again", cause, len(self._live))
+        if failed.why == "memory":
+            self._shrink(plan, cause)
+
+    def _lose(self, cause: BaseException) -> None:
+        """The device is lost. Raises EngineFailed unless we may begin again."""
+        self._lost += 1
+        text = f"The device failed with {type(cause).__name__}: {cause}. "
+        if not self._restart:
+            text += 'Make a new engine, or let this one begin again with restart="on_failure".'
+            raise EngineFailed(text) from cause
+        if self._lost > MOST_RESTARTS:
+            text += (
+                f"It did not help to begin again {MOST_RESTARTS} times. Make a new engine, perhaps in a new process."
+            )
+            raise EngineFailed(text) from cause
+        self.restarts += 1
+        log.warning("the device is lost (%r); beginning again, %d of %d", cause, self._lost, MOST_RESTARTS)
+
+    def _rebuild(self, *, keep: bool) -> None:
+        while True:
+            try:
+                self.runner.rebuild(keep=keep)
+            except Exception as e:
+                if not self.runner.backend.fatal(e):
+                    raise
+                self._lose(e)
+            else:
+                return
+
+    def _shrink(self, plan: StepPlan, cause: BaseException) -> None:
+        """Memory ran out: fewer tokens in a step from now on. Who twice cannot have a single one fails."""
+        tokens = int(plan.q.sum())
+        alone, before = self._memory or (0, self.scheduler.budget)
+        if tokens > 1:
+            log.warning("memory ran out with %d tokens in a step, now at most %d: %r", tokens, tokens // 2, cause)
+            self._limit(tokens // 2)
+            self._memory = alone, before
+        elif not alone:
+            self._memory = 1, before
+        else:
+            for seq in plan.seqs:
+                self._fail(seq, _no_room(cause))
+            self._wakeups.post()
+            self._limit(before)  # the budget was not to blame
+            self._memory = None
+
+    def _limit(self, budget: int) -> None:
+        self.recorder.note("limit", budget)
+        self.scheduler.limit(budget)
+
+    # ---- what a step came to -----------------------------------------------------------------------------------
+
+    def _suspend(self, sent: Sent) -> None:
+        """Keep the tokens of those who lost their rows."""
+        for seq, row in sent:
+            self.runner.suspend(seq, row)
+
+    def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and hand the new tokens to their streams."""
-        for i, fault in outcome.faults.items():
-            self._fail(plan.seqs[i], fault)
+        for i in _writers_first(plan, outcome.faults):
+            seq = plan.seqs[i]
+            if seq.row == plan.rows[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
+                self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
         for part in outcome.parts:
             stopped[part.idx] = part.stopped
-        committed = self.scheduler.commit(plan, stopped[plan.emit])
+        stopped = stopped[plan.emit]
+        committed = self.scheduler.commit(plan, stopped)
+        self.recorder.note("commit", stopped, time.perf_counter() - began)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()
@@ -154,16 +318,27 @@ class Engine:
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])
             job.channel.push((batch, j) if values is None else values[j], wakeups)
+            if job.channel.pause_after is not None and job.channel.full:
+                self._pause(job)
+
+    def _pause(self, job: Job) -> None:
+        """The consumer of this request is behind: compute nothing more for it until it has caught up."""
+        if job.seq.finish is None and job.channel.pause(partial(self.inbox.put, (self.resume, job))):
+            self._paused.add(job)
+            self.recorder.note("pause", job.seq)
+            self.scheduler.pause(job.seq)
 
     def _fail(self, seq: Seq, fault: HibachiError) -> None:
         if seq.finish is None:
             log.warning("a request failed: %s", fault)
-            self.runner.wipe(seq)
-            self.scheduler.cancel(seq, Finish.ERROR)
+            sent = self.scheduler.fail(seq)
+            self.recorder.note("fail", seq, sent, fault)
+            self._suspend(sent)
             self._ended(seq.owner, Finish.ERROR, fault)
 
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
+        self._paused.discard(job)
         job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
         self._counts.finished += 1
         self._counts.failed += reason is Finish.ERROR
@@ -181,3 +356,37 @@ class Engine:
 
     def close(self) -> None:
         self.runner.close()
+        self.recorder.close()
+
+
+def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:
+    """Places in a plan in such an order that who wrote a shared block comes before who read it."""
+    started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
+    return sorted(places, key=lambda i: started.get(plan.seqs[i], 0))
+
+
+def _too_late(seq: Seq, now: float) -> DeadlineExceeded:
+    if seq.deadline is not None and now >= seq.deadline:
+        what, allowed = "end", seq.deadline - seq.arrival
+    else:
+        what, allowed = "start", (seq.start_by or now) - seq.arrival
+    return DeadlineExceeded(
+        f"The request is late: expected it to {what} within {allowed:.3g} s; it is here for {now - seq.arrival:.3g} s. "
+        f"Allow more time, or give the engine less to do."
+    )
+
+
+def _no_room(cause: BaseException) -> OutOfCapacity:
+    error = OutOfCapacity(
+        f"There is no memory for even one token of this request ({type(cause).__name__}: {cause}). Give the engine "
+        f"less cache_bytes, the model a smaller dtype, or the request a shorter prompt."
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the frames that an error and its causes hold, and the arrays in them."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.engine import Engine
 from hibachi.engine.job import Job
 from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stream import Channel, Item, ItemStream, native_row
 from hibachi.engine.whole import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import backend_for, resolve
 
@@ -23,15 +23,18 @@ class FeedforwardBatchInference(Service):
     """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
-    are never stacked; each kind gets its own forward pass.
+    are never stacked; each kind gets its own forward pass. service: max_waiting, restart, stall_after, record: see
+    `Service`.
     """
 
-    def __init__(self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None) -> None:
+    def __init__(
+        self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None, **service: Any
+    ) -> None:
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
-        super().__init__(max_batch_size)
+        super().__init__(max_batch_size, **service)
         self._model = model
         self._backend = given_backend(backend, model)
 
@@ -58,4 +61,4 @@ class FeedforwardBatchInference(Service):
                 return self._worker
             self._check_open()
             n = self.max_batch_size
-            return self._serve(Engine(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend)))
+            return self._serve(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend))

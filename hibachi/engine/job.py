@@ -10,7 +10,7 @@ import numpy as np
 
 from hibachi.engine.stream import Channel
 from hibachi.errors import InvalidRequest
-from hibachi.plan.scheduler import Seq
+from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -28,6 +28,7 @@ class Job:
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
+    history: Any = None  # prompt and what was generated, host array [n, *tok], of one that lost its row
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
 
     @property
@@ -35,6 +36,12 @@ class Job:
         """The parameters of a request that is sampled."""
         assert self.params is not None
         return self.params
+
+    @property
+    def tokens(self) -> HostArray:
+        """What is known when it gets a row, [n, *tok]."""
+        tokens: HostArray = self.prompt if self.history is None else self.history
+        return tokens
 
     @property
     def unscored(self) -> int:
@@ -132,6 +139,10 @@ class TokenTable:
         self._widen(width)
         out: HostArray = self.values[rows, :width]
         return out
+
+    def kept(self, row: int, length: int) -> HostArray:
+        """A copy of the first `length` tokens of a row."""
+        return self.values[row, :length].copy()
 
     def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
         """One new token for each of `rows`, at its position."""

@@ -14,7 +14,8 @@ from hibachi.engine.runner import Part, check_output, jobs_of
 from hibachi.engine.stream import Item, ItemStream, native_row
 from hibachi.errors import ConfigError
 from hibachi.model.pooling import Pooling
-from hibachi.plan.scheduler import Seq, StepPlan
+from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.cache import CacheSpec, StepInputs
 
@@ -37,6 +38,7 @@ class PoolingBatchInference(AutoregressiveBatchInference):
             )
         if pooling not in ("mean", "last", "cls"):
             raise ConfigError(f"pooling must be 'mean', 'last' or 'cls'; got {pooling!r}.")
+        options["prefix_cache"] = False  # the outputs of all tokens are wanted
         super().__init__(_Hidden(model), **options)
         self._make_runner = partial(_PoolingRunner, pooling)
 

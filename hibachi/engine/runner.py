@@ -21,7 +21,8 @@ from hibachi.errors import (
     ModelFault,
     NonFiniteOutput,
 )
-from hibachi.plan.scheduler import Seq, StepPlan
+from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log = logging.getLogger("hibachi.engine")
@@ -51,6 +52,8 @@ class Outcome:
 class Runner(Protocol):
     """Turns plans into tokens, for one rung of the ladder."""
 
+    backend: ArrayBackend
+
     def admit(self, seq: Seq) -> None:
         """The sequence has a row now."""
         ...
@@ -67,8 +70,12 @@ class Runner(Protocol):
         """The tokens of `part` are decided: remember them. `keep` selects them from the part."""
         ...
 
-    def wipe(self, seq: Seq) -> None:
-        """The sequence is about to lose its row, and may have left NaN in its blocks."""
+    def suspend(self, seq: Seq, row: int) -> None:
+        """The sequence has lost its row; keep its first `seq.length` tokens for when it gets another."""
+        ...
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
         ...
 
     def close(self) -> None:
@@ -88,13 +95,17 @@ class StepFailed(Exception):
         self.why, self.cache_lost = why, cache_lost
 
 
-def whole_step(e: Exception, backend: ArrayBackend, *, cache_lost: bool = False) -> StepFailed | None:
-    """What to raise if this error is none of a row; None if it may be one."""
+def raise_for_all(e: Exception, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
+    """Raise StepFailed if this error is none of a row's.
+
+    Not by the caller itself: a frame that names its own error would keep it alive, and the arrays of all its frames.
+    """
     if backend.fatal(e):
-        return StepFailed("device", cache_lost=True)
+        raise StepFailed("device", cache_lost=True) from e
     if backend.out_of_memory(e):
-        return StepFailed("memory", cache_lost=cache_lost)
-    return StepFailed("cache", cache_lost=True) if cache_lost else None
+        raise StepFailed("memory", cache_lost=cache_lost) from e
+    if cache_lost:
+        raise StepFailed("cache", cache_lost=True) from e
 
 
 def isolate(
@@ -113,8 +124,7 @@ def isolate(
     except StepFailed:
         raise
     except Exception as e:
-        if (failed := whole_step(e, backend)) is not None:
-            raise failed from e
+        raise_for_all(e, backend)
         if len(idx) == 1 and tries == 1:
             return [], {int(idx[0]): as_fault(e)}
         half = len(idx) // 2

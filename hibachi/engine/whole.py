@@ -10,7 +10,8 @@ import numpy as np
 from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
-from hibachi.plan.scheduler import Seq, StepPlan
+from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -37,7 +38,7 @@ class WholeRunner:
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.prompt)
+        self.table.fill(seq.row, job.tokens)
         if self.sampler:
             self.sampler.admit(job)
 
@@ -108,7 +109,10 @@ class WholeRunner:
     def rebuild(self, *, keep: bool) -> None:
         pass
 
-    def wipe(self, seq: Seq) -> None:
+    def suspend(self, seq: Seq, row: int) -> None:
+        seq.owner.history = self.table.kept(row, seq.length)
+
+    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:
@@ -154,7 +158,10 @@ class FeedforwardRunner:
     def rebuild(self, *, keep: bool) -> None:
         pass
 
-    def wipe(self, seq: Seq) -> None:
+    def suspend(self, seq: Seq, row: int) -> None:
+        pass
+
+    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:

@@ -1,27 +1,35 @@
-"""The scheduler: who computes how many tokens in the next step.
+"""The scheduler: who computes how many tokens in the next step, on which blocks.
 
 One rule: a sequence has `known` tokens and `computed` tokens, and every step moves `computed` towards `known`. Whole
-prefill, chunked prefill and decode differ only in how many tokens that takes.
+prefill, chunked prefill, decode, and computing again after a preemption differ only in how many tokens that takes.
 
 `schedule()` is optimistic: it advances both counters at once, leaving a placeholder for the token that the step will
-sample, so that further plans can be made before the first is committed. `commit()` says which sequences stopped.
-Rows that were given to somebody else in between are recognised by their generation and ignored.
+sample, and it publishes the blocks that the step will fill, so that those who start in the same step can share them
+(every layer writes before it reads, and the writer stands before its sharers). `commit()` says which sequences stopped;
+`rollback()` says that the step did not happen. Rows that were given to somebody else in between are recognised by their
+generation and ignored.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from hibachi.errors import PromptTooLong
+from hibachi.errors import PromptTooLong, QueueFull
 from hibachi.plan.blocks import BlockPool
+from hibachi.plan.policy import Fcfs, Policy
+from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
+
+_NEVER = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +42,18 @@ class Limits:
     max_len: int  # tokens of one sequence, prompt included
     blocks: int = 0  # cache blocks, with the trash block; 0: the model keeps no cache
     block_size: int = 16
+    max_waiting: int | None = None  # sequences in the queue; None: any number
+    prefill: int | None = None  # tokens of prompts in one step; None: as many as the budget allows
+    reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
 
     def __post_init__(self) -> None:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_len > 1, self
-
-
-@dataclass(slots=True, eq=False)
-class Seq:
-    """One sequence: the only record of it. The owner's data hangs on `owner`; the rest belongs to the scheduler."""
-
-    prompt_len: int
-    max_new: int | None  # None: up to the end of the context
-    owner: Any = None
-    end: int = 0  # length at which it finishes
-    row: int = -1
-    blocks: list[int] = field(default_factory=list)
-    finish: Finish | None = None
+        assert self.prefill is None or self.prefill > 0, self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: B rows, single-token rows first. Arrays are [B]."""
+    """One step: B rows, single-token rows first, others in the order of service. Arrays are [B]."""
 
     seqs: list[Seq]
     fresh: list[Seq]  # those that just got their row
@@ -63,6 +62,8 @@ class StepPlan:
     q: Ints  # tokens to compute now, >= 1
     emit: Bools  # reaches the end of the known tokens: a new token is wanted
     generation: Ints
+    preempted: Sent = field(default_factory=list)
+    published: list[tuple[Seq, int, Hashable]] = field(default_factory=list)  # what they had published before
 
     @property
     def end(self) -> Ints:
@@ -77,11 +78,28 @@ class Committed:
     finished: list[Seq]
 
 
-class Scheduler:
-    """First come, first served; blocks for prompt and output are reserved at admission, so nothing is preempted."""
+@dataclass(slots=True)
+class Counts:
+    """Counters from the start on."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    prefix_queries: int = 0  # tokens of sequences that started and might share
+    prefix_hits: int = 0  # of these, tokens that were found computed
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Runs sequences in the order of a policy, sharing what they have in common, and preempts when blocks run out.
+
+    policy: who is next (None: first come, first served). key_of: the identity of the full block number n of a running
+    sequence (n beyond the keys that it came with), from its tokens; None: what is generated is not shared.
+    """
+
+    def __init__(
+        self, limits: Limits, policy: Policy | None = None, key_of: Callable[[Seq, int], Hashable] | None = None
+    ) -> None:
+        self.limits, self.policy, self._key_of = limits, policy or Fcfs(), key_of
+        self.budget = limits.budget
+        self.counts = Counts()
         self.pool = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
         rows = limits.rows
         width = self.pool.blocks_for(limits.max_len) if self.pool else 0
@@ -90,17 +108,30 @@ class Scheduler:
         self._computed = np.zeros(rows, np.int32)
         self._done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
         self._end = np.zeros(rows, np.int32)
+        self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
+        self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
+        self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._running: list[Seq] = []  # in order of arrival
+        self._running: list[Seq] = []  # in the order of service
         self._rows = np.zeros(0, np.int32)  # their rows
         self._left = False  # somebody left `_running`
-        self._waiting: deque[Seq] = deque()
+        self._paused = 0  # rows
+        self._parked: set[Seq] = set()  # those who were preempted while paused
+        self._deadlines: list[tuple[float, int, Seq]] = []
+        self._sent: Sent = []  # preempted since the last plan
+        self._stuck: tuple[Seq, int] | None = None  # who found too few blocks, and how many there were
+        self._numbers = 0
+        self._steps = 0
         self.waiting = 0  # without those who were cancelled in the queue
 
     @property
     def running(self) -> int:
         return self.limits.rows - len(self._free_rows)
+
+    @property
+    def shares_generated(self) -> bool:
+        return self._key_of is not None
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
@@ -120,59 +151,176 @@ class Scheduler:
             )
         return end
 
-    def add(self, seq: Seq) -> None:
-        """Queue a sequence. Raises PromptTooLong if it can never be served."""
+    def add(self, seq: Seq, now: float = 0.0) -> None:
+        """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
         seq.end = self.fit(seq.prompt_len, seq.max_new)
-        self._waiting.append(seq)
-        self.waiting += 1
+        if self.limits.max_waiting is not None and self.waiting >= self.limits.max_waiting:
+            raise QueueFull(
+                f"The queue is full: expected fewer than max_waiting={self.limits.max_waiting} waiting requests; got "
+                f"{self.waiting}. Try again later."
+            )
+        self._numbers += 1
+        seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len
+        seq.rank = self.policy.rank(seq)
+        for time in (seq.start_by, seq.deadline):
+            if time is not None:
+                heapq.heappush(self._deadlines, (time, seq.number, seq))
+        self._queue(seq)
 
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
         """End a waiting or running sequence; False if it has ended before."""
         if seq.finish is not None:
             return False
-        if seq.row < 0:
-            self.waiting -= 1  # it leaves the deque when it comes to the front
-            seq.finish = reason
-        else:
+        if seq.row >= 0:
             self._leave(seq, reason)
+            return True
+        self.waiting -= 1  # it leaves the queue when it comes to the front
+        seq.finish = reason
+        self._parked.discard(seq)
+        if seq.started:
+            self.policy.left(seq, seq.length)
         return True
 
-    def prefilling(self, seq: Seq) -> bool:
-        """Does it hold a row, and has nothing been sampled from it yet?"""
-        return seq.row >= 0 and int(self._done[seq.row]) == seq.prompt_len
+    def expire(self, now: float) -> list[Seq]:
+        """End the sequences whose time is over, and those that should have started; returns them."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            time, _, seq = heapq.heappop(self._deadlines)
+            late = time == seq.deadline or not (seq.started or seq.row >= 0)
+            if late and self.cancel(seq, Finish.ERROR):
+                ended.append(seq)
+        return ended
 
-    def rewind(self) -> None:
-        """The cache is lost: all running sequences compute their tokens again."""
-        for seq in self._running:
-            if seq.row >= 0:
-                self._known[seq.row] = self._done[seq.row]
-                self._computed[seq.row] = 0
-                self._generation[seq.row] += 1
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next, at the earliest."""
+        while self._deadlines and self._deadlines[0][2].finish is not None:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pause(self, seq: Seq) -> None:
+        """Compute nothing of it until `unpause`; when blocks are short, it is the first to lose its row."""
+        if seq.finish is None and not seq.paused:
+            seq.paused = True
+            self._paused += seq.row >= 0
+
+    def unpause(self, seq: Seq) -> None:
+        if seq.paused:
+            seq.paused = False
+            self._paused -= seq.row >= 0
+            if seq in self._parked:
+                self._parked.remove(seq)
+                self.policy.push(seq)
+
+    def limit(self, budget: int) -> None:
+        """At most so many tokens in a step from now on, also if that is fewer than rows."""
+        self.budget = max(1, budget)
+
+    def prefilling(self, seq: Seq) -> bool:
+        """Does it hold a row, and has nothing been sampled from it since it got it?"""
+        return seq.row >= 0 and not self._emitted[seq.row]
+
+    def known(self, seq: Seq) -> int:
+        """How many of its tokens have a value."""
+        return int(self._done[seq.row]) if seq.row >= 0 else seq.length
+
+    def starts_within(self, seq: Seq) -> int | None:
+        """A waiting sequence starts at most so many steps after `policy.settled(seq)`; None: no bound.
+
+        The first in the order of service moves on by a token in every step, and is not preempted. So those before it
+        are through after as many steps as they have tokens, twice as many if they must compute some of them again.
+        """
+        ahead = self.policy.ahead(seq)
+        if ahead is None:
+            return None
+        return 1 + 2 * (ahead + sum(s.end for s in self._running if s.row >= 0))
+
+    # ---- when something failed ---------------------------------------------------------------------------------
+
+    def fail(self, seq: Seq) -> Sent:
+        """End a sequence whose step failed, and forget what it computed since its last token.
+
+        Others that share such blocks are sent back to the queue, to compute them again.
+        """
+        if seq.finish is not None or seq.row < 0:
+            self.cancel(seq, Finish.ERROR)
+            return []
+        sent: Sent = []
+        if self.pool:
+            tainted = set(self.pool.unsound(seq.blocks))
+            self.pool.withdraw(tainted)
+            for other in [s for s in self._running if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
+                self.pool.withdraw(self.pool.unsound(other.blocks))
+                sent.append(self._preempt(other))
+        row = seq.row
+        self._emitted[row] = False
+        self._leave(seq, Finish.ERROR)
+        return sent
+
+    def rollback(self, plan: StepPlan) -> Sent:
+        """The step did not happen: who had started with it is back in the queue, and the others where they were."""
+        for seq, before, node in reversed(plan.published):
+            if seq.row >= 0 and self.pool:
+                self.pool.withdraw(seq.blocks[before : seq.published])
+                seq.published, seq.node = before, node
+                self._published[seq.row] = before
+        same = self._generation[plan.rows] == plan.generation
+        self._computed[plan.rows[same]] = plan.start[same]
+        self._known[plan.rows[same]] -= plan.emit[same]
+        return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
+
+    def forget(self) -> Sent:
+        """The contents of the cache are lost: all who run go back to the queue, to compute their tokens again."""
+        sent = [self._preempt(seq) for seq in self._running if seq.row >= 0]
+        if self.pool:
+            self.pool.reset()
+            self.pool.dirty.clear()
+        return sent
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute."""
-        if self._left:
-            self._running = [s for s in self._running if s.row >= 0]
-            self._rows = np.fromiter((s.row for s in self._running), np.int32, len(self._running))
-            self._left = False
-        rows = self._rows
-        start = self._computed[rows]
-        # The token at the last position is never fed back, so plans made ahead stop one short of the end.
-        q = np.minimum(self._known[rows], self._end[rows] - 1) - start
-        decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
-        left = self.limits.budget - (len(q) if decode else int(q.sum()))
-        if not decode and (left < 0 or int(q.max()) > self.limits.chunk):
-            q, left = self._share(q)
-        fresh = self._admit(left) if self._waiting and left > 0 and self._free_rows else []
-        seqs = self._running
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute. now: of the clock that `add` was given."""
+        self._steps += 1
+        preempted = False
+        while True:
+            if self._left:
+                self._refresh()
+            rows, seqs = self._rows, self._running
+            if self._paused:
+                seqs = [s for s in seqs if not s.paused]
+                rows = np.fromiter((s.row for s in seqs), np.int32, len(seqs))
+            start = self._computed[rows]
+            # The token at the last position is never fed back, so plans made ahead stop one short of the end.
+            q = np.minimum(self._known[rows], self._end[rows] - 1) - start
+            decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
+            left = self.budget - (len(q) if decode else int(q.sum()))
+            if left < 0 or not decode:
+                decode = False
+                q, left = self._share(q)
+            elif self.limits.prefill is not None:
+                left = min(left, self.limits.prefill)
+            end = start + q
+            if not self.pool or not np.count_nonzero(end > self._capacity[rows]):
+                break
+            sent = self._grow(seqs, end, self._capacity[rows])
+            if not sent:
+                break
+            self._sent += sent
+            preempted = True
+        published: list[tuple[Seq, int, Hashable]] = []
+        if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
+            for i in np.flatnonzero(full).tolist():
+                self._publish(seqs[i], int(end[i]), published)
+        fresh = []
+        if self.waiting and left > 0 and self._free_rows and not preempted:
+            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self._known[rows]).tolist()]
+            fresh = self._admit(left, at_work, published)
         if fresh:
-            new = [s.row for s, _ in fresh]
-            self._running = seqs = seqs + [s for s, _ in fresh]
-            self._rows = rows = np.concatenate([rows, np.array(new, np.int32)])
-            start = np.concatenate([start, np.zeros(len(new), np.int32)])
-            q = np.concatenate([q, np.array([n for _, n in fresh], np.int32)])
+            rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.int32)])
+            start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
+            q = np.concatenate([q, np.array([n for _, _, n in fresh], np.int32)])
+            seqs = seqs + [s for s, _, _ in fresh]
+            self._enter([s for s, _, _ in fresh])
         if not len(q):
             return None
         if fresh or not decode:
@@ -181,50 +329,172 @@ class Scheduler:
             if not order.size:
                 return None
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
-        end = start + q
+            end = start + q
+        sent, self._sent = self._sent, []
         emit = end == self._known[rows]
         self._computed[rows] = end
         self._known[rows] += emit
-        return StepPlan(seqs, [s for s, _ in fresh], rows, start, q, emit, self._generation[rows])
+        return StepPlan(seqs, [s for s, _, _ in fresh], rows, start, q, emit, self._generation[rows], sent, published)
+
+    def _refresh(self) -> None:
+        self._running = [s for s in self._running if s.row >= 0]
+        self._rows = np.fromiter((s.row for s in self._running), np.int32, len(self._running))
+        self._left = False
+
+    def _enter(self, fresh: list[Seq]) -> None:
+        """Take those who start among the running, in the order of service."""
+        running = self._running + fresh
+        if len(fresh) > 1 or (self._running and fresh[0].rank < self._running[-1].rank):
+            running.sort(key=_rank)
+        self._running = running
+        self._rows = np.fromiter((s.row for s in running), np.int32, len(running))
 
     def _share(self, want: Ints) -> tuple[Ints, int]:
-        """Hand out the token budget: first one token to each decode row, then chunks in order of arrival."""
-        single = want == 1
-        left = self.limits.budget - int(single.sum())
-        q = np.where(single, 1, 0).astype(np.int32)
+        """Hand out the token budget: first one token to each decode row, then chunks in the order of service."""
+        single = np.flatnonzero(want == 1)[: self.budget]
+        q = np.zeros(len(want), np.int32)
+        q[single] = 1
+        left = self.budget - len(single)
+        if self.limits.prefill is not None:
+            left = min(left, self.limits.prefill)
         for i in np.flatnonzero(want > 1).tolist():
             q[i] = min(int(want[i]), self.limits.chunk, left)
             left -= int(q[i])
         return q, left
 
-    def _admit(self, left: int) -> list[tuple[Seq, int]]:
-        """Give rows and blocks to waiting sequences, first come first, while the budget lasts."""
-        admitted = []
-        while self._waiting and left > 0 and self._free_rows:
-            seq = self._waiting[0]
-            if seq.finish is None:
-                if self.pool:
-                    blocks = self.pool.alloc(self.pool.blocks_for(seq.end - 1))
-                    if blocks is None:
-                        break  # nobody overtakes: the first in the queue gets the next blocks
-                    seq.blocks = blocks
-                row = seq.row = self._free_rows.pop()
+    # ---- blocks ------------------------------------------------------------------------------------------------
+
+    def _grow(self, seqs: list[Seq], end: Ints, capacity: Ints) -> Sent:
+        """Blocks for the rows that have come to the end of theirs, taken from the last in the order if none are left.
+
+        Returns who lost its row.
+        """
+        assert self.pool
+        sent: Sent = []
+        for i in np.flatnonzero(end > capacity).tolist():
+            seq = seqs[i]
+            while seq.row >= 0:
+                more = self.pool.alloc(self.pool.blocks_for(int(end[i])) - len(seq.blocks))
+                if more is not None:
+                    self._give(seq, more)
+                    break
+                sent.append(self._preempt(self._victim()))
+        return sent
+
+    def _give(self, seq: Seq, more: list[int]) -> None:
+        have, row = len(seq.blocks), seq.row
+        seq.blocks += more
+        self.block_table[row, have : have + len(more)] = more
+        self._capacity[row] = len(seq.blocks) * self.limits.block_size
+
+    def _victim(self) -> Seq:
+        if self._paused:
+            for seq in reversed(self._running):
+                if seq.row >= 0 and seq.paused:
+                    return seq
+        return next(seq for seq in reversed(self._running) if seq.row >= 0)
+
+    def _publish(self, seq: Seq, end: int, log: list[tuple[Seq, int, Hashable]]) -> None:
+        """Make the full blocks among the first `end` tokens known, which a step computes now."""
+        pool, row, keys, bs = self.pool, seq.row, seq.keys, self.limits.block_size
+        assert pool and keys is not None
+        log.append((seq, seq.published, seq.node))
+        if self._emitted[row]:  # the step that filled the one before has succeeded
+            pool.vouch(seq.blocks[max(seq.published - 1, 0) : seq.published])
+        for n in range(seq.published, min(end, int(self._done[row])) // bs):
+            if n >= len(keys):
+                if self._key_of is None:
+                    self._published[row] = _NEVER
+                    return
+                keys.append(self._key_of(seq, n))
+            seq.node = pool.publish(seq.blocks[n], seq.node, keys[n])
+            seq.published = n + 1
+        self._published[row] = seq.published
+
+    # ---- who starts --------------------------------------------------------------------------------------------
+
+    def _admit(
+        self, left: int, at_work: list[Seq], published: list[tuple[Seq, int, Hashable]]
+    ) -> list[tuple[Seq, int, int]]:
+        """Give rows and blocks to waiting sequences while the budget lasts: (who, tokens it found computed, its share).
+
+        at_work: those who have more of their prompt to compute after this step.
+        """
+        started: list[tuple[Seq, int, int]] = []
+        policy, pool, limits = self.policy, self.pool, self.limits
+        if not policy.opens(self.waiting, self.running, self._steps):
+            return started
+        while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
+            found: list[int] = []
+            if pool:
+                if self._stuck is not None and self._stuck[0] is seq and pool.free <= self._stuck[1]:
+                    break
+                blocks = self._reserve(seq, at_work)
+                if blocks is None:  # nobody overtakes: the next in order gets the next blocks
+                    break
+                found, seq.blocks, seq.node = blocks
+            policy.pop(seq)
+            self.waiting -= 1
+            row = seq.row = self._free_rows.pop()
+            hit = seq.reused = len(found) * limits.block_size
+            q = min(seq.length - hit, left, limits.chunk)
+            left -= q
+            self._known[row] = self._done[row] = seq.length
+            self._computed[row] = hit
+            self._end[row] = seq.end
+            self._emitted[row] = False
+            if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
-                self._known[row] = self._done[row] = seq.prompt_len
-                self._computed[row] = 0
-                self._end[row] = seq.end
-                self.waiting -= 1
-                q = min(seq.prompt_len, left, self.limits.chunk)
-                left -= q
-                admitted.append((seq, q))
-            self._waiting.popleft()
-        return admitted
+                self._capacity[row] = len(seq.blocks) * limits.block_size
+                seq.published = len(found)
+                self._published[row] = seq.published if seq.keys is not None else _NEVER
+                if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
+                    self._publish(seq, hit + q, published)
+                if seq.keys is not None and not seq.started:
+                    self.counts.prefix_queries += seq.length
+                    self.counts.prefix_hits += hit
+            if hit + q < seq.length:
+                at_work = [*at_work, seq]
+            seq.started = True
+            started.append((seq, hit, q))
+        return started
+
+    def _reserve(self, seq: Seq, at_work: list[Seq]) -> tuple[list[int], list[int], Hashable] | None:
+        """Blocks for a sequence to start with: (those found, all, the node of the last one found); None: not yet."""
+        pool, limits = self.pool, self.limits
+        assert pool
+        found: list[int] = []
+        node = pool.root(seq.salt)
+        full = (seq.length - 1) // limits.block_size  # at least the last token must be computed
+        if seq.keys is not None:
+            found, node = pool.match(seq.salt, seq.keys, full)
+            if len(found) < full and any(
+                s.keys
+                and s.node == node
+                and s.keys[s.published : s.published + 1] == seq.keys[len(found) : len(found) + 1]
+                for s in at_work
+            ):
+                return None  # another computes the same in its next step
+        need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(found)
+        spare = 0  # blocks to be left for those who run, so that they do not preempt it at once
+        if self.running and not limits.reserve_all:
+            spare = max(pool.usable // 100, self.running if seq.started else 0)
+        pool.hold(found)
+        more = pool.alloc(need) if pool.free >= need + spare else None
+        if more is None:
+            pool.release(found, sound=False)
+            self._stuck = seq, pool.free
+            return None
+        self._stuck = None
+        return found, found + more, node
+
+    # ---- the end of a step -------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, stopped: Bools) -> Committed:
         """The step is done. stopped [emitting rows]: the new token ends its sequence.
 
-        Sequences that left since `schedule()` (cancelled, failed) are passed over.
+        Sequences that left since `schedule()` (cancelled, failed, sent back) are passed over.
         """
         rows, end, seqs = plan.rows, plan.end, plan.seqs
         alive: Bools | None = None
@@ -239,6 +509,11 @@ class Scheduler:
             rows, end = rows[same], end[same]
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
         self._done[rows] = end + 1
+        if np.count_nonzero(self._emitted[rows]) < len(rows):
+            for i in np.flatnonzero(~self._emitted[rows]).tolist():
+                self._emitted[seqs[i].row] = True
+                if self.pool:
+                    self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
         over = stopped | (end + 1 >= self._end[rows])
         finished = []
         if np.count_nonzero(over):
@@ -247,13 +522,36 @@ class Scheduler:
                 finished.append(seqs[i])
         return Committed(alive, finished)
 
+    def _queue(self, seq: Seq) -> None:
+        self.waiting += 1
+        if seq.paused:
+            self._parked.add(seq)
+        else:
+            self.policy.push(seq)
+
+    def _preempt(self, seq: Seq) -> tuple[Seq, int]:
+        """Back to the queue, in its place; what it published stays known. Returns it, and the row that it had."""
+        row = seq.row
+        seq.length = int(self._done[row])
+        self._vacate(seq)
+        self.counts.preemptions += 1
+        self._queue(seq)
+        return seq, row
+
     def _leave(self, seq: Seq, reason: Finish) -> None:
+        tokens = int(self._done[seq.row])
+        self._vacate(seq)
+        seq.finish = reason
+        self.policy.left(seq, tokens)
+
+    def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            self.pool.release(seq.blocks)
+            self.pool.release(seq.blocks, sound=bool(self._emitted[row]))
         self._free_rows.append(row)
         self._generation[row] += 1
-        seq.blocks, seq.row, seq.finish = [], -1, reason
+        self._paused -= seq.paused
+        seq.blocks, seq.row, seq.published, seq.node = [], -1, 0, None
         self._left = True
 
     # ---- invariants --------------------------------------------------------------------------------------------
@@ -263,16 +561,28 @@ class Scheduler:
         running = [s for s in self._running if s.row >= 0]
         rows = [s.row for s in running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
+        assert running == sorted(running, key=_rank), "the order of service is lost"
+        assert self._paused == sum(s.paused for s in running), "a paused row is lost"
+        writers: set[int] = set()
         for s in running:
             computed, known, done = self._computed[s.row], self._known[s.row], self._done[s.row]
-            assert computed <= known <= s.end and s.prompt_len <= done <= known, (
-                computed,
-                done,
-                known,
-                s.end,
-            )
+            assert computed <= known <= s.end and s.length <= done <= known, (computed, done, known, s.end)
+            if self.pool is None:
+                continue
             table = self.block_table[s.row].tolist()
             assert table[: len(s.blocks)] == s.blocks and not any(table[len(s.blocks) :]), (table, s.blocks)
+            assert 0 not in s.blocks, "the trash block is owned"
+            written = s.blocks[computed // self.limits.block_size :]
+            assert not writers.intersection(written), "two sequences write to one block"
+            writers.update(written)
+            assert self._capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
+        for s in running:
+            full = self._computed[s.row] // self.limits.block_size
+            assert not self.pool or not writers.intersection(s.blocks[:full]), "a shared block is still written to"
         if self.pool:
             self.pool.check([b for s in running for b in s.blocks])
-        assert self.waiting == sum(s.finish is None for s in self._waiting)
+        assert self.waiting >= 0
+
+
+def _rank(seq: Seq) -> Any:
+    return seq.rank

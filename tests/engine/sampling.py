@@ -6,7 +6,7 @@ from hibachi import SamplingParams, StopRule
 from hibachi.engine.job import Job, Stopper, TokenTable
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.stream import Channel
-from hibachi.plan.scheduler import Seq
+from hibachi.plan.sequence import Seq
 
 
 class Row:

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from hibachi.errors import PromptTooLong
-from hibachi.plan.scheduler import Limits, Scheduler, Seq
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 
 class Checked(Scheduler):
     """A scheduler whose invariants are checked after every call."""
 
-    def __init__(self, *, rows=4, budget=100, chunk=100, max_len=50, blocks=0, block_size=4):
-        super().__init__(Limits(rows, budget, chunk, max_len, blocks, block_size))
+    def __init__(self, *, rows=4, budget=100, chunk=100, max_len=50, blocks=0, block_size=4, **limits):
+        super().__init__(Limits(rows, budget, chunk, max_len, blocks, block_size, **limits))
 
     def new(self, name, prompt_len, max_new=None):
         seq = Seq(prompt_len, max_new, owner=name)
@@ -188,7 +189,7 @@ def test_a_row_is_given_again_at_the_next_step():
 
 
 def test_blocks_for_prompt_and_output_are_reserved_at_admission():
-    s = Checked(blocks=8, block_size=4)  # 7 to give away
+    s = Checked(blocks=8, block_size=4, reserve_all=True)  # 7 to give away
     a = s.new("a", 4, max_new=5)  # positions 0 to 7 are stored; the last token is not fed back
     b = s.new("b", 4, max_new=6)  # one more: a third block
     s.step()
@@ -197,7 +198,7 @@ def test_blocks_for_prompt_and_output_are_reserved_at_admission():
 
 
 def test_nobody_overtakes_who_waits_for_blocks():
-    s = Checked(blocks=6, block_size=4)  # 5 to give away
+    s = Checked(blocks=6, block_size=4, reserve_all=True)  # 5 to give away
     s.new("a", 4, max_new=9)  # 3 blocks
     big = s.new("big", 12, max_new=5)  # 4 blocks
     s.new("small", 1, max_new=1)  # would fit
@@ -359,7 +360,7 @@ def test_a_stop_discards_the_plans_made_ahead():
     assert s.done(third, stop="c") == {"c": Finish.STOP}
 
 
-def test_rewind_computes_everything_again_and_nothing_twice():
+def test_forget_computes_everything_again_and_nothing_twice():
     s = Checked(chunk=4)
     s.new("a", 3)
     s.new("b", 6)
@@ -367,7 +368,7 @@ def test_rewind_computes_everything_again_and_nothing_twice():
     s.step()
     lost, said = s.plan()
     assert said == {"a": (4, 1, True), "b": (6, 1, True)}
-    s.rewind()
+    assert [seq.owner for seq, _ in s.forget()] == ["a", "b"]
     s.check()
     assert s.done(lost) == {}  # its tokens are lost
     assert s.step() == {"a": (0, 4, False), "b": (0, 4, False)}  # a knows 5 tokens: 3 and two that it drew

@@ -1,0 +1,46 @@
+"""Policies by name: those that ship, and those that others installed (entry-point group `hibachi.policies`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.plan.policy import Fair, Fcfs, Policy, Priority, WaitingServed
+
+GROUP = "hibachi.policies"
+SHIPPED: dict[str, Callable[[], Policy]] = {
+    "fcfs": Fcfs,
+    "priority": Priority,
+    "fair": Fair,
+    "waiting-served": WaitingServed,
+}
+_METHODS = ("rank", "push", "peek", "pop", "left", "opens", "settled", "ahead")
+
+
+def policy_of(given: Any) -> Policy:
+    """A policy from its name, or as it is; None: by priority. Each engine needs one of its own.
+
+    Raises ConfigError for a name that nobody has, or an object that is no policy.
+    """
+    if given is None:
+        return Priority()
+    if isinstance(given, str):
+        found = SHIPPED.get(given)
+        if found is None:
+            others = {e.name: e for e in entry_points(group=GROUP)}
+            if given not in others:
+                known = ", ".join(sorted({*SHIPPED, *others}))
+                raise ConfigError(f"No policy is called {given!r}: expected one of {known}, or a policy object.")
+            found = others[given].load()
+        given = found()
+    missing = [name for name in _METHODS if not callable(getattr(given, name, None))]
+    if missing or isinstance(given, type):
+        raise ConfigError(
+            f"A policy has the methods {', '.join(_METHODS)}; got {given!r}"
+            + (f", without {', '.join(missing)}" if missing else ", a class: pass an instance")
+            + ". See hibachi.plan.policy."
+        )
+    policy: Policy = given
+    return policy

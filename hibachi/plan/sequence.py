@@ -1,0 +1,41 @@
+"""The one record of a sequence that the scheduler and its policy share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hibachi.request import Finish
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One sequence. What a caller says of it comes first, with `owner` for the caller's own data."""
+
+    prompt_len: int
+    max_new: int | None  # None: up to the end of the context
+    owner: Any = None
+    priority: int = 0  # smaller is served first
+    tenant: Hashable = ""  # whose it is, where tenants are treated fairly
+    deadline: float | None = None  # when it must have ended
+    start_by: float | None = None  # when it must have started
+    arrival: float = 0.0
+    # What it may share with others: the identity of each full block of its tokens, such as their bytes, and what they
+    # must have in common besides. None: nothing. The list grows with what is generated.
+    keys: list[Hashable] | None = None
+    salt: Hashable = None
+
+    # The rest belongs to the scheduler and its policy.
+    number: int = 0  # in order of arrival
+    rank: Any = None  # its place in the order of service
+    end: int = 0  # length at which it finishes
+    length: int = 0  # tokens when it got its row: the prompt, and what it generated before it was preempted
+    row: int = -1
+    started: bool = False  # had a row before
+    paused: bool = False
+    blocks: list[int] = field(default_factory=list)
+    published: int = 0  # of its first blocks: those that are in the trie, or found there
+    node: Hashable = None  # of the last of them
+    reused: int = 0  # tokens that it found computed when it got its row
+    finish: Finish | None = None
