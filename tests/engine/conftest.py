@@ -1,4 +1,5 @@
 import gc
+import sys
 import threading
 from contextlib import ExitStack
 
@@ -36,3 +37,12 @@ def no_thread_is_left():
     for thread in left:
         thread.join(PATIENCE)
         assert not thread.is_alive(), "an engine's thread outlives its test"
+
+
+@pytest.fixture
+def eager_switching():
+    """Threads take turns all the time, so that races show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

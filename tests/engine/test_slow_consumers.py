@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import sys
 import threading
 from collections import deque
 from queue import SimpleQueue
@@ -10,14 +9,15 @@ from queue import SimpleQueue
 import pytest
 
 from hibachi import ItemStream
-from hibachi.engine.stream import Channel, Wakeups, merge
+from hibachi.engine.loops import Wakeups
+from hibachi.engine.stream import Channel, merge
 from hibachi.request import Finish
 
 from .models import PATIENCE, Background, until
 
 
 class Engine:
-    """Pushes items 0 to n - 1 into a stream, pausing as the engine does. `push` is a step, `resume` a look at the inbox."""
+    """Pushes items 0 to n - 1 into a stream, and pauses as the engine does."""
 
     def __init__(self, n, pause_after):
         self.channel, self.wakeups, self.inbox = Channel(pause_after), Wakeups(), SimpleQueue()
@@ -47,15 +47,6 @@ class Engine:
 
     def drained(self):
         return self.inbox.qsize()
-
-
-@pytest.fixture
-def eager_switching():
-    """Threads take turns all the time, so that races show."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_without_a_bound_nothing_is_ever_full():

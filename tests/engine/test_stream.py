@@ -3,59 +3,23 @@
 import asyncio
 import gc
 import itertools
-import sys
 import threading
 
 import pytest
 
 from hibachi import EngineFailed, ItemStream, ModelError
-from hibachi.engine.stream import Channel, Wakeups, merge
+from hibachi.engine.loops import Wakeups
+from hibachi.engine.stream import Channel, amerge, merge
 from hibachi.request import Finish
 
 from .models import PATIENCE, Background, until
-
-
-class Pipe:
-    """Both ends of a stream, and how often it was cancelled."""
-
-    def __init__(self, *items, end=None):
-        self.channel, self.wakeups, self.cancelled = Channel(), Wakeups(), 0
-        self.stream = ItemStream(self.channel, self.cancel, lambda item: item)
-        self.push(*items)
-        if end is not None:
-            self.end(end)
-
-    def cancel(self):
-        self.cancelled += 1
-
-    def push(self, *items):
-        for item in items:
-            self.channel.push(item, self.wakeups)
-        self.wakeups.post()
-
-    def end(self, reason=Finish.STOP, error=None):
-        ended = self.channel.end(reason, error, self.wakeups)
-        self.wakeups.post()
-        return ended
-
-    @property
-    def awaited(self):
-        return bool(self.channel._waiters)
+from .pipe import Pipe
 
 
 @pytest.fixture(params=["thread", "asyncio"])
 def read(request):
     """read(stream): all its items, by `for` in this thread or by `async for` in a loop."""
     return list if request.param == "thread" else lambda stream: asyncio.run(stream.acollect())
-
-
-@pytest.fixture
-def eager_switching():
-    """Threads take turns all the time, so that races show."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def boom():
@@ -496,3 +460,57 @@ def test_merge_raises_the_first_error_after_its_items():
 
 def test_merge_of_nothing():
     assert list(merge([])) == []
+
+
+# ---- amerge: the same for a task; test_streams_trio.py has it in trio ---------------------------------------------
+
+
+def taken_by(streams):
+    """In asyncio: what `amerge` hands over, in order; and the error that it raises, if any."""
+    took = []
+
+    async def main():
+        try:
+            await amerge(streams, lambda i, items: took.append((i, items)))
+        except Exception as e:
+            return e
+
+    return asyncio.run(main()), took
+
+
+def test_amerge_gives_what_comes_from_anywhere():
+    pipes = [Pipe(10), Pipe(), Pipe(30, 31, end=Finish.STOP)]
+    taking = Background(taken_by, [p.stream for p in pipes])
+    until(lambda: pipes[0].awaited and pipes[1].awaited)
+    for n in range(20, 23):
+        until(lambda: not pipes[1].channel.buffer)
+        pipes[1].push(n)
+    pipes[0].end()
+    pipes[1].end()
+    error, took = taking.result()
+    assert error is None and took[:2] == [(0, [10]), (2, [30, 31])]
+    assert list(itertools.chain(*[items for i, items in took if i == 1])) == [20, 21, 22]
+    assert not any(p.awaited for p in pipes)
+
+
+def test_amerge_raises_the_first_error_after_its_items():
+    good, bad = Pipe(1), Pipe(2)
+    bad.end(Finish.ERROR, boom())
+    error, took = taken_by([good.stream, bad.stream])
+    assert isinstance(error, ModelError) and took == [(0, [1]), (1, [2])]
+    assert not good.awaited
+
+
+def test_amerge_of_nothing():
+    assert taken_by([]) == (None, [])
+
+
+def test_a_failing_taker_leaves_nobody_waiting():
+    p = Pipe(1)
+
+    async def main():
+        with pytest.raises(ZeroDivisionError):
+            await amerge([p.stream], lambda i, items: 1 / 0)
+        assert not p.awaited
+
+    asyncio.run(main())
