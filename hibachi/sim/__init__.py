@@ -1,0 +1,1 @@
+"""The production scheduler under a virtual clock: replays traces of requests without a model."""

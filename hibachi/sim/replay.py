@@ -1,0 +1,198 @@
+"""Replays a trace: the production scheduler plans each step, and a virtual clock moves on by what the step would take.
+
+The clock counts whole picoseconds, so many equal steps can be done at once (`hibachi/plan/stretch.py`) and come to
+exactly what they come to one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
+from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.sequence import Seq
+from hibachi.plan.stretch import Stretch, look_ahead
+from hibachi.sim.record import NEVER, Record
+from hibachi.sim.steptime import StepTime
+from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """A `StepTime` in whole picoseconds."""
+
+    step: int
+    token: int
+    row: int
+    position: int
+    pair: int
+
+    @classmethod
+    def of(cls, time: StepTime) -> _Cost:
+        return cls(*(round(getattr(time, f.name) * PICOSECONDS) for f in fields(cls)))
+
+    def of_plan(self, plan: StepPlan) -> tuple[int, int]:
+        """(picoseconds, tokens) of a step."""
+        q, rows = plan.q, len(plan.rows)
+        tokens = int(np.add.reduce(q))
+        positions = int(np.add.reduce(plan.start)) + tokens
+        if tokens == rows:  # each looks at its own positions
+            pairs = positions
+        else:
+            q = q.astype(np.int64)
+            pairs = int(np.add.reduce(q * plan.start + q * (q + 1) // 2))
+        return (
+            self.step + self.token * tokens + self.row * rows + self.position * positions + self.pair * pairs,
+            tokens,
+        )
+
+    def of_stretch(self, rows: int, positions: int) -> tuple[int, int]:
+        """Picoseconds of its first step, and by how many each further one takes longer."""
+        growth = (self.position + self.pair) * rows
+        return self.step + (self.token + self.row) * rows + (self.position + self.pair) * positions, growth
+
+
+class Replay:
+    """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any."""
+
+    def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True) -> None:
+        self.trace, self.scheduler = trace, scheduler
+        self.record = Record(len(trace))
+        self._cost = _Cost.of(time)
+        limits = scheduler.limits
+        self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
+        self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
+        self._owner = np.zeros(limits.rows, np.int64)  # whose row it is
+        self._nobody = np.zeros(limits.rows, np.bool_)
+
+    def run(self, fast: bool = True) -> Record:
+        """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
+
+        Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.
+        """
+        trace, scheduler, record = self.trace, self.scheduler, self.record
+        arrival = [*trace.arrival.tolist(), math.inf]
+        n, i, clock = len(trace), 0, 0
+        while True:
+            while arrival[i] <= clock:
+                self._add(i)
+                i += 1
+            if fast and (stretch := look_ahead(scheduler)):
+                clock = self._stretch(stretch, clock, arrival[i])
+                continue
+            plan = scheduler.schedule(clock / PICOSECONDS)
+            if plan is not None:
+                clock = self._step(plan, clock)
+            elif i < n:
+                clock = arrival[i]
+            elif scheduler.waiting or scheduler.running:
+                raise InvalidTrace(
+                    f"{trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "
+                    f"{scheduler.running} run, and nothing else is to come. Choose another policy."
+                )
+            else:
+                break
+        counts = scheduler.counts
+        record.clock, record.preemptions = clock, counts.preemptions
+        record.hit_tokens, record.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
+        return record
+
+    def _add(self, i: int) -> None:
+        trace = self.trace
+        arrival = trace.arrival[i] / PICOSECONDS
+        seq = Seq(
+            int(trace.prompt[i]),
+            int(trace.output[i]),
+            owner=i,
+            priority=int(trace.priority[i]),
+            tenant=trace.tenant[i] if trace.tenant else "",
+            arrival=arrival,
+            keys=self._keys(i),
+        )
+        try:
+            self.scheduler.add(seq, arrival)
+        except (PromptTooLong, QueueFull) as e:
+            cause = type(e).__name__
+            self.record.refused[cause] = self.record.refused.get(cause, 0) + 1
+
+    def _step(self, plan: StepPlan, clock: int) -> int:
+        """One planned step; returns the clock after it."""
+        record, scheduler = self.record, self.scheduler
+        took, tokens = self._cost.of_plan(plan)
+        now = clock + took
+        record.steps += 1
+        record.planned += 1
+        record.computed_tokens += tokens
+        for seq, row in plan.preempted:
+            record.last[seq.owner] = self._last[row]
+        for seq in plan.fresh:
+            i = seq.owner
+            self._owner[seq.row] = i
+            self._last[seq.row] = record.last[i]
+            if record.started[i] == NEVER:
+                record.started[i] = clock
+                record.prompt_tokens += seq.prompt_len
+        rows = plan.rows[plan.emit].astype(np.intp)
+        self._tokens(rows, now)
+        record.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
+        self._end(scheduler.commit(plan, self._nobody[: len(rows)]).finished, now)
+        return now
+
+    def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:
+        """Steps that all begin before the next arrival; returns the clock after them."""
+        record, scheduler, rows = self.record, self.scheduler, stretch.rows
+        first, growth = self._cost.of_stretch(len(rows), stretch.positions)
+        steps = stretch.steps
+        if arrival < math.inf:
+            steps = min(steps, beginning_before(int(arrival) - clock, first, growth))
+        end = clock + span(steps, first, growth)
+        self._tokens(rows, clock + first)
+        if steps > 1:
+            record.gaps.add_run(first + growth, growth, steps - 1, len(rows))
+            record.new_tokens += len(rows) * (steps - 1)
+            self._last[rows] = end
+        record.steps += steps
+        record.computed_tokens += len(rows) * steps
+        record.timeline.add(clock, end, scheduler.waiting, len(rows), self._held())
+        self._end(stretch.run(steps), end)
+        return end
+
+    def _tokens(self, rows: Numbers, now: int) -> None:
+        """These rows have got a token."""
+        last = self._last[rows]
+        first = last == NEVER
+        if np.count_nonzero(first):
+            self.record.first[self._owner[rows[first]]] = now
+            last = last[~first]
+        self.record.gaps.add(now - last)
+        self._last[rows] = now
+        self.record.new_tokens += len(rows)
+
+    def _end(self, finished: list[Seq], now: int) -> None:
+        for seq in finished:
+            self.record.last[seq.owner] = now
+
+    def _held(self) -> int:
+        pool = self.scheduler.pool
+        return pool.usable - pool.free if pool else 0
+
+
+def span(steps: int, first: int, growth: int) -> int:
+    """first + (first + growth) + ..., so many terms."""
+    return steps * first + growth * (steps * (steps - 1) // 2)
+
+
+def beginning_before(room: int, first: int, growth: int) -> int:
+    """How many steps, the first of them now, begin before `room` > 0 is over."""
+    if not growth:
+        return (room - 1) // first + 1
+    b = 2 * first - growth
+    n = (math.isqrt(b * b + 8 * growth * room) - b) // (2 * growth)
+    while span(n, first, growth) >= room:  # the root was rounded
+        n -= 1
+    while span(n + 1, first, growth) < room:
+        n += 1
+    return n + 1
