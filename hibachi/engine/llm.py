@@ -13,6 +13,7 @@ from hibachi.decode.uniforms import fork
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
+from hibachi.engine.health import Health
 from hibachi.engine.job import Job
 from hibachi.engine.loops import give_way, in_thread
 from hibachi.engine.measured import SCORING, Embedding, Score, embed, paired, score_of
@@ -25,7 +26,7 @@ from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling, pooling_of
 from hibachi.model.registry import load_model
 from hibachi.model.text import Detokenizer
-from hibachi.request import SamplingParams, as_params
+from hibachi.request import SamplingParams, Terms, as_params
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
@@ -38,7 +39,7 @@ class LLM(Closing):
     device: in the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
-    values, see `AutoregressiveBatchInference`.
+    values; options: see `AutoregressiveBatchInference`, such as prefix_cache, policy, max_waiting, restart.
 
     default_params: the SamplingParams of a request that brings none; from the model's generation_config.json. As in
     vLLM, parameters of one's own take the place of all of them; `llm.default_params.with_(...)` changes a few.
@@ -59,6 +60,7 @@ class LLM(Closing):
         max_batch_tokens: int = 2048,
         cache_bytes: int | None = None,
         block_size: int = 16,
+        **options: Any,
     ) -> None:
         if deterministic:
             raise ConfigError(
@@ -78,13 +80,15 @@ class LLM(Closing):
             block_size=block_size,
             cache_bytes=cache_bytes,
             dtype=self.model.dtype,
+            **options,
         )
         self.engine = AutoregressiveBatchInference(self.model, **self._options)
         self._poolers: dict[Pooling, PoolingBatchInference] = {}
         self._poolers_lock = threading.Lock()
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
         """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: `default_params`.
+        terms: priority, tenant, deadlines, cache salt.
 
         Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
         """
@@ -94,30 +98,34 @@ class LLM(Closing):
                 f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
                 f"generate."
             )
-        return self._start([prompt], [self._ids(prompt)], [params])[0]
+        return self._start([prompt], [self._ids(prompt)], [params], terms)[0]
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts together; results in their order. params: one for all, or one for each; None:
-        `default_params`. A prompt is a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)},
+        """Complete all prompts together; results in their order. params, terms: one for all, or one for each; None:
+        `default_params`, and the plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)},
         which the first layer sees instead of the embeddings of tokens.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
         prompts = _listed(prompts)
-        return _finish(self._start(prompts, [self._ids(p) for p in prompts], params))
+        return _finish(self._start(prompts, [self._ids(p) for p in prompts], params, terms))
 
     async def agenerate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio and trio."""
         prompts = _listed(prompts)
-        streams = self._start(prompts, [self._ids(p) for p in prompts], params)
+        streams = self._start(prompts, [self._ids(p) for p in prompts], params, terms)
         try:
             choices = [c for s in streams for c in s.choices]
             await give_way()
@@ -131,6 +139,8 @@ class LLM(Closing):
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
         **variables: Any,
     ) -> list[Completion]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, in the model's chat template.
@@ -139,7 +149,7 @@ class LLM(Closing):
         """
         texts = [self.tokenizer.render_chat(m, **variables) for m in _conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        return _finish(self._start(texts, ids, params))
+        return _finish(self._start(texts, ids, params, terms))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool | None = None
@@ -185,7 +195,8 @@ class LLM(Closing):
         """The engine that makes vectors, made when first needed."""
         with self._poolers_lock:
             if pooling not in self._poolers:
-                self._poolers[pooling] = PoolingBatchInference(self.model, pooling=pooling, **self._options)
+                options = self._options | {"record": None, "policy": None}  # those are the other engine's
+                self._poolers[pooling] = PoolingBatchInference(self.model, pooling=pooling, **options)
             return self._poolers[pooling]
 
     def _known(self, ids: list[int]) -> list[int]:
@@ -195,15 +206,13 @@ class LLM(Closing):
             raise InvalidRequest(f"Token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.")
         return ids
 
-    def _start(self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any) -> list[TextStream]:
+    def _start(
+        self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any, terms: Any = None
+    ) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise InvalidRequest(
-                f"Expected one SamplingParams, or one for each of {len(prompts)} prompts; got {len(each)}."
-            )
-        each = [as_params(p, self.default_params) for p in each]
-        jobs = [self._jobs(prompt, own, p) for prompt, own, p in zip(prompts, ids, each, strict=True)]
+        each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
+        served = _for_each(terms, prompts, "Terms")
+        jobs = [self._jobs(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
         return [
             TextStream(
                 prompt,
@@ -222,7 +231,7 @@ class LLM(Closing):
             for prompt, own, p, some in zip(prompts, ids, each, jobs, strict=True)
         ]
 
-    def _jobs(self, prompt: Prompt, ids: list[int], p: SamplingParams) -> list[Job]:
+    def _jobs(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Any) -> list[Job]:
         """What the engine has to do for one prompt: a job for each continuation."""
         eos = () if p.ignore_eos else self.model.eos_ids
         run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
@@ -236,8 +245,11 @@ class LLM(Closing):
             if i:
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
-            job = self.engine._prepare(host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds)
-            jobs.append(job)
+            jobs.append(
+                self.engine._prepare(
+                    host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds, terms=terms
+                )
+            )
         return jobs
 
     def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
@@ -278,6 +290,14 @@ class LLM(Closing):
     def stats(self) -> Stats:
         return self.engine.stats()
 
+    def health(self) -> Health:
+        """How the engine is, asked from any thread, also while a forward pass hangs."""
+        return self.engine.health()
+
+    def dump(self) -> dict[str, Any]:
+        """The flight recorder: what the last steps computed, and for whom, as JSON could hold it. No tokens."""
+        return self.engine.dump()
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
         return self.engine.drain(timeout)
@@ -313,6 +333,14 @@ def _listed(prompts: Any) -> list[Prompt]:
         )
     prompts = list(prompts)
     return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
+
+
+def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
+    """One for all prompts, or one for each, as a list."""
+    each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise InvalidRequest(f"Expected one {what}, or one for each of {len(prompts)} prompts; got {len(each)}.")
+    return each
 
 
 def _is_id(x: Any) -> bool:
