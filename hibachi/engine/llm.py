@@ -108,8 +108,8 @@ class LLM(Closing):
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Completion]:
         """Complete all prompts together; results in their order. params, terms: one for all, or one for each; None:
-        `default_params`, and the plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)},
-        which the first layer sees instead of the embeddings of tokens.
+        `default_params`, and plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats
+        (sequence, hidden)}, which the first layer sees instead of the embeddings of tokens.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
