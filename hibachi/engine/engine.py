@@ -87,8 +87,7 @@ class Engine:
         self._restart = restart
         self._lost = 0  # devices, since a step last succeeded
         self._invalid = 0  # steps in a row in which every row had an invalid output
-        # Since a step last succeeded memory ran out: how often for a single token, and the budget before.
-        self._memory: tuple[int, int] | None = None
+        self._alone = 0  # times that memory ran out for a single token, since a step last succeeded
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -160,7 +159,7 @@ class Engine:
             self._recover(plan, e)
             self.moved = time.monotonic()
             return True
-        self._lost, self._memory = 0, None
+        self._lost = self._alone = 0
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1
@@ -252,19 +251,17 @@ class Engine:
     def _shrink(self, plan: StepPlan, cause: BaseException) -> None:
         """Memory ran out: fewer tokens in a step from now on. Who twice cannot have a single one fails."""
         tokens = int(plan.q.sum())
-        alone, before = self._memory or (0, self.scheduler.budget)
         if tokens > 1:
             log.warning("memory ran out with %d tokens in a step, now at most %d: %r", tokens, tokens // 2, cause)
             self._limit(tokens // 2)
-            self._memory = alone, before
-        elif not alone:
-            self._memory = 1, before
-        else:
+            return
+        self._alone += 1
+        if self._alone == 2:
+            self._alone = 0
             for seq in plan.seqs:
                 self._fail(seq, _no_room(cause))
             self._wakeups.post()
-            self._limit(before)  # the budget was not to blame
-            self._memory = None
+            self._limit(self.scheduler.limits.budget)  # it was not to blame
 
     def _limit(self, budget: int) -> None:
         self.recorder.note("limit", budget)
@@ -366,13 +363,11 @@ def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:
 
 
 def _too_late(seq: Seq, now: float) -> DeadlineExceeded:
-    if seq.deadline is not None and now >= seq.deadline:
-        what, allowed = "end", seq.deadline - seq.arrival
-    else:
-        what, allowed = "start", (seq.start_by or now) - seq.arrival
+    ended = seq.deadline is not None and now >= seq.deadline
+    due = (seq.deadline if ended else seq.start_by) or now
     return DeadlineExceeded(
-        f"The request is late: expected it to {what} within {allowed:.3g} s; it is here for {now - seq.arrival:.3g} s. "
-        f"Allow more time, or give the engine less to do."
+        f"The request is late: it should have {'ended' if ended else 'started'} {now - due:.3g} s ago. Allow more "
+        f"time, or give the engine less to do."
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty
+from typing import Any
 
-from hibachi.engine.engine import Engine, Stats
+from hibachi.engine.engine import Command, Engine, Stats
+from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
-from hibachi.errors import EngineClosed, EngineFailed
+from hibachi.errors import EngineClosed, EngineFailed, QueueFull
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
@@ -26,9 +29,17 @@ class Worker:
     of a method of ours. So the inbox is a SimpleQueue, whose `put` may be entered twice, and the lock is reentrant.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, *, max_waiting: int | None = None, stall_after: float | None = STALL_AFTER
+    ) -> None:
+        """max_waiting: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
         self._engine = engine
-        self._inbox: SimpleQueue[tuple[Callable[[Job], None], Job] | None] = SimpleQueue()  # None: just wake up
+        self._most = None if max_waiting is None else engine.scheduler.limits.rows + max_waiting
+        self._stall_after = stall_after
+        self._watchdog: Watchdog | None = None
+        self._woke = 0.0  # when there was something to do again
+        self._told = -1  # the step after which we said that the engine is stalled
+        self._inbox = engine.inbox
         self._changed = threading.Condition(threading.RLock())
         self._accepted = self._served = 0  # requests that came, and that had ended when the engine last came to rest
         self._refusal: Callable[[], Exception] | None = None
@@ -39,15 +50,28 @@ class Worker:
         return self._engine.stats()
 
     def add(self, job: Job) -> None:
-        """Queue a request. Raises EngineClosed or EngineFailed."""
+        """Queue a request. Raises QueueFull, EngineClosed or EngineFailed."""
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
+            here = self._accepted - self._engine.finished
+            if self._most is not None and here >= self._most:
+                rows = self._engine.scheduler.limits.rows
+                raise QueueFull(
+                    f"The queue is full: expected fewer than {self._most} requests here ({rows} that run at once and "
+                    f"max_waiting={self._most - rows} that wait); got {here}. Try again later, or raise max_waiting."
+                )
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name="hibachi-engine", daemon=True)
                 thread.start()
                 self._thread = thread
                 _workers.add(self)
+                if self._stall_after is not None:
+                    self._watchdog = Watchdog(self.health, self._stall_after / 4)
+            if not here:
+                self._woke = time.monotonic()
+            if self._watchdog is not None:
+                self._watchdog.work()
             self._accepted += 1
             self._inbox.put((self._engine.add, job))
 
@@ -68,7 +92,11 @@ class Worker:
         busy = False
         while True:
             while not busy or not inbox.empty():
-                self._obey(inbox.get())  # sleeps while there is nothing to do
+                patience = None if busy else self._patience()
+                try:
+                    self._obey(inbox.get(timeout=patience))  # sleeps while there is nothing to do
+                except Empty:
+                    break  # somebody's time is over
                 busy = True
             if self._closing:
                 return
@@ -76,12 +104,19 @@ class Worker:
             if not busy:
                 self._rest()
 
+    def _patience(self) -> float | None:
+        """Seconds until the engine must look after a deadline, though nobody comes; None: for ever."""
+        deadline = self._engine.next_deadline()
+        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
     def _rest(self) -> None:
         with self._changed:
             self._served = self._engine.finished
+            if self._watchdog is not None and self._served == self._accepted:
+                self._watchdog.rest()
             self._changed.notify_all()
 
-    def _obey(self, command: tuple[Callable[[Job], None], Job] | None) -> None:
+    def _obey(self, command: Command) -> None:
         if command is not None:
             do, job = command
             do(job)
@@ -95,7 +130,42 @@ class Worker:
                 self._obey(self._inbox.get())
         engine.end_all(reason, refusal if reason is Finish.ERROR else None)
         self._rest()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         engine.close()
+
+    # ---- health ------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        return self._engine.recorder.dump()
+
+    def health(self) -> Health:
+        """How the engine is, asked from any thread, also while its own hangs. The first to find it stalled logs it."""
+        engine, refusal, now = self._engine, self._refusal, time.monotonic()
+        steps, running, paused = engine.stats().steps, engine.scheduler.running, engine.paused
+        pending = self._accepted - engine.finished
+        waiting = max(pending - running, 0)
+        still = now - max(engine.moved or 0.0, self._woke)
+        state: State
+        if refusal is _closed:
+            state, message = "closed", "The engine is closed."
+        elif refusal is not None and refusal is not _draining:
+            state, message = "failed", str(refusal())
+        elif pending <= paused:
+            state, message = "idle", f"{paused} requests wait for their consumers." if paused else "Nothing to do."
+        elif self._stall_after is None or still < self._stall_after:
+            state, message = "running", f"{waiting} requests wait, {running} run."
+        else:
+            state = "stalled"
+            message = f"No step for {still:.3g} s while work waits: {waiting} requests wait, {running} run."
+            if self._told != steps:
+                self._told = steps
+                last = engine.recorder.last(5)
+                log.error("%s Its thread is at\n%sThe last steps:\n%s", message, where(self._thread), last)
+        since = None if engine.moved is None else now - engine.moved
+        return Health(state, message, since, steps, waiting, running, paused, engine.restarts)
+
+    # ---- the end -----------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the others have ended; False if `timeout` seconds were not enough."""
@@ -120,6 +190,10 @@ class Worker:
 
 
 def _failed(cause: BaseException) -> EngineFailed:
+    if isinstance(cause, EngineFailed):  # one of its own for each stream
+        error = EngineFailed(str(cause))
+        error.__cause__ = cause.__cause__
+        return error
     error = EngineFailed(
         f"The engine's loop failed with {type(cause).__name__}: {cause}. Its requests are lost; make a new engine. "
         f"This is a defect of hibachi, or the process ran out of memory: please report it."

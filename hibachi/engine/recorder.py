@@ -1,0 +1,262 @@
+"""The flight recorder: what the scheduler was told and what it planned, the last steps or all of them.
+
+A record is integers, times and words; it holds no prompt and no token. Where sequences may share blocks, the identity
+of a block's tokens stands as a number that is the same for equal ones, and for nothing outside this recording. A
+record that begins with the scheduler can be played again: `replay` gives the same commands to a new scheduler and
+compares the plans.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import HibachiError
+from hibachi.plan import policy as policies
+from hibachi.plan.policy import Policy
+from hibachi.plan.scheduler import Limits, Scheduler, Sent, StepPlan
+from hibachi.plan.sequence import Seq
+from hibachi.request import Finish
+
+LENGTH = 512  # entries: a step is two, plan and commit
+
+
+class ReplayDiffers(HibachiError):
+    """A scheduler that was told the same did something else."""
+
+
+class Recorder:
+    """Notes what happens, in the order in which it happens. Not thread-safe, but for `dump` and `last`.
+
+    path: also write everything to this file, one JSON object a line. None: the last `length` entries stay in memory.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, path: str | Path | None = None, length: int = LENGTH) -> None:
+        self._head = {
+            "limits": asdict(scheduler.limits),
+            "policy": type(scheduler.policy).__name__,
+            "grows": scheduler.shares_generated,
+        }
+        self._block = scheduler.limits.block_size
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=length)
+        self._count = 0
+        self._secret = secrets.token_bytes(16)
+        self._file = None
+        if path is not None:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
+            self._write(self._head)
+
+    def note(self, *entry: Any) -> None:
+        """entry: the name of an event and what belongs to it. Turned into words only when somebody reads it."""
+        self._ring.append(entry)
+        self._count += 1
+        if self._file is not None:
+            self._write(self._words(entry))
+
+    def dump(self) -> dict[str, Any]:
+        """What can be written as JSON: {"limits", "policy", "complete", "events", ...}.
+
+        complete: nothing is missing since the start, so it can be played again.
+        """
+        entries = self._entries()
+        return self._head | {
+            "complete": self._count == len(entries),
+            "events": [self._words(entry) for entry in entries],
+        }
+
+    def last(self, steps: int) -> str:
+        """The last steps and what happened between them, a line each, for a log."""
+        lines, found = [], 0
+        for entry in reversed(self._entries()):
+            lines.append(_line(entry))
+            found += entry[0] == "plan" and entry[1] is not None
+            if found == steps:
+                break
+        return "\n".join(reversed(lines))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _entries(self) -> list[tuple[Any, ...]]:
+        while True:
+            try:
+                return list(self._ring)
+            except RuntimeError:  # the engine's thread added one meanwhile
+                continue
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()  # what a process that dies leaves behind is what this is for
+
+    # ---- as words ----------------------------------------------------------------------------------------------
+
+    def _words(self, entry: tuple[Any, ...]) -> dict[str, Any]:
+        event, *rest = entry
+        words: dict[str, Any] = {"event": event}
+        match event, rest:
+            case "add", (seq, now):
+                keys = None if seq.keys is None else self._names(islice(seq.keys, seq.prompt_len // self._block))
+                words |= {"now": now, "seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
+                words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
+                words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
+            case "plan", (plan, now):
+                words |= {"now": now, "plan": None if plan is None else _plan(plan), "grown": self._grown(plan)}
+            case "commit", (stopped, seconds):
+                words |= {"stopped": np.flatnonzero(stopped).tolist(), "seconds": round(seconds, 6)}
+            case "cancel", (seq, reason):
+                words |= {"seq": seq.number, "reason": str(reason)}
+            case "fail", (seq, sent, error):
+                words |= {"seq": seq.number, "sent": _sent(sent), "error": type(error).__name__}
+            case "expire", (now, ended):
+                words |= {"now": now, "ended": [seq.number for seq in ended]}
+            case "rollback", (plan, why):
+                words |= {"why": why}
+            case "limit", (budget,):
+                words |= {"budget": budget}
+            case (("pause" | "unpause"), (seq,)):
+                words |= {"seq": seq.number}
+        return words
+
+    def _grown(self, plan: StepPlan | None) -> list[list[int]]:
+        """[sequence, number of a block, name of its tokens] of blocks with generated tokens that became known."""
+        if plan is None or not plan.published:
+            return []
+        ends = {seq.number: end for seq, end in zip(plan.seqs, plan.end.tolist(), strict=True)}
+        grown = []
+        for seq, before, _ in plan.published:
+            first = max(before, seq.prompt_len // self._block)
+            keys = (seq.keys or [])[first : ends.get(seq.number, 0) // self._block]
+            grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys), first)]
+        return grown
+
+    def _names(self, keys: Iterable[Hashable]) -> list[int]:
+        return [self._name(key) for key in keys]
+
+    def _name(self, key: Hashable) -> Any:
+        """What can be told of an identity: whether it equals another of this recording."""
+        if key is None:
+            return None
+        data = key if isinstance(key, bytes) else repr(key).encode()
+        return int.from_bytes(blake2b(data, digest_size=6, key=self._secret).digest())
+
+
+def _plan(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "seqs": [seq.number for seq in plan.seqs],
+        "rows": plan.rows.tolist(),
+        "start": plan.start.tolist(),
+        "q": plan.q.tolist(),
+        "emit": np.flatnonzero(plan.emit).tolist(),
+        "fresh": [seq.number for seq in plan.fresh],
+        "preempted": _sent(plan.preempted),
+    }
+
+
+def _sent(sent: Sent) -> list[list[int]]:
+    return [[seq.number, row] for seq, row in sent]
+
+
+def _line(entry: tuple[Any, ...]) -> str:
+    event, *rest = entry
+    if event == "plan":
+        plan = rest[0]
+        if plan is None:
+            return "nothing to compute"
+        more = f", {len(plan.fresh)} start" if plan.fresh else ""
+        more += f", {len(plan.preempted)} preempted" if plan.preempted else ""
+        return f"step: {len(plan.rows)} rows, {int(plan.q.sum())} tokens, longest {int(plan.end.max())}{more}"
+    if event == "commit":
+        return f"  done in {rest[1] * 1e3:.1f} ms, {int(np.count_nonzero(rest[0]))} stopped"
+    return f"  {event} " + " ".join(f"request {x.number}" if isinstance(x, Seq) else str(x)[:80] for x in rest)
+
+
+# ---- replay ------------------------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recording from its file, in the form of `Recorder.dump`."""
+    with open(path, encoding="utf-8") as file:
+        head, *events = [json.loads(line) for line in file]
+    return {**head, "complete": True, "events": events}
+
+
+def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
+    """Tell a new scheduler what the recorded one was told; returns the number of steps.
+
+    policy: a new one, like the one that was recorded; None: ours of that name, with its defaults. Raises ReplayDiffers
+    where a plan is another, and ValueError for a recording whose beginning is missing.
+    """
+    if not dump["complete"]:
+        raise ValueError("The recording lacks its beginning: expected all events since the start. Use record=PATH.")
+    if policy is None:
+        policy = getattr(policies, dump["policy"])()
+    player = _Player(Limits(**dump["limits"]), policy, grows=dump["grows"])
+    for n, event in enumerate(dump["events"]):
+        player.play(n, dict(event))
+    return player.steps
+
+
+class _Player:
+    def __init__(self, limits: Limits, policy: Policy | None, *, grows: bool) -> None:
+        self.scheduler = Scheduler(limits, policy, self._key_of if grows else None)
+        self.steps = 0
+        self._seqs: dict[int, Seq] = {}
+        self._grown: dict[tuple[int, int], Hashable] = {}
+        self._plan: StepPlan | None = None
+
+    def _key_of(self, seq: Seq, n: int) -> Hashable:
+        return self._grown[seq.number, n]
+
+    def play(self, n: int, event: dict[str, Any]) -> None:
+        kind = event.pop("event")
+        expected: Any = None
+        got: Any = None
+        s = self.scheduler
+        match kind:
+            case "add":
+                now, number = event.pop("now"), event.pop("seq")
+                seq = Seq(**event)
+                s.add(seq, now)
+                self._seqs[number] = seq
+                expected, got = number, seq.number
+            case "plan":
+                self._grown |= {(number, at): key for number, at, key in event["grown"]}
+                self._plan = s.schedule(event["now"])
+                expected, got = event["plan"], None if self._plan is None else _plan(self._plan)
+                self.steps += self._plan is not None
+            case "commit":
+                assert self._plan is not None
+                stopped = np.zeros(np.count_nonzero(self._plan.emit), bool)
+                stopped[event["stopped"]] = True
+                s.commit(self._plan, stopped)
+            case "cancel":
+                s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
+            case "fail":
+                expected, got = event["sent"], _sent(s.fail(self._seqs[event["seq"]]))
+            case "expire":
+                expected, got = event["ended"], [seq.number for seq in s.expire(event["now"])]
+            case "rollback":
+                assert self._plan is not None
+                s.rollback(self._plan)
+            case "forget":
+                s.forget()
+            case "limit":
+                s.limit(event["budget"])
+            case "pause":
+                s.pause(self._seqs[event["seq"]])
+            case "unpause":
+                s.unpause(self._seqs[event["seq"]])
+        if expected != got:
+            raise ReplayDiffers(f"Event {n} ({kind}): expected {expected}; got {got}.")
