@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hibachi.plan.scheduler import Bools, Ints
+from hibachi.plan.scheduler import Bools, Index, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ def _upto(n: int) -> Ints:
 
 
 def lower(
-    row: Ints,
+    row: Ints | Index,
     start: Ints,
     q: Ints,
     emit: Bools,
@@ -55,6 +55,7 @@ def lower(
     end = start + q
     width = min(-(-int(end.max()) // block_size), table.shape[1])
     blocks = table[row, :width]
+    row = row.astype(np.int32)
     tile = tiles[int(q.max()) > 1]
     if tile == 1 and int(q.max()) == 1:  # decode only: every array is a plain range
         one = _upto(n)

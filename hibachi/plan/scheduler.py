@@ -26,6 +26,7 @@ from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up ten times as fast as int32)
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
 
@@ -57,7 +58,7 @@ class StepPlan:
 
     seqs: list[Seq]
     fresh: list[Seq]  # those that just got their row
-    rows: Ints  # the row of each
+    rows: Index  # the row of each
     start: Ints  # tokens computed before this step
     q: Ints  # tokens to compute now, >= 1
     emit: Bools  # reaches the end of the known tokens: a new token is wanted
@@ -114,7 +115,7 @@ class Scheduler:
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._running: list[Seq] = []  # in the order of service
-        self._rows = np.zeros(0, np.int32)  # their rows
+        self._rows: Index = np.zeros(0, np.intp)  # their rows
         self._left = False  # somebody left `_running`
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
@@ -288,7 +289,7 @@ class Scheduler:
             rows, seqs = self._rows, self._running
             if self._paused:
                 seqs = [s for s in seqs if not s.paused]
-                rows = np.fromiter((s.row for s in seqs), np.int32, len(seqs))
+                rows = np.fromiter((s.row for s in seqs), np.intp, len(seqs))
             start = self._computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
             q = np.minimum(self._known[rows], self._end[rows] - 1) - start
@@ -316,7 +317,7 @@ class Scheduler:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self._known[rows]).tolist()]
             fresh = self._admit(left, at_work, published)
         if fresh:
-            rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.int32)])
+            rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
             start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
             q = np.concatenate([q, np.array([n for _, _, n in fresh], np.int32)])
             seqs = seqs + [s for s, _, _ in fresh]
@@ -338,7 +339,7 @@ class Scheduler:
 
     def _refresh(self) -> None:
         self._running = [s for s in self._running if s.row >= 0]
-        self._rows = np.fromiter((s.row for s in self._running), np.int32, len(self._running))
+        self._rows = np.fromiter((s.row for s in self._running), np.intp, len(self._running))
         self._left = False
 
     def _enter(self, fresh: list[Seq]) -> None:
@@ -347,7 +348,7 @@ class Scheduler:
         if len(fresh) > 1 or (self._running and fresh[0].rank < self._running[-1].rank):
             running.sort(key=_rank)
         self._running = running
-        self._rows = np.fromiter((s.row for s in running), np.int32, len(running))
+        self._rows = np.fromiter((s.row for s in running), np.intp, len(running))
 
     def _share(self, want: Ints) -> tuple[Ints, int]:
         """Hand out the token budget: first one token to each decode row, then chunks in the order of service."""

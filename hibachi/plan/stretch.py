@@ -7,15 +7,12 @@ For simulations, where a step costs nothing but its planning. What a stretch lea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 
-from hibachi.plan.scheduler import Ints, Scheduler
+from hibachi.plan.scheduler import Index, Ints, Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
-
-Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up ten times as fast as int32)
 
 _PATIENCE = 64  # steps for which a policy is asked in advance
 
@@ -54,13 +51,13 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
     """
     if scheduler._left:
         scheduler._refresh()
-    n = len(scheduler._rows)
+    rows = scheduler._rows
+    n = len(rows)
     if not n or scheduler._paused or n > scheduler.budget:
         return None
     most = _closed(scheduler) if scheduler.waiting and scheduler._free_rows else None
     if most == 0:
         return None
-    rows = scheduler._rows.astype(np.intp)
     known, computed = scheduler._known[rows], scheduler._computed[rows]
     if np.count_nonzero(known - computed == 1) < n or np.count_nonzero(scheduler._emitted[rows]) < n:
         return None

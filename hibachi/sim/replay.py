@@ -135,7 +135,7 @@ class Replay:
             if record.started[i] == NEVER:
                 record.started[i] = clock
                 record.prompt_tokens += seq.prompt_len
-        rows = plan.rows[plan.emit].astype(np.intp)
+        rows = plan.rows[plan.emit]
         self._tokens(rows, now)
         record.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
         self._end(scheduler.commit(plan, self._nobody[: len(rows)]).finished, now)
