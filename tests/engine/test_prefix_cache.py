@@ -1,0 +1,182 @@
+"""Requests share the cache of what they have in common, and nobody gets what is not theirs; preempted ones go on."""
+
+import numpy as np
+import pytest
+
+from hibachi import LLM, ConfigError, InvalidRequest, SamplingParams, Terms
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
+
+
+@pytest.fixture
+def library(backend):
+    """A backend that is used with models: the strict one only slowly does what NumPy does."""
+    if backend.name == "array_api_strict":
+        pytest.skip("NumPy underneath")
+    return backend
+
+
+def ids(n, seed=0, vocab=2000):
+    return np.random.default_rng(seed).integers(5, vocab, n).tolist()
+
+
+def same(a, b):
+    """Equal tokens, and log-probabilities within rounding: a hit changes the shapes that are computed."""
+    assert a.choices[0].token_ids == b.choices[0].token_ids
+    for x, y in zip(a.choices[0].logprobs, b.choices[0].logprobs, strict=True):
+        for token in x.keys() & y.keys():
+            assert x[token] == pytest.approx(y[token], abs=1e-4)
+
+
+def test_v08_a_second_identical_prompt_of_40_tokens_hits_32(library):
+    with LLM("tiny", backend=library) as llm:
+        first = llm.generate(ids(40), GREEDY)[0]
+        assert llm.stats().prefix_hits == 0
+        again = llm.generate(ids(40), GREEDY)[0]
+        assert llm.stats().prefix_hits == 32
+        same(first, again)
+
+
+def test_v09_of_a_prompt_of_32_the_last_token_is_computed_again():
+    with LLM("tiny") as llm:
+        llm.generate(ids(32), GREEDY)
+        llm.generate(ids(32), GREEDY)
+        assert llm.stats().prefix_hits == 16
+
+
+def test_v10_another_salt_hits_nothing():
+    with LLM("tiny") as llm:
+        for salt in ("a", "b", None):
+            llm.generate(ids(40), GREEDY, terms=Terms(cache_salt=salt))
+        assert llm.stats().prefix_hits == 0
+        llm.generate(ids(40), GREEDY, terms=Terms(cache_salt="b"))
+        assert llm.stats().prefix_hits == 32
+
+
+def test_what_was_generated_is_reused_by_the_next_turn():
+    with LLM("tiny") as llm:
+        turn = llm.generate(ids(20), GREEDY.with_(max_tokens=30, ignore_eos=True))[0]
+        llm.generate(ids(20) + turn.choices[0].token_ids + ids(9, 3), GREEDY)
+        assert llm.stats().prefix_hits == 48  # of 49 that were computed: the last token was never fed back
+
+
+def test_a_burst_with_a_common_prefix_computes_it_once(library):
+    common = ids(512 - 60, 7)
+    common = (common * 2)[:448]
+    prompts = [common + ids(32, 100 + i) for i in range(16)]
+    with LLM("tiny", backend=library, max_batch_size=16) as llm:
+        alone = [llm.generate(p, GREEDY.with_(max_tokens=4))[0] for p in prompts[:2]]
+    with LLM("tiny", backend=library, max_batch_size=16) as llm:
+        outs = llm.generate(prompts, GREEDY.with_(max_tokens=4))
+        stats = llm.stats()
+        assert stats.prefix_queries == 16 * 480
+        assert stats.prefix_hits == 15 * 448
+    for a, b in zip(alone, outs, strict=False):
+        same(a, b)
+
+
+def test_switched_off_it_finds_nothing_and_says_the_same():
+    with LLM("tiny", prefix_cache=False) as off, LLM("tiny") as on:
+        outs = [[llm.generate(ids(50), GREEDY)[0] for _ in range(2)] for llm in (off, on)]
+        assert (off.stats().prefix_queries, on.stats().prefix_hits) == (0, 48)
+        assert off.stats().cached_blocks == 0 < on.stats().cached_blocks
+    for a, b in zip(*outs, strict=True):
+        same(a, b)
+
+
+def test_prompt_logprobs_are_of_all_tokens_even_if_they_are_cached():
+    with LLM("tiny") as llm:
+        llm.generate(ids(40), GREEDY)
+        out = llm.generate(ids(40), GREEDY.with_(prompt_logprobs=1))[0]
+        assert len(out.prompt_logprobs) == 40 and all(out.prompt_logprobs[1:])
+
+
+def test_embedded_prompts_are_not_cached():
+    with LLM("tiny") as llm:
+        rows = np.random.default_rng(0).normal(size=(40, llm.model.embed_size)).astype(np.float32)
+        outs = [llm.generate({"prompt_embeds": rows * k}, GREEDY)[0] for k in (1, 1, 2)]
+        assert llm.stats().prefix_queries == 0
+        same(outs[0], outs[1])
+        assert outs[2].choices[0].logprobs != outs[0].choices[0].logprobs
+
+
+def test_v05_who_is_preempted_goes_on_as_if_nothing_had_happened(library):
+    prompts = [ids(30, i) for i in range(6)]
+    params = GREEDY.with_(max_tokens=60, ignore_eos=True)
+    with LLM("tiny", backend=library) as llm:
+        alone = llm.generate(prompts, params)
+        assert llm.stats().preemptions == 0
+        position = sum(2 * s.kv_heads * s.k_dim for s in llm.model.cache_spec()) * 4
+    with LLM("tiny", backend=library, cache_bytes=20 * 16 * position) as llm:
+        tight = llm.generate(prompts, params)
+        stats = llm.stats()
+        assert stats.preemptions > 0
+        assert stats.free_blocks == stats.blocks and stats.running == stats.waiting == 0
+    for a, b in zip(alone, tight, strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"seed": 5, "temperature": 1.0}, {"seed": 5, "frequency_penalty": 1.5, "top_p": 0.9}]
+)
+def test_a_preempted_request_draws_and_counts_as_before(sampling):
+    prompts = [ids(30, i) for i in range(6)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **sampling)
+    with LLM("tiny") as llm:
+        alone = [llm.generate(p, params)[0] for p in prompts]
+        position = sum(2 * s.kv_heads * s.k_dim for s in llm.model.cache_spec()) * 4
+    with LLM("tiny", cache_bytes=20 * 16 * position) as llm:
+        tight = llm.generate(prompts, params)
+        assert llm.stats().preemptions > 0
+    assert [o.choices[0].token_ids for o in tight] == [o.choices[0].token_ids for o in alone]
+
+
+def test_full_reservation_preempts_nobody():
+    prompts = [ids(30, i) for i in range(6)]
+    with LLM("tiny", cache_bytes=2**20, reserve_all=True) as llm:
+        llm.generate(prompts, GREEDY.with_(max_tokens=60, ignore_eos=True))
+        assert llm.stats().preemptions == 0
+
+
+def test_a_better_class_is_served_first():
+    with LLM("tiny", max_batch_size=1) as llm:
+        streams = [llm.stream(ids(9, i), GREEDY, terms=Terms(priority=-i)) for i in range(5)]
+        done = []
+        import threading
+
+        def follow(i):
+            for _ in streams[i]:
+                pass
+            done.append(i)
+
+        threads = [threading.Thread(target=follow, args=(i,)) for i in range(5)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert done[1:] == sorted(done[1:], reverse=True)  # the first may have started before the others came
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "waiting-served"])
+def test_policies_by_name(policy):
+    with LLM("tiny", policy=policy, max_batch_size=2) as llm:
+        outs = llm.generate([ids(9, i) for i in range(5)], GREEDY, terms=[Terms(tenant=str(i % 2)) for i in range(5)])
+        assert all(len(o.choices[0].token_ids) for o in outs)
+
+
+def test_an_unknown_policy_is_refused_with_the_names():
+    with pytest.raises(ConfigError, match="expected one of fair, fcfs, priority, waiting-served"):
+        LLM("tiny", policy="best")
+    with pytest.raises(ConfigError, match=r"without .*rank"):
+        LLM("tiny", policy=object())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"priority": 1.5}, {"tenant": 3}, {"timeout": 0}, {"queue_timeout": "1"}, {"cache_salt": 7}]
+)
+def test_wrong_terms_are_refused(wrong):
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        Terms(**wrong)
+
+
+def test_terms_for_each_or_for_all():
+    with LLM("tiny") as llm, pytest.raises(InvalidRequest, match="one Terms, or one for each of 1"):
+        llm.generate([ids(4)], GREEDY, terms=[Terms(), Terms()])
