@@ -145,6 +145,9 @@ class Engine:
         """One step; False if there was nothing to compute."""
         began, now = time.perf_counter(), time.monotonic()
         self._expire(now)
+        if self._paused and (sent := self.scheduler.make_room()):
+            self.recorder.note("room", sent)
+            self._suspend(sent)
         plan = self.scheduler.schedule(now)
         self.recorder.note("plan", plan, now)
         if plan is None:

@@ -119,6 +119,8 @@ class Recorder:
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
                 words |= {"seq": seq.number, "sent": _sent(sent), "error": type(error).__name__}
+            case "room", (sent,):
+                words |= {"sent": _sent(sent)}
             case "expire", (now, ended):
                 words |= {"now": now, "ended": [seq.number for seq in ended]}
             case "rollback", (plan, why):
@@ -247,6 +249,8 @@ class _Player:
                 expected, got = event["sent"], _sent(s.fail(self._seqs[event["seq"]]))
             case "expire":
                 expected, got = event["ended"], [seq.number for seq in s.expire(event["now"])]
+            case "room":
+                expected, got = event["sent"], _sent(s.make_room())
             case "rollback":
                 assert self._plan is not None
                 s.rollback(self._plan)

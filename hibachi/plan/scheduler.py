@@ -199,7 +199,7 @@ class Scheduler:
         return self._deadlines[0][0] if self._deadlines else None
 
     def pause(self, seq: Seq) -> None:
-        """Compute nothing of it until `unpause`; when blocks are short, it is the first to lose its row."""
+        """Compute nothing of it until `unpause`; when rows or blocks are short, it is the first to lose its row."""
         if seq.finish is None and not seq.paused:
             seq.paused = True
             self._paused += seq.row >= 0
@@ -211,6 +211,17 @@ class Scheduler:
             if seq in self._parked:
                 self._parked.remove(seq)
                 self.policy.push(seq)
+
+    def make_room(self) -> Sent:
+        """Paused sequences lose their rows where somebody waits who could not start otherwise."""
+        if not self._paused or self.policy.peek() is None:
+            return []
+        paused = [seq for seq in self._running if seq.row >= 0 and seq.paused]
+        others_run = len(paused) < self.running
+        if self._free_rows and others_run:
+            return []
+        # One row is enough while others go on; where nobody does, blocks may be what is missing.
+        return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
 
     def limit(self, budget: int) -> None:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""
