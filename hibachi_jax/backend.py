@@ -87,6 +87,11 @@ class JaxBackend(ArrayBackend):
             return False
         return True
 
+    def invariant(self) -> JaxBackend:
+        from hibachi_jax.invariant import InvariantJaxBackend  # it builds on this class
+
+        return self if self.deterministic else InvariantJaxBackend(self.device)
+
     def memory(self) -> tuple[int, int] | None:
         stats = (self.device or jax.devices()[0]).memory_stats() or {}
         if "bytes_limit" not in stats:

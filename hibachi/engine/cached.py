@@ -21,6 +21,7 @@ from hibachi.engine.runner import (
     row_bucket,
     writers_first,
 )
+from hibachi.engine.samebits import same_bits
 from hibachi.engine.sampler import RowSampler
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.lower import Packed, lower, pad
@@ -55,6 +56,11 @@ class CachedRunner:
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._compile(donate=True)
         self._make_cache()
+        self.sizes: tuple[int, ...] = ()
+        """Tokens of a call, if it may not have any number: the backend's one, and those that give the same bits."""
+        if (one := backend.step_tokens) is not None:
+            self.sizes = (one, *backend.larger_steps)
+            self.sizes = (one, *(size for size in backend.larger_steps if same_bits(self, one, size)))
 
     def _compile(self, *, donate: bool) -> None:
         self._donating = donate
@@ -125,7 +131,7 @@ class CachedRunner:
             raise
 
     def _paged(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
-        if self.backend.step_tokens is not None:
+        if self.sizes:
             return self._in_calls(plan, idx, rows, start, q, emit)
         if (self._unscored[rows] > start).any():
             return self._scored(plan, idx, rows, start, q, emit)
@@ -134,7 +140,7 @@ class CachedRunner:
         return self._part(plan, idx[emit], out, x)
 
     def _in_calls(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
-        """`_paged` in calls of equal shape. The outputs of several are awaited together."""
+        """`_paged` in calls of few shapes. The outputs of several are awaited together."""
         order = writers_first(plan)
         idx = order[np.isin(order, idx)]
         rows, start, q, emit = plan.rows[idx], plan.start[idx], plan.q[idx], plan.emit[idx]
@@ -143,7 +149,8 @@ class CachedRunner:
             last = emit[mine] & (at + n == end[mine])
             x = self._inputs(rows[mine], at, n, last)
             out, self.cache = self._step(self.model.params, self.cache, x)
-            if scoring := bool((self._unscored[rows[mine]] > at).any()) or last.any():
+            scoring = bool((self._unscored[rows[mine]] > at).any())
+            if scoring or last.any():
                 call = (idx[mine], at, n, last) if scoring else None
                 waiting.append((idx[mine[last]], out, x, call))
             if len(waiting) == OUTPUTS_AHEAD:
@@ -153,22 +160,23 @@ class CachedRunner:
         return _joined(parts, idx[:0], self.backend)
 
     def _calls(self, rows: Any, start: Any, q: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """A step cut into calls of at most `step_tokens` tokens: (places among `rows`, start, tokens) of each call.
+        """A step cut into calls of the sizes that there are: (places among `rows`, start, tokens) of each call.
 
         Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
         """
-        size = self.backend.step_tokens
-        assert size is not None
         given = np.array([len(self._embeds.get(row, ())) for row in rows.tolist()], np.int32)
         embedded = np.clip(given - start, 0, q)
-        for first, each in ((start, embedded), (start + embedded, q - embedded)):
+        for first, each, sizes in ((start, embedded, self.sizes[:1]), (start + embedded, q - embedded, self.sizes)):
             ends = np.cumsum(each, dtype=np.int32)
-            for done in range(0, int(ends[-1]), size):
+            done, total = 0, int(ends[-1])
+            while done < total:
+                size = max(n for n in sizes if n == sizes[0] or 2 * (total - done) > n)  # at least half full
                 skipped = np.clip(done - (ends - each), 0, each)
                 n = np.clip(done + size - (ends - each), 0, each) - skipped
                 mine = np.flatnonzero(n)
                 mine = mine[np.argsort(n[mine] != 1, kind="stable")]  # single-token rows first, as in a plan
                 yield mine, (first + skipped)[mine], n[mine]
+                done += size
 
     def _scored(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """`_paged` where outputs of whole prompts are wanted: in several calls, as logits take much memory."""
@@ -228,9 +236,10 @@ class CachedRunner:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""
         lim = self.limits
         decode = int(q.max()) == 1
-        if (one := self.backend.step_tokens) is not None:  # a single shape
+        if self.sizes:  # nothing but the size may vary
+            n = next(size for size in self.sizes if size >= len(packed.pos))
             width = self.block_table.shape[1]
-            return pad(packed, tokens=one, rows=one, blocks=width, tile=1, trash_row=lim.rows, outputs=one)
+            return pad(packed, tokens=n, rows=n, blocks=width, tile=1, trash_row=lim.rows, outputs=n)
         tile = self.backend.tiles[not decode]
         rows = row_bucket(len(q), lim.rows)
         if self.states:
@@ -310,7 +319,7 @@ class CachedRunner:
         wanted, as logits take much memory).
         """
         n, trash = len(idx), self.limits.rows
-        size = row_bucket(n, trash) if self.backend.static_shapes else n
+        size = trash if self.sizes else row_bucket(n, trash) if self.backend.static_shapes else n
         held = np.full(size + 1, trash, np.int32)  # one more, for the padding rows of a piece
         held[:n] = rows
         started = np.zeros(size + 1, bool)
@@ -324,6 +333,8 @@ class CachedRunner:
         while left.any():
             piece = 1 << (min(int(left.max()), most).bit_length() - 1)
             mine = np.flatnonzero(left >= piece)
+            if self.sizes:  # one token a row, as rows of one call must have equally many, in one shape
+                piece, mine = 1, np.flatnonzero(left)[: self.sizes[0]]
             last = emit[mine] & (left[mine] == piece)
             each = np.full(len(mine), piece, np.int32)
             x = self._inputs(rows[mine], at[mine], each, last)

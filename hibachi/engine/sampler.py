@@ -86,6 +86,11 @@ class RowSampler:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
         get, put = self.backend.get, self.backend.put
         n, m, most = len(tokens), logits.shape[0], max(wanted)
+        one = self.backend.step_tokens
+        if one is not None and m != one:
+            groups = [np.arange(i, min(i + one, n)) for i in range(0, n, one)]
+            found = [self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at]) for at in groups]
+            return [each for group in found for each in group]
         size = min(next((s for s in LIKELY if most < s), LIKELY[-1]), self.vocab_size) if most else 0
         of = np.concatenate([tokens, np.zeros(m - n, tokens.dtype)]).astype(np.int32)
         some = _likely(self.backend, size)(logits, put(of))
@@ -132,6 +137,11 @@ class RowSampler:
         if path == PLAIN and not self._temperature[rows].any():
             ids, ok = self._greedy(logits)
             return get(ids)[:n], get(ok)[:n]
+        size = self.backend.step_tokens
+        if size is not None and logits.shape[0] != size:  # the bits of a draw may depend on the shape
+            groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
+            drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
+            return np.concatenate([ids for ids, _ in drawn]), np.concatenate([ok for _, ok in drawn])
         ids, ok, inside = _program(self.backend, path)(logits, self._how(rows, positions, logits.shape[0]))
         tokens, ok = get(ids)[:n], get(ok)[:n]
         if inside is not None and len(at := np.flatnonzero(~get(inside)[:n] & ok)):
@@ -159,7 +169,9 @@ class RowSampler:
     def _padded(self, at: Any) -> Any:
         if not self.backend.static_shapes:
             return at
-        return np.pad(at, (0, (1 << (len(at) - 1).bit_length()) - len(at)), mode="edge")
+        one = self.backend.step_tokens
+        fill = -len(at) % one if one is not None else (1 << (len(at) - 1).bit_length()) - len(at)
+        return np.pad(at, (0, fill), mode="edge")
 
 
 _NOTHING_LEFT = (

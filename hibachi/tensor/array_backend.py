@@ -39,6 +39,9 @@ class ArrayBackend:
     """The engine pads the tokens, rows and outputs of each step to multiples of this."""
     step_tokens: int | None = None
     """The engine gives each step exactly so many tokens, and at most so many rows; None: as many as there are."""
+    larger_steps: tuple[int, ...] = ()
+    """Other sizes than `step_tokens`, rising, for steps that hold more. When it starts, the engine looks whether they
+    give the same bits with its model, and else does without them."""
     kernels: str = "default"
     """Which set of kernels this is, for `fingerprint`."""
 
