@@ -39,6 +39,8 @@ RULES = {
     "hibachi/__init__.py": Rule(f"{BELOW_ENGINE} engine"),
     "hibachi/testing": Rule(f"{BELOW_ENGINE} engine testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BELOW_ENGINE} engine testing verify"),
+    "hibachi/sim": Rule("errors request plan sim"),
+    "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench"),
     "hibachi/cli": Rule(f"{BELOW_ENGINE} engine testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
@@ -91,7 +93,7 @@ def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
 
 
 # Through `need`, which says how to install them.
-OPTIONAL = {"safetensors", "tokenizers", "minijinja", "gguf", "transformers", "huggingface_hub"}
+OPTIONAL = {"safetensors", "tokenizers", "minijinja", "gguf", "transformers", "huggingface_hub", "matplotlib"}
 
 
 def violations(path: str, source: str) -> list[str]:

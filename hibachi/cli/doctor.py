@@ -17,6 +17,7 @@ _EXTRAS = (
     ("gguf", "gguf"),
     ("transformers", "hf"),
     ("huggingface_hub", "hf"),
+    ("matplotlib", "plot"),
     ("pytest", "test"),
 )
 

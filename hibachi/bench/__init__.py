@@ -1,0 +1,1 @@
+"""Measuring engines: how long their steps take."""

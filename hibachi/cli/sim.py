@@ -1,0 +1,231 @@
+"""replay a trace of requests against the scheduler, without a model
+
+The scheduler is the one that serves; a step takes the time that a model of
+its size says (--step-time, from `hibachi bench fit`), on a clock that is not
+real. Options that take several values make a grid: each is tried with each.
+
+A trace is a .csv file (columns TIMESTAMP, ContextTokens, GeneratedTokens) or
+a .jsonl file (timestamp, input_length, output_length, hash_ids); or let
+--synthetic make up one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hibachi.engine.policies import SHIPPED, policy_of
+from hibachi.errors import ConfigError
+from hibachi.plan.policy import Policy
+from hibachi.sim.plot import check_format, plot, seconds
+from hibachi.sim.run import Run, Setup, simulate
+from hibachi.sim.steptime import StepTime, read_step_time
+from hibachi.sim.trace import Trace, read_trace, synthetic
+
+_COLUMNS = (
+    ("policy", 16),
+    ("rows", 5),
+    ("blocks", 7),
+    ("served", 9),
+    ("refused", 7),
+    ("TTFT p50", 8),
+    ("p99", 8),
+    ("ITL p50", 8),
+    ("p99", 8),
+    ("waiting", 9),
+    ("in use", 6),
+    ("token/s", 7),
+    ("hits", 6),
+    ("preempted", 9),
+    ("time", 8),
+    ("wall", 8),
+    ("request/s", 9),
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="a .csv or .jsonl file")
+    made = parser.add_argument_group("a made-up trace")
+    made.add_argument("--synthetic", type=int, metavar="N", help="make up N requests instead")
+    made.add_argument("--rate", type=float, default=5.0, metavar="R", help="requests a second (default: 5)")
+    made.add_argument("--bursts", type=float, default=1.0, metavar="B", help="they come in groups of B (default: 1)")
+    made.add_argument("--shared", type=float, default=0.5, metavar="S", help="begin with a common text (default: 0.5)")
+    change = parser.add_argument_group("changes to the trace")
+    change.add_argument("--requests", type=int, metavar="N", help="only the first N")
+    change.add_argument("--repeat", type=int, default=1, metavar="N", help="N times in a row")
+    change.add_argument("--speed", type=float, default=1.0, metavar="X", help="requests come X times as fast")
+    change.add_argument("--tenants", type=int, metavar="N", help="hand them out to N tenants, some busier than others")
+    change.add_argument("--priorities", type=int, metavar="N", help="hand out priorities from 0 to N-1")
+    change.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
+    group = parser.add_argument_group("the engine (policy, rows and blocks may have several values)").add_argument
+    names = ", ".join(SHIPPED)
+    group("--policy", nargs="+", default=["fcfs"], metavar="NAME", help=f"{names}; or with options: priority:age=30")
+    group("--rows", nargs="+", type=int, default=[64], metavar="N", help="requests at once (default: 64)")
+    group("--blocks", nargs="+", type=int, default=[None], metavar="N", help="of the cache (default: enough for all)")
+    group("--block-size", type=int, metavar="N", help="tokens of a block (default: 16, or the trace's)")
+    group("--budget", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
+    group("--prefill", type=int, metavar="N", help="of these, tokens of prompts (default: all)")
+    group("--max-len", type=int, metavar="N", help="tokens of a request (default: the trace's longest)")
+    group("--max-waiting", type=int, metavar="N", help="requests in the queue (default: any number)")
+    group("--reserve-all", action="store_true", help="blocks for prompt and answer from the start")
+    group("--no-prefix-cache", action="store_true", help="prefixes are not shared")
+    group("--step-time", metavar="FILE", help="from `hibachi bench fit` (default: an 8B model on a large GPU)")
+    add("--json", metavar="FILE", help="write all figures")
+    add("--plot", metavar="FILE", help="draw a picture, .png or .svg (extra: plot)")
+
+
+def run(args: argparse.Namespace) -> int:
+    time = StepTime() if args.step_time is None else read_step_time(args.step_time)
+    policies = {name: policy_maker(name) for name in args.policy}
+    if args.plot:
+        check_format(args.plot)
+    for file in filter(None, (args.json, args.plot)):  # not only after an hour
+        Path(file).open("ab").close()
+    trace = _trace(args)
+    setups = [
+        Setup(
+            policy=policy,
+            rows=rows,
+            blocks=blocks,
+            block_size=args.block_size,
+            budget=args.budget,
+            max_len=args.max_len,
+            max_waiting=args.max_waiting,
+            prefill=args.prefill,
+            reserve_all=args.reserve_all,
+            cache=not args.no_prefix_cache,
+        )
+        for policy, rows, blocks in product(policies, args.rows, args.blocks)
+    ]
+    for setup in setups:
+        setup.limits(trace)
+    span = float(trace.arrival[-1]) / 1e12
+    print(
+        f"{trace.name}: {len(trace):,} requests in {seconds(span)}, {int(trace.prompt.sum()):,} tokens of prompts, "
+        f"{int(trace.output.sum()):,} of answers\n"
+    )
+    print(_line([head for head, _ in _COLUMNS]))
+    runs = []
+    for setup in setups:
+        runs.append(simulate(trace, setup, time, policies[setup.policy]))
+        print(
+            "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(_cells(runs[-1]), _COLUMNS, strict=True)),
+            flush=True,
+        )
+    print()
+    for text in _notes(runs):
+        print(text)
+    if args.json:
+        data = {
+            "hibachi": version("hibachi"),
+            "trace": {"name": trace.name, "requests": len(trace), "seconds": span},
+            "step_time": asdict(time),
+            "runs": [one.summary() for one in runs],
+        }
+        Path(args.json).write_text(json.dumps(data, indent=1) + "\n")
+    if args.plot:
+        plot(runs, labels(runs), args.plot)
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    """The trace that the arguments name, changed as they say."""
+    if (args.trace is None) == (args.synthetic is None):
+        args.parser.error("give a TRACE or --synthetic N")
+    for name, least in (("requests", 1), ("repeat", 1), ("tenants", 1), ("priorities", 1), ("synthetic", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            args.parser.error(f"--{name} must be at least {least}; got {value}")
+    if not 0 < args.speed < float("inf"):
+        args.parser.error(f"--speed must be above 0; got {args.speed}")
+    if args.synthetic is not None:
+        many = {"tenants": args.tenants or 4, "priorities": args.priorities or 1, "seed": args.seed}
+        trace = synthetic(args.synthetic, rate=args.rate, bursts=args.bursts, shared=args.shared, **many)
+    else:
+        trace = read_trace(args.trace)
+    if args.requests is not None:
+        trace = trace.head(args.requests)
+    if args.repeat > 1:
+        trace = trace.repeated(args.repeat)
+    if args.synthetic is None and (args.tenants or args.priorities):
+        trace = trace.shared_by(args.tenants or 1, args.priorities or 1, args.seed)
+    return trace.faster(args.speed)
+
+
+def policy_maker(text: str) -> Callable[[], Policy]:
+    """What makes policies of this name; options after a colon: priority:age=30. Raises ConfigError."""
+    name, _, rest = text.partition(":")
+    if not rest:
+        policy_of(name)
+        return lambda: policy_of(name)
+    if name not in SHIPPED:
+        raise ConfigError(f"Only {', '.join(SHIPPED)} take options; got {text!r}.")
+    options: dict[str, Any] = {}
+    try:
+        for option in rest.split(","):
+            key, _, value = option.partition("=")
+            options[key] = float(value)
+        SHIPPED[name](**options)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"Options of a policy are name:option=number,...; got {text!r} ({e}).") from e
+    return lambda: SHIPPED[name](**options)
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """What tells the runs apart, for each."""
+    parts = [[one.setup.policy for one in runs]]
+    for name in ("rows", "blocks"):
+        values = [getattr(one.setup, name) for one in runs]
+        if len(set(values)) > 1:
+            parts.append([f"{'enough' if v is None else f'{v:,}'} {name}" for v in values])
+    return [", ".join(words) for words in zip(*parts, strict=True)]
+
+
+def _line(cells: list[str]) -> str:
+    return "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+
+
+def _cells(one: Run) -> list[str]:
+    """A line of the table."""
+    data, setup = one.summary(), one.setup
+    shares = one.trace.keys is not None and setup.cache
+    return [
+        setup.policy,
+        str(setup.rows),
+        "enough" if setup.blocks is None else str(setup.blocks),
+        f"{data['served']:,}",
+        f"{sum(data['refused'].values()):,}",
+        seconds(data["ttft"]["p50"]),
+        seconds(data["ttft"]["p99"]),
+        seconds(data["itl"]["p50"]),
+        seconds(data["itl"]["p99"]),
+        f"{data['mean_waiting']:,.1f}",
+        f"{data['mean_rows'] / setup.rows:.0%}",
+        f"{data['new_tokens_per_second']:,.0f}",
+        f"{data['hit_rate']:.1%}" if shares else "-",
+        f"{data['preemptions']:,}",
+        seconds(data["virtual_seconds"]),
+        seconds(data["wall_seconds"]),
+        f"{data['requests_per_wall_second']:,.0f}",
+    ]
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    """What the table does not say: by tenant and class, and what was refused."""
+    out = []
+    for one, label in zip(runs, labels(runs), strict=True):
+        data = one.summary()
+        for kind in ("tenants", "priorities"):
+            groups = data.get(kind, {})
+            if 1 < len(groups) <= 8:
+                each = ", ".join(f"{name} {seconds(spread['p99'])}" for name, spread in groups.items())
+                out.append(f"{label}: TTFT p99 by {'tenant' if kind == 'tenants' else 'priority'}: {each}")
+        out += [f"{label}: {n:,} refused: {cause}" for cause, n in data["refused"].items()]
+    return out

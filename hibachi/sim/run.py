@@ -1,0 +1,177 @@
+"""One setup of an engine on one trace, and what came of it in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import ConfigError
+from hibachi.plan.policy import Policy
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.sim.record import NEVER, Record
+from hibachi.sim.replay import Replay
+from hibachi.sim.steptime import StepTime
+from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
+
+PERCENTILES = (50, 90, 95, 99)
+BINS = 300  # of what is shown over time
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine has, and in which order it serves.
+
+    rows: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short (and
+    without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_len: tokens of a
+    request; None: the trace's longest. The others are those of `hibachi.plan.scheduler.Limits`. cache: share prefixes.
+    """
+
+    policy: str = "fcfs"
+    rows: int = 64
+    blocks: int | None = None
+    block_size: int | None = None
+    budget: int = 2048
+    chunk: int | None = None
+    max_len: int | None = None
+    max_waiting: int | None = None
+    prefill: int | None = None
+    reserve_all: bool = False
+    cache: bool = True
+
+    def limits(self, trace: Trace) -> Limits:
+        """Raises ConfigError for what no engine can have."""
+        for name in ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}.")
+        if self.rows > self.budget:
+            raise ConfigError(
+                f"A step must have a token for each row: expected a budget of at least {self.rows}; got {self.budget}."
+            )
+        longest = self.max_len or int((trace.prompt + trace.output).max())
+        shares = self.cache and trace.keys is not None
+        size = self.block_size or (trace.key_tokens if shares else 16)
+        blocks = self.blocks
+        if blocks is None:
+            blocks = self.rows * -(-longest // size) + self._kept(trace, size) if shares else 0
+        return Limits(
+            rows=self.rows,
+            budget=self.budget,
+            chunk=self.chunk or self.budget,
+            max_len=max(longest, 2),
+            blocks=blocks + 1 if blocks else 0,
+            block_size=size,
+            max_waiting=self.max_waiting,
+            prefill=self.prefill,
+            reserve_all=self.reserve_all,
+        )
+
+    def _kept(self, trace: Trace, size: int) -> int:
+        """Blocks for everything that the trace's requests might share."""
+        return len({key for keys in trace.keys or () for key in keys}) * -(-trace.key_tokens // size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A replay that is over. limits: what the setup came to."""
+
+    trace: Trace
+    setup: Setup
+    limits: Limits
+    record: Record
+    seconds: float  # on the wall
+
+    @property
+    def done(self) -> Any:
+        """bool [n]: requests that were served."""
+        return self.record.last != NEVER
+
+    def times(self, what: str, of: Any = None) -> Numbers:
+        """Seconds from arrival to "started", "first" (token) or "last" (token) of the requests served; of: bool [n]."""
+        chosen = self.done if of is None else self.done & of
+        return np.asarray((getattr(self.record, what) - self.trace.arrival)[chosen] / PICOSECONDS)
+
+    def over_time(self, what: str) -> tuple[Numbers, Numbers]:
+        """(middle of each bin in seconds, mean of "waiting", "running" or "blocks" in it)."""
+        edges = np.linspace(0, max(self.record.clock, BINS), BINS + 1)
+        return (edges[1:] + edges[:-1]) / 2 / PICOSECONDS, self.record.timeline.means(what, edges)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, as JSON can hold them. Times are seconds, virtual ones unless it says wall."""
+        record, limits, trace = self.record, self.limits, self.trace
+        span = record.clock / PICOSECONDS
+        edges = np.array([0, max(record.clock, 1)])
+        means = {what: float(record.timeline.means(what, edges)[0]) for what in ("waiting", "running", "blocks")}
+        counted = max(record.prompt_tokens, 1)
+        when, waiting = self.over_time("waiting")
+        _, running = self.over_time("running")
+        _, blocks = self.over_time("blocks")
+        out: dict[str, Any] = {
+            "setup": asdict(self.setup),
+            "limits": asdict(limits),
+            "requests": len(trace),
+            "served": int(self.done.sum()),
+            "refused": dict(record.refused),
+            "virtual_seconds": span,
+            "wall_seconds": self.seconds,
+            "requests_per_wall_second": len(trace) / self.seconds,
+            "steps": record.steps,
+            "planned_steps": record.planned,
+            "prompt_tokens": record.prompt_tokens,
+            "computed_tokens": record.computed_tokens,
+            "new_tokens": record.new_tokens,
+            "new_tokens_per_second": record.new_tokens / span if span else 0.0,
+            "hit_tokens": record.hit_tokens,
+            "hit_rate": record.hit_tokens / counted,
+            "evictions": record.evictions,
+            "preemptions": record.preemptions,
+            "ttft": _spread(self.times("first")),
+            "itl": _percentiles(record.gaps.percentiles(PERCENTILES)),
+            "latency": _spread(self.times("last")),
+            "queued": _spread(self.times("started")),
+            "mean_waiting": means["waiting"],
+            "most_waiting": max(record.timeline.waiting, default=0),
+            "mean_rows": means["running"],
+            "mean_blocks": means["blocks"],
+            "over_time": {
+                "seconds": _rounded(when),
+                "waiting": _rounded(waiting),
+                "running": _rounded(running),
+                "blocks": _rounded(blocks),
+            },
+        }
+        if trace.tenant is not None:
+            out["tenants"] = self._groups(np.array(trace.tenant))
+        if np.any(trace.priority != trace.priority[0]):
+            out["priorities"] = self._groups(trace.priority)
+        return out
+
+    def _groups(self, label: Any) -> dict[str, Any]:
+        return {str(name): _spread(self.times("first", label == name)) for name in np.unique(label).tolist()}
+
+
+def _spread(seconds: Numbers) -> dict[str, float | int | None]:
+    if not len(seconds):
+        return {"n": 0, "mean": None} | {f"p{p}": None for p in PERCENTILES}
+    return {"n": len(seconds), "mean": float(seconds.mean()), **_percentiles(np.percentile(seconds, PERCENTILES))}
+
+
+def _percentiles(values: Numbers) -> dict[str, float | None]:
+    return {f"p{p}": None if v != v else float(v) for p, v in zip(PERCENTILES, values.tolist(), strict=True)}
+
+
+def _rounded(values: Numbers) -> list[float]:
+    return [float(f"{v:.5g}") for v in values.tolist()]
+
+
+def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Policy], *, fast: bool = True) -> Run:
+    """Replay a trace. policy: makes a fresh one, of the name that the setup has. Raises ConfigError, InvalidTrace."""
+    limits = setup.limits(trace)
+    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache)
+    began = perf_counter()
+    record = replay.run(fast)
+    return Run(trace, setup, limits, record, perf_counter() - began)
