@@ -26,12 +26,14 @@ from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.cache import Paged
+from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import backend_for, resolve
 
 _IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 NO_LIMIT = 2**31 - 2
 DEFAULT_CACHE_BYTES = 2**30
+CHECKPOINTS = 2  # recurrent states kept for each row
+CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next
 
 
 class AutoregressiveBatchInference(Service):
@@ -341,8 +343,7 @@ class AutoregressiveBatchInference(Service):
                 scheduler = Scheduler(
                     self._cached_limits(backend), self._policy, partial(_generated_key, table, self._block_size)
                 )
-                # A recurrent state is not kept by the block, so it cannot be taken up in the middle.
-                self._shares = self._prefix_cache and all(isinstance(s, Paged) for s in self._model.cache_spec())
+                self._shares = self._prefix_cache
                 runner = self._make_runner(self._model, backend, scheduler, table, sampler, self._dtype)
             else:
                 limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
@@ -373,8 +374,19 @@ class AutoregressiveBatchInference(Service):
                     f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "
                     f"block_size smaller."
                 )
-        budget = self._budget
-        return Limits(rows, budget, budget, longest, blocks, size, prefill=self._prefill, reserve_all=self._reserve_all)
+        states = self._prefix_cache and any(isinstance(s, State) for s in self._model.cache_spec())
+        return Limits(
+            rows,
+            self._budget,
+            self._budget,
+            longest,
+            blocks,
+            size,
+            prefill=self._prefill,
+            reserve_all=self._reserve_all,
+            checkpoints=CHECKPOINTS * rows if states else 0,
+            checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
+        )
 
     def _block_keys(self, prompt: HostArray) -> list[Hashable]:
         """What each full block of a prompt holds: the tokens themselves, as bytes."""
@@ -384,8 +396,10 @@ class AutoregressiveBatchInference(Service):
 
 
 def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
-    """The same for block n of a sequence that runs."""
-    return table.values[seq.row, n * size : (n + 1) * size].tobytes()
+    """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
+    known, end = seq.owner.tokens, (n + 1) * size
+    tokens = known if end <= len(known) else table.values[seq.row]
+    return tokens[n * size : end].tobytes()
 
 
 def level_of(model: Any) -> int:

@@ -229,7 +229,8 @@ def test_a_paused_request_is_cancelled_or_dropped(serve):
     assert stats.running == 0 and stats.free_blocks == stats.blocks and engine.health().paused == 0
 
 
-def test_many_slow_readers(serve):
+@pytest.mark.parametrize("again", range(3))
+def test_many_slow_readers(serve, again):
     engine = serve(SumPaged(NUMPY), max_batch_size=4, pause_after=2, block_size=4, cache_bytes=12 * 4 * 12)
 
     def reader(i):
@@ -264,6 +265,11 @@ def every_state(serve):
     backend.wait()
     stats = engine.stats()
     assert engine.health().paused and stats.preemptions and stats.waiting and stats.running
+    inner = engine._worker._engine
+    for seq in inner.scheduler._running:
+        for n, key in enumerate(seq.keys or []):
+            tokens = inner.runner.table.values[seq.row, n * 4 : n * 4 + 4]
+            assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"
     return engine, backend, streams
 
 
