@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 
 jax.tree_util.register_dataclass(StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[])
+
+
+@partial(jax.jit, static_argnums=1)
+def _split(flat: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends[:-1]), shapes, strict=True)]
+
+
+@partial(jax.jit, inline=True)
+def _take(t: Array, idx: Array) -> Array:  # compiled, as Python alone takes long over such an index
+    return t[idx]
 
 
 class JaxBackend(ArrayBackend):
@@ -33,8 +47,15 @@ class JaxBackend(ArrayBackend):
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
         return jax.device_put(a if dtype is None else a.astype(self.dtype(dtype)), self.device)
 
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        # One transfer and one program: of thirteen small ones each, most of the time goes to Python.
+        if any(a.dtype != np.int32 for a in arrays):
+            return super().put_all(arrays)
+        flat = np.concatenate([a.reshape(-1) for a in arrays])
+        return _split(flat if self.device is None else self.put(flat), tuple(a.shape for a in arrays))
+
     def take(self, t: Array, idx: Array) -> Array:
-        return t[idx]
+        return _take(t, idx)
 
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
         return dst.at[idx].set(src)

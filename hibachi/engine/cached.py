@@ -214,8 +214,9 @@ class CachedRunner:
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
-        put = self.backend.put
-        x = StepInputs(tok=put(tokens), **{f.name: put(getattr(packed, f.name)) for f in fields(Packed)})
+        names = [f.name for f in fields(Packed)]
+        tok, *rest = self.backend.put_all([tokens, *(getattr(packed, name) for name in names)])
+        x = StepInputs(tok=tok, **dict(zip(names, rest, strict=True)))
         return self._with_embeds(x, rows, start, q) if self._embeds else x
 
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:

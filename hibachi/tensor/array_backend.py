@@ -213,6 +213,10 @@ class ArrayBackend:
         """Host array -> array of this library on its device, cast to `dtype` if given."""
         return self.xp.asarray(a, dtype=self.dtype(dtype) if dtype else None, device=self.device)
 
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        """`put` of several small integer arrays."""
+        return [self.put(a) for a in arrays]
+
     def get(self, t: Array) -> HostArray:
         """Array -> host array; waits for the device."""
         return np.asarray(t)
