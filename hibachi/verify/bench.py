@@ -19,8 +19,8 @@ from hibachi.testing import prompts
 from hibachi.testing.own import KINDS, backend_of
 from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Piece, WholeDriver
 
-MAIN, LONG, STEPS = 11, 21, 3  # tokens of most prompts, of a long one, and tokens after each prompt
-LEAST = 12  # tokens that a model must take, for all trials to have room
+MAIN, LONG, STEPS = 10, 23, 3  # tokens that most prompts have beyond the shortest, a long one, and after the prompt
+LEAST = 8 + STEPS  # tokens beyond the shortest prompt, for all trials to have room
 SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
 TOLERANCE = {"bfloat16": 5e-2, "float16": 1e-2}  # where another is not asked for; of other dtypes:
 ROUNDING = 1e-4
@@ -35,19 +35,19 @@ class Difference(NamedTuple):
     """Of one number, in one output of a row: `got` where the row alone had `want`.
 
     size: relative to the largest output of the row alone. seen: tokens that the model had seen of the row. step: which
-    new token of the request it is, from 1.
+    new token of the request it is, from 1; 0: of a feed-forward model. place: index in the output.
     """
 
     size: float
     row: str
     seen: int
     step: int
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     got: float
     want: float
 
     def told(self) -> str:
-        place = f", output {', '.join(map(str, self.index))}" if self.index else ""
+        place = f", output {', '.join(map(str, self.place))}" if self.place else ""
         step = f", new token {self.step}" if self.step else ""
         return f"row {self.row}{step}{place}: {self.got:.6g}, alone {self.want:.6g}"
 
@@ -66,10 +66,16 @@ class Result:
     why: str = ""
     error: BaseException | None = None
     bad: list[str] = field(default_factory=list)  # all variants that are faulty
+    exact: bool = False  # rounding is a fault, too
+
+    @property
+    def wrong(self) -> bool:
+        """By more than rounding."""
+        return self.state in ("differs", "failed")
 
     @property
     def faulty(self) -> bool:
-        return self.state in ("differs", "failed")
+        return self.wrong or (self.exact and self.state == "rounding")
 
     def fail(self, variant: str, why: str, error: BaseException | None = None) -> None:
         if self.state != "failed" and not self.bad:
@@ -122,18 +128,29 @@ class Bench:
         self.vocab: int | None = size if self.rung else None
         self.ids = None if feedforward else vocab_size or size
         limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
-        self._sized(limit if isinstance(limit, int) else LONG + STEPS)
+        found = self._given(examples)
+        self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)
         self.driver = self._driver()
         self.base: Outputs = {}  # what each row gets alone
         self.changed: list[str] = []  # what the model keeps and calls have changed, once all trials are done
-        self._put_rows(examples, padding, padding_token)
+        self._put_rows(found)
+        if isinstance(self.driver, WholeDriver) and padding:
+            self.driver.fills = self._fills(padding_token)
 
-    def _sized(self, limit: int) -> None:
-        if limit < LEAST:
-            raise ConfigError(f"To verify a model takes a max_model_len >= {LEAST}; got {limit}.")
-        self.long = min(LONG, limit - STEPS)
-        self.main = min(MAIN, max(STEPS + 2, self.long // 2))
-        self.half = STEPS + 2 if self.main > 2 * STEPS + 2 else 0  # a prompt that is shorter; 0: there is no room
+    def _sized(self, shortest: int, limit: Any) -> None:
+        """How long prompts are. None is shorter than the shortest example: the model may need so many tokens."""
+        self.short = shortest
+        room = (limit if isinstance(limit, int) else shortest + LONG + STEPS) - STEPS - shortest
+        if room < LEAST - STEPS:
+            raise ConfigError(
+                f"To verify {self.name} takes a max_model_len >= {shortest + LEAST} with prompts of {shortest} or more "
+                f"tokens; got {limit}."
+            )
+        self.long = shortest + min(LONG, room)
+        self.main = shortest + min(MAIN, max(STEPS + 1, -(-room // 2)))
+        self.half = shortest + STEPS + 1
+        if self.half + STEPS >= self.main:
+            self.half = 0  # there is no room for it
 
     def _driver(self) -> Driver:
         if self.rung is None:
@@ -147,33 +164,33 @@ class Bench:
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
-    def _put_rows(self, examples: Any, padding: bool, padding_token: Any) -> None:
-        """Rows of tokens under names: all that a trial needs of a prompt and what comes after it."""
+    def _given(self, examples: Any) -> list[HostArray]:
+        """The examples there are; none: ids are drawn."""
         how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
         if examples is None:
             examples = getattr(self.model, "example_inputs" if self.rung is None else "example_prompts", None)
-        examples = examples() if callable(examples) else examples
-        if examples is None and (not isinstance(self.ids, int) or self.ids < 2):
-            raise ConfigError(f"There is nothing to try {self.name} on. {how}.")
-        rows = self.driver.tokens
         if examples is None:
-            for i, name in enumerate(NAMES):
+            if not isinstance(self.ids, int) or self.ids < 2:
+                raise ConfigError(f"There is nothing to try {self.name} on. {how}.")
+            return []
+        found = prompts.given(examples() if callable(examples) else examples, self.backend, how)
+        return found if self.rung is not None else [f for f in found if f.shape == found[-1].shape]
+
+    def _put_rows(self, examples: list[HostArray]) -> None:
+        """Rows of tokens under names: all that a trial needs of a prompt and what comes after it."""
+        rows = self.driver.tokens
+        for i, name in enumerate(NAMES[: len(examples) or None]):
+            if examples:
+                rows[name] = self._cast(examples[i][: self.long + STEPS] if self.rung is not None else examples[i])
+            else:
                 rows[name] = self._cast(prompts.draw(self.ids or 0, self.long + STEPS, self.seed + i))
-        else:
-            found = prompts.given(examples, self.backend, how)
-            if self.rung is None:
-                found = [f for f in found if f.shape == found[-1].shape]
-            for name, example in zip(NAMES, found, strict=False):
-                rows[name] = self._cast(example)
-        if self.rung is not None and examples is not None:
+        if self.rung is not None and examples:
             self._grow()
         self.names = list(self._different())
         if len(self.names) < 2:
             what = "of one shape" if self.rung is None else f"that differ in their first {self.main} tokens"
+            how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
             raise ConfigError(f"To see whether rows influence each other takes two examples {what}. {how}.")
-        driver = self.driver
-        if isinstance(driver, WholeDriver) and padding:
-            driver.fills = self._fills(padding_token)
 
     def _cast(self, tokens: HostArray) -> HostArray:
         """As an engine does."""
@@ -242,6 +259,11 @@ class Bench:
             out |= session.call(call, **how)
         return out
 
+    def call(self, *pieces: Piece, **how: Any) -> Outputs:
+        """One call, with an empty cache."""
+        out: Outputs = self.driver.fresh().call(pieces, **how)
+        return out
+
     def together(self, rows: Rows) -> Outputs:
         """All at once: each call has a piece of every row."""
         session, out = self.driver.fresh(), Outputs()
@@ -280,7 +302,7 @@ class Bench:
         """Which new token of its request this is, from the number of tokens seen."""
         if self.rung is None:
             return 0
-        return next((seen - n + 1 for n in (self.long, self.main, self.half, 1) if n and seen >= n), 0)
+        return next((seen - n + 1 for n in (self.long, self.main, self.half, self.short) if n and seen >= n), 0)
 
     def rounding(self, size: float, values: HostArray) -> bool:
         return values.dtype.kind in "fc" and size <= self.tolerance
@@ -298,7 +320,7 @@ class Bench:
         if self.rung is None:
             rows = f"{len(self.names)} inputs"
         else:
-            rows = f"{len(self.names)} rows of tokens, prompts of 1 to {self.long}, {STEPS} new tokens each"
+            rows = f"{len(self.names)} rows of tokens, prompts of {self.short} to {self.long}, {STEPS} new tokens each"
         limit = (
             "no difference is allowed" if self.exact else f"rounding is up to {self.tolerance:g} of the largest output"
         )
@@ -320,9 +342,8 @@ def difference(row: str, seen: int, step: int, got: HostArray, want: HostArray) 
         scale = float(finite.max()) if finite.size else 1.0
         off = np.where(unequal, np.abs(got.astype(np.float64) - want), 0.0) / (scale or 1.0)
     off = np.where(np.isnan(off), math.inf, off)
-    place = np.unravel_index(int(off.argmax()), off.shape)
-    index = tuple(int(i) for i in place)
-    return Difference(float(off[place]), row, seen, step, index, float(got[place]), float(want[place]))
+    place = tuple(int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
+    return Difference(float(off[place]), row, seen, step, place, float(got[place]), float(want[place]))
 
 
 def prompts_shown(tokens: HostArray) -> str:

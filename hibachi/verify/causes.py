@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from hibachi.verify.bench import Bench, Result
 from hibachi.verify.drive import CachedDriver, Outputs, Piece, WholeDriver
 from hibachi.verify.inside import GENERATOR, training
+from hibachi.verify.trials import IN_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,31 +184,28 @@ OTHER = _cause(
 
 def diagnose(b: Bench, results: dict[str, Result]) -> list[Cause]:
     """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
-    bad = {key for key, r in results.items() if r.faulty}
+    bad = {key for key, r in results.items() if r.wrong}
+    if not bad:
+        return [ROUNDING] if any(r.faulty for r in results.values()) else []
     if "alone" in bad:
         return [_alone(b, results["alone"])]
     found: list[Cause] = []
     if "inputs" in bad:
         found.append(_saw(INPUTS, results["inputs"].why))
-    if bad & {"again", "after"}:
+    if "again" in bad or ("after" in bad and not bad & PLACES):
         return [*found, _memory(b, "again" in bad)]
     company = _company(b, bad)
     if company is not None and company.key == STATISTICS.key:
         return [*found, company]  # over the tokens of a step: chunks and padding change them too
-    found += _pieces(b, bad)
+    found += _pieces(b, bad, results)
     if not bad & PIECES and company is not None:
         found.append(company)
     if company is None and bad & {"padding", "values", "beside"}:
         found.append(_padding(b, bad))
-    return found
+    return found or [OTHER]
 
 
-def unnamed(b: Bench) -> Cause:
-    """Where no pattern fits; or where bits were to be equal, and nothing but rounding differs."""
-    return ROUNDING if b.exact else OTHER
-
-
-PIECES = {"wanted", "decode", "chunks"}
+PIECES, PLACES = {"wanted", "decode", "chunks"}, {"row", "slots", "blocks"}
 
 
 def _saw(cause: Cause, *saw: str) -> Cause:
@@ -254,18 +253,16 @@ def _memory(b: Bench, again: bool) -> Cause:
 # ---- pieces of a sequence, and places in the cache -------------------------------------------------------------------
 
 
-def _pieces(b: Bench, bad: set[str]) -> Iterator[Cause]:
+def _pieces(b: Bench, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
     if bad & PIECES:
         yield _resumed(b, bad)
-    if "slots" in bad:
-        yield SLOT
-    if "blocks" in bad and "slots" not in bad:
-        yield BLOCKS
-    if "used" in bad and not bad & {"slots", "blocks"}:
+    if bad & {"slots", "blocks"}:
+        yield SLOT if "slots" in bad and IN_ORDER in results["slots"].bad else BLOCKS
+    elif "used" in bad:
         yield STALE
-    if "row" in bad:
+    if "row" in bad and not bad & {"slots", "blocks"}:
         yield ROW
-    if "prefix" in bad and not bad & {"slots", "blocks", "row"} | (bad & PIECES):
+    if "prefix" in bad and not bad & (PLACES | PIECES | {"used"}):
         yield PREFIX
     if "slack" in bad and b.backend.static_shapes:
         yield SLACK
@@ -274,13 +271,16 @@ def _pieces(b: Bench, bad: set[str]) -> Iterator[Cause]:
 def _resumed(b: Bench, bad: set[str]) -> Cause:
     d = b.driver
     assert isinstance(d, CachedDriver)
-    at = lambda row, j: d.fresh().call([Piece(row, 0, b.main, at=j)])  # noqa: E731
-    first, last = _runs(lambda: at("a", 0)), _runs(lambda: at("a", b.main - 1))
+
+    def at(row: str, j: int) -> Outputs | None:
+        return _runs(partial(b.call, Piece(row, 0, b.main, at=j)))
+
+    first, last = at("a", 0), at("a", b.main - 1)
     if first and last and b.equal(first, last):
         return LAST
     if "wanted" in bad:
         d.tokens["later"] = np.concatenate([d.of("a")[: b.half], d.of(b.names[1])[b.half :]])
-        ours, theirs = _runs(lambda: at("a", b.half - 1)), _runs(lambda: at("later", b.half - 1))
+        ours, theirs = at("a", b.half - 1), at("later", b.half - 1)
         if ours and theirs and not b.equal(ours, theirs):
             return FUTURE
         if not bad & {"decode", "chunks"}:
@@ -327,10 +327,8 @@ def _where(b: Bench, d: CachedDriver) -> Iterator[str]:
             continue
         first = int(off.argmax())
         yield f"In chunks of {cut} and {b.main - cut}, {name} are others from position {first} on."
-        if (
-            name.startswith("layer 0,")
-            and np.abs(two[name][now][cut:] - three[name][tail]).max() / scale <= b.tolerance
-        ):
+        alike = np.abs(two[name][now][cut:] - three[name][tail]).max() / scale <= b.tolerance
+        if name.startswith("layer 0,") and alike:
             yield "The second chunk gets the keys that it would get as a prompt of its own, from position 0."
         return
 
@@ -343,23 +341,35 @@ def _company(b: Bench, bad: set[str]) -> Cause | None:
         return None
     if not bad & {"copies", "neighbours", "order"}:
         return LENGTH if "ragged" in bad else RAGGED
-    others = b.others(2)
-    rows = [(r, b.main) for r in ("a", *others)]
+    rows = _first_bad(b)
     if (both := _runs(lambda: b.together(rows))) is None:
         return MIXED
     if _permuted(b, both):
         return ORDER
-    turned = _runs(lambda: b.together([*rows[1:], rows[0]]))
-    mine = lambda out: {k: v for k, v in out.items() if k[0] == "a"}  # noqa: E731
-    steady = turned is not None and b.equal(mine(both), dict(sorted(mine(turned).items(), key=lambda kv: kv[0][1])))
+    orders = [rows[::-1], *(rows[i:] + rows[:i] for i in range(1, len(rows)))]
+    steady = all((out := _runs(partial(b.together, o))) and b.equal(_of_a(both), _of_a(out)) for o in orders)
     if "copies" not in bad and steady:
         norms = [k for k in training(b.model) if "dropout" not in k.lower()]
         return _saw(STATISTICS, f"In training mode: {', '.join(norms)}." if norms else "")
     if "copies" in bad and steady:
-        same = _runs(lambda: b.together([(f"a#{i}" if i else "a", b.main) for i in range(3)]))
-        if same is not None and b.equal(mine(both), mine(same)):
+        same = _runs(lambda: b.together([(f"a#{i}" if i else "a", n) for i, (_, n) in enumerate(rows)]))
+        if same is not None and b.equal(_of_a(both), _of_a(same)):
             return SIZE
     return MIXED
+
+
+def _first_bad(b: Bench) -> list[tuple[str, int]]:
+    """The smallest batch in which a row is not what it is alone; two rows are too few to tell orders apart."""
+    sizes = [*sorted({*b.sizes, 3} - {2}), 2]
+    for size, n in ((size, n) for n in (b.main, b.short) for size in sizes):
+        rows = [(row, n) for row in ("a", *b.others(size - 1))]
+        if not _works(b, partial(b.together, rows)):
+            return rows
+    return [(row, b.main) for row in ("a", *b.others(2))]
+
+
+def _of_a(out: Outputs) -> Outputs:
+    return {key: out[key] for key in sorted(out) if key[0] == "a"}
 
 
 def _permuted(b: Bench, both: Outputs) -> bool:
@@ -384,21 +394,16 @@ def _permuted(b: Bench, both: Outputs) -> bool:
 def _padding(b: Bench, bad: set[str]) -> Cause:
     d = b.driver
     assert isinstance(d, WholeDriver)
-    calls = [[Piece(row, 0, n)] for row in b.names[:2] for n in (b.main, 1)]
+    calls = [Piece(row, 0, n) for row in b.names[:2] for n in (b.main, b.short)]
     fills = [*d.fills, d.of("a")[:1], d.of(b.names[1])[1:2]]
     if d.takes_lengths and all(
-        _works(b, lambda call=call, fill=fill: d.call(call, extra=3, fill=fill, right=True))
-        for call in calls
-        for fill in fills
+        _works(b, partial(b.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills
     ):
         return RIGHT
 
     def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Do both ways of padding give the same?"""
-        pairs = [
-            (_runs(lambda c=c: d.call(c, extra=3, **one)), _runs(lambda c=c: d.call(c, extra=3, **other)))
-            for c in calls
-        ]
+        pairs = [[_runs(partial(b.call, call, extra=3, **how)) for how in (one, other)] for call in calls]
         return all(x is not None and y is not None and b.equal(x, y) for x, y in pairs)
 
     if all(same({"fill": fills[0]}, {"fill": fill}) for fill in fills[1:]):

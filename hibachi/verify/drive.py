@@ -302,11 +302,12 @@ class CacheSession:
             layer = self.cache[i]
             for half, name in zip(layer if isinstance(layer, tuple) else (), ("keys", "values"), strict=False):
                 if b.owns(half) and tuple(half.shape[:2]) == (blocks, BLOCK):
-                    host = b.get(b.float32(half))
+                    host = np.array(b.get(b.float32(half)))  # a copy: a step may write in place
                     out[f"layer {i}, {name}"] = host.reshape(blocks * BLOCK, -1)
         return out
 
     def slots(self, row: str, n: int) -> HostArray:
         """Where the first n positions of a request lie."""
         at = np.arange(n)
-        return self.table[self.place[row]][at // BLOCK] * BLOCK + at % BLOCK
+        slots: HostArray = self.table[self.place[row]][at // BLOCK] * BLOCK + at % BLOCK
+        return slots

@@ -105,7 +105,8 @@ def training(model: Any) -> list[str]:
         modules = getattr(root, "modules", None)
         if isinstance(root, type) or not callable(modules) or not isinstance(getattr(root, "training", None), bool):
             continue
-        kinds = [type(m).__name__ for m in modules() if getattr(m, "training", False)]
+        layers = [m for m in modules() if getattr(m, "training", False) and not list(m.children())]
+        kinds = [type(m).__name__ for m in layers]
         special = [k for k in kinds if "batchnorm" in k.lower() or "dropout" in k.lower()]
         for kind in special or ([type(root).__name__] if root.training else []):
             found[kind] = None

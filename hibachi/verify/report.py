@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hibachi.verify.bench import Bench, Result
-from hibachi.verify.causes import Cause, diagnose, unnamed
+from hibachi.verify.causes import Cause, diagnose
 from hibachi.verify.inside import changed, kept
 from hibachi.verify.trials import run
 
 WIDTH = 88
-STATES = {"equal": "same bits", "rounding": "rounding", "differs": "DIFFERS", "failed": "FAILED", "skipped": "-"}
+STATES = {"equal": "same bits", "rounding": "rounding", "differs": "differs", "failed": "failed", "skipped": "-"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Report:
         width = max(len(r.title) for r in self.results)
         for r in self.results:
             size = "" if not r.worst else f"{r.worst:.1e}" if math.isfinite(r.worst) else "inf"
-            out.append(f"  {r.title:{width}}  {STATES[r.state]:9}  {r.why if r.state == 'skipped' else size}".rstrip())
+            state = STATES[r.state].upper() if r.faulty else STATES[r.state]
+            out.append(f"  {r.title:{width}}  {state:9}  {r.why if r.state == 'skipped' else size}".rstrip())
             if r.faulty:
                 out += _wrapped(_where(r), "      ", "      ")
         out.append("")
@@ -68,15 +69,12 @@ def verify(bench: Bench) -> Report:
     before = kept(bench.model, bench.backend)
     results = run(bench)
     bench.changed = changed(before, kept(bench.model, bench.backend))
-    causes = diagnose(bench, results)
-    if not causes and any(r.faulty for r in results.values()):
-        causes = [unnamed(bench)]
-    return Report(bench.describe(), list(results.values()), causes)
+    return Report(bench.describe(), list(results.values()), diagnose(bench, results))
 
 
 def _where(r: Result) -> str:
     """The first variant that was a fault, and what came."""
-    told = r.first.told() if r.state == "differs" and r.first else r.why
+    told = r.first.told() if r.first and r.state != "failed" else r.why
     more = f" (and {len(r.bad) - 1} more)" if len(r.bad) > 1 else ""
     return f"{r.variant}: {told}{more}"
 
@@ -95,7 +93,7 @@ def _plain(r: Result) -> dict[str, Any]:
         out["why"] = r.why
     if r.first:
         d = r.first
-        out |= {"row": d.row, "tokens_seen": d.seen, "new_token": d.step, "index": list(d.index)}
+        out |= {"row": d.row, "tokens_seen": d.seen, "new_token": d.step, "index": list(d.place)}
         out |= {"got": _number(d.got), "alone": _number(d.want), "difference": _number(d.size)}
     return out
 
