@@ -69,6 +69,7 @@ class CachedRunner:
         self._gather = self.backend.compile(self._gather_states)
         self._scatter = self.backend.compile(self._scatter_states)
         self._wipe = self.backend.compile(self.backend.wipe, donate=(0,) if donate else ())
+        self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
 
     def _make_cache(self) -> None:
         b, lim = self.backend, self.limits
@@ -76,6 +77,12 @@ class CachedRunner:
             # One row more than the limit: padding rows write there.
             b.make_cache(s, blocks=max(lim.blocks, 1), block_size=lim.block_size, rows=lim.rows + 1, dtype=self.dtype)
             for s in self.spec
+        ]
+        n = lim.checkpoints
+        # Likewise one more. A state is an array of rows, so a checkpoint is a row as well.
+        self.kept = [
+            b.make_cache(self.spec[i], blocks=1, block_size=1, rows=n + 1, dtype=self.dtype) if n else None
+            for i in self.states
         ]
 
     def admit(self, seq: Seq) -> None:
@@ -103,6 +110,29 @@ class CachedRunner:
 
     def suspend(self, seq: Seq, row: int) -> None:
         seq.owner.history = self.table.kept(row, seq.length)
+
+    def restore(self, pairs: list[tuple[int, int]]) -> None:
+        rows, slots = self._places(pairs)
+        with self.backend.guard():
+            for i, kept in zip(self.states, self.kept, strict=True):
+                self.cache[i] = self._copy(self.cache[i], rows, kept, slots)
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
+        rows, slots = self._places(pairs)
+        with self.backend.guard():
+            self.kept = [
+                self._copy(kept, slots, self.cache[i], rows) for i, kept in zip(self.states, self.kept, strict=True)
+            ]
+
+    def _places(self, pairs: list[tuple[int, int]]) -> tuple[Array, Array]:
+        """Rows and checkpoints on the device, in few shapes."""
+        n = row_bucket(len(pairs), self.limits.rows) if self.backend.static_shapes else len(pairs)
+        at = np.full((2, max(n, len(pairs))), [[self.limits.rows], [self.limits.checkpoints]], np.int32)
+        at[:, : len(pairs)] = np.array(pairs, np.int32).T
+        return self.backend.put(at[0]), self.backend.put(at[1])
+
+    def _copy_states(self, into: Array, to: Array, source: Array, at: Array) -> Array:
+        return self.backend.scatter_rows(into, to, self.backend.take(source, at))
 
     def wipe(self, blocks: list[int]) -> None:
         padded = np.zeros(1 << max(len(blocks) - 1, 7).bit_length(), np.int32)  # in few shapes; block 0 is nobody's

@@ -98,7 +98,7 @@ class Engine:
             blocks=pool.usable if pool else 0,
             free_blocks=pool.free if pool else 0,
             cached_blocks=pool.idle if pool else 0,
-            evictions=pool.evictions if pool else 0,
+            evictions=sum(kept.evictions for kept in (pool, scheduler.checkpoints) if kept),
             **asdict(scheduler.counts),
             **asdict(self._counts),
         )
@@ -157,6 +157,8 @@ class Engine:
             self.runner.admit(seq)
         try:
             self._clean()
+            if plan.restores:
+                self.runner.restore(plan.restores)
             outcome = self.runner.run(plan)
         except StepFailed as e:
             self._recover(plan, e)
@@ -168,6 +170,8 @@ class Engine:
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
         self._settle(plan, outcome, began)
+        if kept := [(row, slot) for seq, row, slot in plan.saves if seq.row == row]:
+            self.runner.save(kept)
         counts.step_seconds += time.perf_counter() - began
         self.moved = time.monotonic()
         self._check_outputs(plan, outcome)

@@ -74,6 +74,14 @@ class Runner(Protocol):
         """The sequence has lost its row; keep its first `seq.length` tokens for when it gets another."""
         ...
 
+    def restore(self, pairs: list[tuple[int, int]]) -> None:
+        """(row, checkpoint): the recurrent state of each row is the one kept in the checkpoint."""
+        ...
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
+        """(row, checkpoint): keep the recurrent state of each row."""
+        ...
+
     def wipe(self, blocks: list[int]) -> None:
         """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
         ...

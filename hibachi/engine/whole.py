@@ -112,6 +112,12 @@ class WholeRunner:
     def suspend(self, seq: Seq, row: int) -> None:
         seq.owner.history = self.table.kept(row, seq.length)
 
+    def restore(self, pairs: list[tuple[int, int]]) -> None:
+        pass  # there are no states
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
+        pass
+
     def wipe(self, blocks: list[int]) -> None:
         pass
 
@@ -159,6 +165,12 @@ class FeedforwardRunner:
         pass
 
     def suspend(self, seq: Seq, row: int) -> None:
+        pass
+
+    def restore(self, pairs: list[tuple[int, int]]) -> None:
+        pass  # there are no states
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
         pass
 
     def wipe(self, blocks: list[int]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from hibachi.errors import PromptTooLong, QueueFull
 from hibachi.plan.blocks import BlockPool
+from hibachi.plan.checkpoints import Checkpoints
 from hibachi.plan.policy import Fcfs, Policy
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
@@ -46,6 +47,8 @@ class Limits:
     max_waiting: int | None = None  # sequences in the queue; None: any number
     prefill: int | None = None  # tokens of prompts in one step; None: as many as the budget allows
     reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
+    checkpoints: int = 0  # recurrent states kept for prompts to come; 0: the model has none, or nothing is shared
+    checkpoint_every: int = 16  # blocks from one to the next
 
     def __post_init__(self) -> None:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_len > 1, self
@@ -65,6 +68,8 @@ class StepPlan:
     generation: Ints
     preempted: Sent = field(default_factory=list)
     published: list[tuple[Seq, int, Hashable]] = field(default_factory=list)  # what they had published before
+    restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from
+    saves: list[tuple[Seq, int, int]] = field(default_factory=list)  # (who, row, checkpoint) to write after the step
 
     @property
     def end(self) -> Ints:
@@ -102,6 +107,8 @@ class Scheduler:
         self.budget = limits.budget
         self.counts = Counts()
         self.pool = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
+        self.checkpoints = Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
+        self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
         width = self.pool.blocks_for(limits.max_len) if self.pool else 0
         self.block_table = np.zeros((rows, width), np.int32)
@@ -275,6 +282,11 @@ class Scheduler:
                 self.pool.withdraw(seq.blocks[before : seq.published])
                 seq.published, seq.node = before, node
                 self._published[seq.row] = before
+        for seq, _, slot in plan.saves:
+            held = [item for item in self._slots.get(seq, ()) if item[1] == slot]
+            if held and self.checkpoints:
+                self._slots[seq].remove(held[0])
+                self.checkpoints.release(slot)
         same = self._generation[plan.rows] == plan.generation
         self._computed[plan.rows[same]] = plan.start[same]
         self._known[plan.rows[same]] -= plan.emit[same]
@@ -286,6 +298,8 @@ class Scheduler:
         if self.pool:
             self.pool.reset()
             self.pool.dirty.clear()
+        if self.checkpoints:
+            self.checkpoints.reset()
         return sent
 
     # ---- one step ----------------------------------------------------------------------------------------------
@@ -304,6 +318,8 @@ class Scheduler:
             start = self._computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
             q = np.minimum(self._known[rows], self._end[rows] - 1) - start
+            if self.checkpoints:
+                q = self._to_marks(seqs, rows, start, q)
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             left = self.budget - (len(q) if decode else int(q.sum()))
             if left < 0 or not decode:
@@ -323,10 +339,11 @@ class Scheduler:
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
             for i in np.flatnonzero(full).tolist():
                 self._publish(seqs[i], int(end[i]), published)
-        fresh = []
+        fresh: list[tuple[Seq, int, int]] = []
+        restores: list[tuple[int, int]] = []
         if self.waiting and left > 0 and self._free_rows and not preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self._known[rows]).tolist()]
-            fresh = self._admit(left, at_work, published)
+            fresh = self._admit(left, at_work, published, restores)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
             start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
@@ -346,7 +363,19 @@ class Scheduler:
         emit = end == self._known[rows]
         self._computed[rows] = end
         self._known[rows] += emit
-        return StepPlan(seqs, [s for s, _, _ in fresh], rows, start, q, emit, self._generation[rows], sent, published)
+        return StepPlan(
+            seqs=seqs,
+            fresh=[s for s, _, _ in fresh],
+            rows=rows,
+            start=start,
+            q=q,
+            emit=emit,
+            generation=self._generation[rows],
+            preempted=sent,
+            published=published,
+            restores=restores,
+            saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
+        )
 
     def _refresh(self) -> None:
         self._running = [s for s in self._running if s.row >= 0]
@@ -426,7 +455,11 @@ class Scheduler:
     # ---- who starts --------------------------------------------------------------------------------------------
 
     def _admit(
-        self, left: int, at_work: list[Seq], published: list[tuple[Seq, int, Hashable]]
+        self,
+        left: int,
+        at_work: list[Seq],
+        published: list[tuple[Seq, int, Hashable]],
+        restores: list[tuple[int, int]],
     ) -> list[tuple[Seq, int, int]]:
         """Give rows and blocks to waiting sequences while the budget lasts: (who, tokens it found computed, its share).
 
@@ -437,19 +470,22 @@ class Scheduler:
         if not policy.opens(self.waiting, self.running, self._steps):
             return started
         while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
-            found: list[int] = []
-            if pool:
-                if self._stuck is not None and self._stuck[0] is seq and pool.free <= self._stuck[1]:
-                    break
-                blocks = self._reserve(seq, at_work)
-                if blocks is None:  # nobody overtakes: the next in order gets the next blocks
-                    break
-                found, seq.blocks, seq.node = blocks
+            if pool and self._stuck is not None and self._stuck[0] is seq and pool.free <= self._stuck[1]:
+                break
+            found = self._reserve(seq, at_work)
+            if found is None:  # nobody overtakes: the next in order gets the next blocks
+                break
+            known, slot = found
             policy.pop(seq)
             self.waiting -= 1
             row = seq.row = self._free_rows.pop()
-            hit = seq.reused = len(found) * limits.block_size
+            hit = seq.reused = known * limits.block_size
             q = min(seq.length - hit, left, limits.chunk)
+            if self.checkpoints and seq.keys is not None:
+                mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
+                q = q if mark is None else min(q, mark - hit)
+                if slot is not None:
+                    restores.append((row, slot))
             left -= q
             self._known[row] = self._done[row] = seq.length
             self._computed[row] = hit
@@ -459,33 +495,49 @@ class Scheduler:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
                 self._capacity[row] = len(seq.blocks) * limits.block_size
-                seq.published = len(found)
+                seq.published = known
                 self._published[row] = seq.published if seq.keys is not None else _NEVER
                 if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
                     self._publish(seq, hit + q, published)
-                if seq.keys is not None and not seq.started:
-                    self.counts.prefix_queries += seq.length
-                    self.counts.prefix_hits += hit
+            if seq.keys is not None and not seq.started:
+                self.counts.prefix_queries += seq.length
+                self.counts.prefix_hits += hit
             if hit + q < seq.length:
                 at_work = [*at_work, seq]
             seq.started = True
             started.append((seq, hit, q))
         return started
 
-    def _reserve(self, seq: Seq, at_work: list[Seq]) -> tuple[list[int], list[int], Hashable] | None:
-        """Blocks for a sequence to start with: (those found, all, the node of the last one found); None: not yet."""
+    def _reserve(self, seq: Seq, at_work: list[Seq]) -> tuple[int, int | None] | None:
+        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None: not yet."""
         pool, limits = self.pool, self.limits
-        assert pool
+        most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
+        slot = None
+        if seq.keys is None:
+            most = 0
+        elif self.checkpoints:
+            ahead = self._to_come(seq, most, at_work)
+            most, slot = self.checkpoints.find(seq.salt, seq.keys, most) or (0, None)
+            if ahead > most:
+                return None  # another makes a better checkpoint
+        if not pool:
+            return (most, slot) if self.checkpoints else (0, None)
         found: list[int] = []
         node = pool.root(seq.salt)
-        full = (seq.length - 1) // limits.block_size  # at least the last token must be computed
         if seq.keys is not None:
-            found, node = pool.match(seq.salt, seq.keys, full)
-            if len(found) < full and any(
-                s.keys
-                and s.node == node
-                and s.keys[s.published : s.published + 1] == seq.keys[len(found) : len(found) + 1]
-                for s in at_work
+            found, node = pool.match(seq.salt, seq.keys, most)
+            while self.checkpoints and len(found) < most:  # blocks of its prefix were taken
+                most, slot = self.checkpoints.find(seq.salt, seq.keys, len(found)) or (0, None)
+                found, node = pool.match(seq.salt, seq.keys, most)
+            if (
+                not self.checkpoints
+                and len(found) < most
+                and any(
+                    s.keys
+                    and s.node == node
+                    and s.keys[s.published : s.published + 1] == seq.keys[len(found) : len(found) + 1]
+                    for s in at_work
+                )
             ):
                 return None  # another computes the same in its next step
         need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(found)
@@ -499,7 +551,53 @@ class Scheduler:
             self._stuck = seq, pool.free
             return None
         self._stuck = None
-        return found, found + more, node
+        seq.blocks, seq.node = found + more, node
+        return len(found), slot
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def _to_marks(self, seqs: list[Seq], rows: Any, start: Ints, want: Ints) -> Ints:
+        """Tokens wanted, where prompts go no further than to their next checkpoint."""
+        assert self.checkpoints
+        if np.count_nonzero(self._emitted[rows]) == len(rows):
+            return want
+        for i in np.flatnonzero(~self._emitted[rows]).tolist():
+            if seqs[i].keys is not None:
+                mark = self.checkpoints.mark(int(start[i]), seqs[i].length, self.limits.block_size)
+                if mark is not None:
+                    want[i] = min(int(want[i]), mark - int(start[i]))
+        return want
+
+    def _to_come(self, seq: Seq, most: int, started: list[Seq]) -> int:
+        """Blocks of the longest prefix of a sequence for which somebody is about to make a checkpoint."""
+        assert self.checkpoints and seq.keys is not None
+        best = 0
+        running = [s for s in self._running if s.row >= 0 and not s.paused and not self._emitted[s.row]]
+        for other in {*running, *started}:
+            if other.keys is None or other.salt != seq.salt:
+                continue
+            last = (other.length - 1) // self.limits.block_size
+            common = 0
+            for mine, theirs in zip(seq.keys[:most], other.keys[:last], strict=False):
+                if mine != theirs:
+                    break
+                common += 1
+            best = max(best, last if last <= common else common // self.checkpoints.every * self.checkpoints.every)
+        return best
+
+    def _to_save(self, seqs: list[Seq], rows: Any, start: Ints, end: Ints, emit: Bools) -> list[tuple[Seq, int, int]]:
+        """The checkpoints that a step reaches."""
+        assert self.checkpoints
+        saves: list[tuple[Seq, int, int]] = []
+        for i in np.flatnonzero(~emit).tolist():
+            seq, at = seqs[i], int(end[i])
+            if seq.keys is None or at != self.checkpoints.mark(int(start[i]), seq.length, self.limits.block_size):
+                continue
+            n = at // self.limits.block_size
+            if not self.checkpoints.knows(seq.salt, seq.keys, n) and (slot := self.checkpoints.reserve()) is not None:
+                self._slots.setdefault(seq, []).append((n, slot))
+                saves.append((seq, int(rows[i]), slot))
+        return saves
 
     # ---- the end of a step -------------------------------------------------------------------------------------
 
@@ -526,6 +624,9 @@ class Scheduler:
                 self._emitted[seqs[i].row] = True
                 if self.pool:
                     self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
+                if self.checkpoints:
+                    for n, slot in self._slots.pop(seqs[i], ()):
+                        self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
         over = stopped | (end + 1 >= self._end[rows])
         finished = []
         if np.count_nonzero(over):
@@ -560,6 +661,9 @@ class Scheduler:
         row = seq.row
         if self.pool:
             self.pool.release(seq.blocks, sound=bool(self._emitted[row]))
+        if self.checkpoints:
+            for _, slot in self._slots.pop(seq, ()):
+                self.checkpoints.release(slot)
         self._free_rows.append(row)
         self._generation[row] += 1
         self._paused -= seq.paused
@@ -593,6 +697,8 @@ class Scheduler:
             assert not self.pool or not writers.intersection(s.blocks[:full]), "a shared block is still written to"
         if self.pool:
             self.pool.check([b for s in running for b in s.blocks])
+        if self.checkpoints:
+            self.checkpoints.check([slot for items in self._slots.values() for _, slot in items])
         assert self.waiting >= 0
 
 

@@ -1,0 +1,102 @@
+"""Recurrent states are kept at certain places of a prompt, so that another one can begin there."""
+
+import numpy as np
+import pytest
+
+from hibachi import AutoregressiveBatchInference, SamplingParams, Terms
+from hibachi.testing.toys import VOCAB, SumBoth, SumState
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+def prompt(n, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
+
+
+def answer(tokens, n=5):
+    """What the toys say: the sum of all tokens and 1, by the size of their vocabulary."""
+    out, total = [], int(np.sum(tokens))
+    for _ in range(n):
+        out.append((total + 1) % VOCAB)
+        total += out[-1]
+    return out
+
+
+@pytest.fixture(params=[SumState, SumBoth])
+def engine(request, backend):
+    if backend.name == "array_api_strict":
+        pytest.skip("NumPy underneath")
+    if backend.name == "jax" and "second_prompt" not in request.node.name:
+        pytest.skip("compiles for long; the first test will do")
+
+    def make(**options):
+        return AutoregressiveBatchInference(
+            request.param(backend), backend=backend, max_model_len=600, block_size=4, max_batch_size=8, **options
+        )
+
+    return make
+
+
+def test_a_second_prompt_begins_where_the_first_was_kept(engine):
+    with engine() as e:
+        tokens = prompt(41)
+        assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        assert e.stats().prefix_hits == 0
+        assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        assert e.stats().prefix_hits == 40
+        longer = np.concatenate([tokens[:40], prompt(9, 1)])
+        assert e.run(longer, GREEDY).collect() == answer(longer)
+        assert e.stats().prefix_hits == 80
+
+
+def test_long_prompts_are_kept_in_between_as_well(engine):
+    with engine() as e:
+        tokens = prompt(300)
+        assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        other = np.concatenate([tokens[:280], prompt(20, 1)])
+        assert e.run(other, GREEDY).collect() == answer(other)
+        assert e.stats().prefix_hits == 256
+
+
+def test_a_burst_computes_the_common_part_once(engine):
+    with engine() as e:
+        common = prompt(256)
+        prompts = [np.concatenate([common, prompt(5, i)]) for i in range(1, 9)]
+        streams = [e.run(p, GREEDY) for p in prompts]
+        assert [s.collect() for s in streams] == [answer(p) for p in prompts]
+        assert e.stats().prefix_hits == 7 * 256
+
+
+def test_salts_do_not_meet_and_switched_off_nothing_is_kept(engine):
+    with engine() as e:
+        for salt in "ab":
+            assert e.run(prompt(41), GREEDY, terms=Terms(cache_salt=salt)).collect() == answer(prompt(41))
+        assert e.stats().prefix_hits == 0
+    with engine(prefix_cache=False) as e:
+        for _ in range(2):
+            assert e.run(prompt(41), GREEDY).collect() == answer(prompt(41))
+        assert e.stats().prefix_queries == 0
+
+
+def test_few_checkpoints_for_many_prompts(engine):
+    with engine() as e:
+        for i in range(40):
+            tokens = prompt(30 + i, i)
+            assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        assert e.stats().evictions > 0
+        assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        assert e.stats().prefix_hits > 0
+
+
+def test_tight_memory_and_checkpoints_together(backend):
+    if backend.name in ("array_api_strict", "jax"):
+        pytest.skip("slow, and no different")
+    model = SumBoth(backend)
+    spec = model.cache_spec()[0]
+    block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4
+    options = dict(backend=backend, max_model_len=100, block_size=4, max_batch_size=6, cache_bytes=30 * block)
+    with AutoregressiveBatchInference(model, **options) as e:
+        prompts = [np.concatenate([prompt(16), prompt(8, i)]) for i in range(8)]
+        streams = [e.run(p, GREEDY.with_(max_tokens=40)) for p in prompts]
+        assert [s.collect() for s in streams] == [answer(p, 40) for p in prompts]
+        assert e.stats().preemptions > 0
