@@ -152,12 +152,15 @@ class Worker:
         elif refusal is not None and refusal is not _draining:
             state, message = "failed", str(refusal())
         elif pending <= paused:
-            state, message = "idle", f"{paused} requests wait for their consumers." if paused else "Nothing to do."
+            state, message = (
+                "idle",
+                f"Requests that wait for their consumers: {paused}." if paused else "Nothing to do.",
+            )
         elif self._stall_after is None or still < self._stall_after:
-            state, message = "running", f"{waiting} requests wait, {running} run."
+            state, message = "running", f"Waiting: {waiting}, running: {running}."
         else:
             state = "stalled"
-            message = f"No step for {still:.3g} s while work waits: {waiting} requests wait, {running} run."
+            message = f"No step for {still:.3g} s while work waits (waiting: {waiting}, running: {running})."
             if self._told != steps:
                 self._told = steps
                 last = engine.recorder.last(5)

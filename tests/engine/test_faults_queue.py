@@ -174,7 +174,7 @@ def test_a_consumer_that_is_behind_is_waited_for(serve, pause_after):
         until(lambda: engine.health().paused == 1 and len(stream._channel.buffer) == pause_after)
         time.sleep(0.002)
         assert len(stream._channel.buffer) == pause_after
-        assert engine.health().state == "idle" and "wait for their consumers" in engine.health().message
+        assert engine.health().state == "idle" and "wait for their consumers: 1" in engine.health().message
         got += [int(next(stream)) for _ in range((pause_after + 1) // 2)]
     got += ints(stream.collect())
     assert got == count(40)
