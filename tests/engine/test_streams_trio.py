@@ -506,6 +506,22 @@ def test_a_timeout_frees_the_row(serve):
     trio.run(main)
 
 
+@pytest.mark.parametrize("run, sleep", [(trio.run, trio.sleep), (lambda f: asyncio.run(f()), asyncio.sleep)])
+def test_a_slow_task_pauses_its_request_and_gets_everything(run, sleep, serve):
+    engine, unread = serve(pause_after=4), []
+
+    async def main():
+        stream, got = engine.run([0], max_new_tokens=60), []
+        async for token in stream:
+            got.append(int(token))
+            await sleep(0.001)
+            unread.append(len(stream._channel.buffer))
+        return got
+
+    assert run(main) == list(range(1, 61))
+    assert max(unread) <= 4
+
+
 def test_items_are_awaited_and_a_cancelled_wait_cancels():
     with FeedforwardBatchInference(Double(), backend="numpy") as engine:
 
