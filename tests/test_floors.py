@@ -41,7 +41,7 @@ RULES = {
     "hibachi/verify": Rule(f"{BELOW_ENGINE} engine testing verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench"),
-    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine testing verify cli"),
+    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
     "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax array_api_compat hibachi_jax"),
