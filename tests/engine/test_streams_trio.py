@@ -370,7 +370,7 @@ def consume(stream):
     ids=["tasks of a run", "runs", "threads, asyncio and trio"],
 )
 @pytest.mark.parametrize("pause_after", [None, 1, 2])
-@pytest.mark.parametrize("n", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_several_consumers_share_one_stream(consumers, pause_after, n, eager_switching):
     """Each item goes to one of them, none is lost, all learn of the end, and a bounded stream always goes on."""
     p, inbox = Pipe(), SimpleQueue()
