@@ -137,7 +137,7 @@ class Recorder:
             return []
         ends = {seq.number: end for seq, end in zip(plan.seqs, plan.end.tolist(), strict=True)}
         grown = []
-        for seq, before, _ in plan.published:
+        for seq, before, *_ in plan.published:
             first = max(before, seq.prompt_len // self._block)
             keys = (seq.keys or [])[first : ends.get(seq.number, 0) // self._block]
             grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys), first)]

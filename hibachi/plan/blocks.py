@@ -80,11 +80,10 @@ class BlockPool:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
-    def release(self, blocks: Sequence[int], *, sound: bool) -> None:
-        """One holder less. sound: see the class; of blocks that nobody published, too."""
+    def release(self, blocks: Sequence[int], *, sound: int) -> None:
+        """One holder less. sound: how many of them are (see the class), the first ones."""
+        self.vouch(blocks[:sound])
         for block in reversed(blocks):
-            if sound:
-                self._sound[block] = True
             self._holders[block] -= 1
             if not self._holders[block]:
                 if self._place[block] is not None:
@@ -142,6 +141,10 @@ class BlockPool:
             if block in self._idle:
                 del self._idle[block]
                 self._give_back(block)
+
+    def withdraw_nodes(self, published: Iterable[tuple[int, Hashable]]) -> None:
+        """`withdraw` for (block, node), but of blocks that hold something else by now."""
+        self.withdraw(block for block, node in published if self._node[block] == node)
 
     def _withdraw(self, block: int) -> None:
         place = self._place[block]

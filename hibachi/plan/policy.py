@@ -91,7 +91,8 @@ class Priority:
     """By `priority`, smaller first; in a class, by arrival. As in vLLM.
 
     age: seconds of waiting that make up for one class. A request of class p is passed by nobody who comes more than
-    age * (p - best class) after it. None: classes are absolute, and a lower one may starve.
+    age * (p - best) after it. None: classes are absolute, and a lower one may starve.
+    best: the best class that anybody uses; only the bounds rely on it.
     Bound: from then on it starts after at most as many steps as those ranked before it have tokens.
     """
 
@@ -150,32 +151,44 @@ class Fcfs(Priority):
 class Fair:
     """Tenants by turns: the next request is of the tenant with the fewest tokens so far. Classes come before tenants.
 
-    A virtual token counter a tenant (after Sheng et al. 2024): a request is charged its prompt and its limit of new
-    tokens when it starts, and what it did not use is given back when it ends. Charging at the start instead of token by
-    token keeps the counters of two tenants that both have requests waiting within two requests of the largest size of
-    each other, whatever the number of rows: credit beyond one such request is not carried along. A tenant that comes
-    (back) starts at the level of those who are there: nobody saves up turns.
+    In each class a tenant has a virtual token counter (after Sheng et al. 2024): a request is charged its prompt and
+    its limit of new tokens when it starts, over the tenant's weight, and what it did not use is given back when it
+    ends. Charging at the start instead of token by token keeps the counters of tenants that wait in one class within
+    two requests of the largest size (over the smallest weight) of each other, whatever the number of rows; credit that
+    would break this lapses, so a tenant whose requests end far before their limits can get less than its share. A
+    tenant that comes (back) stands behind all who wait: nobody saves up turns, and nobody gets ahead by a new name.
 
-    Bound: a request starts after at most as many steps as there are tokens in the running requests, in its own tenant's
-    before it, and in as much of each other tenant's as their counters allow.
+    Deficit round robin would give the same bound, but a tenant with small requests would send a whole quantum of them
+    at a time, and the quantum must be as large as the largest request; here turns are as fine as requests are, and
+    there is nothing to set. Who starts first is preempted last, whatever its tenant.
+
+    Bound: the first of its tenant's requests starts after at most as many steps as there are tokens in the running
+    requests and in as much of each other tenant's as the counters allow, provided that nobody asks for more than
+    `largest`, and nobody for a better class than `best`. Later requests of a tenant wait for their turns: how long
+    depends on the tenants that come meanwhile.
     """
 
-    def __init__(self, weights: dict[Hashable, float] | None = None) -> None:
-        """weights: what a tenant's share counts (1 if not named): with 2 it gets twice the tokens."""
+    def __init__(self, weights: dict[Hashable, float] | None = None, best: int = 0, largest: int = 1) -> None:
+        """weights: what a tenant's share counts (1 if not named): with 2 it gets twice the tokens.
+
+        best: the best class that anybody uses. largest: tokens of the largest request, if known; it grows with those
+        that come.
+        """
         self._weights = dict(weights or {})
         for tenant, weight in self._weights.items():
             if not weight > 0:
                 raise ConfigError(f"A tenant's weight must be > 0; got {weight!r} for {tenant!r}.")
-        self._classes: dict[int, dict[Hashable, _Queue]] = {}  # those who have not started
+        self.best, self.largest = best, largest
+        self._queues: dict[int, dict[Hashable, _Queue]] = {}  # those who have not started, by class and tenant
         self._back = _Queue()  # those who were preempted: they were charged, and go before new ones of their class
-        self._used: dict[Hashable, float] = {}  # the counters of those who wait or run
-        self._running: dict[Hashable, int] = {}
-        self._level = 0.0  # of the tenant that was served last
-        self.largest = 1  # tokens of the largest request so far
+        self._used: dict[tuple[int, Hashable], float] = {}  # the counters of those who wait or run
+        self._running: dict[tuple[int, Hashable], int] = {}  # tokens that their running requests were charged
+        self._level: dict[int, float] = {}  # the counter of who was served last in a class, before it was charged
+        self._started = 0
 
-    def used(self, tenant: Hashable) -> float:
-        """Tokens that a tenant was charged, over its weight, since it came (on top of the level at which it came)."""
-        return self._used.get(tenant, 0.0)
+    def used(self, tenant: Hashable, priority: int = 0) -> float:
+        """Tokens that a tenant was charged in a class, over its weight, on top of the level at which it came."""
+        return self._used.get((priority, tenant), 0.0)
 
     def rank(self, seq: Seq) -> Any:
         return seq.priority, seq.arrival, seq.number
@@ -185,77 +198,106 @@ class Fair:
         if seq.started:
             self._back.push(seq)
             return
-        if seq.tenant not in self._used:
-            waiting = [self._used[t] for tenants in self._classes.values() for t, q in tenants.items() if q.peek()]
-            self._used[seq.tenant] = max([self._level, *([min(waiting)] if waiting else [])])
-        self._classes.setdefault(seq.priority, {}).setdefault(seq.tenant, _Queue()).push(seq)
+        key = seq.priority, seq.tenant
+        queues = self._queues.setdefault(seq.priority, {})
+        if seq.tenant not in queues or queues[seq.tenant].peek() is None:
+            waiting = [self._used[seq.priority, tenant] for tenant, queue in queues.items() if queue.peek()]
+            level = max([self._level.setdefault(seq.priority, 0.0), *waiting])
+            self._used[key] = max(self._used.get(key, level), level)
+        queues.setdefault(seq.tenant, _Queue()).push(seq)
 
     def peek(self) -> Seq | None:
         back = self._back.peek()
-        for priority in sorted(self._classes):
+        for priority in sorted(self._queues):
             if back is not None and back.priority <= priority:
                 return back
             heads = []
-            for tenant, queue in list(self._classes[priority].items()):
+            for tenant, queue in list(self._queues[priority].items()):
                 head = queue.peek()
                 if head is None:
-                    del self._classes[priority][tenant]
-                    self._forget(tenant)
+                    self._drop(priority, tenant)
                 else:
                     heads.append(head)
             if heads:
-                return min(heads, key=lambda seq: (self._used[seq.tenant], seq.rank))
-            del self._classes[priority]
+                return min(heads, key=lambda seq: (self._used[priority, seq.tenant], seq.rank))
         return back
 
     def pop(self, seq: Seq) -> None:
         if seq.started:
             self._back.pop()
             return
-        self._classes[seq.priority][seq.tenant].pop()
-        self._level = max(self._level, self._used[seq.tenant])
-        self._used[seq.tenant] += self._cost(seq.tenant, seq.end)
-        self._running[seq.tenant] = self._running.get(seq.tenant, 0) + 1
+        key = seq.priority, seq.tenant
+        queue = self._queues[seq.priority][seq.tenant]
+        queue.pop()
+        self._level[seq.priority] = max(self._level[seq.priority], self._used[key])
+        self._used[key] += self._cost(seq.tenant, seq.end)
+        self._running[key] = self._running.get(key, 0) + seq.end
+        self._started += 1
+        seq.rank = seq.priority, self._started  # among those who have started: nobody who starts later comes before it
+        if queue.peek() is None:
+            self._drop(*key)
 
     def left(self, seq: Seq, tokens: int) -> None:
-        tenant = seq.tenant
-        self._running[tenant] -= 1
-        others = [self._used[t] for tenants in self._classes.values() for t, q in tenants.items() if q.peek()]
-        lowest = min(others, default=self._used[tenant]) - self._cost(tenant, self.largest)
-        self._used[tenant] = min(
-            self._used[tenant], max(self._used[tenant] - self._cost(tenant, seq.end - tokens), lowest)
-        )
-        self._forget(tenant)
+        key = seq.priority, seq.tenant
+        self._running[key] -= seq.end
+        used = self._used[key]
+        lowest = self._level[seq.priority] - self._cost(seq.tenant, self.largest)
+        self._used[key] = max(used - self._cost(seq.tenant, seq.end - tokens), min(used, lowest))
+        self._forget(key)
 
     def opens(self, waiting: int, running: int, step: int) -> bool:
         return True
 
     def settled(self, seq: Seq) -> float:
-        return seq.arrival  # what others may still bring is in `ahead`
+        if seq.priority > self.best:
+            return math.inf
+        first = seq.started or self._queues[seq.priority][seq.tenant].peek() is seq
+        return seq.arrival if first else math.inf  # what those who are here may still bring is in `ahead`
 
     def ahead(self, seq: Seq) -> int | None:
-        if any(s.priority < seq.priority for s in self._all()):
+        priority = seq.priority
+        if any(s.priority < priority for s in self._all()):
             return None
-        own = most_tokens(s for s in self._classes[seq.priority].get(seq.tenant, ()) if s.rank < seq.rank)
-        mine = self._used[seq.tenant] + self._cost(seq.tenant, own + self.largest)
-        others = {t: u for t, u in self._used.items() if t != seq.tenant}
-        more = sum(max(0.0, mine - used) * self._weights.get(t, 1.0) + self.largest for t, used in others.items())
-        return own + most_tokens(self._back) + math.ceil(more)
+        back = [s for s in self._back if s.priority == priority]
+        if seq.started:
+            return most_tokens(s for s in back if s.rank < seq.rank)
+        queues = self._queues[priority]
+        if queues[seq.tenant].peek() is not seq:
+            return None
+        mine = self._used[priority, seq.tenant]
+        tokens = float(most_tokens(back))
+        for (p, tenant), used in self._used.items():
+            if p == priority and tenant != seq.tenant:
+                # It is served until its counter has passed ours; what its running requests give back comes on top.
+                gap = (mine - used) * self._weights.get(tenant, 1.0) if tenant in queues else 0.0
+                gap += self._running.get((p, tenant), 0)
+                tokens += gap + self.largest if gap >= 0 else 0
+        return math.ceil(tokens)
 
     def _cost(self, tenant: Hashable, tokens: int) -> float:
         return tokens / self._weights.get(tenant, 1.0)
 
     def _all(self) -> Iterator[Seq]:
         yield from self._back
-        for tenants in self._classes.values():
-            for queue in tenants.values():
+        for queues in self._queues.values():
+            for queue in queues.values():
                 yield from queue
 
-    def _forget(self, tenant: Hashable) -> None:
+    def _drop(self, priority: int, tenant: Hashable) -> None:
+        """Nobody of this tenant waits in this class."""
+        del self._queues[priority][tenant]
+        if not self._queues[priority]:
+            del self._queues[priority]
+        self._forget((priority, tenant))
+
+    def _forget(self, key: tuple[int, Hashable]) -> None:
         """Drop the counter of a tenant that has nothing here any more."""
-        if not self._running.get(tenant) and not any(tenant in tenants for tenants in self._classes.values()):
-            self._running.pop(tenant, None)
-            self._used.pop(tenant, None)
+        priority, tenant = key
+        if not self._running.get(key) and tenant not in self._queues.get(priority, {}):
+            self._running.pop(key, None)
+            self._used.pop(key, None)
+            if all(p != priority for p, _ in self._used):
+                del self._level[priority]
 
 
 class WaitingServed:

@@ -31,6 +31,9 @@ Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up
 Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
 
+# Who published blocks in a step; how many were published before, and the node of the last; the new (block, node).
+Published: TypeAlias = "tuple[Seq, int, Hashable, list[tuple[int, Hashable]]]"
+
 _NEVER = 2**30
 
 
@@ -67,7 +70,7 @@ class StepPlan:
     emit: Bools  # reaches the end of the known tokens: a new token is wanted
     generation: Ints
     preempted: Sent = field(default_factory=list)
-    published: list[tuple[Seq, int, Hashable]] = field(default_factory=list)  # what they had published before
+    published: list[Published] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from
     saves: list[tuple[Seq, int, int]] = field(default_factory=list)  # (who, row, checkpoint) to write after the step
 
@@ -127,6 +130,7 @@ class Scheduler:
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._deadlines: list[tuple[float, int, Seq]] = []
+        self._ripe = 64  # length at which they are looked through
         self._sent: Sent = []  # preempted since the last plan
         self._stuck: tuple[Seq, int] | None = None  # who found too few blocks, and how many there were
         self._numbers = 0
@@ -173,6 +177,10 @@ class Scheduler:
         for time in (seq.start_by, seq.deadline):
             if time is not None:
                 heapq.heappush(self._deadlines, (time, seq.number, seq))
+        if len(self._deadlines) > self._ripe:  # who ended in time would stay until then
+            self._deadlines = [item for item in self._deadlines if item[2].finish is None]
+            heapq.heapify(self._deadlines)
+            self._ripe = max(64, 2 * len(self._deadlines))
         self._queue(seq)
 
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
@@ -206,7 +214,10 @@ class Scheduler:
         return self._deadlines[0][0] if self._deadlines else None
 
     def pause(self, seq: Seq) -> None:
-        """Compute nothing of it until `unpause`; when rows or blocks are short, it is the first to lose its row."""
+        """Compute nothing of it until `unpause`; when rows or blocks are short, it is the first to lose its row.
+
+        One that waits to start keeps its place in the queue, and is paused when it has started.
+        """
         if seq.finish is None and not seq.paused:
             seq.paused = True
             self._paused += seq.row >= 0
@@ -247,6 +258,7 @@ class Scheduler:
 
         The first in the order of service moves on by a token in every step, and is not preempted. So those before it
         are through after as many steps as they have tokens, twice as many if they must compute some of them again.
+        Steps that fail do not count, and nobody must be paused.
         """
         ahead = self.policy.ahead(seq)
         if ahead is None:
@@ -277,9 +289,10 @@ class Scheduler:
 
     def rollback(self, plan: StepPlan) -> Sent:
         """The step did not happen: who had started with it is back in the queue, and the others where they were."""
-        for seq, before, node in reversed(plan.published):
-            if seq.row >= 0 and self.pool:
-                self.pool.withdraw(seq.blocks[before : seq.published])
+        for seq, before, node, new in reversed(plan.published):
+            if self.pool:
+                self.pool.withdraw_nodes(new)
+            if seq.row >= 0 and seq.published > before:
                 seq.published, seq.node = before, node
                 self._published[seq.row] = before
         for seq, _, slot in plan.saves:
@@ -335,7 +348,7 @@ class Scheduler:
                 break
             self._sent += sent
             preempted = True
-        published: list[tuple[Seq, int, Hashable]] = []
+        published: list[Published] = []
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
             for i in np.flatnonzero(full).tolist():
                 self._publish(seqs[i], int(end[i]), published)
@@ -435,14 +448,16 @@ class Scheduler:
                     return seq
         return next(seq for seq in reversed(self._running) if seq.row >= 0)
 
-    def _publish(self, seq: Seq, end: int, log: list[tuple[Seq, int, Hashable]]) -> None:
+    def _publish(self, seq: Seq, end: int, log: list[Published]) -> None:
         """Make the full blocks among the first `end` tokens known, which a step computes now."""
         pool, row, keys, bs = self.pool, seq.row, seq.keys, self.limits.block_size
         assert pool and keys is not None
-        log.append((seq, seq.published, seq.node))
-        if self._emitted[row]:  # the step that filled the one before has succeeded
-            pool.vouch(seq.blocks[max(seq.published - 1, 0) : seq.published])
-        for n in range(seq.published, min(end, int(self._done[row])) // bs):
+        new: list[tuple[int, Hashable]] = []
+        log.append((seq, seq.published, seq.node, new))
+        done = int(self._done[row])
+        if self._emitted[row]:  # the step that brought the last token has succeeded, and with it all before
+            pool.vouch(seq.blocks[max(seq.published - 1, 0) : (done - 1) // bs])
+        for n in range(seq.published, min(end, done) // bs):
             if n >= len(keys):
                 if self._key_of is None:
                     self._published[row] = _NEVER
@@ -450,6 +465,7 @@ class Scheduler:
                 keys.append(self._key_of(seq, n))
             seq.node = pool.publish(seq.blocks[n], seq.node, keys[n])
             seq.published = n + 1
+            new.append((seq.blocks[n], seq.node))
         self._published[row] = seq.published
 
     # ---- who starts --------------------------------------------------------------------------------------------
@@ -458,7 +474,7 @@ class Scheduler:
         self,
         left: int,
         at_work: list[Seq],
-        published: list[tuple[Seq, int, Hashable]],
+        published: list[Published],
         restores: list[tuple[int, int]],
     ) -> list[tuple[Seq, int, int]]:
         """Give rows and blocks to waiting sequences while the budget lasts: (who, tokens it found computed, its share).
@@ -467,7 +483,7 @@ class Scheduler:
         """
         started: list[tuple[Seq, int, int]] = []
         policy, pool, limits = self.policy, self.pool, self.limits
-        if not policy.opens(self.waiting, self.running, self._steps):
+        if not policy.opens(self.waiting - len(self._parked), self.running - self._paused, self._steps):
             return started
         while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
             if pool and self._stuck is not None and self._stuck[0] is seq and pool.free <= self._stuck[1]:
@@ -479,6 +495,7 @@ class Scheduler:
             policy.pop(seq)
             self.waiting -= 1
             row = seq.row = self._free_rows.pop()
+            self._paused += seq.paused
             hit = seq.reused = known * limits.block_size
             q = min(seq.length - hit, left, limits.chunk)
             if self.checkpoints and seq.keys is not None:
@@ -547,7 +564,7 @@ class Scheduler:
         pool.hold(found)
         more = pool.alloc(need) if pool.free >= need + spare else None
         if more is None:
-            pool.release(found, sound=False)
+            pool.release(found, sound=0)
             self._stuck = seq, pool.free
             return None
         self._stuck = None
@@ -660,7 +677,12 @@ class Scheduler:
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            self.pool.release(seq.blocks, sound=bool(self._emitted[row]))
+            sound = 0  # blocks: what no step may write to any more
+            if self._emitted[row]:
+                done = int(self._done[row])
+                flying = self._known[row] > done
+                sound = (done - 1) // self.limits.block_size if flying else len(seq.blocks)
+            self.pool.release(seq.blocks, sound=sound)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):
                 self.checkpoints.release(slot)

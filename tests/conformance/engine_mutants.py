@@ -580,15 +580,15 @@ def share_a_block(alloc: Any, n: int) -> Any:
     return blocks
 
 
-def release_twice(release: Any, blocks: Any) -> None:
-    release(blocks)
-    release(blocks[:1])
+def release_twice(release: Any, blocks: Any, sound: int) -> None:
+    release(blocks, sound=sound)
+    release(blocks[:1], sound=sound)
 
 
 def release_at_once(alloc: Any, n: int) -> Any:
     blocks = alloc(n)
     if blocks:
-        alloc.__self__.release(blocks)
+        alloc.__self__.release(blocks, sound=0)
     return blocks
 
 
