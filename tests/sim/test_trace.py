@@ -57,7 +57,11 @@ def test_mooncakes_milliseconds_and_pieces(write):
     "name, text, message",
     [
         ("a.csv", "", r"a.csv: expected a column TIMESTAMP \(or arrival, .*\); got an empty file"),
-        ("a.csv", "TIMESTAMP,GeneratedTokens\n1,2\n", "expected a column ContextTokens .* got timestamp, generatedtokens"),
+        (
+            "a.csv",
+            "TIMESTAMP,GeneratedTokens\n1,2\n",
+            "expected a column ContextTokens .* got timestamp, generatedtokens",
+        ),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "a.csv: expected at least one request; got none"),
         ("a.csv", AZURE + "1,2\n", "a.csv, line 5: expected 3 columns; got 2"),
         ("a.csv", AZURE + "soon,2,3\n", "a.csv, line 5: expected seconds, or a date and a time; got 'soon'"),
@@ -69,7 +73,11 @@ def test_mooncakes_milliseconds_and_pieces(write):
         ("a.jsonl", "[1]", "a.jsonl, line 1: expected a JSON object"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 2}', "line 1: expected a field output_length; got timestamp, "),
         ("a.jsonl", '{"timestamp": "x", "input_length": 2, "output_length": 1}', "number of milliseconds; got 'x'"),
-        ("a.jsonl", '{"timestamp": 1, "input_length": 2, "output_length": 1, "hash_ids": 7}', "hash_ids must be a list"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 2, "output_length": 1, "hash_ids": 7}',
+            "hash_ids must be a list",
+        ),
         ("a.txt", "x", "expected a file that ends in .csv or .jsonl; got '.txt'"),
     ],
 )

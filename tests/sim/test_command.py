@@ -1,0 +1,131 @@
+"""`hibachi sim`: the table, the JSON, the picture, and what is refused."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from hibachi.cli import main
+
+CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i},{200 + 9 * i},{20 + i}\n" for i in range(40))
+
+
+@pytest.fixture
+def trace(tmp_path):
+    (tmp_path / "trace.csv").write_text(CSV)
+    return str(tmp_path / "trace.csv")
+
+
+@pytest.fixture
+def sim(capsys, monkeypatch):
+    """sim(*args): exit status, standard output and standard error."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+    def call(*args):
+        try:
+            status = main(["sim", *map(str, args)])
+        except SystemExit as e:
+            status = e.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):
+    file = tmp_path / "out.json"
+    grid = ["--policy", "fcfs", "fair", "priority:age=5", "--rows", 2, 4, "--blocks", 60]
+    status, out, err = sim(trace, *grid, "--json", file)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("trace.csv: 40 requests in 39 s, 15,020 tokens of prompts, 1,580 of answers")
+    table = [line.split()[:4] for line in lines[3:9]]
+    assert table == [[p, r, "60", "40"] for p in ("fcfs", "fair", "priority:age=5") for r in ("2", "4")]
+    data = json.loads(file.read_text())
+    assert [run["setup"]["rows"] for run in data["runs"]] == [2, 4] * 3
+    assert data["trace"] == {"name": "trace.csv", "requests": 40, "seconds": 39.0}
+    one = data["runs"][0]
+    assert one["served"] == 40 and one["ttft"]["p50"] <= one["ttft"]["p99"] and one["itl"]["p50"] > 0
+    assert len(one["over_time"]["waiting"]) == len(one["over_time"]["seconds"]) == 300
+
+
+def test_the_same_command_gives_the_same_figures(sim, tmp_path):
+    found = []
+    for name in ("a.json", "b.json"):
+        command = ["--synthetic", 300, "--tenants", 3, "--priorities", 2, "--policy", "fair", "--seed", 5]
+        status, out, _ = sim(*command, "--json", tmp_path / name)
+        assert status == 0 and "fair: TTFT p99 by tenant: tenant 1 " in out
+        [run] = json.loads((tmp_path / name).read_text())["runs"]
+        for of_the_wall in ("wall_seconds", "requests_per_wall_second"):
+            del run[of_the_wall]
+        found.append(run)
+    assert found[0] == found[1] and set(found[0]["tenants"]) == {"tenant 1", "tenant 2", "tenant 3"}
+
+
+def test_more_requests_and_faster_ones(sim, trace):
+    status, out, _ = sim(trace, "--requests", 10, "--repeat", 3, "--speed", 2, "--tenants", 2)
+    assert status == 0 and out.startswith("trace.csv: 30 requests in 14.5 s")
+
+
+def test_a_step_time_from_a_file(sim, trace, tmp_path):
+    file = tmp_path / "time.json"
+    file.write_text(json.dumps({"seconds": {"step": 2.0, "token": 0, "row": 0, "position": 0, "pair": 0}}))
+    status, out, _ = sim(trace, "--requests", 1, "--step-time", file)
+    assert status == 0 and out.splitlines()[3].split()[5:7] == ["2", "s"]
+    for text in ("x", "{}", '{"seconds": {"step": 1}}', "[]"):
+        file.write_text(text)
+        status, out, err = sim(trace, "--step-time", file)
+        assert status == 1 and 'expected JSON with "seconds": an object with step, token, row, position, pair' in err
+    file.write_text(json.dumps({"seconds": {"step": -1, "token": 0, "row": 0, "position": 0, "pair": 0}}))
+    assert "step must be seconds, from 0 to 1000; got -1" in sim(trace, "--step-time", file)[2]
+
+
+def test_refused_requests_are_named(sim, trace):
+    status, out, _ = sim(trace, "--max-len", 400)
+    assert status == 0 and "fcfs: 17 refused: PromptTooLong" in out
+
+
+@pytest.mark.parametrize("suffix, head", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_a_picture(sim, trace, tmp_path, suffix, head):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"picture{suffix}"
+    status, _, err = sim(trace, "--policy", "fcfs", "fair", "--rows", 1, 2, "--plot", file)
+    assert (status, err) == (0, "") and file.read_bytes().startswith(head) and file.stat().st_size > 10_000
+    if suffix == ".svg":
+        again = tmp_path / "again.svg"
+        sim(trace, "--policy", "fcfs", "fair", "--rows", 1, 2, "--plot", again)
+        assert again.read_bytes() == file.read_bytes()
+
+
+def test_a_picture_without_the_library(sim, trace, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = sim(trace, "--plot", tmp_path / "a.png")
+    assert (status, out) == (1, "") and "extra 'plot'" in err and not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    "args, status, message",
+    [
+        ([], 2, "give a TRACE or --synthetic N"),
+        (["TRACE", "--synthetic", "5"], 2, "give a TRACE or --synthetic N"),
+        (["TRACE", "--repeat", "0"], 2, "--repeat must be at least 1; got 0"),
+        (["TRACE", "--speed", "0"], 2, "--speed must be above 0"),
+        (["TRACE", "--rows", "0"], 1, "rows must be at least 1; got 0"),
+        (["TRACE", "--rows", "99", "--budget", "50"], 1, "expected a budget of at least 99; got 50"),
+        (["TRACE", "--policy", "best"], 1, "No policy is called 'best': expected one of fair, fcfs, "),
+        (
+            ["TRACE", "--policy", "priority:age"],
+            1,
+            "Options of a policy are name:option=number,...; got 'priority:age'",
+        ),
+        (["TRACE", "--policy", "fcfs:age=1"], 1, "Options of a policy are name:option=number,...; got 'fcfs:age=1'"),
+        (["TRACE", "--policy", "best:age=1"], 1, "Only fcfs, priority, fair, waiting-served take options"),
+        (["TRACE", "--plot", "a.gif"], 1, "A picture is a .png or .svg file; got 'a.gif'"),
+        (["--synthetic", "9", "--rate", "0"], 1, "rate must be above 0"),
+        (["no-such.csv"], 1, "no-such.csv"),
+    ],
+)
+def test_what_is_refused(sim, trace, args, status, message):
+    given = [trace if a == "TRACE" else a for a in args]
+    got, out, err = sim(*given)
+    assert got == status and message in err and not out and "Traceback" not in err
