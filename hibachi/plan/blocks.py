@@ -11,7 +11,7 @@ the heads that they hang on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 
@@ -29,10 +29,10 @@ class BlockPool:
         self.dirty: list[int] = []  # to be overwritten with zeros before the next step
         self._free = list(range(total - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the one left first comes first
-        self._holders = [0] * total
-        self._sound = bytearray(total)
+        self._shared: dict[int, int] = {}  # held blocks with several holders: how many more than one
+        self._unsound: set[int] = set()  # held and idle blocks that nobody vouched for
         self._trie: dict[tuple[Hashable, Hashable], int] = {}
-        self._place: list[tuple[Hashable, Hashable] | None] = [None] * total  # where in the trie, if published
+        self._place: dict[int, tuple[Hashable, Hashable]] = {}  # where in the trie; of published blocks
         self._node = [0] * total  # the number of what is published
         self._nodes = 0
 
@@ -64,45 +64,49 @@ class BlockPool:
             self._withdraw(block)
             self._free.insert(0, block)
             self.evictions += 1
-            if not self._sound[block]:
+            if block in self._unsound:
                 self.dirty.append(block)
         at = len(self._free) - n
         taken = self._free[at:]
         del self._free[at:]
-        for block in taken:
-            self._holders[block] = 1
-            self._sound[block] = False
+        self._unsound.update(taken)
         return taken[::-1]
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more holder for published blocks."""
         for block in blocks:
-            self._holders[block] += 1
-            self._idle.pop(block, None)
+            if block in self._idle:
+                del self._idle[block]
+            else:
+                self._shared[block] = self._shared.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int], *, sound: int) -> None:
         """One holder less. sound: how many of them are (see the class), the first ones."""
         self.vouch(blocks[:sound])
+        if self._place.keys().isdisjoint(blocks) and self._shared.keys().isdisjoint(blocks):
+            self._give_back(blocks[::-1])  # without a look at each: a long request may have thousands
+            return
         for block in reversed(blocks):
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                if self._place[block] is not None:
-                    self._idle[block] = None
-                else:
-                    self._give_back(block)
+            if more := self._shared.pop(block, 0):
+                if more > 1:
+                    self._shared[block] = more - 1
+            elif block in self._place:
+                self._idle[block] = None
+            else:
+                self._give_back([block])
 
     def vouch(self, blocks: Iterable[int]) -> None:
         """They are sound."""
-        for block in blocks:
-            self._sound[block] = True
+        self._unsound.difference_update(blocks)
 
     def unsound(self, blocks: Iterable[int]) -> list[int]:
-        return [block for block in blocks if not self._sound[block]]
+        return [block for block in blocks if block in self._unsound]
 
-    def _give_back(self, block: int) -> None:
-        if not self._sound[block]:
-            self.dirty.append(block)
-        self._free.append(block)
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        if not self._unsound.isdisjoint(blocks):
+            self.dirty += self.unsound(blocks)
+            self._unsound.difference_update(blocks)
+        self._free += blocks
 
     # ---- the trie ----------------------------------------------------------------------------------------------
 
@@ -140,17 +144,16 @@ class BlockPool:
             self._withdraw(block)
             if block in self._idle:
                 del self._idle[block]
-                self._give_back(block)
+                self._give_back([block])
 
     def withdraw_nodes(self, published: Iterable[tuple[int, Hashable]]) -> None:
         """`withdraw` for (block, node), but of blocks that hold something else by now."""
         self.withdraw(block for block, node in published if self._node[block] == node)
 
     def _withdraw(self, block: int) -> None:
-        place = self._place[block]
+        place = self._place.pop(block, None)
         if place is not None:
             del self._trie[place]
-            self._place[block] = None
 
     def reset(self) -> bool:
         """Forget all that is published; False, and nothing done, while a sequence holds a block."""
@@ -163,13 +166,12 @@ class BlockPool:
 
     def check(self, held: list[int]) -> None:
         """Assert that blocks are free, idle, or held as often as `held` names them, and that the trie is right."""
-        holders = [0] * self.total
-        for block in held:
-            holders[block] += 1
-        where = sorted([*self._free, *self._idle, *set(held)])
+        holders = Counter(held)
+        where = sorted([*self._free, *self._idle, *holders])
         assert where == list(range(1, self.total)), "a block is lost, or held and free at once"
-        assert holders == self._holders, "a block has holders that nobody knows"
-        assert all(self._place[block] is not None for block in self._idle), "an idle block that nobody can find"
-        assert all(self._place[block] is None for block in self._free), "a free block is published"
-        assert all(self._place[block] == place for place, block in self._trie.items()), "the trie is wrong"
-        assert len(self._trie) == sum(place is not None for place in self._place), "a block was published twice"
+        shared = {block: n - 1 for block, n in holders.items() if n > 1}
+        assert shared == self._shared, "a block has holders that nobody knows"
+        assert self._place.keys() >= self._idle.keys(), "an idle block that nobody can find"
+        assert self._place.keys().isdisjoint(self._free), "a free block is published"
+        assert self._unsound.isdisjoint(self._free), "a free block was not looked at"
+        assert {block: place for place, block in self._trie.items()} == self._place, "the trie is wrong"
