@@ -350,7 +350,7 @@ class Scheduler:
             preempted = True
         published: list[Published] = []
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
-            for i in np.flatnonzero(full).tolist():
+            for i in np.flatnonzero(full & (q > 0)).tolist():  # what no plan notes could not be rolled back
                 self._publish(seqs[i], int(end[i]), published)
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []

@@ -1,0 +1,499 @@
+"""An engine in miniature around the scheduler, with a fake device, and all that must hold after every call.
+
+The device stores token ids where a real one stores keys and values, through slots and block tables, and "samples" a
+hash of the prefix that it reads back. A block that is lost or wrongly shared changes every token after. What a guilty
+request writes is POISON, which stands for NaN: who reads it draws POISON.
+"""
+
+import zlib
+from collections import Counter, deque
+
+import numpy as np
+
+from hibachi.errors import PromptTooLong, QueueFull
+from hibachi.plan.lower import lower, pad
+from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.request import Finish
+
+VOCAB = 11
+NOTHING, GARBAGE, POISON = -7, -8, -9  # never written; written by a step that did not happen; not finite
+REFUSED = "refused"
+ALIKE = (0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1)  # how prompts begin
+
+
+def following(context):
+    """The next token: a hash of all before."""
+    return zlib.crc32(np.asarray(context, np.int32).tobytes()) % VOCAB
+
+
+def solo(prompt, end, stop):
+    """What a sequence draws when it is alone, and why it ends."""
+    tokens = list(prompt)
+    while len(tokens) < end:
+        tokens.append(following(tokens))
+        if tokens[-1] in stop:
+            return tokens[len(prompt) :], Finish.STOP
+    return tokens[len(prompt) :], Finish.LENGTH
+
+
+class Device:
+    """Memory of token ids, and each row's newest token: all that a step may read of the steps before it."""
+
+    def __init__(self, limits):
+        self.block_size = limits.block_size
+        self.memory = np.full(limits.blocks * limits.block_size, NOTHING)
+        self.newest = np.zeros(limits.rows + 1, np.int64)  # the last one is the padding rows'
+
+    def wipe(self, blocks):
+        for block in blocks:
+            self.memory[block * self.block_size : (block + 1) * self.block_size] = 0
+
+    def run(self, x, tokens, poisoned):
+        """Outputs [n_out]. tokens [T]: -1 where the host does not know the token yet. poisoned: rows."""
+        rows = x.row[x.seg]
+        values = np.where(tokens < 0, self.newest[rows], tokens)
+        self.memory[x.slot] = np.where(np.isin(rows, poisoned), POISON, values) if poisoned else values
+        out = []
+        for t in x.last.tolist():
+            i = x.seg[t]
+            places = x.block_table[i][:, None] * self.block_size + np.arange(self.block_size)
+            context = self.memory[places.reshape(-1)[: x.pos[t] + 1]]
+            bad = np.count_nonzero(context == POISON)
+            out.append(POISON if bad else following(context))
+        return np.array(out, np.int64)
+
+
+class Request:
+    """name: in order of arrival. prompt: tokens; stop: tokens that end it."""
+
+    def __init__(self, name, prompt, max_new=None, stop=(), **terms):
+        self.name, self.prompt, self.stop = name, list(prompt), set(stop)
+        self.shares = terms.pop("shares", True)
+        self.seq = Seq(len(self.prompt), max_new, owner=self, **terms)
+        self.got, self.ends = [], []
+        self.sampled = 0  # tokens drawn, those in flight included
+        self.decoding = False
+        self.begun = False  # had a row
+        self.guilty = False
+
+    @property
+    def alive(self):
+        return self.seq.finish is None and not self.ends
+
+
+class Flight:
+    """A step that was launched: its plan, what it drew, where it wrote."""
+
+    def __init__(self, plan, out, slots):
+        self.plan, self.out, self.slots = plan, out, slots
+
+
+class World:
+    """Plans up to `depth` ahead of what is committed. Every method that changes something checks everything after.
+
+    strict: poison is only given to rows that emit, with one step in flight: then nobody else may be harmed.
+    """
+
+    def __init__(self, limits, policy=None, depth=1, *, padded=False, strict=True, checked=True, grows=True):
+        self.limits, self.depth, self.padded, self.checked = limits, depth, padded, checked
+        self.strict = strict and depth == 1
+        self.scheduler = Scheduler(limits, policy, self.key if grows else None)
+        self.device = Device(limits)
+        self.host = np.zeros((limits.rows, limits.max_len + 1), np.int64)
+        self.flying = deque()
+        self.live = {}  # by name; in order of arrival
+        self.begun = []  # names, in the order in which they first started
+        self.now = 0.0
+        self.steps = 0
+        self.poison = set()  # requests whose next step, if it emits, writes POISON
+
+    # ---- what the scheduler asks --------------------------------------------------------------------------------
+
+    def key(self, seq, n):
+        size = self.limits.block_size
+        tokens = seq.owner.prompt + seq.owner.got
+        assert len(tokens) >= (n + 1) * size, "published before its tokens are known"
+        return tuple(tokens[n * size : (n + 1) * size])
+
+    # ---- commands -----------------------------------------------------------------------------------------------
+
+    def add(self, request):
+        size = self.limits.block_size
+        keys = [tuple(request.prompt[i : i + size]) for i in range(0, len(request.prompt) - size + 1, size)]
+        request.seq.keys = keys if request.shares else None
+        waiting = self.scheduler.waiting
+        try:
+            self.scheduler.add(request.seq, self.now)
+        except (QueueFull, PromptTooLong) as e:
+            full = self.limits.max_waiting is not None and waiting >= self.limits.max_waiting
+            assert full or isinstance(e, PromptTooLong), "refused without reason"
+            request.ends.append(REFUSED)
+            assert self.scheduler.waiting == waiting, "a refused request waits"
+        else:
+            self.live[request.name] = request
+        self.check()
+
+    def cancel(self, request):
+        before = request.seq.finish
+        assert self.scheduler.cancel(request.seq) == (before is None), "cancel lies"
+        if before is None:
+            self.ended(request, Finish.CANCELLED)
+        self.check()
+
+    def expire(self, seconds):
+        self.now += seconds
+        late = {r.name for r in self.live.values() if self.is_late(r)}
+        ended = self.scheduler.expire(self.now)
+        assert {seq.owner.name for seq in ended} == late, "a deadline was not kept"
+        for seq in ended:
+            self.ended(seq.owner, Finish.ERROR)
+        self.check()
+
+    def is_late(self, request):
+        seq = request.seq
+        started = request.begun or seq.row >= 0
+        return (seq.deadline is not None and seq.deadline <= self.now) or (
+            seq.start_by is not None and seq.start_by <= self.now and not started
+        )
+
+    def forget(self):
+        self.send_back(self.scheduler.forget())
+        self.device.memory[:] = GARBAGE
+        self.check()
+        assert self.scheduler.running == 0
+
+    def pause(self, request):
+        self.scheduler.pause(request.seq)
+        self.check()
+
+    def unpause(self, request):
+        self.scheduler.unpause(request.seq)
+        self.check()
+
+    def limit(self, budget):
+        self.scheduler.limit(budget)
+
+    def abort(self):
+        """The steps in flight do not happen: newest first."""
+        while self.flying:
+            flight = self.flying.pop()
+            self.device.memory[flight.slots] = GARBAGE
+            self.send_back(self.scheduler.rollback(flight.plan))
+            self.check()
+        for seq in self.scheduler._running:
+            seq.owner.sampled, seq.owner.decoding = len(seq.owner.got), not self.scheduler.prefilling(seq)
+
+    def send_back(self, sent):
+        for seq, _ in sent:
+            seq.owner.sampled, seq.owner.decoding = len(seq.owner.got), False
+
+    def ended(self, request, reason):
+        request.ends.append(reason)
+        assert len(request.ends) == 1, "a stream ends exactly once"
+        del self.live[request.name]
+        self.poison.discard(request.name)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+
+    def tick(self):
+        """One step further; False if there is nothing to do."""
+        if len(self.flying) < self.depth and self.launch():
+            return True
+        if self.flying:
+            self.commit()
+            return True
+        return False
+
+    def launch(self):
+        s = self.scheduler
+        if s._paused:
+            self.send_back(s.make_room())
+            self.check()
+        order = [seq for seq in s._running if seq.row >= 0]
+        moving = [seq for seq in order if not seq.paused]
+        must = [q.owner for q in moving if q.owner.decoding and len(q.owner.prompt) + q.owner.sampled < q.end]
+        plan = s.schedule(self.now)
+        self.check()
+        must = [r for r in must if r.seq.row >= 0]
+        if plan is None:
+            assert not must, "a decode row did not get its token"
+            return False
+        self.steps += 1
+        self.judge(plan, order, must)
+        self.send_back(plan.preempted)
+        for seq in plan.fresh:
+            self.enter(seq)
+        for seq, emits in zip(plan.seqs, plan.emit.tolist(), strict=True):
+            seq.owner.sampled += emits
+            seq.owner.decoding |= emits
+        self.fly(plan)
+        return True
+
+    def judge(self, plan, order, must):
+        """What a plan must be. order: who ran before, in the order of service; must: who wants its next token."""
+        s, limits = self.scheduler, self.limits
+        q = plan.q.tolist()
+        assert min(q) >= 1 and max(q) <= limits.chunk and sum(q) <= s.budget and len(q) <= limits.rows
+        assert sorted(q, key=lambda n: n != 1) == q, "decode rows first"
+        assert [seq.row for seq in plan.seqs] == plan.rows.tolist() and len(set(plan.seqs)) == len(q)
+        assert (plan.start + plan.q <= s._end[plan.rows] - 1).all(), "the last token is never fed back"
+        fresh = set(plan.fresh)
+        served = {seq.owner for seq in plan.seqs}
+        if not served.issuperset(must):
+            assert s.budget < limits.rows and max(q) == 1 and not fresh, "a decode row did not get its token"
+        if limits.prefill is not None:
+            prompts = sum(n for seq, n in zip(plan.seqs, q, strict=True) if n > 1 or seq in fresh)
+            assert prompts <= limits.prefill, "more of prompts than the cap allows"
+        mine = [seq for seq, _ in plan.preempted if not seq.paused]
+        assert self.depth > 1 or not (mine and fresh), "somebody started in a step that preempted"
+        first = next((seq for seq in order if not seq.paused), None)
+        assert first is None or first not in mine, "the first in the order of service was preempted"
+        self.judge_order(plan)
+
+    def judge_order(self, plan):
+        """Nobody overtakes."""
+        policy = self.scheduler.policy
+        waits = [r.seq for r in self.live.values() if r.seq.row < 0 and not r.seq.paused]
+        for seq in plan.fresh:
+            new = not seq.owner.begun
+            for other in waits:
+                ordered = isinstance(getattr(policy, "order", policy), Priority)
+                assert not ordered or seq.rank < other.rank, "somebody overtook in the queue"
+                if new and other.owner.begun and isinstance(getattr(policy, "order", policy), (Priority, Fair)):
+                    assert other.priority != seq.priority, "new work before preempted work of its class"
+
+    def enter(self, seq):
+        request = seq.owner
+        known = request.prompt + request.got
+        assert seq.length == len(known)
+        assert seq.reused <= seq.length - 1, "a hit covers the last token"
+        if not request.begun:
+            request.begun = True
+            self.begun.append(request.name)
+        self.host[seq.row] = -1
+        self.host[seq.row, : seq.length] = known
+
+    def fly(self, plan):
+        s, limits, size = self.scheduler, self.limits, self.limits.block_size
+        self.device.wipe(s.pool.dirty)
+        s.pool.dirty.clear()
+        for seq, start in zip(plan.seqs, plan.start.tolist(), strict=True):
+            for block in seq.blocks[-(-start // size) :]:  # it has written none of these
+                held = self.device.memory[block * size : (block + 1) * size]
+                assert not np.count_nonzero(held == POISON), "somebody else's NaN was not wiped"
+        x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, size, tiles=(1, 4))
+        tokens, wanted, slots = self.host[x.row[x.seg], x.pos], len(x.last), x.slot
+        if self.padded:
+            n = limits.budget + 3
+            tile = x.tile_q.shape[1]
+            x = pad(x, tokens=n, rows=limits.rows, blocks=s.block_table.shape[1], tile=tile, trash_row=limits.rows)
+            tokens = np.pad(tokens, (0, n - len(tokens)))
+        out = self.device.run(x, tokens, self.guilty_rows(plan) if self.poison else [])[:wanted]
+        self.device.newest[plan.rows[plan.emit]] = out
+        self.flying.append(Flight(plan, out, slots))
+
+    def guilty_rows(self, plan):
+        rows = []
+        for seq, row, emits in zip(plan.seqs, plan.rows.tolist(), plan.emit.tolist(), strict=True):
+            if seq.owner.name in self.poison and (emits or not self.strict):
+                self.poison.remove(seq.owner.name)
+                seq.owner.guilty = True
+                rows.append(row)
+        return rows
+
+    def commit(self):
+        s = self.scheduler
+        flight = self.flying.popleft()
+        plan, out = flight.plan, flight.out
+        at = np.flatnonzero(plan.emit)
+        seqs = [plan.seqs[i] for i in at.tolist()]
+        if np.count_nonzero(out == POISON):
+            self.fail(plan, [i for i, token in zip(at.tolist(), out.tolist(), strict=True) if token == POISON])
+        stop = np.array([t in q.owner.stop for q, t in zip(seqs, out.tolist(), strict=True)], bool)
+        committed = s.commit(plan, stop)
+        alive = np.ones(len(at), bool) if committed.alive is None else committed.alive
+        for i, seq, token, ok in zip(at.tolist(), seqs, out.tolist(), alive.tolist(), strict=True):
+            if ok:
+                assert token != POISON and not seq.owner.ends, "a token after the end"
+                seq.owner.got.append(token)
+                self.host[plan.rows[i], plan.end[i]] = token
+        for seq in committed.finished:
+            self.ended(seq.owner, seq.finish)
+        self.check()
+
+    def fail(self, plan, places):
+        """End those whose outputs are not finite; writers before their readers, as readers may be innocent."""
+        s = self.scheduler
+        started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
+        for i in sorted(places, key=lambda i: started.get(plan.seqs[i], 0)):
+            seq = plan.seqs[i]
+            if seq.row == plan.rows[i] and s._generation[seq.row] == plan.generation[i]:
+                assert seq.owner.guilty or not self.strict, "an innocent neighbour was harmed"
+                self.send_back(s.fail(seq))
+                self.ended(seq.owner, Finish.ERROR)
+                self.check()
+
+    # ---- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self):
+        if not self.checked:
+            return
+        s = self.scheduler
+        s.check()
+        pool, size = s.pool, self.limits.block_size
+        running = [seq for seq in s._running if seq.row >= 0]
+        assert s.waiting == sum(r.seq.row < 0 for r in self.live.values()), "who waits is miscounted"
+        assert s.running == len(running) == sum(r.seq.row >= 0 for r in self.live.values())
+        holders = Counter(block for seq in running for block in seq.blocks)
+        known = set(pool._trie.values())
+        for seq in running:
+            for block in seq.blocks[int(s._computed[seq.row]) // size :]:
+                assert holders[block] == 1, "a block that is still written to is shared"
+                assert block not in known, "a block is known before it is full"
+
+    def drained(self):
+        """Everything has ended."""
+        s = self.scheduler
+        assert not self.live and not self.flying and s.running == s.waiting == 0
+        assert s.pool.free == s.pool.usable, "a block is lost"
+        assert s.policy.peek() is None and not s._parked
+        s.check()
+
+    def judge_stream(self, request):
+        """Its stream is that of a solo run, whoever was here."""
+        assert len(request.ends) == 1, "a stream ends exactly once"
+        if request.ends == [REFUSED]:
+            assert not request.got
+            return
+        want, why = solo(request.prompt, request.seq.end, request.stop)
+        if request.ends[0] in (Finish.STOP, Finish.LENGTH):
+            assert (request.got, request.ends) == (want, [why]), "not its solo stream"
+        else:
+            assert request.got == want[: len(request.got)], "not the beginning of its solo stream"
+
+
+def drive(world, requests, rng, *, unlucky=True, arrive=0.5, between=None):
+    """Bring the requests in, let everything happen that can, and see all of them to their ends. between: after a tick.
+
+    Returns how often what happened.
+    """
+    todo = deque(requests)
+    happened = Counter(requests=len(todo))
+    poison = sorted((r.name for r in requests), key=lambda _: rng.random())[: len(todo) // 8] if unlucky else ()
+    while todo or world.live or world.flying:
+        while todo and rng.random() < arrive:
+            world.add(todo.popleft())
+        if unlucky:
+            event = _event(world, rng, happened)
+            happened[event] += event is not None
+        world.poison |= {name for name in poison if name in world.live and rng.random() < 0.1}
+        world.expire(rng.choice((0.0, 0.5, 1.0)))
+        if not world.tick() and world.live and not todo:
+            paused = [r for r in world.live.values() if r.seq.paused]
+            assert paused, "work waits, and nothing moves"
+            world.unpause(rng.choice(paused))
+        if between:
+            between()
+        if world.steps > 200_000:
+            raise AssertionError("no progress")
+    world.drained()
+    for request in requests:
+        world.judge_stream(request)
+    counts = world.scheduler.counts
+    happened.update(
+        steps=world.steps,
+        preemptions=counts.preemptions,
+        hits=counts.prefix_hits,
+        evictions=world.scheduler.pool.evictions,
+        refused=sum(r.ends == [REFUSED] for r in requests),
+        faults=sum(r.guilty for r in requests),
+        late=sum(r.ends == [Finish.ERROR] and not r.guilty for r in requests),
+    )
+    return happened
+
+
+def _event(world, rng, happened):
+    chance = rng.random()
+    live = list(world.live.values())
+    if chance < 0.03 and live:
+        world.cancel(rng.choice(live))
+        return "cancelled"
+    if chance < 0.06 and live:
+        world.pause(rng.choice(live))
+        return "paused"
+    if chance < 0.12:
+        if paused := [r for r in live if r.seq.paused]:
+            world.unpause(rng.choice(paused))
+    elif chance < 0.13:
+        world.flying.clear()
+        world.forget()
+        return "caches lost"
+    elif chance < 0.15 and world.flying:
+        world.abort()
+        return "rolled back"
+    elif chance < 0.17:
+        world.limit(rng.randint(1, world.limits.budget))
+    elif chance < 0.20:
+        world.limit(world.limits.budget)
+    return None
+
+
+POLICIES = (
+    Fcfs,
+    Priority,
+    lambda: Priority(age=4.0),
+    Fair,
+    lambda: Fair({"x": 2.0, "y": 0.5}),
+    lambda: WaitingServed(1.2, 3),
+    lambda: WaitingServed(2.0, 5, Fair()),
+)
+
+
+def random_world(rng, *, depth=None, strict=True, checked=True, policy=None):
+    """A world with few rows, few blocks and tight budgets."""
+    rows = rng.randint(1, 6)
+    budget = max(rows, rng.randint(1, 40))
+    limits = Limits(
+        rows=rows,
+        budget=budget,
+        chunk=rng.choice((1, 2, 3, 5, 8, 16, budget)),
+        max_len=40,
+        blocks=rng.randint(4, 14),
+        block_size=rng.choice((1, 2, 4, 8)),
+        max_waiting=rng.choice((None, None, None, 4)),
+        prefill=rng.choice((None, None, 1, 4, 12)),
+        reserve_all=rng.random() < 0.15,
+    )
+    return World(
+        limits,
+        rng.choice(POLICIES)() if policy is None else policy,
+        rng.randint(1, 3) if depth is None else depth,
+        padded=rng.random() < 0.3,
+        strict=strict,
+        checked=checked,
+        grows=rng.random() < 0.8,
+    )
+
+
+def random_request(name, rng, limits):
+    """One that fits. Most prompts begin alike."""
+    usable = min((limits.blocks - 1) * limits.block_size, limits.max_len - 1)
+    n = min(rng.randrange(1, 14), usable)
+    most = max(1, usable - n + 1)
+    new = rng.choice([None, *range(1, 12)])
+    if new is None and usable < limits.max_len - 1:
+        new = most
+    return Request(
+        name,
+        [*ALIKE[: rng.randrange(n + 1)], *(rng.randrange(2) for _ in range(n))][:n],
+        None if new is None else min(new, most),
+        {rng.randrange(VOCAB)} if rng.random() < 0.5 else (),
+        shares=rng.random() < 0.9,
+        salt=rng.choice("ab"),
+        priority=rng.choice((0, 0, 1, 2)),
+        tenant=rng.choice("xyz"),
+        deadline=rng.choice((None, None, None, None, 30.0, 100.0)),
+        start_by=rng.choice((None, None, None, None, 20.0)),
+    )
