@@ -62,10 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except (HibachiError, OSError) as e:
         print(f"hibachi: {e}", file=sys.stderr)
         return USAGE
-    try:
-        report = verify(bench)
-    finally:
-        bench.close()
+    report = verify(bench)
     if args.json:
         print(json.dumps({"model": args.model, **report.as_json()}, indent=2))
     else:

@@ -5,6 +5,7 @@ Evidence only: a model may count its calls. It gives a name to a fault that a tr
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 DEPTH = 8
 GENERATOR = " (a random generator)"
 MOST = 20_000  # things that are looked at
-SAMPLE = 1 << 16  # numbers of an array that are compared
+SAMPLE, LARGE = 1 << 16, 1 << 24  # numbers of an array that are compared; larger arrays are weights, and passed over
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, property)
 
 
@@ -87,6 +88,8 @@ def _leaves(value: Any, path: str, backend: ArrayBackend, seen: set[int], depth:
 def _digest(array: Any, backend: ArrayBackend) -> Any:
     """Its shape and numbers; of a large one some of them."""
     try:
+        if math.prod(array.shape) > LARGE:
+            return tuple(array.shape)
         flat = array.reshape(-1) if isinstance(array, np.ndarray) else backend.xp.reshape(array, (-1,))
         flat = flat[:: max(1, -(-int(flat.shape[0]) // SAMPLE))]
         host = flat if isinstance(flat, np.ndarray) else backend.get(flat)

@@ -32,6 +32,7 @@ class Report:
         """A table, and in words what is wrong."""
         out = [line for about in self.about for line in _wrapped(about, "", "  ")] + [""]
         width = max(len(r.title) for r in self.results)
+        out.append(f"  {'':{width}}  {'result':9}  largest difference")
         for r in self.results:
             size = "" if not r.worst else f"{r.worst:.1e}" if math.isfinite(r.worst) else "inf"
             state = STATES[r.state].upper() if r.faulty else STATES[r.state]
@@ -65,11 +66,14 @@ class Report:
 
 
 def verify(bench: Bench) -> Report:
-    """Try everything, and find what the pattern means."""
-    before = kept(bench.model, bench.backend)
-    results = run(bench)
-    bench.changed = changed(before, kept(bench.model, bench.backend))
-    return Report(bench.describe(), list(results.values()), diagnose(bench, results))
+    """Try everything, and find what the pattern means. A bench serves once."""
+    try:
+        before = kept(bench.model, bench.backend)
+        results = run(bench)
+        bench.changed = changed(before, kept(bench.model, bench.backend))
+        return Report(bench.describe(), list(results.values()), diagnose(bench, results))
+    finally:
+        bench.close()
 
 
 def _where(r: Result) -> str:
