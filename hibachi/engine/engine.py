@@ -83,6 +83,7 @@ class Engine:
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
+        self._pausing = False  # has anybody a consumer that is waited for?
         self._counts = _Counts()
         self._restart = restart
         self._lost = 0  # devices, since a step last succeeded
@@ -116,6 +117,7 @@ class Engine:
     def add(self, job: Job) -> None:
         job.seq.owner, now = job, time.monotonic()
         self._live.add(job)
+        self._pausing |= job.channel.pause_after is not None
         try:
             self.scheduler.add(job.seq, now)
         except HibachiError as e:  # only its own stream learns of it
@@ -312,6 +314,7 @@ class Engine:
         self._counts.new_tokens += len(keep)
         self.runner.written(plan.rows[idx], plan.end[idx], part, keep)
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
+        pausing = self._pausing
         values = part.tokens.tolist() if batch is None and part.tokens is not None else None
         for j, i, stop in zip(keep.tolist(), idx.tolist(), part.stopped[keep].tolist(), strict=True):
             job: Job = seqs[i].owner
@@ -322,7 +325,7 @@ class Engine:
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])
             job.channel.push((batch, j) if values is None else values[j], wakeups)
-            if job.channel.pause_after is not None and job.channel.full:
+            if pausing and job.channel.full:
                 self._pause(job)
 
     def _pause(self, job: Job) -> None:

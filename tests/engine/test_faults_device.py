@@ -312,6 +312,40 @@ def test_restart_after_a_lost_device(serve, toy, times, caplog):
     assert f"beginning again, {times} of 3" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_restart_with_the_errors_of_a_library(serve, name):
+    """On JAX the failed steps have consumed the cache: compiled steps are given it for good."""
+    if name == "torch":
+        import torch
+
+        error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    else:
+        import jax
+
+        error = jax.errors.JaxRuntimeError("UNAVAILABLE: the device was reset")
+    base = type(hibachi.load(name))
+
+    class Shaky(base):
+        steps = 0
+
+        def compile(self, fn, *, donate=()):
+            compiled = super().compile(fn, donate=donate)
+
+            def step(*args):
+                self.steps += 1
+                out = compiled(*args)
+                if self.steps % 9 == 5:
+                    raise error
+                return out
+
+            return step if getattr(fn, "__name__", "") == "step" else compiled
+
+    backend = Shaky()
+    engine = serve(SumPaged(backend), backend=backend, max_batch_size=8, block_size=4, restart="on_failure")
+    check([engine.run(p, GREEDY, max_new_tokens=12) for p in PROMPTS], n=12)
+    assert engine.health().restarts and engine.stats().failed == 0
+
+
 def test_restarts_are_bounded_and_a_step_that_succeeds_renews_them(serve):
     backend = Breakable()
     engine, streams = start(serve, SumPaged(backend), [[1, 2]], limit=20, restart="on_failure")
