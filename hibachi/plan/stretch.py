@@ -115,21 +115,17 @@ def _grow(scheduler: Scheduler, rows: Index, steps: int) -> None:
     if not len(who):
         return
     room = room[who]
-    more = -(-(steps - room) // size)
+    more = -((room - steps) // size)
+    scheduler._capacity[rows[who]] += more * np.int32(size)
     if np.count_nonzero(more == 1) < len(more):
         nth = np.concatenate([np.arange(m) for m in more.tolist()])
-        when = np.repeat(room, more) + nth * size
+        room = np.repeat(room, more) + nth * size
         who = np.repeat(who, more)
-    else:
-        when = room
-    order = when.argsort(kind="stable")  # in a step, in the order of service
-    blocks = scheduler.pool.alloc(len(order))
+    who = who[room.argsort(kind="stable")]  # the first to need one first; in a step, in the order of service
+    blocks = scheduler.pool.alloc(len(who))
     assert blocks is not None
-    running, column = scheduler._running, []
-    who = who[order]
+    running, table = scheduler._running, scheduler.block_table
     for i, block in zip(who.tolist(), blocks, strict=True):
-        held = running[i].blocks
-        column.append(len(held))
-        held.append(block)
-    scheduler.block_table[rows[who], column] = blocks
-    np.add.at(scheduler._capacity, rows[who], size)
+        seq = running[i]
+        table[seq.row, len(seq.blocks)] = block
+        seq.blocks.append(block)

@@ -66,6 +66,7 @@ class Replay:
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
         self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
         self._owner = np.zeros(limits.rows, np.int64)  # whose row it is
+        self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
     def run(self, fast: bool = True) -> Record:
@@ -128,10 +129,12 @@ class Replay:
         record.computed_tokens += tokens
         for seq, row in plan.preempted:
             record.last[seq.owner] = self._last[row]
+            self._silent -= record.last[seq.owner] == NEVER
         for seq in plan.fresh:
             i = seq.owner
             self._owner[seq.row] = i
             self._last[seq.row] = record.last[i]
+            self._silent += record.last[i] == NEVER
             if record.started[i] == NEVER:
                 record.started[i] = clock
                 record.prompt_tokens += seq.prompt_len
@@ -163,13 +166,15 @@ class Replay:
     def _tokens(self, rows: Numbers, now: int) -> None:
         """These rows have got a token."""
         last = self._last[rows]
-        first = last == NEVER
-        if np.count_nonzero(first):
-            self.record.first[self._owner[rows[first]]] = now
-            last = last[~first]
-        self.record.gaps.add(now - last)
         self._last[rows] = now
         self.record.new_tokens += len(rows)
+        if self._silent:
+            first = last == NEVER
+            if n := np.count_nonzero(first):
+                self.record.first[self._owner[rows[first]]] = now
+                self._silent -= n
+                last = last[~first]
+        self.record.gaps.add(now - last)
 
     def _end(self, finished: list[Seq], now: int) -> None:
         for seq in finished:
