@@ -4,6 +4,7 @@ import logging as _logging
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
+from hibachi.engine.health import Health as Health
 from hibachi.engine.llm import LLM as LLM
 from hibachi.engine.stream import Item as Item
 from hibachi.engine.stream import ItemStream as ItemStream
