@@ -101,7 +101,7 @@ class CachedRunner:
     def rebuild(self, *, keep: bool) -> None:
         if keep and self._donating:
             self._compile(donate=False)
-        self.cache = []  # before there is memory for a new one
+        self.cache, self.kept = [], []  # before there is memory for new ones
         self._make_cache()
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:

@@ -158,22 +158,22 @@ class Engine:
         for seq in plan.fresh:
             self.runner.admit(seq)
         try:
-            self._clean()
-            if plan.restores:
-                self.runner.restore(plan.restores)
+            self._prepare(plan)
             outcome = self.runner.run(plan)
         except StepFailed as e:
-            self._recover(plan, e)
+            self._recover(e, plan)
             self.moved = time.monotonic()
             return True
-        self._lost = self._alone = 0
+        self._alone = 0
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
         self._settle(plan, outcome, began)
         if kept := [(row, slot) for seq, row, slot in plan.saves if seq.row == row]:
-            self.runner.save(kept)
+            self._save(kept)
+        else:
+            self._lost = 0
         counts.step_seconds += time.perf_counter() - began
         self.moved = time.monotonic()
         self._check_outputs(plan, outcome)
@@ -188,15 +188,30 @@ class Engine:
                 self._ended(seq.owner, Finish.ERROR, _too_late(seq, now))
             self._wakeups.post()
 
-    def _clean(self) -> None:
-        """Overwrite the blocks that may hold NaN. Raises StepFailed."""
+    def _prepare(self, plan: StepPlan) -> None:
+        """Overwrite the blocks that may hold NaN, and put back the states that were kept. Raises StepFailed."""
         pool = self.scheduler.pool
-        if pool and pool.dirty:
-            try:
+        try:
+            if pool and pool.dirty:
                 self.runner.wipe(pool.dirty)
-            except Exception as e:
-                raise_for_all(e, self.runner.backend, cache_lost=True)
-            pool.dirty.clear()
+                pool.dirty.clear()
+            if plan.restores:
+                self.runner.restore(plan.restores)
+        except Exception as e:
+            raise_for_all(e, self.runner.backend, cache_lost=True)
+
+    def _save(self, kept: list[tuple[int, int]]) -> None:
+        """Keep the states of these rows."""
+        try:
+            self.runner.save(kept)
+        except Exception as e:
+            if not self.runner.backend.fatal(e):
+                raise
+            failed = StepFailed("device", cache_lost=True)
+            failed.__cause__ = e
+            self._recover(failed)
+        else:
+            self._lost = 0
 
     def _check_outputs(self, plan: StepPlan, outcome: Outcome) -> None:
         """Raise EngineFailed if the model answers nobody any more."""
@@ -214,12 +229,13 @@ class Engine:
 
     # ---- steps that failed as a whole --------------------------------------------------------------------------
 
-    def _recover(self, plan: StepPlan, failed: StepFailed) -> None:
-        """Go on after a step that did not happen. Raises EngineFailed if that is not possible."""
+    def _recover(self, failed: StepFailed, plan: StepPlan | None = None) -> None:
+        """Go on after a step that did not happen, if there is one. Raises EngineFailed if that is not possible."""
         cause = failed.__cause__
         assert cause is not None
-        self.recorder.note("rollback", plan, failed.why)
-        self._suspend(self.scheduler.rollback(plan))
+        if plan is not None:
+            self.recorder.note("rollback", plan, failed.why)
+            self._suspend(self.scheduler.rollback(plan))
         if failed.why == "device":
             self._lose(cause)
         _let_go(failed)  # its frames hold what the failed call had computed
@@ -228,7 +244,7 @@ class Engine:
             self.recorder.note("forget")
             self._suspend(self.scheduler.forget())
             log.warning("the cache was lost (%r); %d requests compute again", cause, len(self._live))
-        if failed.why == "memory":
+        if failed.why == "memory" and plan is not None:
             self._shrink(plan, cause)
 
     def _lose(self, cause: BaseException) -> None:

@@ -346,6 +346,40 @@ def test_restart_with_the_errors_of_a_library(serve, name):
     assert engine.health().restarts and engine.stats().failed == 0
 
 
+class Dies(Breakable):
+    """The device is lost when a state is copied for the `at`-th time: to keep it, or to put it back."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.copies = at, 0
+
+    def compile(self, fn, *, donate=()):
+        if getattr(fn, "__name__", "") != "_copy_states":
+            return fn
+
+        def copy(*args):
+            self.copies += 1
+            if self.copies == self.at:
+                raise Lost("off the bus")
+            return fn(*args)
+
+        return copy
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("toy", [SumState, SumBoth])
+def test_a_device_that_is_lost_when_states_are_kept_or_put_back(serve, toy, at):
+    backend = Dies(at)
+    prompts = [[*PREFIX, *PREFIX, i] for i in range(6)]
+    engine = serve(toy(backend), backend=backend, max_batch_size=2, block_size=4, restart="on_failure")
+    backend.open()
+    streams = [engine.run(p, GREEDY, max_new_tokens=5) for p in prompts]
+    check(streams, prompts)
+    stats = engine.stats()
+    assert stats.failed == 0 and stats.prefix_hits and engine.health().restarts == (backend.copies >= at)
+    assert backend.copies >= 4
+
+
 def test_restarts_are_bounded_and_a_step_that_succeeds_renews_them(serve):
     backend = Breakable()
     engine, streams = start(serve, SumPaged(backend), [[1, 2]], limit=20, restart="on_failure")
