@@ -1,0 +1,243 @@
+"""JAX with steps of fixed shape: the bits of a request's tokens and log-probabilities, whoever shares its batch."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi.engine.cached import CachedRunner
+from hibachi.engine.job import TokenTable
+from hibachi.engine.sampler import RowSampler
+from hibachi.model.files import locate, open_files
+from hibachi.model.registry import load_model
+from hibachi.plan.lower import lower
+from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.tensor.cache import Paged, StepInputs
+from hibachi_jax import JaxBackend
+from hibachi_jax.invariant import STEP_TOKENS
+
+ROWS, MAX_LEN, NEW = 32, 256, 10
+PROMPTS = [1, 2, 9, 150, 31, 64, 7, 100, 33, 16, 48, 3]  # lengths; longer than a piece of attention's loop, and than 32
+SHARED = 48  # tokens that every third prompt begins with, as far as it goes
+
+
+@pytest.fixture(scope="module")
+def fixed():
+    return JaxBackend().invariant()
+
+
+@pytest.fixture(scope="module")
+def tiny(fixed):
+    return load_model(open_files(locate("tiny")), fixed)
+
+
+def prompts(vocab):
+    rng = np.random.default_rng(0)
+    start = rng.integers(3, vocab, SHARED)
+    own = [rng.integers(3, vocab, n) for n in PROMPTS]
+    return [np.concatenate([start, p])[: len(p)] if i % 3 == 0 else p for i, p in enumerate(own)]
+
+
+def params(i, **more):
+    """Every way to draw, in turn."""
+    kinds = [
+        dict(temperature=0, logprobs=2),
+        dict(temperature=0.9, top_p=0.9, seed=i, logprobs=0),
+        dict(temperature=0, prompt_logprobs=3, logprobs=1),
+        dict(temperature=1.0, seed=i, repetition_penalty=1.3, frequency_penalty=0.1, logprobs=20),
+        dict(temperature=1.0, seed=i, logprobs=1),
+        dict(temperature=0.8, min_p=0.02, typical_p=0.9, logit_bias={5: 2.0}, seed=i, logprobs=130),
+    ]
+    return SamplingParams(max_tokens=NEW, **kinds[i % len(kinds)] | more)
+
+
+def engine(model, fixed, **options):
+    options = dict(max_batch_size=ROWS, max_model_len=MAX_LEN, max_batch_tokens=256) | options
+    return AutoregressiveBatchInference(model, backend=fixed, **options)
+
+
+def results(streams):
+    """Everything that a request comes to, with all digits."""
+    return [(list(s), repr(s.logprobs), repr(s.prompt_logprobs)) for s in streams]
+
+
+def alone(model, fixed, **options):
+    with engine(model, fixed, prefix_cache=False, **options) as e:
+        return [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(model.vocab_size))]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny, fixed):
+    return alone(tiny, fixed)
+
+
+def company(engine, vocab):
+    """Requests that are none of ours."""
+    rng = np.random.default_rng(1)
+    return [engine.run(rng.integers(3, vocab, 5 + 7 * i), params(i + 3, seed=99)) for i in range(ROWS - len(PROMPTS))]
+
+
+SITUATIONS = {
+    "beside 20 others": dict(),
+    "from the cache": dict(),
+    "in another order": dict(prefix_cache=False),
+    "in chunks of 7": dict(max_prefill_tokens=7),
+    "in chunks of 24": dict(max_prefill_tokens=24),
+    "in single tokens": dict(max_prefill_tokens=1),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situation):
+    todo = list(enumerate(prompts(tiny.vocab_size)))
+    if situation == "in another order":
+        todo.reverse()  # so that everybody has another row
+    with engine(tiny, fixed, **SITUATIONS[situation]) as e:
+        if situation == "from the cache":
+            results(e.run(p, params(0)) for _, p in todo)
+        others = company(e, tiny.vocab_size) if situation == "beside 20 others" else []
+        streams = {i: e.run(p, params(i)) for i, p in todo}
+        assert results([streams[i] for i in range(len(todo))]) == expected
+        results(others)
+        if situation == "from the cache":
+            assert e._scheduler.counts.prefix_hits > 300
+
+
+def test_the_bits_are_the_same_for_who_joins_later(tiny, fixed, expected):
+    with engine(tiny, fixed) as e:
+        streams, begun = [], []
+        for i, p in enumerate(prompts(tiny.vocab_size)):
+            streams.append(e.run(p, params(i)))
+            begun.append([next(streams[-1]) for _ in range(i % 3)])
+        got = results(streams)
+    assert [(b + tokens, *rest) for b, (tokens, *rest) in zip(begun, got, strict=True)] == expected
+
+
+def test_the_bits_are_the_same_for_who_is_preempted(tiny, fixed, expected):
+    blocks = 36  # for sequences that need up to 10 each
+    size = 16 * sum(s.kv_heads * (s.k_dim + s.v_dim) * 4 for s in tiny.cache_spec())
+    with engine(tiny, fixed, cache_bytes=blocks * size) as e:
+        assert results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]) == expected
+        assert e._scheduler.counts.preemptions > 0
+
+
+def test_embeddings_beside_tokens_change_nobody(tiny, fixed, expected):
+    """A step with embeddings is another program, so tokens must not be in it."""
+    rng = np.random.default_rng(2)
+    given = rng.standard_normal((40, tiny.embed_size)).astype(np.float32)
+    with engine(tiny, fixed) as e:
+        solo = results([e.run(None, params(1), prompt_embeds=given)])
+        streams = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]
+        again = e.run(None, params(1), prompt_embeds=given)
+        assert results(streams) == expected
+        assert results([again]) == solo
+
+
+# ---- other kinds of models -----------------------------------------------------------------------------------------
+
+SIZES = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+HEADS = dict(intermediate_size=80, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_LEN)
+FAMILIES = {
+    "mixture of experts": ("Mixtral", SIZES | HEADS | dict(num_experts_per_tok=2, num_local_experts=5)),
+    "window and soft cap": ("Gemma2", SIZES | HEADS | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=20)),
+    "recurrent states": ("Mamba", SIZES | dict(state_size=4, time_step_rank=3)),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "recurrent states" else pytest.mark.slow) for name in FAMILIES]
+)
+def test_the_bits_of_other_models(family, fixed, tmp_path):
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    made.save_pretrained(tmp_path)
+    model = load_model(open_files(tmp_path), fixed, max_model_len=MAX_LEN)
+    expected = alone(model, fixed)
+    with engine(model, fixed, max_prefill_tokens=24) as e:
+        assert results([e.run(p, params(i)) for i, p in enumerate(prompts(model.vocab_size))]) == expected
+
+
+# ---- models for which larger steps are something else ----------------------------------------------------------------
+
+
+class Altered:
+    """A model whose logits are changed by `change(logits, x)`."""
+
+    def __init__(self, model, change):
+        self._model, self._change = model, change
+        self.vocab_size, self.params, self.cache_spec = model.vocab_size, model.params, model.cache_spec
+
+    def step(self, params, cache, x):
+        logits, cache = self._model.step(params, cache, x)
+        return self._change(logits, x), cache
+
+
+def runner(model, fixed, rows=ROWS):
+    limits = Limits(rows, 256, 256, MAX_LEN, rows * MAX_LEN // 16 + 1, 16)
+    table = TokenTable(rows, (), np.int32)
+    sampler = RowSampler(fixed, rows, model.vocab_size, table)
+    return CachedRunner(model, fixed, Scheduler(limits), table, sampler, "float32")
+
+
+def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny, fixed):
+    by_size = Altered(tiny, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
+    assert runner(tiny, fixed).sizes[0] == STEP_TOKENS
+    assert runner(by_size, fixed).sizes == (STEP_TOKENS,)
+
+
+@pytest.mark.slow
+def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny, fixed):
+    by_size = Altered(tiny, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
+    with engine(by_size, fixed, prefix_cache=False) as e:
+        some = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+        together = results(some)
+        solo = [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+    assert together == solo
+
+
+def test_these_tests_notice_a_model_whose_rows_look_at_each_other(tiny, fixed):
+    nosy = Altered(tiny, lambda logits, x: logits + 2**-16 * jnp.mean(logits, axis=0, keepdims=True))
+    with engine(nosy, fixed, prefix_cache=False) as e:
+        streams = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+        together = results(streams)
+        assert together != [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+
+
+def test_the_programs_are_compiled_before_the_first_request(tiny, fixed):
+    """And no other ones of the model later, whatever comes."""
+    seen = []
+    counted = Altered(tiny, lambda logits, x: seen.append(x.tok.shape[0]) or logits)  # called when it is traced
+    with engine(counted, fixed, max_prefill_tokens=24) as e:
+        at_start = list(seen)
+        results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))])
+    assert sorted(at_start) == [STEP_TOKENS, 32]
+    assert seen == at_start
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("special", [{}, dict(window=40), dict(softcap=5.0, scale=0.3)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_attention_agrees_with_the_plain_kernel(special, block_size, fixed):
+    plain, rng = JaxBackend(), np.random.default_rng(0)
+    blocks = 480 // block_size
+    table = np.arange(1, 3 * blocks + 1, dtype=np.int32).reshape(3, blocks)
+    start, q = np.array([300, 127, 0], np.int32), np.array([1, 2, 5], np.int32)
+    outs = []
+    for b, tiles in ((plain, (1, 32)), (fixed, fixed.tiles)):
+        rng = np.random.default_rng(0)
+        random = lambda *shape: b.put(rng.standard_normal(shape), "float32")  # noqa: B023, E731
+        spec = Paged(2, 16, 8)
+        shapes = (3 * blocks + 1, block_size, 2)
+        cache = tuple(random(*shapes, n).at[0].set(jnp.nan) for n in (spec.k_dim, spec.v_dim))
+        packed = lower(np.arange(3), start, q, np.ones(3, bool), table, block_size, tiles=tiles)
+        x = StepInputs(tok=None, **{f: b.put(getattr(packed, f)) for f in packed.__dataclass_fields__})
+        out, after = b.attend(random(8, 6, 16), random(8, 2, 16), random(8, 2, 8), cache, x, **special)
+        outs.append([np.asarray(out), *map(np.asarray, after)])
+    for one, other in zip(*outs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    assert np.isfinite(outs[1][0]).all()
