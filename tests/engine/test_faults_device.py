@@ -486,14 +486,23 @@ def poisoned(toy, how):
             bad = x.tok == POISON
             if how == "raises" and bad.any():
                 raise RuntimeError("poisoned")
-            out, new = super().step(params, cache, x)
-            if how == "nan" and bad.any():
-                rows = np.unique(x.seg[bad])
-                out[np.isin(x.seg[x.last], rows)] = np.nan
-                for layer in new:
-                    if isinstance(layer, tuple):
-                        for half in layer:
-                            half.reshape(-1, *half.shape[2:])[x.slot[np.isin(x.seg, rows)]] = np.nan
+            sick = {int(i) for i in x.seg[bad]}
+            for layer in cache:
+                for i in range(len(x.row)):
+                    seen = (
+                        layer[1][x.block_table[i]].reshape(-1)[: x.start[i]] if isinstance(layer, tuple) else layer[i]
+                    )
+                    sick |= {i} if np.isnan(seen).any() else set()
+            with np.errstate(invalid="ignore"):
+                out, new = super().step(params, cache, x)
+            rows = sorted(sick)
+            out[np.isin(x.seg[x.last], rows)] = np.nan
+            for layer in new:
+                if not isinstance(layer, tuple):
+                    layer[rows] = np.nan
+                    continue
+                for half in layer:
+                    half.reshape(-1, *half.shape[2:])[x.slot[np.isin(x.seg, rows)]] = np.nan
             return out, new
 
     return Poisoned(GatedNumpy())
@@ -518,11 +527,13 @@ def test_a_guilty_writer_of_shared_blocks(serve, how, place):
     assert stats.free_blocks == stats.blocks
 
 
+@pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth])
 @pytest.mark.parametrize("how", ["raises", "nan"])
-def test_a_poison_in_the_shared_part_fails_all_who_share_it_and_nobody_else(serve, how):
+@pytest.mark.parametrize("budget", [2048, 9])
+def test_a_poison_in_the_shared_part_fails_all_who_share_it_and_nobody_else(serve, how, toy, budget):
     shared = [1, 2, POISON, 4, 5, 6, 8, 9]
     prompts = [[*shared, 1], [*shared, 2], PROMPTS[1], [*shared, 1], *PROMPTS[3:5]]
-    engine, streams = start(serve, poisoned(SumPaged, how), prompts, block_size=4)
+    engine, streams = start(serve, poisoned(toy, how), prompts, block_size=4, max_batch_tokens=budget)
     engine._model.backend.open()
     for i in (0, 1, 3):
         with pytest.raises(ModelError if how == "raises" else NonFiniteOutput):
