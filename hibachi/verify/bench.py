@@ -24,7 +24,7 @@ LEAST = 8 + STEPS  # tokens beyond the shortest prompt, for all trials to have r
 SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
 TOLERANCE = {"bfloat16": 5e-2, "float16": 1e-2}  # where another is not asked for; of other dtypes:
 ROUNDING = 1e-4
-NAMES = "abcdef"
+NAMES, FILLS = "abcdef", 3
 
 Rows: TypeAlias = Sequence[tuple[str, int]]  # (name, tokens of the prompt)
 Variant: TypeAlias = tuple[str, Callable[[], Outputs]]  # what is done, in words
@@ -237,7 +237,12 @@ class Bench:
                 raise ConfigError(str(e)) from None
         if not isinstance(driver, WholeDriver) or not driver.takes_lengths:
             return []
-        return [np.zeros_like(first[:1]), first[:1], driver.tokens[self.names[1]][1:2]]
+        seen = np.concatenate([driver.tokens[name] for name in self.names])
+        fills = [np.zeros_like(first[:1])]
+        for token in seen:
+            if len(fills) < FILLS and not any(np.array_equal(token, fill[0]) for fill in fills):
+                fills.append(token[None])
+        return fills
 
     def others(self, n: int) -> list[str]:
         """n rows that are not "a"; where there are too few, some are other requests with the same tokens."""

@@ -275,14 +275,16 @@ def _resumed(b: Bench, bad: set[str]) -> Cause:
     def at(row: str, j: int) -> Outputs | None:
         return _runs(partial(b.call, Piece(row, 0, b.main, at=j)))
 
-    first, last = at("a", 0), at("a", b.main - 1)
-    if first and last and b.equal(first, last):
+    last = at("a", b.main - 1)
+    if last and all((out := at("a", j)) and b.equal(out, last) for j in range(b.main - 1)):
         return LAST
     if "wanted" in bad:
-        d.tokens["later"] = np.concatenate([d.of("a")[: b.half], d.of(b.names[1])[b.half :]])
-        ours, theirs = at("a", b.half - 1), at("later", b.half - 1)
-        if ours and theirs and not b.equal(ours, theirs):
-            return FUTURE
+        early = b.main // 2
+        ours = at("a", early)
+        for name in b.names[1:]:
+            d.tokens["later"] = np.concatenate([d.of("a")[: early + 1], d.of(name)[early + 1 :]])
+            if ours and (theirs := at("later", early)) and not b.equal(ours, theirs):
+                return FUTURE
         if not bad & {"decode", "chunks"}:
             return LENGTH if "ragged" in bad else MIDDLE
     if d.states and len(d.moved) < len(d.states):
@@ -295,16 +297,21 @@ def _resumed(b: Bench, bad: set[str]) -> Cause:
 
 def _sees_the_past(b: Bench, d: CachedDriver, chunk: bool) -> bool:
     """Does the end of a prompt depend on its beginning, where an earlier call has computed that?"""
-    n, cut = b.main, b.main // 2 if chunk else b.main - 1
-    d.tokens["other"] = np.concatenate([d.of(b.names[1])[:cut], d.of("a")[cut:]])
+    cut = b.main // 2 if chunk else b.main - 1
 
     def end(row: str) -> Outputs:
         session = d.fresh()
         session.call([Piece(row, 0, cut, emit=False)])
-        return session.call([Piece(row, cut, n)])
+        out: Outputs = session.call([Piece(row, cut, b.main)])
+        return out
 
-    ours, theirs = _runs(lambda: end("a")), _runs(lambda: end("other"))
-    return ours is None or theirs is None or not b.equal(ours, theirs)
+    ours = _runs(partial(end, "a"))
+    for name in b.names[1:]:
+        d.tokens["other"] = np.concatenate([d.of(name)[:cut], d.of("a")[cut:]])
+        theirs = _runs(partial(end, "other"))
+        if ours is None or theirs is None or not b.equal(ours, theirs):
+            return True
+    return False
 
 
 def _where(b: Bench, d: CachedDriver) -> Iterator[str]:
@@ -395,7 +402,7 @@ def _padding(b: Bench, bad: set[str]) -> Cause:
     d = b.driver
     assert isinstance(d, WholeDriver)
     calls = [Piece(row, 0, n) for row in b.names[:2] for n in (b.main, b.short)]
-    fills = [*d.fills, d.of("a")[:1], d.of(b.names[1])[1:2]]
+    fills = [*d.fills, d.of("a")[:1], d.of(b.names[1])[1:2]]  # the latter also where only one is given
     if d.takes_lengths and all(
         _works(b, partial(b.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills
     ):

@@ -86,6 +86,7 @@ def test_the_model_that_ships_from_its_path(verify):
     assert status == 0 and "prompts of 2 to 25" in out
 
 
+@pytest.mark.slow
 def test_deterministic_kernels_give_equal_bits(verify):
     status, out, _ = verify("tiny", "--backend", "jax", "--deterministic", "--batch", "3", "--chunks", "3")
     assert status == 0 and out.endswith("all bits are equal.\n")

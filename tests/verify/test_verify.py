@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hibachi.testing import toys
 from hibachi.verify import Bench, verify
 from hibachi.verify.bench import difference, prompts_in
 from hibachi.verify.inside import changed, kept, training
+from tests.model.test_agreement import make
 from tests.testing.broken_models import BROKEN, NUMPY
 from tests.testing.test_own_model import FRAMES, TOYS, VALUES, example
 
@@ -41,7 +43,9 @@ def test_a_good_model_of_every_rung_passes(toy, library):
     assert set(states(report).values()) <= {"equal", "skipped"}  # toys count in whole numbers
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    "library", ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax"))]
+)
 def test_the_model_that_ships_differs_by_rounding_only(library):
     report = judged(load_model("tiny", library), sizes=(2,), chunks=(3,))
     assert report.good, "\n".join(report.lines())
@@ -111,10 +115,33 @@ CAUSES = {
 
 @pytest.mark.parametrize("case", BROKEN, ids=str)
 def test_the_models_that_the_conformance_kit_refuses_are_named_too(case):
-    model = case.model if hasattr(case.model, "example_inputs") else lambda: case.model(NUMPY)
+    model = case.model if hasattr(case.model, "example_inputs") else partial(case.model, NUMPY)
     report = judged(model(), NUMPY, **case.options)
     wanted = CAUSES[case.model.__name__]
     assert [c.key for c in report.causes] == ([wanted] if wanted else []), "\n".join(report.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [100, 200, 300])
+def test_other_tokens_lead_to_the_same_names(seed):
+    cases = [(case.model, case.cause, case.options) for case in FAULTY]
+    cases += [
+        (case.model if hasattr(case.model, "example_inputs") else partial(case.model, NUMPY), cause, case.options)
+        for case in BROKEN
+        if (cause := CAUSES[case.model.__name__])
+    ]
+    named = [
+        [c.key for c in judged(model(), seed=seed, **options).causes][:1] == [cause] for make, cause, options in cases
+    ]
+    assert sum(named) >= len(named) - 1  # toys count modulo 10, so a fault may hide by chance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma2", "Mixtral", "Mamba", "GPT-2", "Falcon 40B"])
+def test_architectures_pass(name, tmp_path):
+    make(name, tmp_path)
+    report = judged(load_model(tmp_path))
+    assert report.good, "\n".join(report.lines())
 
 
 def test_a_fault_in_later_tokens_says_at_which_it_begins():
