@@ -13,6 +13,7 @@ from hibachi.engine.runner import (
     NOT_FINITE,
     Outcome,
     Part,
+    StepFailed,
     check_output,
     drawn_part,
     isolate,
@@ -54,6 +55,7 @@ class CachedRunner:
         self.name = f"{type(model).__name__}.step"
         self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
+        self._advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
         self._make_cache()
         self.sizes: tuple[int, ...] = ()
@@ -96,7 +98,13 @@ class CachedRunner:
             self.sampler.admit(job)
 
     def run(self, plan: StepPlan) -> Outcome:
-        return Outcome(*isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend))
+        self._advanced = False
+        try:
+            return Outcome(*isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend))
+        except StepFailed as e:
+            # Unlike keys and values, states cannot go back: rows that were run apart are one step further.
+            e.cache_lost |= self._advanced
+            raise
 
     def rebuild(self, *, keep: bool) -> None:
         if keep and self._donating:
@@ -381,6 +389,7 @@ class CachedRunner:
                 parts.append(self._part(plan, idx[mine[last]], out, x, call))
             at[mine] += piece
             left[mine] -= piece
+        self._advanced = True
         states = self._scatter(states, self.backend.put(held), work)
         for i, state in zip(self.states, states, strict=True):
             self.cache[i] = state

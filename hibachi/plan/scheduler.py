@@ -611,6 +611,8 @@ class Scheduler:
             if seq.keys is None or at != self.checkpoints.mark(int(start[i]), seq.length, self.limits.block_size):
                 continue
             n = at // self.limits.block_size
+            if n > len(seq.keys):  # it was preempted, and what it generated has no names where there are no blocks
+                continue
             if not self.checkpoints.knows(seq.salt, seq.keys, n) and (slot := self.checkpoints.reserve()) is not None:
                 self._slots.setdefault(seq, []).append((n, slot))
                 saves.append((seq, int(rows[i]), slot))
