@@ -32,7 +32,6 @@ _LOOK = {
     "text.color": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "lines.linewidth": 1.6,
     "svg.hashsalt": "hibachi",
 }
 
@@ -55,13 +54,14 @@ def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
         at = np.linspace(0, -np.log10(1 - _TICKS[-1] / 100), 200)
         for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
             line = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i // len(_COLOURS) % len(_STYLES)]}
+            line["linewidth"] = 1.4 + min(len(runs) - 1 - i, 3) * 0.9  # where they are equal, the first still shows
             percent = 100 * (1 - 10**-at)
             if len(run.times("first")):
                 first.plot(at, np.percentile(run.times("first"), percent), label=label, **line)
                 between.plot(at, run.record.gaps.percentiles(percent), **line)
             for panel, what in ((queue, "waiting"), (rows, "running")):
                 when, value = run.over_time(what)
-                panel.plot(when / scale, value, linewidth=1.1, alpha=0.85, **line)
+                panel.plot(when / scale, value, **line | {"linewidth": line["linewidth"] * 0.7})
         _percent_axis(first, "Time to first token")
         _percent_axis(between, "Time between tokens")
         for panel, title in ((queue, "Requests waiting"), (rows, "Rows in use")):
@@ -71,7 +71,9 @@ def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
             panel.set_xlim(left=0)
             panel.margins(x=0)
         if first.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside upper right", ncols=min(len(runs), 4), frameon=False)
+            legend = figure.legend(loc="outside lower center", ncols=min(len(runs), 5), frameon=False)
+            for handle in legend.get_lines():
+                handle.set_linewidth(2)
         trace = runs[0].trace
         figure.suptitle(f"{trace.name}, {len(trace):,} requests", x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.savefig(path, dpi=110, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
