@@ -53,15 +53,16 @@ def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
         unit, scale = _time_unit(max(run.record.clock for run in runs) / 1e12)
         at = np.linspace(0, -np.log10(1 - _TICKS[-1] / 100), 200)
         for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            line = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _STYLES[i // len(_COLOURS) % len(_STYLES)]}
-            line["linewidth"] = 1.4 + min(len(runs) - 1 - i, 3) * 0.9  # where they are equal, the first still shows
+            style = _STYLES[i // len(_COLOURS) % len(_STYLES)]
+            width = 1.4 + min(len(runs) - 1 - i, 3) * 0.9  # where they are equal, the first still shows
+            line: Any = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": style}
             percent = 100 * (1 - 10**-at)
             if len(run.times("first")):
-                first.plot(at, np.percentile(run.times("first"), percent), label=label, **line)
-                between.plot(at, run.record.gaps.percentiles(percent), **line)
+                first.plot(at, np.percentile(run.times("first"), percent), label=label, linewidth=width, **line)
+                between.plot(at, run.record.gaps.percentiles(percent), linewidth=width, **line)
             for panel, what in ((queue, "waiting"), (rows, "running")):
                 when, value = run.over_time(what)
-                panel.plot(when / scale, value, **line | {"linewidth": line["linewidth"] * 0.7})
+                panel.plot(when / scale, value, linewidth=0.7 * width, **line)
         _percent_axis(first, "Time to first token")
         _percent_axis(between, "Time between tokens")
         for panel, title in ((queue, "Requests waiting"), (rows, "Rows in use")):

@@ -170,7 +170,7 @@ class Replay:
         self.record.new_tokens += len(rows)
         if self._silent:
             first = last == NEVER
-            if n := np.count_nonzero(first):
+            if n := int(np.count_nonzero(first)):
                 self.record.first[self._owner[rows[first]]] = now
                 self._silent -= n
                 last = last[~first]

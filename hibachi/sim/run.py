@@ -154,7 +154,7 @@ class Run:
         return {str(name): _spread(self.times("first", label == name)) for name in np.unique(label).tolist()}
 
 
-def _spread(seconds: Numbers) -> dict[str, float | int | None]:
+def _spread(seconds: Numbers) -> dict[str, Any]:
     if not len(seconds):
         return {"n": 0, "mean": None} | {f"p{p}": None for p in PERCENTILES}
     return {"n": len(seconds), "mean": float(seconds.mean()), **_percentiles(np.percentile(seconds, PERCENTILES))}

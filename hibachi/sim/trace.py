@@ -55,9 +55,9 @@ class Trace:
 
     def head(self, n: int) -> Trace:
         """Its first n requests."""
-        part = {f: getattr(self, f)[:n] for f in ("arrival", "prompt", "output", "priority")}
-        tenant, keys = (None if x is None else x[:n] for x in (self.tenant, self.keys))
-        return replace(self, tenant=tenant, keys=keys, **part)
+        part: Any = {f: getattr(self, f)[:n] for f in ("arrival", "prompt", "output", "priority")}
+        part |= {f: own[:n] for f in ("tenant", "keys") if (own := getattr(self, f)) is not None}
+        return replace(self, **part)
 
     def faster(self, factor: float) -> Trace:
         """The same requests, coming `factor` times as fast."""
@@ -68,9 +68,9 @@ class Trace:
         n = len(self)
         pause = int(self.arrival[-1]) // max(n - 1, 1)  # a mean interval between two rounds
         offset = np.repeat(np.arange(times, dtype=np.int64) * (int(self.arrival[-1]) + pause), n)
-        part = {f: np.tile(getattr(self, f), times) for f in ("prompt", "output", "priority")}
-        tenant, keys = (None if x is None else x * times for x in (self.tenant, self.keys))
-        return replace(self, arrival=np.tile(self.arrival, times) + offset, tenant=tenant, keys=keys, **part)
+        part: Any = {f: np.tile(getattr(self, f), times) for f in ("prompt", "output", "priority")}
+        part |= {f: own * times for f in ("tenant", "keys") if (own := getattr(self, f)) is not None}
+        return replace(self, arrival=np.tile(self.arrival, times) + offset, **part)
 
     def shared_by(self, tenants: int, priorities: int = 1, seed: int = 0) -> Trace:
         """The same requests handed out at random to tenants, the k-th of whom sends 1/k as many as the first, and to
@@ -83,7 +83,7 @@ class Trace:
         priority = rng.integers(0, priorities, len(self)) if priorities > 1 else self.priority
         return replace(self, tenant=tenant, priority=priority)
 
-    def block_keys(self, block_size: int) -> Callable[[int], Keys | None]:
+    def block_keys(self, block_size: int) -> Callable[[int], list[Hashable] | None]:
         """request -> the identity of each full block of its prompt. Raises InvalidTrace if blocks do not fit."""
         keys = self.keys
         if keys is None:
@@ -96,11 +96,11 @@ class Trace:
         pieces = self.key_tokens // block_size
         full = (self.prompt // block_size).tolist()
 
-        def of(i: int) -> Keys:
+        def of(i: int) -> list[Hashable]:
             own = keys[i]
             if pieces > 1:
                 own = [(key, j) for key in own for j in range(pieces)]
-            return own[: full[i]]
+            return list(own[: full[i]])
 
         return of
 
@@ -138,7 +138,7 @@ def _from_csv(name: str, lines: Any) -> Trace:
                 f"{name}: expected a column {_SHOWN[what]} (or {', '.join(names[1:])}); got "
                 f"{', '.join(header) or 'an empty file'}. Rename a column."
             )
-    rows: dict[str, list[Any]] = {what: [] for what in place}
+    rows: Any = {what: [] for what in place}
     for line in lines:
         if not line:
             continue
@@ -156,7 +156,8 @@ def _from_csv(name: str, lines: Any) -> Trace:
 
 
 def _from_jsonl(name: str, lines: Iterator[tuple[int, str]]) -> Trace:
-    arrival, prompt, output, keys = [], [], [], []
+    arrival, prompt, output = [], [], []
+    keys: list[Keys] = []
     for number, line in lines:
         if not line.strip():
             continue

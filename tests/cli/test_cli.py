@@ -48,7 +48,9 @@ def text():
 # ---- help and arguments ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["", "demo", "generate", "chat", "inspect", "doctor", "verify", "conformance"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "generate", "chat", "inspect", "doctor", "verify", "conformance", "sim", "bench"]
+)
 def test_help_fits_a_terminal(run, command):
     status, out, err = run(*command.split(), "--help")
     assert (status, err) == (0, "") and f"usage: hibachi {command}".strip() in out
