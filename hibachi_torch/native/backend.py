@@ -1,0 +1,259 @@
+"""`TorchBackend` with the kernels of this folder: `TorchBackend("cpu", native=True)`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.native.build import library
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.cpp
+_LANES = 16  # as in lanes.h
+
+
+class _Sizes(ctypes.Structure):
+    """As in attention.cpp."""
+
+    _fields_ = [
+        *(
+            (n, ctypes.c_int64)
+            for n in ("tokens", "rows", "heads", "kv_heads", "k_dim", "v_dim", "blocks", "block_size")
+        ),
+        *((n, ctypes.c_int64) for n in ("q_stride", "k_stride", "v_stride", "window")),
+        *((n, ctypes.c_float) for n in ("scale", "softcap")),
+    ]
+
+
+_sizes = lru_cache(256)(_Sizes)  # all layers of a step have the same
+
+
+class _Kernels:
+    """The compiled functions of one dtype."""
+
+    def __init__(self, suffix: str) -> None:
+        p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        lib = library()
+
+        def find(name: str, *arguments: Any) -> Any:
+            # An object of its own: functions of one library share their argument types.
+            kernel = lib[f"hibachi_{name}"]
+            kernel.argtypes, kernel.restype = arguments, None
+            return kernel
+
+        self.linear = find(f"linear_{suffix}", p, n, p, p, p, n, n, n)
+        self.linear_f32 = find("linear_bf16_f32" if suffix == "bf16" else "linear_f32", p, n, p, p, p, n, n, n)
+        self.pack = find(f"pack_{suffix}", p, p, n, n)
+        self.rows = find(f"rows_{suffix}", p, p, p, n, n)
+        self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 10)
+        self.rms_norm = find(f"rms_norm_{suffix}", p, n, p, p, n, n, f)
+        self.rope = find(f"rope_{suffix}", p, n, p, p, p, n, n, n)
+        self.activate = find(f"activate_{suffix}", ctypes.c_int, p, n, p, n, n, ctypes.c_int)
+
+
+class PackedWeight:
+    """A matrix [out, in] in the panels of linear.cpp."""
+
+    __slots__ = ("data", "dtype", "pointer", "shape")
+
+    def __init__(self, plain: torch.Tensor, kernels: _Kernels) -> None:
+        self.shape, self.dtype = plain.shape, plain.dtype
+        (n, k), panel = plain.shape, library().hibachi_panel()
+        depth = k + k % 2 if plain.dtype == torch.bfloat16 else k
+        self.data = torch.empty(-(-n // panel) * panel * depth, dtype=plain.dtype)
+        self.pointer = self.data.data_ptr()
+        kernels.pack(plain.contiguous().data_ptr(), self.pointer, n, k)
+
+
+class NativeTorchBackend(InvariantTorchBackend):
+    """float32 and bfloat16 on the CPU; other dtypes as in the class above.
+
+    No result depends on the batch or on the number of threads. Raises NativeUnavailable where there is no compiler.
+    """
+
+    multiple = 1
+    kernels = "native"
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__(device)
+        self._of = {dtype: _Kernels(suffix) for dtype, suffix in _SUFFIX.items()}
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def put_weight(self, w: HostArray, dtype: str) -> Array:
+        kernels = self._of.get(self.dtype(dtype))
+        return (
+            super().put_weight(w, dtype) if kernels is None else PackedWeight(self.put(np.asarray(w), dtype), kernels)
+        )
+
+    def weight_rows(self, w: Array, idx: Array) -> Array:
+        if not isinstance(w, PackedWeight):
+            return super().weight_rows(w, idx)
+        at, k = _index(idx.reshape(-1)), w.shape[1]
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < w.shape[0]:
+            raise IndexError(f"expected rows 0 to {w.shape[0] - 1} of a weight; got {int(at.min())} to {int(at.max())}")
+        out = torch.empty((len(at), k), dtype=w.dtype)
+        self._of[w.dtype].rows(w.pointer, at.data_ptr(), out.data_ptr(), len(at), k)
+        return out.view(*idx.shape, k)
+
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
+
+    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: torch.dtype) -> Array:
+        """`linear` with results rounded to w's dtype, or not rounded: float32."""
+        n, k = w.shape
+        if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
+            raise ValueError(
+                f"expected x [..., {k}] and b [{n}] of {w.dtype}; got x {tuple(x.shape)} of {x.dtype}"
+                + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
+            )
+        rows, stride = _rows(x)
+        y = torch.empty((*x.shape[:-1], n), dtype=dtype)
+        kernels = self._of[w.dtype]
+        multiply = kernels.linear if dtype == w.dtype else kernels.linear_f32
+        bias = None if b is None else b.contiguous()
+        multiply(
+            rows.data_ptr(),
+            stride,
+            w.pointer,
+            bias if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            y.numel() // n,
+            n,
+            k,
+        )
+        return y
+
+    # ---- cache and attention -----------------------------------------------------------------------------------
+
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        # See attention.cpp. The last dimension of keys, and that of values, is a lane.
+        wanted = spec.dtype or dtype
+        if isinstance(spec, State) or self.dtype(wanted) not in self._of:
+            return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
+        depth = 2 if wanted == "bfloat16" else 1
+        spans, wide = -(-block_size // _LANES), -(-spec.v_dim // _LANES) * _LANES
+        shape = (blocks, spec.kv_heads, spans)
+        keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
+        return keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size
+
+    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
+        return *super().wipe(cache[:2], blocks), *cache[2:]
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: LayerCache,
+        x: StepInputs[Array],
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, LayerCache]:
+        if len(cache) == 2:
+            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+        keys, values, block_size = cache
+        tokens, heads, dim = q.shape
+        kv_heads, v_dim = v.shape[1:]
+        (q, q_stride), (k, k_stride), (v, v_stride) = _tokens(q, keys), _tokens(k, keys), _tokens(v, keys)
+        slot, pos, cu_q, table = _index(x.slot), _index(x.pos), _index(x.cu_q), _index(x.block_table)
+        sizes = _sizes(
+            tokens,
+            len(cu_q) - 1,
+            heads,
+            kv_heads,
+            dim,
+            v_dim,
+            table.shape[1],
+            block_size,
+            q_stride,
+            k_stride,
+            v_stride,
+            window or 0,
+            dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
+        )
+        out = torch.zeros((tokens, heads, v_dim), dtype=keys.dtype)
+        self._of[keys.dtype].attend(
+            sizes,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            slot.data_ptr(),
+            pos.data_ptr(),
+            cu_q.data_ptr(),
+            table.data_ptr(),
+            out.data_ptr(),
+        )
+        return out, cache
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        kernels = self._of.get(x.dtype)
+        if kernels is None or w.dtype != x.dtype:
+            return super().rms_norm(x, w, eps)
+        rows, stride = _rows(x)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        dim = x.shape[-1]
+        kernels.rms_norm(rows.data_ptr(), stride, w.contiguous().data_ptr(), y.data_ptr(), y.numel() // dim, dim, eps)
+        return y
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
+        kernels = self._of.get(x.dtype)
+        tokens, heads, dim = x.shape
+        if kernels is None or cos.dtype != x.dtype or cos.shape != (tokens, 1, dim // 2):
+            return super().rope(x, cos, sin)
+        x, stride = _tokens(x, x)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        turns = cos.contiguous(), sin.contiguous()
+        kernels.rope(x.data_ptr(), stride, *(t.data_ptr() for t in turns), y.data_ptr(), tokens, heads, dim)
+        return y
+
+    def silu(self, x: Array) -> Array:
+        return self._activate("silu", x, gated=False)
+
+    def gelu_tanh(self, x: Array) -> Array:
+        return self._activate("gelu_tanh", x, gated=False)
+
+    def _activate(self, name: str, x: Array, *, gated: bool) -> Array:
+        kernels = self._of.get(x.dtype)
+        if kernels is None or not x.ndim:
+            return getattr(super(), name)(x)
+        rows, stride = _rows(x)
+        dim = x.shape[-1] // 2 if gated else x.shape[-1]
+        y = torch.empty((*x.shape[:-1], dim), dtype=x.dtype)
+        if y.numel():
+            kernels.activate(_ACTIVATIONS[name], rows.data_ptr(), stride, y.data_ptr(), y.numel() // dim, dim, gated)
+        return y
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [..., dim] as rows that lie equally far apart: an array that holds them and how many elements that is."""
+    if x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1] if x.ndim else 1
+
+
+def _tokens(x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [tokens, heads, dim] with the heads of a token together, and elements from token to token."""
+    if x.dtype != like.dtype:
+        raise ValueError(f"expected {like.dtype}, as in the cache; got {x.dtype}")
+    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+def _index(t: torch.Tensor) -> torch.Tensor:
+    return t.to(torch.int32).contiguous()

@@ -1,0 +1,201 @@
+// Sixteen lanes of 32 bits: what all kernels are made of.
+//
+// A lane holds what is multiplied at once: one float32, or a pair of bfloat16. Kernels are templates over these two.
+// The order in which a sum is formed is written out everywhere (the build switches contraction off), so that it
+// depends on nothing but the sizes of the layer.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace hibachi {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+#ifdef __AVX512F__
+constexpr int REGISTERS = 24;  // of 16 floats, for sums; the other eight hold what is multiplied
+#else
+constexpr int REGISTERS = 6;  // two or four of the machine's registers each
+#endif
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+inline void store(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+inline Floats all(float f) { return Floats{} + f; }
+inline Words all_words(uint32_t w) { return Words{} + w; }
+
+// a * b + c, rounded once where the machine can.
+inline Floats fma(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  Floats r;
+  for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return r;
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sum of the lanes, halves onto halves.
+inline float sum(Floats v) {
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+
+inline float largest(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+
+// e^x for x <= 88; 0 below -87; NaN of NaN. Relative error below 2e-7 (Cephes' polynomial on [-ln2/2, ln2/2]).
+inline Floats exp(Floats x) {
+  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats n = fma(x, all(1.44269504f), shift) - shift;
+  Floats r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  Floats p = all(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, all(c));
+  p = fma(p * r, r, r) + 1.0f;
+  Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Floats y = p * (Floats)power;
+  y = x < -87.0f ? Floats{} : y;
+  return x != x ? x : y;
+}
+
+inline Floats sigmoid(Floats x) {
+  Floats e = exp(x < 0.0f ? x : -x);  // never overflows
+  return (x < 0.0f ? e : all(1.0f)) / (1.0f + e);
+}
+
+inline Floats tanh(Floats x) {
+  Floats e = exp((x < 0.0f ? x : -x) * 2.0f);
+  Floats t = (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -t : t;
+}
+
+// float32.
+struct F32 {
+  using Element = float;
+  using Lane = float;
+  static constexpr int DEPTH = 1;  // elements in a lane
+
+  static Floats multiply(Floats sums, Words lanes, Lane x) { return fma((Floats)lanes, all(x), sums); }
+  static Floats read(const Element* p) { return load<Floats>(p); }
+  static void write(Element* p, Floats v) { store(p, v); }
+  static Floats rounded(Floats v) { return v; }
+};
+
+// bfloat16, as its 16 bits; sums are float32.
+struct Bf16 {
+  using Element = uint16_t;
+  using Lane = uint32_t;
+  static constexpr int DEPTH = 2;
+
+  static Floats multiply(Floats sums, Words lanes, Lane x) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)lanes, (__m512bh)all_words(x));
+#else
+    Words both = all_words(x);
+    sums = fma((Floats)(lanes << 16), (Floats)(both << 16), sums);
+    return fma((Floats)(lanes & 0xffff0000u), (Floats)(both & 0xffff0000u), sums);
+#endif
+  }
+
+  static Floats read(const Element* p) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16);
+  }
+
+  static Words bits(Floats v) {  // to the nearest, ties to even; NaN stays NaN
+    Words w = (Words)v;
+    Words near = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+    return v != v ? (w >> 16) | 0x40u : near;
+  }
+
+  static void write(Element* p, Floats v) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    store(p, __builtin_convertvector(bits(v), Halves));
+  }
+
+  static Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
+};
+
+// The first n lanes of a row's end, zeros after them; and the way back.
+template <class T>
+inline Floats read_some(const typename T::Element* p, int n) {
+  if (n >= LANES) return T::read(p);
+  typename T::Element some[LANES] = {};
+  std::memcpy(some, p, n * sizeof *p);
+  return T::read(some);
+}
+
+template <class T>
+inline void write_some(typename T::Element* p, Floats v, int n) {
+  if (n >= LANES) return T::write(p, v);
+  typename T::Element some[LANES];
+  T::write(some, v);
+  std::memcpy(p, some, n * sizeof *p);
+}
+
+// Calls f(i) for i < n in torch's threads: each takes `batch` at a time while there are any. Who takes which varies,
+// so f(i) must not depend on it.
+template <class F>
+inline void share(int64_t n, int64_t batch, const F& f) {
+  int64_t threads = std::min<int64_t>(at::get_num_threads(), (n + batch - 1) / batch);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; i++) f(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(batch)) < n;)
+      for (int64_t end = std::min(i + batch, n); i < end; i++) f(i);
+  });
+}
+
+// f(std::integral_constant<int, n>) for 1 <= n <= MOST.
+template <int MOST, class F>
+inline void with_constant(int n, const F& f) {
+  if constexpr (MOST == 1) {
+    f(std::integral_constant<int, 1>{});
+  } else {
+    if (n == MOST) return f(std::integral_constant<int, MOST>{});
+    with_constant<MOST - 1>(n, f);
+  }
+}
+
+}  // namespace hibachi

@@ -1,0 +1,341 @@
+"""The native kernels of the torch backend, against float64 and against themselves in other batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hibachi import Paged, StepInputs
+from hibachi.plan.lower import lower
+
+torch = pytest.importorskip("torch")
+from hibachi_torch.native import build  # noqa: E402
+
+if build.why_missing():
+    pytest.skip(str(build.why_missing()), allow_module_level=True)
+from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
+
+DTYPES = ("float32", "bfloat16")
+NEAR = {"float32": 2e-6, "bfloat16": 5e-3}  # of the largest number; bfloat16 has 8 bits
+
+
+@pytest.fixture(scope="module")
+def native():
+    return NativeTorchBackend("cpu")
+
+
+@pytest.fixture(params=(1, 2), ids=lambda n: f"{n}thread")
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(getattr(torch, dtype))
+
+
+def near(got, want, dtype):
+    off = (got.double() - want).abs().max().item()
+    assert off <= NEAR[dtype] * max(1.0, want.abs().max().item()), f"off by {off:.3g}"
+
+
+# ---- linear --------------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1, 1), (2, 47, 3), (7, 49, 33), (8, 48, 64), (9, 200, 31), (70, 130, 96), (3, 1, 577)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_linear_multiplies(native, threads, m, n, k, biased, dtype):
+    x, w, b = normal(m, k, dtype=dtype), normal(n, k, seed=1, dtype=dtype), normal(n, seed=2, dtype=dtype)
+    packed = native.put_weight(w.float().numpy(), dtype)
+    got = native.linear(x, packed, b if biased else None)
+    assert got.shape == (m, n) and got.dtype == x.dtype
+    near(got, x.double() @ w.double().T + (b.double() if biased else 0), dtype)
+    unrounded = native._linear(x, packed, b if biased else None, torch.float32)
+    assert unrounded.dtype == torch.float32 and torch.equal(unrounded.to(x.dtype), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_gives_a_row_the_same_bits_in_any_batch_and_place(native, threads, dtype):
+    x, w = normal(40, 200, dtype=dtype), native.put_weight(normal(100, 200, seed=1).numpy(), dtype)
+    want = torch.cat([native.linear(x[i : i + 1], w) for i in range(40)])
+    for m in range(1, 40):
+        assert torch.equal(native.linear(x[:m], w), want[:m]), m
+        assert torch.equal(native.linear(x[m:], w), want[m:]), m
+    wide = torch.cat([x, x], 1)[:, 37:237]  # rows apart, and not on a whole lane
+    assert torch.equal(native.linear(wide, w), native.linear(wide.contiguous(), w))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(native, dtype):
+    x, w = normal(33, 300, dtype=dtype), native.put_weight(normal(500, 300, seed=1).numpy(), dtype)
+    before, got = torch.get_num_threads(), []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        got.append((native.linear(x, w), *Layer(native, dtype).run([(0, 30), (0, 5)])))
+    torch.set_num_threads(before)
+    for other in got[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(got[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", (1, 5, 48, 63))
+def test_rows_of_a_packed_weight_are_those_of_the_matrix(native, k, dtype):
+    w = normal(101, k, dtype=dtype)
+    idx = torch.tensor([[0, 47, 48], [100, 99, 0]], dtype=torch.int32)
+    packed = native.put_weight(w.float().numpy(), dtype)
+    assert torch.equal(native.weight_rows(packed, idx), w[idx])
+    for wrong in (101, -1):
+        with pytest.raises(IndexError, match="rows 0 to 100"):
+            native.weight_rows(packed, torch.tensor([wrong]))
+
+
+def test_linear_refuses_what_does_not_fit(native):
+    w = native.put_weight(np.zeros((4, 6), "float32"), "float32")
+    for x, b in (
+        (normal(2, 5), None),
+        (normal(2, 6, dtype="bfloat16"), None),
+        (normal(2, 6), normal(3)),
+        (normal(2, 6), normal(4, dtype="bfloat16")),
+    ):
+        with pytest.raises(ValueError, match=r"expected x \[\.\.\., 6\]"):
+            native.linear(x, w, b)
+
+
+def test_linear_of_nothing_is_empty(native):
+    w = native.put_weight(np.zeros((4, 6), "float32"), "float32")
+    assert native.linear(torch.zeros(0, 6), w).shape == (0, 4)
+    assert native.linear(torch.zeros(2, 0, 6), w).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_in_its_row(native, dtype):
+    x, w = normal(9, 20, dtype=dtype), native.put_weight(normal(50, 20, seed=1).numpy(), dtype)
+    want = native.linear(x, w)
+    x[4, 7] = torch.nan
+    got = native.linear(x, w)
+    assert got[4].isnan().all()
+    assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:], want[5:])
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One layer's cache, and queries, keys and values of long sequences."""
+
+    def __init__(self, backend, dtype, *, heads=6, kv_heads=2, k_dim=16, v_dim=16, block_size=16, rows=4, length=320):
+        self.backend, self.dtype, self.block_size = backend, dtype, block_size
+        each = -(-length // block_size)
+        self.table = np.arange(1, 1 + rows * each, dtype=np.int32).reshape(rows, each)
+        spec = Paged(kv_heads, k_dim, v_dim)
+        self.cache = backend.make_cache(spec, blocks=1 + rows * each, block_size=block_size, rows=rows, dtype=dtype)
+        shapes = ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim))
+        self.q, self.k, self.v = (normal(rows, length, *s, seed=i, dtype=dtype) for i, s in enumerate(shapes))
+
+    def run(self, pieces, **special):
+        """Attention of (start, tokens) of each row in one call: a tensor for each row."""
+        live = [i for i, (_, q) in enumerate(pieces) if q]
+        start, q = (np.array([pieces[i][j] for i in live], np.int32) for j in (0, 1))
+        packed = lower(np.array(live), start, q, np.ones(len(live), bool), self.table, self.block_size)
+        fields = (f.name for f in dataclasses.fields(packed))
+        x = StepInputs(tok=None, **{name: self.backend.put(getattr(packed, name)) for name in fields})
+
+        def new(t):
+            return torch.cat([t[i, s : s + n] for i, s, n in zip(live, start, q, strict=True)])
+
+        out, self.cache = self.backend.attend(new(self.q), new(self.k), new(self.v), self.cache, x, **special)
+        return list(out.split(q.tolist()))
+
+    def expected(self, row, length, *, scale=None, window=None, softcap=None):
+        """The same in float64, for a row's first positions."""
+        q, k, v = (t[row, :length].double() for t in (self.q, self.k, self.v))
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        at = torch.arange(length)
+        hidden = at[None] > at[:, None]
+        if window is not None:
+            hidden |= at[None] <= at[:, None] - window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -np.inf).softmax(-1), v)
+
+
+LAYERS = {
+    "grouped": {},
+    "one head each": dict(heads=3, kv_heads=3),
+    "large groups": dict(heads=14, kv_heads=2),
+    "one key head": dict(heads=5, kv_heads=1),
+    "odd sizes": dict(k_dim=7, v_dim=19),
+    "wide": dict(heads=2, kv_heads=1, k_dim=128, v_dim=80),
+    "small blocks": dict(block_size=4),
+    "odd blocks": dict(block_size=5),
+    "large blocks": dict(block_size=64),
+    "blocks of some spans": dict(block_size=40),
+}
+SPECIAL = ({}, dict(scale=0.5), dict(window=1), dict(window=70), dict(softcap=3.0, window=9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_attention_is_that_of_the_formula(native, name, dtype):
+    for special in SPECIAL:
+        layer = Layer(native, dtype, **LAYERS[name], length=150)
+        lengths = (1, 17, 64, 150)
+        for row, got in enumerate(layer.run([(0, n) for n in lengths], **special)):
+            near(got, layer.expected(row, lengths[row], **special), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_attention_gives_a_token_the_same_bits_in_any_company(native, name, dtype):
+    """Whole prompts, chunks of odd sizes beside other rows, token by token alone."""
+    for special in ({}, dict(window=70)):
+        whole = Layer(native, dtype, **LAYERS[name], length=150)
+        want = whole.run([(0, 150), (0, 150), (0, 0), (0, 31)], **special)
+        chunks, got = Layer(native, dtype, **LAYERS[name], length=150), [[], []]
+        for start, n in ((0, 1), (1, 2), (3, 61), (64, 5), (69, 80), (149, 1)):
+            for row, part in enumerate(chunks.run([(start, n), (start, n)], **special)):
+                got[row].append(part)
+        for row in (0, 1):
+            assert torch.equal(torch.cat(got[row]), want[row])
+        single = Layer(native, dtype, **LAYERS[name], length=150)
+        alone = [single.run([(0, 0), (0, 0), (0, 0), (i, 1)], **special)[0] for i in range(31)]
+        assert torch.equal(torch.cat(alone), want[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_earlier_owner_left_in_a_block_is_not_seen(native, dtype):
+    layer, used = Layer(native, dtype), Layer(native, dtype)
+    for half in used.cache[:2]:
+        half.fill_(1e4)
+    for pieces in ([(0, 33), (0, 70)], [(33, 1), (70, 100)]):
+        assert all(torch.equal(a, b) for a, b in zip(layer.run(pieces), used.run(pieces), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", (torch.nan, torch.inf, -torch.inf))
+def test_numbers_that_are_not_finite_reach_the_output_of_their_row_only(native, value, dtype):
+    layer, spoiled = Layer(native, dtype), Layer(native, dtype)
+    spoiled.v[0, 3] = value
+    spoiled.q[2, 9] = value
+    want, got = (each.run([(0, 20), (0, 20), (0, 20)]) for each in (layer, spoiled))
+    assert not got[0][3:].isfinite().any()
+    assert torch.equal(got[1], want[1])
+    assert not got[2][9].isfinite().any() and torch.equal(got[2][:9], want[2][:9])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wiped_blocks_hold_nothing_of_before(native, dtype):
+    layer = Layer(native, dtype)
+    for half in layer.cache[:2]:
+        half.fill_(torch.nan)
+    layer.cache = native.wipe(layer.cache, torch.from_numpy(layer.table.ravel()))
+    assert layer.run([(0, 30)])[0].isfinite().all()
+
+
+def test_large_scores_do_not_overflow(native):
+    layer = Layer(native, "float32")
+    layer.q *= 1e3
+    off = layer.run([(0, 90)])[0] - layer.expected(0, 90)
+    assert off.abs().max() < 2e-3  # scores near 4000 are rounded to 1 / 4096
+
+
+# ---- between the products ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", (1, 16, 33, 576))
+def test_rms_norm_is_that_of_the_formula(native, threads, dim, dtype):
+    for x in (
+        normal(5, dim, dtype=dtype),
+        normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim],
+        normal(2, 3, dim, dtype=dtype),
+    ):
+        w = normal(dim, seed=1, dtype=dtype)
+        f = x.double()
+        near(native.rms_norm(x, w, 1e-5), f / (f.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double(), dtype)
+        one = torch.cat([native.rms_norm(row[None], w, 1e-5) for row in x])
+        assert torch.equal(one, native.rms_norm(x, w, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", (2, 16, 64, 70))
+def test_rope_turns_pairs(native, threads, dim, dtype):
+    x, angle = normal(9, 7, dim, dtype=dtype)[:, 1:4], normal(9, 1, dim // 2, seed=1)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., : dim // 2].double(), x[..., dim // 2 :].double()
+    want = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    near(native.rope(x, cos, sin), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("silu", "gelu_tanh"))
+def test_activations_are_those_of_torch(native, threads, name, dtype):
+    x = torch.cat([normal(6, 2 * 33, dtype=dtype) * 4, torch.full((1, 66), -1e4, dtype=getattr(torch, dtype))])
+    torchs = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh")}
+    want = torchs[name](x.double())
+    near(getattr(native, name)(x), want, dtype)
+    near(getattr(native, name)(x[:, 33:]), want[:, 33:], dtype)
+    spoiled = x.clone()
+    spoiled[2, 3] = torch.nan
+    assert getattr(native, name)(spoiled).isnan().sum() == 1
+
+
+# ---- building ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    build.library.cache_clear()
+    try:
+        assert "No C++ compiler" in build.why_missing()
+    finally:
+        monkeypatch.undo()
+        build.library.cache_clear()
+    assert build.why_missing() is None
+
+
+def test_a_failed_build_says_why_and_leaves_nothing(monkeypatch, tmp_path):
+    bad = tmp_path / "bad.cpp"
+    bad.write_text("int f() { return nonsense; }")
+    monkeypatch.setattr(build, "sources", lambda: [bad])
+    with pytest.raises(build.NativeUnavailable, match="nonsense"):
+        build._build(tmp_path / "cache" / "kernels.so")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.NativeUnavailable, match="not built"):
+        build._build(tmp_path / "file" / "kernels.so")
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_instructions_takes_the_portable_path(tmp_path, monkeypatch):
+    """Other instructions, the same order of sums: float32 is equal to the bit where both round once."""
+    # The library is built for a processor of 2013 and used through the same Python.
+    monkeypatch.setattr(build, "_FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build._FLAGS))
+    path = tmp_path / "portable.so"
+    build._build(path)
+    native = NativeTorchBackend("cpu")
+    import ctypes
+
+    monkeypatch.setattr("hibachi_torch.native.backend.library", lambda: ctypes.CDLL(str(path)))
+    portable = NativeTorchBackend("cpu")
+    for dtype in DTYPES:
+        x, w = normal(11, 65, dtype=dtype), normal(70, 65, seed=1).numpy()
+        ours, theirs = (b.linear(x, b.put_weight(w, dtype)) for b in (native, portable))
+        near(theirs, ours.double(), dtype)
+        assert dtype == "bfloat16" or torch.equal(ours, theirs)
+        rows = [Layer(b, dtype).run([(0, 90), (0, 7)]) for b in (native, portable)]
+        for ours, theirs in zip(*rows, strict=True):
+            near(theirs, ours.double(), dtype)
