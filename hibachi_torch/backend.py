@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -80,6 +81,18 @@ class TorchBackend(ArrayBackend):
         return tuple(torch.topk(x, k))  # type: ignore[return-value]
 
     # ---- execution ---------------------------------------------------------------------------------------------
+
+    def invariant(self) -> ArrayBackend:
+        if self.deterministic:
+            return self
+        if self.device.type != "cpu":
+            raise UnsupportedOperation(
+                f"On {self.device} PyTorch has not been shown to compute the same bits whoever shares the batch. Pass "
+                f"deterministic=False, or device='cpu'."
+            )
+        from hibachi_torch.invariant import InvariantTorchBackend  # it inherits from this class
+
+        return InvariantTorchBackend(self.device)
 
     def out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

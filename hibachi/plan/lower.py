@@ -73,13 +73,13 @@ def lower(
     last = (cu_q[1:] - 1)[emit]
     if score is not None:
         last = np.union1d(last, np.flatnonzero(offset < score[seg])).astype(np.int32)
-    tiles = -(-q // tile)
+    count = -(-q // tile)
     first = np.zeros(n + 1, np.int32)
-    np.cumsum(tiles, out=first[1:])
+    np.cumsum(count, out=first[1:])
     tile_of = (first[seg] + offset // tile) * tile + offset % tile
     tile_q = np.zeros(int(first[-1]) * tile, np.int32)
     tile_q[tile_of] = _upto(total)
-    tile_row = np.repeat(_upto(n), tiles)
+    tile_row = np.repeat(_upto(n), count)
     return Packed(
         pos,
         slot,

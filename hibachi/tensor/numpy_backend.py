@@ -111,6 +111,11 @@ class NumpyBackend(ArrayBackend):
         order = np.argsort(values, axis=-1)[:, ::-1]
         return np.take_along_axis(values, order, axis=-1), np.take_along_axis(some, order, axis=-1)
 
+    def invariant(self) -> ArrayBackend:
+        from hibachi.tensor.numpy_invariant import InvariantNumpyBackend  # it inherits from this class
+
+        return self if self.deterministic else InvariantNumpyBackend()
+
     def versions(self) -> dict[str, str]:
         return {"library": f"numpy {np.__version__}", "device": "cpu"}
 

@@ -82,6 +82,7 @@ class Promises:
         self.config = config
         self.kept: dict[tuple[str, str], dict[str, bool]] = defaultdict(dict)  # (group, backend) -> {test: kept}
         self.broken: list[tuple[str, str, str]] = []  # backend, test, why
+        self.skipped: set[str] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if mark := item.get_closest_marker("promise"):
@@ -91,7 +92,11 @@ class Promises:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         group = dict(report.user_properties).get("promise")
-        if group is None or report.skipped:
+        if report.skipped:
+            self.skipped.add(report.nodeid)
+        if group is None or report.nodeid in self.skipped:
+            if group is not None:
+                self.kept.get(tuple(group), {}).pop(report.nodeid, None)  # that its setup passed means nothing
             return
         tests = self.kept[tuple(group)]
         tests[report.nodeid] = tests.get(report.nodeid, True) and report.passed

@@ -451,4 +451,36 @@ ATTENTION = [
     Mutant("test_attend_does_not_catch_nan_from_padding_tokens", "multiplies NaN by a weight of zero", padded()),
 ]  # fmt: skip
 
-MUTANTS = [*OPERATIONS, *REFUSALS, *ARRAYS, *ATTENTION]
+# ---- invariant kernels -------------------------------------------------------------------------------------
+
+
+def variant(promise: str, breaks: str, **operations: Any) -> Mutant:
+    """A backend whose invariant kernels are not all invariant."""
+    backend, kernels = NumpyBackend(), NumpyBackend().invariant()
+    for name, operation in operations.items():
+        setattr(kernels, name, partial(operation, NumpyBackend().invariant()))
+    backend.invariant = lambda: kernels  # type: ignore[method-assign]
+    return Mutant(f"test_{promise}", breaks, {"backend": backend})
+
+
+def capacity(b: Any, x: Any, chosen: Any, weights: Any, *rest: Any) -> Any:
+    """As where each expert has room for so many tokens and no more."""
+    return b.experts(x, chosen, np.where(np.arange(len(x))[:, None] < 6, weights, 0), *rest)
+
+
+IN_EVERY_COMPANY = "a_row_the_same_bits_in_every_company"
+KERNELS = [
+    variant(f"linear_gives_{IN_EVERY_COMPANY}", "multiplies as the library likes",
+            linear=lambda _, *args: NumpyBackend().linear(*args)),
+    variant(f"linear_gives_{IN_EVERY_COMPANY}", "multiplies a single row in another way",
+            linear=lambda b, x, *w: (NumpyBackend() if len(x) == 1 else b).linear(x, *w)),
+    variant(f"norms_and_activations_give_{IN_EVERY_COMPANY}", "normalises over the batch",
+            rms_norm=lambda b, x, w, eps: x / np.sqrt((x * x).mean() + eps) * w),
+    variant(f"norms_and_activations_give_{IN_EVERY_COMPANY}", "takes one maximum for all rows",
+            softmax=lambda b, x: np.exp(x - x.max()) / np.exp(x - x.max()).sum(-1, keepdims=True)),
+    variant(f"experts_give_{IN_EVERY_COMPANY}", "drops what is beyond an expert's capacity", experts=capacity),
+    variant("attend_gives_a_token_the_same_bits_in_every_step", "attends as the library likes",
+            attend=lambda _, *args, **special: NumpyBackend().attend(*args, **special)),
+]  # fmt: skip
+
+MUTANTS = [*OPERATIONS, *REFUSALS, *ARRAYS, *ATTENTION, *KERNELS]
