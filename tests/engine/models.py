@@ -97,3 +97,28 @@ def until(condition):
 
 def ints(items):
     return [int(np.asarray(i)) for i in items]
+
+
+def step_with_nan(step, bad, params, cache, x):
+    """A level-2 step on NumPy in which `bad` tokens [T] are NaN, in the cache too, and so is all that sees them."""
+    with np.errstate(invalid="ignore"):
+        states = [layer.copy() for layer in cache if not isinstance(layer, tuple)]
+        out, new = step(params, cache, x)
+    sick = bad.copy()
+    for state in states:
+        sick |= np.isnan(state).any(axis=1)[x.seg]
+    paged = [layer[1] for layer in new if isinstance(layer, tuple)]
+    flat = [half.reshape(-1, *half.shape[2:]) for layer in new if isinstance(layer, tuple) for half in layer]
+    before = None
+    while before is None or (sick != before).any():  # a row may see what another writes in this call
+        before = sick.copy()
+        for half in flat:
+            half[x.slot[sick]] = np.nan
+        for t, (i, at) in enumerate(zip(x.seg.tolist(), x.pos.tolist(), strict=True)):
+            sick[t] |= (sick & (x.seg == i) & (x.pos <= at)).any()
+            sick[t] |= any(np.isnan(values[x.block_table[i]].reshape(-1)[:at]).any() for values in paged)
+    out[sick[x.last]] = np.nan
+    for layer in new:
+        if not isinstance(layer, tuple):
+            layer[np.unique(x.seg[sick])] = np.nan
+    return out, new

@@ -20,7 +20,7 @@ from hibachi.engine import cached
 from hibachi.request import Finish
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
 
-from .models import GatedNumpy, Next, ints, until
+from .models import GatedNumpy, Next, ints, step_with_nan, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 POISON = 7
@@ -486,24 +486,7 @@ def poisoned(toy, how):
             bad = x.tok == POISON
             if how == "raises" and bad.any():
                 raise RuntimeError("poisoned")
-            sick = {int(i) for i in x.seg[bad]}
-            for layer in cache:
-                for i in range(len(x.row)):
-                    seen = (
-                        layer[1][x.block_table[i]].reshape(-1)[: x.start[i]] if isinstance(layer, tuple) else layer[i]
-                    )
-                    sick |= {i} if np.isnan(seen).any() else set()
-            with np.errstate(invalid="ignore"):
-                out, new = super().step(params, cache, x)
-            rows = sorted(sick)
-            out[np.isin(x.seg[x.last], rows)] = np.nan
-            for layer in new:
-                if not isinstance(layer, tuple):
-                    layer[rows] = np.nan
-                    continue
-                for half in layer:
-                    half.reshape(-1, *half.shape[2:])[x.slot[np.isin(x.seg, rows)]] = np.nan
-            return out, new
+            return step_with_nan(super().step, bad & (how == "nan"), params, cache, x)
 
     return Poisoned(GatedNumpy())
 
