@@ -10,7 +10,7 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 # The demo is NumPy only and keeps its download small, unless everything is here already.
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
-.PHONY: help demo chat test test-all check format clean
+.PHONY: help demo chat test test-all soak check format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ test: check  ## lint, types and the tests, conformance among them
 
 test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs
 	.venv/bin/python -m pytest -m "" $(ARGS)
+
+soak: .venv/installed  ## ten minutes of random faults on PyTorch, with a report; ARGS="--seconds 60" for less
+	.venv/bin/python benchmarks/soak.py $(ARGS)
 
 check: .venv/installed  ## ruff and mypy
 	.venv/bin/ruff check
