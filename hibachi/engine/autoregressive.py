@@ -58,6 +58,9 @@ class AutoregressiveBatchInference(Service):
     and computes its tokens again.
     max_prefill_tokens: tokens of prompts computed in a step; None: what max_batch_tokens leaves.
     service: max_waiting, pause_after, restart, stall_after, record: see `Service`.
+    deterministic: who shares the batch never changes a bit. Level 2: on a backend's kernels for that
+    (`backend.invariant()`, on which the model must have been made); levels 0 and 1: one row a call. None: as the model
+    was made. See docs/determinism.md.
     backend: a name, a backend, or None: the model's `backend`, else that of the first array seen.
 
     Raises ConfigError, BackendNotFound or BackendNotInstalled.
@@ -80,6 +83,7 @@ class AutoregressiveBatchInference(Service):
         policy: str | Policy | None = None,
         reserve_all: bool = False,
         max_prefill_tokens: int | None = None,
+        deterministic: bool | None = None,
         **service: Any,
     ) -> None:
         super().__init__(max_batch_size, **service)
@@ -112,10 +116,27 @@ class AutoregressiveBatchInference(Service):
         self._policy = policy_of(policy)
         self._stop_token, self._padding_token = stop_token, padding_token
         self._backend = self._find_backend(backend, stop_token, padding_token)
+        self.deterministic = self._decide(deterministic)
         if padding_token is not None:
             _check_padding(self._host(padding_token), padding_token)
         if self._backend is not None and self._vocab is not None:
             self._start((), np.int32 if self._level == 2 else np.int64)
+
+    def _decide(self, deterministic: bool | None) -> bool:
+        """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
+        if self._level < 2:
+            return bool(deterministic)
+        own = getattr(self._model, "backend", None)
+        computes = own if isinstance(own, ArrayBackend) else self._backend
+        if not deterministic or computes is None or computes.deterministic:
+            return computes is not None and computes.deterministic if deterministic is None else deterministic
+        if computes is own:
+            raise ConfigError(
+                f"deterministic=True needs a model on kernels that do not depend on the batch; this one was made on "
+                f"{own!r}. Make it on that backend's `invariant()`, or pass deterministic=False."
+            )
+        self._backend = computes.invariant()
+        return True
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -348,7 +369,7 @@ class AutoregressiveBatchInference(Service):
             else:
                 limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
                 scheduler, self._shares = Scheduler(limits, self._policy), False
-                runner = WholeRunner(self._model, backend, table, padding, sampler)
+                runner = WholeRunner(self._model, backend, table, padding, sampler, alone=self.deterministic)
             self._table, self._scheduler = table, scheduler
             self._default_stop: Stopper | None = None
             if self._stop_token is not None:

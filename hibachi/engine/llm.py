@@ -62,13 +62,10 @@ class LLM(Closing):
         block_size: int = 16,
         **options: Any,
     ) -> None:
-        if deterministic:
-            raise ConfigError(
-                "deterministic=True is not in this version: tokens nearly always agree with a solo run, but rounding "
-                "may differ with the batch. Leave deterministic out."
-            )
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
+        if deterministic:
+            self.backend = self.backend.invariant()
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         self.default_params = SamplingParams(**generation_defaults(self.path))
@@ -80,6 +77,7 @@ class LLM(Closing):
             block_size=block_size,
             cache_bytes=cache_bytes,
             dtype=self.model.dtype,
+            deterministic=deterministic,
             **options,
         )
         self.engine = AutoregressiveBatchInference(self.model, **self._options)

@@ -29,8 +29,10 @@ class WholeRunner:
         table: TokenTable,
         padding: HostArray | None,
         sampler: RowSampler | None,
+        alone: bool = False,
     ) -> None:
         self.backend, self.table, self.padding, self.sampler = backend, table, padding, sampler
+        self.alone = alone  # one row a call: what a model of whose kernels we know nothing needs for equal bits
         self.forward = model.logits if sampler else model.forward
         self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
@@ -46,7 +48,9 @@ class WholeRunner:
         lengths = plan.end
         everyone = np.arange(len(lengths))
         groups = [everyone]
-        if self.padding is None and (lengths != lengths[0]).any():
+        if self.alone:
+            groups = [everyone[i : i + 1] for i in everyone]
+        elif self.padding is None and (lengths != lengths[0]).any():
             groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
         outcome = Outcome([], {})
         for idx in groups:
