@@ -29,6 +29,7 @@ class BlockPool:
         self.dirty: list[int] = []  # to be overwritten with zeros before the next step
         self._free = list(range(total - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the one left first comes first
+        self._held: set[int] = set()
         self._shared: dict[int, int] = {}  # held blocks with several holders: how many more than one
         self._unsound: set[int] = set()  # held and idle blocks that nobody vouched for
         self._trie: dict[tuple[Hashable, Hashable], int] = {}
@@ -70,6 +71,7 @@ class BlockPool:
         taken = self._free[at:]
         del self._free[at:]
         self._unsound.update(taken)
+        self._held.update(taken)
         return taken[::-1]
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -77,20 +79,29 @@ class BlockPool:
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
+                self._held.add(block)
             else:
                 self._shared[block] = self._shared.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int], *, sound: int) -> None:
-        """One holder less. sound: how many of them are (see the class), the first ones."""
+        """One holder less. sound: how many of them are (see the class), the first ones.
+
+        Raises ValueError, and changes nothing, for a block that nobody holds.
+        """
+        if not self._held.issuperset(blocks):
+            raise ValueError(f"Blocks {sorted({*blocks} - self._held)} are not held: somebody gives them back twice.")
         self.vouch(blocks[:sound])
         if self._place.keys().isdisjoint(blocks) and self._shared.keys().isdisjoint(blocks):
+            self._held.difference_update(blocks)
             self._give_back(blocks[::-1])  # without a look at each: a long request may have thousands
             return
         for block in reversed(blocks):
             if more := self._shared.pop(block, 0):
                 if more > 1:
                     self._shared[block] = more - 1
-            elif block in self._place:
+                continue
+            self._held.remove(block)
+            if block in self._place:
                 self._idle[block] = None
             else:
                 self._give_back([block])
@@ -169,6 +180,7 @@ class BlockPool:
         holders = Counter(held)
         where = sorted([*self._free, *self._idle, *holders])
         assert where == list(range(1, self.total)), "a block is lost, or held and free at once"
+        assert self._held == holders.keys(), "a block is held by nobody"
         shared = {block: n - 1 for block, n in holders.items() if n > 1}
         assert shared == self._shared, "a block has holders that nobody knows"
         assert self._place.keys() >= self._idle.keys(), "an idle block that nobody can find"
