@@ -64,6 +64,9 @@ class Replay:
         self._cost = _Cost.of(time)
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
+        numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
+        seconds = (trace.arrival / PICOSECONDS).tolist()
+        self._requests = list(zip(*numbers, trace.tenant or [""] * len(trace), seconds, strict=True))
         self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
         self._owner = np.zeros(limits.rows, np.int64)  # whose row it is
         self._silent = 0  # rows that have had no token yet
@@ -102,17 +105,8 @@ class Replay:
         return record
 
     def _add(self, i: int) -> None:
-        trace = self.trace
-        arrival = trace.arrival[i] / PICOSECONDS
-        seq = Seq(
-            int(trace.prompt[i]),
-            int(trace.output[i]),
-            owner=i,
-            priority=int(trace.priority[i]),
-            tenant=trace.tenant[i] if trace.tenant else "",
-            arrival=arrival,
-            keys=self._keys(i),
-        )
+        prompt, output, priority, tenant, arrival = self._requests[i]
+        seq = Seq(prompt, output, owner=i, priority=priority, tenant=tenant, arrival=arrival, keys=self._keys(i))
         try:
             self.scheduler.add(seq, arrival)
         except (PromptTooLong, QueueFull) as e:
