@@ -25,6 +25,7 @@ from hibachi.errors import MissingExtra as MissingExtra
 from hibachi.errors import ModelError as ModelError
 from hibachi.errors import ModelFault as ModelFault
 from hibachi.errors import NonFiniteOutput as NonFiniteOutput
+from hibachi.errors import NotDeterministic as NotDeterministic
 from hibachi.errors import OutOfCapacity as OutOfCapacity
 from hibachi.errors import PromptTooLong as PromptTooLong
 from hibachi.errors import QueueFull as QueueFull

@@ -13,6 +13,7 @@ HibachiError
 │   └── DeadlineExceeded (TimeoutError)      the request's own time is over; tokens before it stay readable
 ├── EngineError
 │   ├── EngineClosed                         the engine was closed
+│   ├── NotDeterministic                     with deterministic=True, the model's bits depend on the batch all the same
 │   ├── EngineFailed                         the device, the model or the engine's loop failed; see __cause__
 │   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
 ├── BackendError
@@ -93,6 +94,10 @@ class EngineClosed(EngineError):
 
 class EngineFailed(EngineError):
     """The device, the model for every request, or the engine's own loop failed; the original is `__cause__`."""
+
+
+class NotDeterministic(EngineError):
+    """The loaded model computes other bits for a request when others share its batch; see docs/determinism.md."""
 
 
 class OutOfCapacity(EngineError):

@@ -58,6 +58,8 @@ class CachedRunner:
         self._advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
         self._make_cache()
+        # Our decoders multiply with the backend alone, which is right for any number of tokens.
+        self._pads = backend.multiple > 1 and not getattr(model, "any_shape", False)
         self.sizes: tuple[int, ...] = ()
         """Tokens of a call, if it may not have any number: the backend's one, and those that give the same bits."""
         if (one := backend.step_tokens) is not None:
@@ -247,8 +249,8 @@ class CachedRunner:
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
         tokens = self.table.values[rows[packed.seg], packed.pos]
-        if self.backend.static_shapes:
-            packed = self._pad(packed, q, scoring)
+        if self.backend.static_shapes or self._pads:
+            packed = self._pad(packed, q, scoring) if self.backend.static_shapes else self._fill(packed, q)
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
@@ -270,6 +272,24 @@ class CachedRunner:
             embeds[first[i] : first[i] + len(part)] = part
             embedded[first[i] : first[i] + len(part)] = True
         return replace(x, embeds=self.backend.put(embeds), embedded=self.backend.put(embedded))
+
+    def _fill(self, packed: Packed, q: Any) -> Packed:
+        """Tokens, rows and outputs in the multiples that the backend asks for."""
+        many = self.backend.multiple
+        rows, tokens, outputs = (-(-n // many) * many for n in (len(q), len(packed.pos), len(packed.last)))
+        if self.states:
+            tokens = rows * int(q[0])
+        tiles, tile = packed.tile_q.shape
+        return pad(
+            packed,
+            tokens=tokens,
+            rows=rows,
+            blocks=packed.block_table.shape[1],
+            tile=tile,
+            tiles=max(tiles, rows) if tile == 1 else tiles,
+            trash_row=self.limits.rows,
+            outputs=max(outputs, many),
+        )
 
     def _pad(self, packed: Packed, q: Any, scoring: bool) -> Packed:
         """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""

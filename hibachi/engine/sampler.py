@@ -85,13 +85,21 @@ class RowSampler:
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
         get, put = self.backend.get, self.backend.put
-        n, m, most = len(tokens), logits.shape[0], max(wanted)
+        n, m = len(tokens), logits.shape[0]
+        sizes = [self._list_size(w) for w in wanted]
+        size = sizes[0]
+        if any(other != size for other in sizes):  # the length of a row's list decides how ties are broken
+            named_by: dict[int, dict[int, float]] = {}
+            for size in dict.fromkeys(sizes):
+                at = np.array([i for i, other in enumerate(sizes) if other == size])
+                some_of = self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at])
+                named_by.update(zip(at.tolist(), some_of, strict=True))
+            return [named_by[i] for i in range(n)]
         one = self.backend.step_tokens
         if one is not None and m != one:
             groups = [np.arange(i, min(i + one, n)) for i in range(0, n, one)]
             found = [self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at]) for at in groups]
             return [each for group in found for each in group]
-        size = min(next((s for s in LIKELY if most < s), LIKELY[-1]), self.vocab_size) if most else 0
         of = np.concatenate([tokens, np.zeros(m - n, tokens.dtype)]).astype(np.int32)
         some = _likely(self.backend, size)(logits, put(of))
         some = Likely(*(None if part is None else get(part) for part in some))
@@ -102,6 +110,10 @@ class RowSampler:
                 names = named(some, i, token, w, self.vocab_size)
             out.append(logprobs(get(logits[i, ...]), token, w) if names is None else names)
         return out
+
+    def _list_size(self, wanted: int) -> int:
+        """How many of the most likely tokens are looked at for a row that names so many; 0: none."""
+        return min(next((s for s in LIKELY if wanted < s), LIKELY[-1]), self.vocab_size) if wanted else 0
 
     # ---- which program -----------------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Decoder:
     array: fewer and larger multiplications.
     """
 
+    any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
+
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend
         self.dtype, self.max_len = dtype, max_len

@@ -87,6 +87,7 @@ class Mamba:
     """
 
     model_type = "mamba"
+    any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
     def __init__(self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend

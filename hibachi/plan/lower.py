@@ -97,14 +97,22 @@ def lower(
 
 
 def pad(
-    p: Packed, *, tokens: int, rows: int, blocks: int, tile: int, trash_row: int, outputs: int | None = None
+    p: Packed,
+    *,
+    tokens: int,
+    rows: int,
+    blocks: int,
+    tile: int,
+    trash_row: int,
+    outputs: int | None = None,
+    tiles: int | None = None,
 ) -> Packed:
-    """The same step in fixed shapes: T = tokens, B = rows, `blocks` columns, tiles to hold any such step; n_out = rows
-    unless `outputs` says otherwise.
+    """The same step in fixed shapes: T = tokens, B = rows, `blocks` columns, and tiles to hold any such step; n_out =
+    rows unless `outputs` says otherwise. tiles: how many; None: as many as any such step may need.
 
     Padding tokens stand at position 0 of block 0, padding rows hold `trash_row`, padding outputs repeat token 0.
     """
-    n_tiles = rows if tile == 1 else tokens // tile + rows
+    n_tiles = tiles if tiles is not None else rows if tile == 1 else tokens // tile + rows
     tile_q = p.tile_q if p.tile_q.shape[1] == tile else np.zeros((0, tile), np.int32)
     tile_of = p.tile_of
     if not len(tile_q):  # a decode-only step in the shape of a mixed one: one tile a row
