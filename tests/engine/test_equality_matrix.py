@@ -1,0 +1,214 @@
+"""Who shares your batch never changes your bits: every bit of every request equals its solo run.
+
+The conditions of a run: who else is there, how prompts are cut, whether prefixes are shared, whether requests are
+preempted, in which order and rows they run. Each run holds requests of three kinds: greedy, sampled with a seed, and
+greedy with log-probabilities, of which all digits are compared. By default every pair of a library, a model and
+conditions occurs in some run; the full product is slow.
+"""
+
+import itertools
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
+from hibachi.engine import autoregressive
+from hibachi.model.files import TINY
+from hibachi.plan.scheduler import Scheduler
+from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi_jax import JaxBackend
+from hibachi_torch import TorchBackend
+
+LIBRARIES = {
+    "numpy": (NumpyBackend, "float32"),
+    "torch": (TorchBackend, "float32"),
+    "torch-bf16": (TorchBackend, "bfloat16"),
+    "jax": (JaxBackend, "float32"),
+}
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+MODELS = {  # what each brings: the shipped Llama; windows and soft caps; experts; a recurrent state
+    "shipped": None,
+    "gemma2": ("Gemma2", SMALL | dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=6)),
+    "mixtral": ("Mixtral", SMALL | dict(num_experts_per_tok=2, num_local_experts=5)),
+    "mamba": ("Mamba", dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8)),
+}
+CONDITIONS = {
+    "company": ("solo", "batch", "staggered"),
+    "chunk": (1, 7, 24, None),
+    "cache": (False, True),
+    "memory": ("ample", "preempted"),
+    "order": ("as it is", "shuffled"),
+}
+NEW, CHECKED, COMPANY = 10, 6, 32
+
+
+def all_pairs(factors):
+    """Few combinations such that each pair of values of two factors is in one of them; chosen greedily."""
+    names = list(factors)
+    wanted = {
+        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
+    everything = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+
+    def covers(choice):
+        return {frozenset(pair) for pair in itertools.combinations(choice.items(), 2)} & wanted
+
+    while wanted:
+        best = max(everything, key=lambda choice: len(covers(choice)))
+        wanted -= covers(best)
+        yield best
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Models with random weights, in Hugging Face's layout."""
+    made = {"shipped": TINY}
+    for name, given in MODELS.items():
+        if given is not None:
+            torch.manual_seed(0)
+            kind, settings = given
+            config = getattr(transformers, f"{kind}Config")(**settings)
+            model = getattr(transformers, f"{kind}ForCausalLM")(config)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(3)  # so that tokens depend on what was before
+            made[name] = tmp_path_factory.mktemp(name)
+            model.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="session")
+def models(folders):
+    """(library, model) -> the model, and what its checked requests answer alone: the oracle."""
+
+    @cache
+    def get(library, name):
+        make, dtype = LIBRARIES[library]
+        model = load_model(folders[name], make().invariant(), dtype=dtype, max_model_len=128)
+        return model, run(model, **ALONE)[0]
+
+    return get
+
+
+def prompts(model):
+    """CHECKED of different lengths that begin alike, and others."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(3, 97, 40)
+    own = [np.concatenate([common, rng.integers(3, 97, n)]) for n in (1, 3, 9, 17, 24, 40)]
+    return own + [rng.integers(3, 97, rng.integers(1, 70)) for _ in range(COMPANY - CHECKED)]
+
+
+def kind(i):
+    kinds = [dict(temperature=0), dict(temperature=0.9, top_p=0.95, seed=i), dict(temperature=0, logprobs=5)]
+    return SamplingParams(max_tokens=NEW, **kinds[i % 3])
+
+
+def said(stream):
+    """All bits of an answer."""
+    tokens = stream.collect()
+    return tokens, [{t: float(v).hex() for t, v in p.items()} if p else p for p in stream.logprobs]
+
+
+class Preempting(Scheduler):
+    """Every few steps somebody loses its row and must begin again, each request twice at most."""
+
+    def schedule(self, now=0.0):
+        self.times = getattr(self, "times", Counter())
+        running = [seq for seq in self._running if seq.row >= 0 and self.times[seq] < 2]
+        if running and self._steps % 3 == 2:
+            seq = running[self._steps % len(running)]
+            self.times[seq] += 1
+            self._sent.append(self._preempt(seq))
+        return super().schedule(now)
+
+
+def engine(model, *, chunk, cache, memory, deterministic):
+    with pytest.MonkeyPatch.context() as patch:
+        if memory == "preempted":
+            patch.setattr(autoregressive, "Scheduler", Preempting)
+        return AutoregressiveBatchInference(
+            model,
+            max_batch_size=COMPANY,
+            max_model_len=128,
+            block_size=8,
+            dtype=model.dtype,
+            deterministic=deterministic,
+            prefix_cache=cache,
+            max_prefill_tokens=chunk,
+        )
+
+
+def run(model, *, company, chunk, cache, memory, order, deterministic=True):
+    """What the checked requests answer under these conditions, and the engine's figures."""
+    given = prompts(model)
+    places = list(range(CHECKED if company == "solo" else COMPANY))
+    if order == "shuffled":
+        np.random.default_rng(1).shuffle(places)
+    answers = {}
+    with engine(model, chunk=chunk, cache=cache, memory=memory, deterministic=deterministic) as e:
+        if company == "solo":
+            for i in places:
+                answers[i] = said(e.run(given[i], kind(i)))
+        else:
+            streams = {}
+            for n, i in enumerate(places):
+                streams[i] = e.run(given[i], kind(i))
+                if company == "staggered" and n % 3 == 2:
+                    streams[places[n - 2]]._channel.wait(60)  # until it has a token
+            answers = {i: said(s) for i, s in streams.items()}
+        return [answers[i] for i in range(CHECKED)], e.stats()
+
+
+ALONE = dict(company="solo", chunk=None, cache=False, memory="ample", order="as it is")
+
+
+def compare(model, alone, conditions):
+    """Returns how many requests are not what they are alone, and the engine's figures."""
+    got, stats = run(model, **conditions)
+    return sum(mine != theirs for mine, theirs in zip(got, alone, strict=True)), stats
+
+
+PAIRS = list(all_pairs({"library": tuple(LIBRARIES), "model": tuple(MODELS), **CONDITIONS}))
+
+
+@pytest.mark.parametrize("choice", PAIRS, ids=lambda choice: "-".join(map(str, choice.values())))
+def test_every_pair_of_conditions(models, choice):
+    conditions = {name: choice[name] for name in CONDITIONS}
+    different, stats = compare(*models(choice["library"], choice["model"]), conditions)
+    assert not different, f"{different} of {CHECKED} requests are not what they are alone"
+    assert bool(stats.preemptions) == (conditions["memory"] == "preempted")
+    if conditions["cache"] and conditions["company"] != "solo":
+        assert stats.prefix_hits, "nothing was shared"
+
+
+def test_ordinary_kernels_do_not_keep_the_promise(folders):
+    """The test can fail: with NumPy's own products, company changes bits."""
+    model = load_model(folders["shipped"], NumpyBackend(), max_model_len=128)
+    alone = run(model, **ALONE, deterministic=False)[0]
+    assert run(model, **ALONE | {"company": "batch"}, deterministic=False)[0] != alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_combination_of_conditions(models, library, name):
+    model, alone = models(library, name)
+    for values in itertools.product(*CONDITIONS.values()):
+        conditions = dict(zip(CONDITIONS, values, strict=True))
+        different, _ = compare(model, alone, conditions)
+        assert not different, f"{different} of {CHECKED} requests are not what they are alone, under {conditions}"
