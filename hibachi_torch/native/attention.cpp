@@ -15,7 +15,7 @@
 namespace hibachi {
 
 constexpr int SPANS = 4;  // that are looked at together
-#ifdef __AVX512F__
+#ifdef AVX512
 constexpr int QUERIES = REGISTERS / SPANS;  // in a tile
 #else
 constexpr int QUERIES = 2;
@@ -262,6 +262,8 @@ static void attend(
   write<T>(s, k, v, keys, values, slot);  // before anybody reads: rows may share blocks that are written now
   Attention<T> attention{s, Layout<T>(s), q, keys, values, pos, table, out};
   std::vector<Tile> work = tiles(s, cu_q);
+  int64_t done = cu_q[s.rows], each = s.heads * s.v_dim;  // tokens after that are padding
+  std::fill_n(out + done * each, (s.tokens - done) * each, typename T::Element{});
   share(work.size(), 1, [&](int64_t i) { attention.run(work[i]); });
 }
 

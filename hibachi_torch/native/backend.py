@@ -182,7 +182,7 @@ class NativeTorchBackend(InvariantTorchBackend):
             dim**-0.5 if scale is None else scale,
             softcap or 0.0,
         )
-        out = torch.zeros((tokens, heads, v_dim), dtype=keys.dtype)
+        out = torch.empty((tokens, heads, v_dim), dtype=keys.dtype)
         self._of[keys.dtype].attend(
             sizes,
             q.data_ptr(),
@@ -256,4 +256,4 @@ def _tokens(x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _index(t: torch.Tensor) -> torch.Tensor:
-    return t.to(torch.int32).contiguous()
+    return t if t.dtype == torch.int32 and t.is_contiguous() else t.to(torch.int32).contiguous()

@@ -16,7 +16,8 @@
 #include <limits>
 #include <vector>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define AVX512
 #include <immintrin.h>
 #endif
 
@@ -27,7 +28,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
-#ifdef __AVX512F__
+#ifdef AVX512
 constexpr int REGISTERS = 24;  // of 16 floats, for sums; the other eight hold what is multiplied
 #else
 constexpr int REGISTERS = 6;  // two or four of the machine's registers each
@@ -50,7 +51,7 @@ inline Words all_words(uint32_t w) { return Words{} + w; }
 
 // a * b + c, rounded once where the machine can.
 inline Floats fma(Floats a, Floats b, Floats c) {
-#ifdef __AVX512F__
+#ifdef AVX512
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   Floats r;
@@ -71,7 +72,7 @@ inline float sum(Floats v) {
 }
 
 inline float largest(Floats v) {
-#ifdef __AVX512F__
+#ifdef AVX512
   return _mm512_reduce_max_ps((__m512)v);
 #else
   float m = v[0];
@@ -126,7 +127,7 @@ struct Bf16 {
   static constexpr int DEPTH = 2;
 
   static Floats multiply(Floats sums, Words lanes, Lane x) {
-#ifdef __AVX512BF16__
+#if defined(AVX512) && defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)lanes, (__m512bh)all_words(x));
 #else
     Words both = all_words(x);
@@ -135,23 +136,33 @@ struct Bf16 {
 #endif
   }
 
-  static Floats read(const Element* p) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16);
+  // Compilers split conversions between 16 and 32 bits into halves, so they are spelled out where there are masks.
+#ifdef AVX512
+  static Floats wide(__m256i v) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); }
+
+  static __m256i narrow(Floats v) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+    return _mm512_cvtepi32_epi16((__m512i)bits(v));
+#endif
   }
+
+  static Floats read(const Element* p) { return wide(load<__m256i>(p)); }
+  static void write(Element* p, Floats v) { store(p, narrow(v)); }
+  static Floats rounded(Floats v) { return wide(narrow(v)); }
+#else
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  static Floats read(const Element* p) { return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
+  static void write(Element* p, Floats v) { store(p, __builtin_convertvector(bits(v), Halves)); }
+  static Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
+#endif
 
   static Words bits(Floats v) {  // to the nearest, ties to even; NaN stays NaN
     Words w = (Words)v;
     Words near = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
     return v != v ? (w >> 16) | 0x40u : near;
   }
-
-  static void write(Element* p, Floats v) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    store(p, __builtin_convertvector(bits(v), Halves));
-  }
-
-  static Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
 };
 
 // The first n lanes of a row's end, zeros after them; and the way back.

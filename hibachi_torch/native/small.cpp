@@ -61,19 +61,16 @@ static void activate(
   });
 }
 
-static Floats silu(Floats x) { return x * sigmoid(x); }
-
-static Floats gelu_tanh(Floats x) {
-  Floats inner = 0.797884561f * fma(0.044715f * x * x, x, x);
-  return 0.5f * x * (1.0f + tanh(inner));
-}
-
 enum { SILU, GELU_TANH };
 
 template <class T>
 static void activate(
     int which, const typename T::Element* x, int64_t stride, typename T::Element* y, int64_t rows, int64_t dim, bool gated
 ) {
+  auto silu = [](Floats v) { return v * sigmoid(v); };
+  auto gelu_tanh = [](Floats v) {
+    return 0.5f * v * (1.0f + tanh(0.797884561f * fma(0.044715f * v * v, v, v)));
+  };
   if (which == SILU) activate<T>(x, stride, y, rows, dim, gated, silu);
   else activate<T>(x, stride, y, rows, dim, gated, gelu_tanh);
 }
