@@ -59,6 +59,7 @@ class Troubled(InvariantTorchBackend):
                 return compiled(params, cache, x)
             if bool((x.tok == self.guilty).any()):
                 self.injected["rows that raise, calls"] += 1
+                self._rest = 20  # the search for the guilty row is not disturbed
                 raise ValueError("a poisoned prompt")
             self._rest -= 1
             luck = self.rng.random() if self._rest < 0 else 1.0

@@ -286,3 +286,18 @@ def test_preempted_work_is_resumed_before_new_work_of_its_class(policy):
         preempted |= {seq for seq, _ in plan.preempted}
         s.commit(plan, np.zeros(int(plan.emit.sum()), bool))
     assert resumed and len(set(started)) == 5
+
+
+def test_who_started_first_is_preempted_last():
+    """Also where it came later, as its tenant had fewer tokens: else each that starts could push it out again."""
+    s = Scheduler(Limits(2, 64, 64, 60, 9, 4), Fair())
+    _, old, few = seqs = [Seq(12, 2, tenant="many"), Seq(8, 20, tenant="many"), Seq(8, 20, tenant="few")]
+    for seq in seqs:
+        s.add(seq)
+    started, preempted = [], set()
+    while (plan := s.schedule()) is not None:
+        started += plan.fresh
+        preempted |= {seq for seq, _ in plan.preempted}
+        s.commit(plan, np.zeros(int(plan.emit.sum()), bool))
+    assert started[1:3] == [few, old]
+    assert preempted == {old}

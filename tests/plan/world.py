@@ -38,6 +38,17 @@ def solo(prompt, end, stop):
     return tokens[len(prompt) :], Finish.LENGTH
 
 
+def turn(policy, seq):
+    """What orders the queue, said once more; in the order of arrival, names grow."""
+    if isinstance(policy, Fair):
+        return seq.priority
+    if isinstance(policy, Fcfs):
+        return seq.owner.name
+    if policy.age is None:
+        return seq.priority, seq.owner.name
+    return seq.priority * policy.age + seq.arrival, seq.owner.name
+
+
 class Device:
     """Memory of token ids, and each row's newest token: all that a step may read of the steps before it."""
 
@@ -109,6 +120,7 @@ class World:
         self.now = 0.0
         self.steps = 0
         self.calls = 0
+        self.salts = {}  # of who wrote to a block
         self.tally = Counter()  # how requests ended
         self.poison = set()  # requests whose next step, if it emits, writes POISON
 
@@ -266,14 +278,13 @@ class World:
 
     def judge_order(self, plan):
         """Nobody overtakes."""
-        policy = self.scheduler.policy
+        policy = getattr(self.scheduler.policy, "order", self.scheduler.policy)
         waits = [r.seq for r in self.live.values() if r.seq.row < 0 and not r.seq.paused]
         for seq in plan.fresh:
             new = not seq.owner.begun
             for other in waits:
-                ordered = isinstance(getattr(policy, "order", policy), Priority)
-                assert not ordered or seq.rank < other.rank, "somebody overtook in the queue"
-                if new and other.owner.begun and isinstance(getattr(policy, "order", policy), (Priority, Fair)):
+                assert turn(policy, seq) <= turn(policy, other), "somebody overtook in the queue"
+                if new and other.owner.begun:
                     assert other.priority != seq.priority, "new work before preempted work of its class"
 
     def enter(self, seq):
@@ -281,6 +292,7 @@ class World:
         known = request.prompt + request.got
         assert seq.length == len(known)
         assert seq.reused <= seq.length - 1, "a hit covers the last token"
+        assert request.shares or not seq.reused, "a request found what it did not want to share"
         if not request.begun:
             request.begun = True
             self.begun.append(request.name)
@@ -292,9 +304,13 @@ class World:
         self.device.wipe(s.pool.dirty)
         s.pool.dirty.clear()
         for seq, start in zip(plan.seqs, plan.start.tolist(), strict=True):
-            for block in seq.blocks[-(-start // size) :]:  # it has written none of these
+            for block in seq.blocks[-(-start // size) :]:  # it has written to none of these
                 held = self.device.memory[block * size : (block + 1) * size]
                 assert not np.count_nonzero(held == POISON), "somebody else's NaN was not wiped"
+                self.salts[block] = seq.salt
+        for seq in plan.fresh:
+            found = seq.blocks[: seq.reused // size]
+            assert all(self.salts[block] == seq.salt for block in found), "found under another salt"
         x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, size, tiles=(1, 4))
         tokens, wanted, slots = self.host[x.row[x.seg], x.pos], len(x.last), x.slot
         if self.padded:
@@ -400,6 +416,8 @@ def drive(world, requests, rng, *, unlucky=True, arrive=0.5, crowd=1000):
             if coming := (request := next(requests, None)) is not None:
                 happened["requests"] += 1
                 world.add(request)
+                if unlucky and request.alive and rng.random() < 0.08:
+                    world.poison.add(request.name)
         if unlucky and (event := _event(world, rng)):
             happened[event] += 1
         world.expire(rng.choice((0.0, 0.5, 1.0)))
@@ -496,11 +514,11 @@ def random_request(name, rng, limits):
         new = most
     return Request(
         name,
-        [*ALIKE[: rng.randrange(n + 1)], *(rng.randrange(2) for _ in range(n))][:n],
+        [*ALIKE[: rng.choice((n, n - 1, rng.randrange(n + 1)))], *(rng.randrange(2) for _ in range(n))][:n],
         None if new is None else min(new, most),
         {rng.randrange(VOCAB)} if rng.random() < 0.5 else (),
         shares=rng.random() < 0.9,
-        salt=rng.choice("ab"),
+        salt=rng.choice("aab"),
         priority=rng.choice((0, 0, 1, 2)),
         tenant=rng.choice("xyz"),
         deadline=rng.choice((None, None, None, None, 30.0, 100.0)),

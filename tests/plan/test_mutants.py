@@ -1,0 +1,136 @@
+"""Planted bugs in the scheduler, each with the test that catches it. A bug is an honest method with one line changed."""
+
+import inspect
+import random
+import re
+from typing import NamedTuple
+
+import pytest
+
+from hibachi.plan import blocks, policy, scheduler
+from hibachi.plan.blocks import BlockPool
+from hibachi.plan.policy import Fair, Priority
+from hibachi.plan.scheduler import Scheduler
+
+from . import test_bounds, test_facts
+from .world import drive, random_request, random_world
+
+SEEDS = 400
+
+
+def properties(seeds=range(120)):
+    """What `test_properties.py` does, with seeds that are the same in each run."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        world = random_world(rng, strict=rng.random() < 0.7)
+        requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 16))]
+        drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.5, 0.9)))
+
+
+class Mutant(NamedTuple):
+    breaks: str  # what is wrong, in words
+    where: type  # the class, and the method with the line
+    method: str
+    line: str
+    instead: str
+    caught: str  # what the failing assertion says
+    by: object = properties
+    seed: int = 0  # where `properties` begins: saves time
+
+
+MUTANTS = [
+    Mutant("refcount not incremented", BlockPool, "hold",
+           "self._shared[block] = self._shared.get(block, 0) + 1", "pass", "nobody knows|not held"),
+    Mutant("refcount not decremented", BlockPool, "release",
+           "self._shared[block] = more - 1", "self._shared[block] = more", "nobody knows"),
+    Mutant("released head first", BlockPool, "release",
+           "for block in reversed(blocks):", "for block in blocks:", "", test_facts.test_v12_a_tail_block_is_evicted_before_its_head),
+    Mutant("NaN is not wiped", BlockPool, "_give_back",
+           "self.dirty += self.unsound(blocks)", "pass", "was not wiped"),
+    Mutant("NaN of evicted blocks is not wiped", BlockPool, "alloc",
+           "self.dirty.append(block)", "pass", "was not wiped", seed=27),
+    Mutant("the salt is ignored", BlockPool, "root",
+           "return (salt,)", "return (None,)", "another salt"),
+    Mutant("a hit covers the last token", Scheduler, "_reserve",
+           "most = (seq.length - 1) // limits.block_size", "most = seq.length // limits.block_size", ""),
+    Mutant("a rolled-back step leaves its blocks known", Scheduler, "rollback",
+           "self.pool.withdraw_nodes(new)", "pass", "solo stream|known before|the trie|nobody knows"),
+    Mutant("a rolled-back step leaves its counters", Scheduler, "rollback",
+           "self._computed[plan.rows[same]] = plan.start[same]", "pass", ""),
+    Mutant("the first is preempted", Scheduler, "_victim",
+           "return next(seq for seq in reversed(self._running) if seq.row >= 0)",
+           "return next(seq for seq in self._running if seq.row >= 0)", "the first in the order of service"),
+    Mutant("preempted without its tokens", Scheduler, "_preempt",
+           "seq.length = int(self._done[row])", "seq.length = seq.prompt_len", ""),
+    Mutant("the budget is off by one", Scheduler, "_share",
+           "left = self.budget - len(single)", "left = self.budget - len(single) + 1", ""),
+    Mutant("the prefill cap is ignored", Scheduler, "_share",
+           "left = min(left, self.limits.prefill)", "pass", "cap"),
+    Mutant("chunks before decode rows", Scheduler, "_share",
+           "single = np.flatnonzero(want == 1)[: self.budget]", "single = np.flatnonzero(want == 0)", ""),
+    Mutant("somebody starts in a step that preempted", Scheduler, "schedule",
+           "preempted = True", "preempted = False", "started in a step that preempted"),
+    Mutant("the generation is not bumped", Scheduler, "_vacate",
+           "self._generation[row] += 1", "pass", ""),
+    Mutant("what is in flight counts as sound", Scheduler, "_vacate",
+           "sound = (done - 1) // self.limits.block_size if flying else len(seq.blocks)", "sound = len(seq.blocks)",
+           "was not wiped", seed=125),
+    Mutant("sharers are not sent back when the writer failed", Scheduler, "fail",
+           "tainted.intersection(s.blocks)", "False", "innocent", seed=189),
+    Mutant("blocks of who failed stay known", Scheduler, "fail",
+           "self.pool.withdraw(tainted)", "pass", "innocent", seed=126),
+    Mutant("deadlines are ignored", Scheduler, "expire",
+           "late = time == seq.deadline or not (seq.started or seq.row >= 0)",
+           "late = not (seq.started or seq.row >= 0)", "a deadline was not kept"),
+    Mutant("a queue deadline ends who runs", Scheduler, "expire",
+           "late = time == seq.deadline or not (seq.started or seq.row >= 0)", "late = True",
+           "a deadline was not kept"),
+    Mutant("who was unpaused stays parked", Scheduler, "unpause",
+           "self.policy.push(seq)", "pass", "nothing moves|overtook"),
+    Mutant("the one cancelled in the queue still counts", Scheduler, "cancel",
+           "self.waiting -= 1", "pass", "miscounted"),
+    Mutant("last come, first served", Priority, "rank",
+           "(seq.priority, seq.arrival, seq.number)", "(seq.priority, -seq.arrival, -seq.number)", "overtook"),
+    Mutant("new work before preempted work", Fair, "peek",
+           "if back is not None and back.priority <= priority:", "if back is not None and back.priority < priority:",
+           "new work before preempted"),
+    Mutant("tenants are given back everything", Fair, "left",
+           "max(used - self._cost(seq.tenant, seq.end - tokens), min(used, lowest))",
+           "used - self._cost(seq.tenant, seq.end - tokens)", "", test_bounds.test_early_ends_save_up_no_turns),
+    Mutant("a new tenant starts at zero", Fair, "push",
+           "max(self._used.get(key, level), level)", "self._used.get(key, 0.0)", "",
+           test_bounds.test_a_flood_of_new_tenants_does_not_starve_who_waits),
+    Mutant("who starts later is preempted later", Fair, "pop",
+           "seq.rank = seq.priority, self._started", "pass", "",
+           test_bounds.test_who_started_first_is_preempted_last),
+]  # fmt: skip
+
+
+def broken(mutant):
+    """The method with its line changed. The rest of its module is as it was."""
+    module = {BlockPool: blocks, Scheduler: scheduler}.get(mutant.where, policy)
+    source = inspect.getsource(module)
+    method = inspect.getsource(getattr(mutant.where, mutant.method))
+    assert method.count(mutant.line) == 1, (
+        f"{mutant.where.__name__}.{mutant.method} has changed: bring its mutant along"
+    )
+    namespace = {"__name__": module.__name__}
+    exec(
+        compile(source.replace(method, method.replace(mutant.line, mutant.instead)), module.__name__, "exec"), namespace
+    )
+    return vars(namespace[mutant.where.__name__])[mutant.method]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.breaks)
+def test_a_planted_bug_is_caught(mutant, monkeypatch):
+    monkeypatch.setattr(mutant.where, mutant.method, broken(mutant))
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        if mutant.by is properties:
+            properties((*range(mutant.seed, SEEDS), *range(mutant.seed)))
+        else:
+            mutant.by()
+    assert re.search(mutant.caught, str(caught.value)), caught.value
+
+
+def test_without_a_bug_nothing_is_caught():
+    properties()
