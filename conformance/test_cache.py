@@ -7,7 +7,7 @@ token was written once, to a place that nobody else had.
 import numpy as np
 import pytest
 
-from hibachi import PromptTooLong
+from hibachi import PromptTooLong, Terms
 from hibachi.testing.toys import SURE, VOCAB, SumBoth, SumFrames, SumPaged, SumState, expected, one_hot
 
 from .serving import BLOCK
@@ -120,7 +120,7 @@ def test_requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context(serve)
 
 def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
     """H-36: none fails, and nobody overtakes."""
-    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    engine = serve.cached(SumPaged, cache_bytes=SMALL, reserve_all=True)
     assert engine.stats().blocks == 4
     running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=6)  # 1 block
     before = []
@@ -141,6 +141,38 @@ def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
     check(serve, engine, PROMPTS * 2, n=4)
 
 
+def test_who_loses_its_memory_goes_on_as_if_nothing_had_happened(serve):
+    """V-05."""
+    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    prompts = [[1, 2], [6], [2, 5, 1], [7, 7]]
+    streams = serve.together(engine, prompts, max_new_tokens=12)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        serve.expect(stream, expected(prompt, 12))
+    assert engine.stats().preemptions > 0, "there was memory for all"
+    assert engine.stats().free_blocks == 4
+
+
+def test_what_requests_have_in_common_is_computed_once(serve):
+    """V-08, V-09, V-11: also if they start in the same step; the last token of a prompt is always computed."""
+    for kind in (SumPaged, SumState, SumBoth):
+        engine = serve.cached(kind)
+        common = [1, 2, 5, 3, 0, 4, 7, 1] * 2
+        prompts = [common, [*common, 6], [*common, 2, 5], [*[6] * BLOCK, *common[BLOCK:], 3]]  # the last ends alike
+        for _ in range(2):
+            streams = serve.together(engine, prompts, max_new_tokens=3)
+            for prompt, stream in zip(prompts, streams, strict=True):
+                serve.expect(stream, expected(prompt, 3))
+        assert engine.stats().prefix_hits >= 4 * BLOCK, "nothing was shared"
+
+
+def test_requests_of_different_salts_share_nothing(serve):
+    """V-10."""
+    engine = serve.cached(SumPaged)
+    for salt in ("a", "b"):
+        serve.expect(engine.run([1] * 20, max_new_tokens=3, terms=Terms(cache_salt=salt)), expected([1] * 20, 3))
+    assert engine.stats().prefix_hits == 0
+
+
 def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
     engine = serve.cached(SumPaged, cache_bytes=SMALL, max_model_len=5 * BLOCK)
     running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=4)
@@ -155,7 +187,7 @@ def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
 
 def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
     """H-33."""
-    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    engine = serve.cached(SumPaged, cache_bytes=SMALL, reserve_all=True)
     running, gate = held_at(serve, engine, [1, 2], 3)  # all four blocks
     waiting = engine.run(LONG, max_new_tokens=3)
     assert engine.stats().free_blocks == 0
@@ -266,7 +298,8 @@ class FussyState(SumState):
 def test_a_step_that_raises_fails_the_guilty_request_alone(serve):
     """H-34: the others compute their part of the step again, and nothing twice."""
     for kind in (FussyPaged, FussyState):
-        engine = serve.cached(kind, max_model_len=96, block_size=3 * BLOCK)
+        # Without a prefix cache, for which prompts with a state are cut.
+        engine = serve.cached(kind, max_model_len=96, block_size=3 * BLOCK, prefix_cache=False)
         running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=8)
         streams = [engine.run(prompt, max_new_tokens=3) for prompt in ([1] * 70, [6, 5])]
         gate.open()

@@ -41,10 +41,11 @@ def serving(change: Any = None, backend: Any = None, **methods: Any) -> Serving:
     """What the tests are given in place of `serve`: engines with `change(engine)` and other methods."""
 
     def broken(face: Any) -> Any:
-        def serve(self: Any, engine: Any) -> Any:
+        def serve(self: Any, *parts: Any) -> Any:
+            worker = face._serve(self, *parts)
             if change is not None:
-                change(engine)
-            return face._serve(self, engine)
+                change(worker._engine)
+            return worker
 
         def method(name: str, replacement: Any) -> Any:
             honest = getattr(face, name)
@@ -149,10 +150,10 @@ def compute_while_idle(step: Any) -> bool:
     return busy
 
 
-def admit_one(admit: Any, left: int) -> Any:
+def admit_one(admit: Any, *args: Any) -> Any:
     owner = admit.__self__
     owner._free_rows, others = owner._free_rows[-1:], owner._free_rows[:-1]
-    admitted = admit(left)
+    admitted = admit(*args)
     owner._free_rows = others + owner._free_rows
     return admitted
 
@@ -212,7 +213,7 @@ BATCHING = [
     runner("rows_of_equal_length_share_a_pass_where_nothing_is_padded", "gives each row a pass",
            run=one_pass_a_row),
     scheduler("a_free_row_is_taken_at_the_next_step", "waits until the whole batch is done",
-              _admit=lambda admit, left: [] if admit.__self__.running else admit(left)),
+              _admit=lambda admit, *args: [] if admit.__self__.running else admit(*args)),
     scheduler("requests_start_in_the_order_in_which_they_came", "serves the last one first", add=last_first),
     runner("the_batch_is_as_wide_as_its_longest_row", "never trims", _shape=never_trim),
     core("the_engine_counts_what_waits_and_runs", "counts no prompt tokens",
@@ -592,14 +593,15 @@ def release_at_once(alloc: Any, n: int) -> Any:
     return blocks
 
 
-def skip_a_token(schedule: Any) -> Any:
-    plan = schedule()
+def skip_a_token(schedule: Any, *now: Any) -> Any:
+    plan = schedule(*now)
     if plan is not None:
         schedule.__self__._computed[plan.rows[~plan.emit]] += 1
     return plan
 
 
 def large_budget(engine: Any) -> None:
+    engine.scheduler.budget = 10**6
     engine.scheduler.limits = replace(engine.scheduler.limits, budget=10**6, chunk=10**6)
 
 
@@ -615,21 +617,36 @@ def show_first_blocks(admit: Any, seq: Any) -> None:
         blocks[seq.row] = blocks[first]
 
 
-def fail_who_waits(alloc: Any, n: int) -> Any:
-    blocks = alloc(n)
+def fail_who_waits(reserve: Any, *args: Any) -> Any:
+    blocks = reserve(*args)
     if blocks is None:
         raise MemoryError("no blocks")
     return blocks
 
 
-def overtake(admit: Any, left: int) -> Any:
+def overtake(admit: Any, *args: Any) -> Any:
     owner = admit.__self__
-    admitted = admit(left)
-    if not admitted and len(owner._waiting) > 1 and owner._free_rows:
-        owner._waiting.rotate(-1)
-        admitted = admit(left)
-        owner._waiting.rotate(1)
+    admitted, queue = admit(*args), owner.policy._queue._heap
+    if not admitted and len(queue) > 1 and owner._free_rows:
+        first = queue.pop(0)
+        admitted = admit(*args)
+        queue.insert(0, first)
     return admitted
+
+
+def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
+    suspend(seq, row)
+    seq.owner.history[-1] = 0
+
+
+def hit_all(match: Any, salt: Any, keys: Any, most: int) -> Any:
+    """Blocks of another prefix that ends alike."""
+    pool = match.__self__
+    found, node = match(salt, keys, most)
+    for (_, key), block in list(pool._trie.items()):
+        if len(found) < most and key == keys[len(found)]:
+            found, node = [*found, block], pool._node[block]
+    return found, node
 
 
 def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
@@ -680,10 +697,17 @@ CACHES = [
     runner("a_model_with_a_cache_may_return_tokens_itself", "delivers the neighbour's frame", run=swap_rows),
     core("requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context", "swallows the stop token",
          add=including(stop=False)),
-    pool("a_cache_that_is_too_small_for_all_makes_them_wait_their_turn", "fails who has to wait",
-         alloc=fail_who_waits),
+    scheduler("a_cache_that_is_too_small_for_all_makes_them_wait_their_turn", "fails who has to wait",
+              _reserve=fail_who_waits),
     scheduler("a_cache_that_is_too_small_for_all_makes_them_wait_their_turn", "lets small requests overtake",
               _admit=overtake),
+    runner("who_loses_its_memory_goes_on_as_if_nothing_had_happened", "forgets its last token",
+           suspend=forget_the_last),
+    pool("what_requests_have_in_common_is_computed_once", "finds nothing",
+         match=lambda match, salt, keys, most: match(salt, keys, 0)),
+    pool("what_requests_have_in_common_is_computed_once", "takes any block with the same tokens", match=hit_all),
+    pool("requests_of_different_salts_share_nothing", "forgets the salt",
+         match=lambda match, salt, keys, most: match(None, keys, most), root=lambda root, salt: (None,)),
     scheduler("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", fit=hope),
     scheduler("a_cancelled_request_gives_its_blocks_to_the_next", "loses the blocks", cancel=keep_blocks),
     core("a_request_may_be_cancelled_within_its_prompt", "computes on for nobody",
@@ -691,8 +715,8 @@ CACHES = [
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "does not wipe blocks",
            wipe=lambda wipe, seq: None),
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "draws from NaN", run=deliver_nan),
-    scheduler("nan_that_a_cancelled_request_left_never_reaches_the_next", "wipes after failures only",
-              prefilling=lambda prefilling, seq: False),
+    pool("nan_that_a_cancelled_request_left_never_reaches_the_next", "takes all blocks that are left for sound",
+         release=lambda release, blocks, sound: release(blocks, sound=len(blocks))),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "advances states in a step that fails",
            _forward=advance_on_failure),
