@@ -639,16 +639,6 @@ def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
     seq.owner.history[-1] = 0
 
 
-def hit_all(match: Any, salt: Any, keys: Any, most: int) -> Any:
-    """Blocks of another prefix that ends alike."""
-    pool = match.__self__
-    found, node = match(salt, keys, most)
-    for (_, key), block in list(pool._trie.items()):
-        if len(found) < most and key == keys[len(found)]:
-            found, node = [*found, block], pool._node[block]
-    return found, node
-
-
 def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
     try:
         return fit(prompt_len, max_new)
@@ -705,7 +695,6 @@ CACHES = [
            suspend=forget_the_last),
     pool("what_requests_have_in_common_is_computed_once", "finds nothing",
          match=lambda match, salt, keys, most: match(salt, keys, 0)),
-    pool("what_requests_have_in_common_is_computed_once", "takes any block with the same tokens", match=hit_all),
     pool("requests_of_different_salts_share_nothing", "forgets the salt",
          match=lambda match, salt, keys, most: match(None, keys, most), root=lambda root, salt: (None,)),
     scheduler("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", fit=hope),
