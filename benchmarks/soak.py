@@ -133,10 +133,8 @@ class Soak:
             text = self.rng.choice(BEGINNINGS)
             ids = llm.tokenizer.encode(text)[: self.rng.choice((8, 20, 33, 60))]
             ids = ids + llm.tokenizer.encode(self.rng.choice((" And then", " One day she", " But nobody knew", "")))
-            sampled = {} if n % 2 else {"temperature": 0.8, "top_k": 40, "seed": n}
-            out.append(
-                (ids, SamplingParams(**{"temperature": 0, "max_tokens": self.rng.choice((4, 16, 40)), **sampled}))
-            )
+            params = SamplingParams(temperature=0, max_tokens=self.rng.choice((4, 16, 40)))
+            out.append((ids, params if n % 2 else params.with_(temperature=0.8, top_k=40, seed=n)))
         return out
 
     @staticmethod

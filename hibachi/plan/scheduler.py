@@ -343,15 +343,20 @@ class Scheduler:
             end = start + q
             if not self.pool or not np.count_nonzero(end > self._capacity[rows]):
                 break
-            sent = self._grow(seqs, end, self._capacity[rows])
+            sent = self._grow(seqs, rows, end, self._capacity[rows])
             if not sent:
                 break
             self._sent += sent
             preempted = True
         published: list[Published] = []
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
-            for i in np.flatnonzero(full & (q > 0)).tolist():  # what no plan notes could not be rolled back
-                self._publish(seqs[i], int(end[i]), published)
+            # (What no plan notes could not be rolled back.)
+            at = np.flatnonzero(full if decode else full & (q > 0))
+            mine = rows[at]
+            known = at.tolist(), end[at].tolist(), self._done[mine].tolist(), self._emitted[mine].tolist()
+            self._published[mine] = [
+                self._publish(seqs[i], n, done, emitted, published) for i, n, done, emitted in zip(*known, strict=True)
+            ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
         if self.waiting and left > 0 and self._free_rows and not preempted:
@@ -418,14 +423,23 @@ class Scheduler:
 
     # ---- blocks ------------------------------------------------------------------------------------------------
 
-    def _grow(self, seqs: list[Seq], end: Ints, capacity: Ints) -> Sent:
+    def _grow(self, seqs: list[Seq], rows: Index, end: Ints, capacity: Ints) -> Sent:
         """Blocks for the rows that have come to the end of theirs, taken from the last in the order if none are left.
 
         Returns who lost its row.
         """
         assert self.pool
         sent: Sent = []
-        for i in np.flatnonzero(end > capacity).tolist():
+        who = np.flatnonzero(end > capacity)
+        size = self.limits.block_size
+        if not np.count_nonzero(end[who] > capacity[who] + size) and (blocks := self.pool.alloc(len(who))) is not None:
+            # One more for each, as nearly always: at once, which is the same.
+            self.block_table[rows[who], capacity[who] // size] = blocks
+            self._capacity[rows[who]] += size
+            for i, block in zip(who.tolist(), blocks, strict=True):
+                seqs[i].blocks.append(block)
+            return sent
+        for i in who.tolist():
             seq = seqs[i]
             while seq.row >= 0:
                 more = self.pool.alloc(self.pool.blocks_for(int(end[i])) - len(seq.blocks))
@@ -448,25 +462,27 @@ class Scheduler:
                     return seq
         return next(seq for seq in reversed(self._running) if seq.row >= 0)
 
-    def _publish(self, seq: Seq, end: int, log: list[Published]) -> None:
-        """Make the full blocks among the first `end` tokens known, which a step computes now."""
-        pool, row, keys, bs = self.pool, seq.row, seq.keys, self.limits.block_size
+    def _publish(self, seq: Seq, end: int, done: int, emitted: bool, log: list[Published]) -> int:
+        """Make the full blocks among the first `end` tokens known, which a step computes now.
+
+        Returns how many are; _NEVER if no more will be.
+        """
+        pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
         new: list[tuple[int, Hashable]] = []
-        log.append((seq, seq.published, seq.node, new))
-        done = int(self._done[row])
-        if self._emitted[row]:  # the step that brought the last token has succeeded, and with it all before
-            pool.vouch(seq.blocks[max(seq.published - 1, 0) : (done - 1) // bs])
-        for n in range(seq.published, min(end, done) // bs):
+        log.append((seq, before, seq.node, new))
+        if emitted:  # the step that brought the last token has succeeded, and with it all before
+            pool.vouch(seq.blocks[max(before - 1, 0) : (done - 1) // bs])
+        for n in range(before, min(end, done) // bs):
             if n >= len(keys):
                 if self._key_of is None:
-                    self._published[row] = _NEVER
-                    return
+                    return _NEVER
                 keys.append(self._key_of(seq, n))
-            seq.node = pool.publish(seq.blocks[n], seq.node, keys[n])
+            block = seq.blocks[n]
+            seq.node = node = pool.publish(block, seq.node, keys[n])
             seq.published = n + 1
-            new.append((seq.blocks[n], seq.node))
-        self._published[row] = seq.published
+            new.append((block, node))
+        return seq.published
 
     # ---- who starts --------------------------------------------------------------------------------------------
 
@@ -515,7 +531,7 @@ class Scheduler:
                 seq.published = known
                 self._published[row] = seq.published if seq.keys is not None else _NEVER
                 if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
-                    self._publish(seq, hit + q, published)
+                    self._published[row] = self._publish(seq, hit + q, seq.length, False, published)
             if seq.keys is not None and not seq.started:
                 self.counts.prefix_queries += seq.length
                 self.counts.prefix_hits += hit

@@ -1,4 +1,4 @@
-"""Planted bugs in the scheduler, each with the test that catches it. A bug is an honest method with one line changed."""
+"""Planted bugs in the scheduler, each with the test that catches it. A bug is a method with one line changed."""
 
 import inspect
 import random
@@ -44,7 +44,8 @@ MUTANTS = [
     Mutant("refcount not decremented", BlockPool, "release",
            "self._shared[block] = more - 1", "self._shared[block] = more", "nobody knows"),
     Mutant("released head first", BlockPool, "release",
-           "for block in reversed(blocks):", "for block in blocks:", "", test_facts.test_v12_a_tail_block_is_evicted_before_its_head),
+           "for block in reversed(blocks):", "for block in blocks:", "",
+           test_facts.test_v12_a_tail_block_is_evicted_before_its_head),
     Mutant("NaN is not wiped", BlockPool, "_give_back",
            "self.dirty += self.unsound(blocks)", "pass", "was not wiped"),
     Mutant("NaN of evicted blocks is not wiped", BlockPool, "alloc",
@@ -109,15 +110,12 @@ MUTANTS = [
 def broken(mutant):
     """The method with its line changed. The rest of its module is as it was."""
     module = {BlockPool: blocks, Scheduler: scheduler}.get(mutant.where, policy)
-    source = inspect.getsource(module)
-    method = inspect.getsource(getattr(mutant.where, mutant.method))
-    assert method.count(mutant.line) == 1, (
-        f"{mutant.where.__name__}.{mutant.method} has changed: bring its mutant along"
-    )
+    honest = inspect.getsource(getattr(mutant.where, mutant.method))
+    name = f"{mutant.where.__name__}.{mutant.method}"
+    assert honest.count(mutant.line) == 1, f"{name} has changed: bring its mutant along"
+    source = inspect.getsource(module).replace(honest, honest.replace(mutant.line, mutant.instead))
     namespace = {"__name__": module.__name__}
-    exec(
-        compile(source.replace(method, method.replace(mutant.line, mutant.instead)), module.__name__, "exec"), namespace
-    )
+    exec(compile(source, module.__name__, "exec"), namespace)
     return vars(namespace[mutant.where.__name__])[mutant.method]
 
 
