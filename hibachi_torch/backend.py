@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,36 @@ import torch.nn.functional as F
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
+_log = logging.getLogger("hibachi.torch")
+_said: set[str] = set()  # why there are no native kernels, once each
+
 
 class TorchBackend(ArrayBackend):
-    """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU."""
+    """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU.
+
+    native: on the CPU, kernels in C++ that are compiled once on this machine; where that fails, the log says why and
+    it goes without. They depend on the batch in no bit, so the backend is deterministic then. None: if the environment
+    variable HIBACHI_NATIVE is 1.
+    """
 
     name = "torch"
+    native = False
+    """The kernels in C++ are used."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __new__(cls, device: Any = None, native: bool | None = None) -> TorchBackend:
+        if cls is TorchBackend and _native_wanted(device, native):
+            from hibachi_torch.native.build import why_missing
+
+            if (why := why_missing()) is None:
+                from hibachi_torch.native.backend import NativeTorchBackend  # it inherits from this class
+
+                return object.__new__(NativeTorchBackend)
+            if why not in _said:
+                _said.add(why)
+                _log.warning("PyTorch goes without native kernels. %s", why)
+        return object.__new__(cls)
+
+    def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._array_type = torch.Tensor
 
@@ -125,3 +150,9 @@ class TorchBackend(ArrayBackend):
             "library": f"torch {torch.__version__}",
             "device": f"{device}, {torch.get_num_threads()} threads",
         }
+
+
+def _native_wanted(device: Any, native: bool | None) -> bool:
+    if native is None:
+        native = os.environ.get("HIBACHI_NATIVE") == "1"
+    return native and (not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu")

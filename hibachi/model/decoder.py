@@ -80,7 +80,7 @@ class Decoder:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
         a, b = self.arch, self.backend
         h, cache = self.hidden(params, cache, x)
-        logits = b.float32(b.linear(h, params["head"], params.get("head_bias")))
+        logits = b.logits(h, params["head"], params.get("head_bias"))
         if a.logit_divisor != 1.0:
             logits = logits / a.logit_divisor
         if a.logit_softcap is not None:
@@ -175,11 +175,9 @@ class Decoder:
 
     def _activate(self, inner: Array) -> Array:
         """The hidden units of a feed-forward part from what its projections in give."""
-        act = getattr(self.backend, self.arch.activation)
-        if not self.arch.gated:
-            return act(inner)
-        n = inner.shape[-1] // 2
-        return act(inner[..., :n]) * inner[..., n:]
+        if self.arch.gated:
+            return self.backend.gated(inner, self.arch.activation)
+        return getattr(self.backend, self.arch.activation)(inner)
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------

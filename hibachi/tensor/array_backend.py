@@ -339,6 +339,10 @@ class ArrayBackend:
         y = self.xp.matmul(x, self.xp.matrix_transpose(w))
         return y if b is None else y + b
 
+    def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        """`linear` in float32: of an output head. Not rounded to the dtype of x where the library can."""
+        return self.float32(self.linear(x, w, b))
+
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         """x / sqrt(mean(x^2) + eps) * w over the last axis, computed in float32 (Zhang & Sennrich 2019)."""
         f = self.float32(x)
@@ -374,6 +378,11 @@ class ArrayBackend:
         """x * sigmoid(x)."""
         e = self.xp.exp(-self.xp.abs(x))  # never overflows
         return x * self.xp.where(x >= 0, self.xp.ones_like(x), e) / (1 + e)
+
+    def gated(self, x: Array, activation: str) -> Array:
+        """act(first half of the last axis) * second half: [..., 2 n] -> [..., n]. activation: the operation's name."""
+        n = x.shape[-1] // 2
+        return getattr(self, activation)(x[..., :n]) * x[..., n:]
 
     def softmax(self, x: Array) -> Array:
         """Over the last axis."""

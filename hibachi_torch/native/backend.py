@@ -80,9 +80,10 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     multiple = 1
     kernels = "native"
+    native = True
 
-    def __init__(self, device: Any = "cpu") -> None:
-        super().__init__(device)
+    def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
+        super().__init__("cpu")
         self._of = {dtype: _Kernels(suffix) for dtype, suffix in _SUFFIX.items()}
 
     # ---- weights -----------------------------------------------------------------------------------------------
@@ -105,6 +106,9 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
+
+    def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._linear(x, w, b, torch.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
 
     def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: torch.dtype) -> Array:
         """`linear` with results rounded to w's dtype, or not rounded: float32."""
@@ -227,10 +231,13 @@ class NativeTorchBackend(InvariantTorchBackend):
     def gelu_tanh(self, x: Array) -> Array:
         return self._activate("gelu_tanh", x, gated=False)
 
+    def gated(self, x: Array, activation: str) -> Array:
+        return self._activate(activation, x, gated=True) if activation in _ACTIVATIONS else super().gated(x, activation)
+
     def _activate(self, name: str, x: Array, *, gated: bool) -> Array:
         kernels = self._of.get(x.dtype)
         if kernels is None or not x.ndim:
-            return getattr(super(), name)(x)
+            return super().gated(x, name) if gated else getattr(super(), name)(x)
         rows, stride = _rows(x)
         dim = x.shape[-1] // 2 if gated else x.shape[-1]
         y = torch.empty((*x.shape[:-1], dim), dtype=x.dtype)

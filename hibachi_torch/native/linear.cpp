@@ -18,9 +18,6 @@ static void multiply(
 ) {
   Floats sums[N][COLUMNS] = {};  // apart from `out`, so that they stay in registers
   for (int64_t k = 0; k < depth; k++, panel += WIDTH) {
-    __builtin_prefetch(panel + 16 * WIDTH);
-    __builtin_prefetch(panel + 16 * WIDTH + LANES);
-    __builtin_prefetch(panel + 16 * WIDTH + 2 * LANES);
     Words w[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) w[c] = load<Words>(panel + c * LANES);
     for (int r = 0; r < N; r++)

@@ -11,6 +11,7 @@ from hibachi import Paged, StepInputs
 from hibachi.plan.lower import lower
 
 torch = pytest.importorskip("torch")
+from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.native import build  # noqa: E402
 
 if build.why_missing():
@@ -287,6 +288,62 @@ def test_activations_are_those_of_torch(native, threads, name, dtype):
     spoiled = x.clone()
     spoiled[2, 3] = torch.nan
     assert getattr(native, name)(spoiled).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ("silu", "gelu_tanh", "gelu"))
+def test_gated_multiplies_the_second_half_by_the_activated_first(native, name, dtype):
+    x = normal(5, 66, dtype=dtype)
+    want = getattr(native, name)(x[:, :33].contiguous()).double() * x[:, 33:].double()
+    near(native.gated(x, name), want, dtype)
+    assert native.gated(x[:0], name).shape == (0, 33)
+
+
+def test_logits_are_not_rounded(native):
+    x, w = normal(4, 64, dtype="bfloat16"), normal(50, 64, seed=1, dtype="bfloat16")
+    got = native.logits(x, native.put_weight(w.float().numpy(), "bfloat16"))
+    assert got.dtype == torch.float32
+    near(got, x.double() @ w.double().T, "float32")
+
+
+# ---- the backend that users ask for --------------------------------------------------------------------------------
+
+
+def test_the_backend_is_native_on_request(monkeypatch):
+    monkeypatch.delenv("HIBACHI_NATIVE", raising=False)
+    assert not TorchBackend("cpu").native and type(TorchBackend("cpu")) is TorchBackend
+    asked = TorchBackend("cpu", native=True)
+    assert (
+        asked.native and asked.deterministic and asked.invariant() is asked and "kernels native" in asked.fingerprint()
+    )
+    monkeypatch.setenv("HIBACHI_NATIVE", "1")
+    assert TorchBackend("cpu").native and not TorchBackend("cpu", native=False).native
+    assert not TorchBackend("meta", native=True).native
+
+
+def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
+    monkeypatch.setattr("hibachi_torch.backend._said", set())
+    assert not TorchBackend("cpu", native=True).native
+    assert not TorchBackend("cpu", native=True).native
+    assert [r.message for r in caplog.records] == ["PyTorch goes without native kernels. No C++ compiler was found."]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_language_model_says_the_same_with_native_kernels(dtype):
+    """Text of the shipped model: in float32 the tokens of the plain backend."""
+    import hibachi
+
+    prompts = ["The", "A little", "Once upon a time there was"]
+    params = hibachi.SamplingParams(temperature=0, max_tokens=12)
+    said = []
+    for native in (False, True):
+        with hibachi.LLM("tiny", backend=TorchBackend("cpu", native=native), dtype=dtype) as llm:
+            said.append([c.token_ids for c in llm.generate(prompts, params)])
+            assert not native or llm.engine.deterministic
+            alone = [llm.generate([p], params)[0].token_ids for p in prompts]
+            assert not native or alone == said[-1]
+    assert dtype == "bfloat16" or said[0] == said[1]
 
 
 # ---- building ------------------------------------------------------------------------------------------------------
