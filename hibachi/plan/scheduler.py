@@ -118,6 +118,7 @@ class Scheduler:
         self._known = np.zeros(rows, np.int32)
         self._computed = np.zeros(rows, np.int32)
         self._done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
+        self._settled = np.zeros(rows, np.int32)  # computed by committed steps, as far as they had chunks of prompts
         self._end = np.zeros(rows, np.int32)
         self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
         self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
@@ -283,7 +284,9 @@ class Scheduler:
                 self.pool.withdraw(self.pool.unsound(other.blocks))
                 sent.append(self._preempt(other))
         row = seq.row
-        self._emitted[row] = False
+        if self._emitted[row]:
+            self._settled[row] = self._done[row] - 1
+            self._emitted[row] = False
         self._leave(seq, Finish.ERROR)
         return sent
 
@@ -521,7 +524,7 @@ class Scheduler:
                     restores.append((row, slot))
             left -= q
             self._known[row] = self._done[row] = seq.length
-            self._computed[row] = hit
+            self._computed[row] = self._settled[row] = hit
             self._end[row] = seq.end
             self._emitted[row] = False
             if pool:
@@ -644,6 +647,8 @@ class Scheduler:
         rows, end, seqs = plan.rows, plan.end, plan.seqs
         alive: Bools | None = None
         if np.count_nonzero(plan.emit) < len(rows):
+            same = self._generation[rows] == plan.generation
+            self._settled[rows[same]] = end[same]
             at = np.flatnonzero(plan.emit)
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
             same = self._generation[rows] == plan.generation[at]
@@ -695,11 +700,13 @@ class Scheduler:
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            sound = 0  # blocks: what no step may write to any more
+            sound, settled, size = 0, int(self._settled[row]), self.limits.block_size
             if self._emitted[row]:
                 done = int(self._done[row])
-                flying = self._known[row] > done
-                sound = (done - 1) // self.limits.block_size if flying else len(seq.blocks)
+                settled = max(settled, done - 1)
+                sound = settled // size if self._known[row] > done else len(seq.blocks)
+            if seq.published > settled // size:  # what a step in flight computes: nobody will hear how it went
+                self.pool.withdraw(seq.blocks[settled // size : seq.published])
             self.pool.release(seq.blocks, sound=sound)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):

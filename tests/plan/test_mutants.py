@@ -12,7 +12,7 @@ from hibachi.plan.blocks import BlockPool
 from hibachi.plan.policy import Fair, Priority
 from hibachi.plan.scheduler import Scheduler
 
-from . import test_bounds, test_facts
+from . import test_bounds, test_facts, test_properties
 from .world import drive, random_request, random_world
 
 SEEDS = 400
@@ -74,12 +74,16 @@ MUTANTS = [
     Mutant("the generation is not bumped", Scheduler, "_vacate",
            "self._generation[row] += 1", "pass", ""),
     Mutant("what is in flight counts as sound", Scheduler, "_vacate",
-           "sound = (done - 1) // self.limits.block_size if flying else len(seq.blocks)", "sound = len(seq.blocks)",
+           "sound = settled // size if self._known[row] > done else len(seq.blocks)", "sound = len(seq.blocks)",
            "was not wiped", seed=125),
     Mutant("sharers are not sent back when the writer failed", Scheduler, "fail",
            "tainted.intersection(s.blocks)", "False", "innocent", seed=189),
     Mutant("blocks of who failed stay known", Scheduler, "fail",
-           "self.pool.withdraw(tainted)", "pass", "innocent", seed=126),
+           "self.pool.withdraw(tainted)", "pass", "",
+           test_properties.test_what_a_failed_prompt_computed_is_not_found),
+    Mutant("what is in flight stays known when its row leaves", Scheduler, "_vacate",
+           "self.pool.withdraw(seq.blocks[settled // size : seq.published])", "pass", "",
+           test_properties.test_what_nobody_heard_of_is_not_found),
     Mutant("deadlines are ignored", Scheduler, "expire",
            "late = time == seq.deadline or not (seq.started or seq.row >= 0)",
            "late = not (seq.started or seq.row >= 0)", "a deadline was not kept"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from hibachi.plan.scheduler import Limits
+from hibachi.request import Finish
 
 from .world import ALIKE, POLICIES, VOCAB, Request, World, drive, random_request, random_world
 
@@ -149,3 +150,44 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, **QUIET)
+
+
+# ---- what random orders seldom hit -------------------------------------------------------------------------------
+
+
+def chunked():
+    """A prompt of four full blocks in chunks of two blocks; its first chunk is committed."""
+    world = World(Limits(2, 64, 8, 40, 20, 4))
+    request = Request(0, [1] * 19, 4, salt="a")
+    world.add(request)
+    world.launch()
+    world.commit()
+    return world, request
+
+
+def found(world):
+    """What the same prompt finds computed now."""
+    again = Request(1, [1] * 19, 4, salt="a")
+    world.add(again)
+    world.launch()
+    return again.seq.reused
+
+
+def test_what_a_failed_prompt_computed_is_not_found():
+    """Whatever made its output not finite may be in any of its chunks."""
+    world, request = chunked()
+    assert request.seq.published == 2
+    request.guilty = True
+    world.scheduler.fail(request.seq)
+    world.ended(request, Finish.ERROR)
+    assert found(world) == 0
+
+
+def test_what_nobody_heard_of_is_not_found():
+    """It was cancelled while a step computed it: had that gone wrong, nobody would have asked."""
+    world, request = chunked()
+    world.launch()
+    assert request.seq.published == 4
+    world.cancel(request)
+    world.commit()
+    assert found(world) == 8, "the first chunk was heard of"
