@@ -55,12 +55,12 @@ class Troubled(InvariantTorchBackend):
             return compiled
 
         def step(params: Any, cache: Any, x: Any) -> Any:
-            if not self.on:
-                return compiled(params, cache, x)
             if bool((x.tok == self.guilty).any()):
                 self.injected["rows that raise, calls"] += 1
                 self._rest = 20  # the search for the guilty row is not disturbed
                 raise ValueError("a poisoned prompt")
+            if not self.on:
+                return compiled(params, cache, x)
             self._rest -= 1
             luck = self.rng.random() if self._rest < 0 else 1.0
             if luck < 0.02:
@@ -220,7 +220,8 @@ class Soak:
             health = self.engine.health()
             if health.state not in ("running", "idle"):
                 self.complain(f"health: {health.state}: {health.message}")
-            memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if passed > seconds / 4:
+                memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             stats = self.engine.stats()
             print(
                 f"{time.monotonic() - began:5.0f} s  {stats.finished:6} ended  {stats.new_tokens:7} tokens  "
@@ -260,7 +261,7 @@ class Soak:
             *((f"faults: {what}", n) for what, n in sorted(injected.items())),
             ("token budget at the end", f"{scheduler.budget} of {scheduler.limits.budget}"),
             ("free blocks at the end", f"{stats.free_blocks} of {stats.blocks}"),
-            ("peak memory, after 15 s and at the end", f"{memory // 1024} and {now // 1024} MiB"),
+            ("peak memory, after a quarter of the time and at the end", f"{memory // 1024} and {now // 1024} MiB"),
             ("**wrong**", f"**{len(self.wrong)}**"),
         ]
         for what, n in rows:
