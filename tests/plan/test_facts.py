@@ -575,3 +575,19 @@ def test_k28_a_block_that_is_written_to_has_one_holder():
         step(s)
         if a.row >= 0 and b.row >= 0:
             assert not set(a.blocks[2:]) & set(b.blocks[2:])
+
+
+# ---- our own -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [512, 2048, 100_000])
+def test_a_burst_that_shares_512_of_544_tokens_computes_them_once(budget):
+    """64 requests that arrive in one step: 544 + 63 * 32 = 2,560 tokens of prompts."""
+    s = scheduler(rows=64, budget=budget, max_len=600, blocks=400)
+    for n in range(64):
+        add(s, [*range(512), *range(1000 * n, 1000 * n + 32)], 1)
+    computed = 0
+    while (plan := s.schedule()) is not None:
+        computed += int(plan.q.sum())
+        s.commit(plan, np.zeros(int(plan.emit.sum()), bool))
+    assert computed == 544 + 63 * 32
