@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 
+from hibachi.cli.options import deterministic_argument
 from hibachi.engine.llm import LLM
 from hibachi.engine.stream import merge
 from hibachi.engine.textstream import Completion
@@ -40,6 +41,7 @@ PROMPTS = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
+    deterministic_argument(parser)
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
     parser.add_argument("--plain", action="store_true", help="no live view, as when the output is piped")
 
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=args.tokens, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
-    with LLM("tiny", backend=args.backend, max_batch_size=len(PROMPTS)) as llm:
+    with LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_batch_size=len(PROMPTS)) as llm:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
         title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.arch.layers)} layers, {place}"
@@ -62,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
         batched = Pass(llm, params, len(PROMPTS)).run(view)
         alone = Pass(llm, params, 1).run(view)
     same = sum(a.token_ids == b.token_ids for a, b in zip(alone.completions, batched.completions, strict=True))
-    view.say(
-        f"{alone.seconds / batched.seconds:.1f} times as fast at once; "
-        f"the same tokens as alone: {same} of {len(PROMPTS)} texts"
-    )
+    equal = f"the same tokens as alone: {same} of {len(PROMPTS)} texts"
+    if llm.deterministic:
+        equal = f"deterministic, equal to a run alone: {same} of {len(PROMPTS)} texts"
+    view.say(f"{alone.seconds / batched.seconds:.1f} times as fast at once; {equal}")
     return 0
 
 

@@ -9,6 +9,8 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from hibachi.errors import UnsupportedOperation
+from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load, why_missing
 
 _EXTRAS = (
@@ -51,7 +53,16 @@ def _backend(name: str) -> str:
     except Exception as e:
         return f"broken   {e}"
     room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
-    return f"ready    {facts['library']} on {facts['device']}{room}"
+    return f"ready    {facts['library']} on {facts['device']}{room}{_kernels(backend)}"
+
+
+def _kernels(backend: ArrayBackend) -> str:
+    """The fingerprint of a deterministic run: where it is the same, bits can be expected to be."""
+    try:
+        found = backend.invariant().fingerprint()
+    except UnsupportedOperation:
+        return "\n           not deterministic"
+    return f"\n           deterministic: {found}"
 
 
 def _library(module: str, extra: str) -> str:

@@ -21,11 +21,27 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
 
 def open_model(args: argparse.Namespace) -> LLM:
-    return LLM(args.model, backend=args.backend, device=args.device, dtype=args.dtype, max_model_len=args.max_model_len)
+    return LLM(
+        args.model,
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        deterministic=args.deterministic,
+        max_model_len=args.max_model_len,
+    )
+
+
+def deterministic_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="the same bits whoever shares the batch (default: where that costs little)",
+    )
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Hashable
@@ -16,6 +17,7 @@ from hibachi.engine.job import Job, Stopper, TokenTable, as_token
 from hibachi.engine.policies import policy_of
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stream import Channel, ItemStream, native_row
 from hibachi.engine.whole import WholeRunner
@@ -29,6 +31,7 @@ from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import backend_for, resolve
 
+log = logging.getLogger("hibachi.engine")
 _IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 NO_LIMIT = 2**31 - 2
 DEFAULT_CACHE_BYTES = 2**30
@@ -60,10 +63,10 @@ class AutoregressiveBatchInference(Service):
     service: max_waiting, pause_after, restart, stall_after, record: see `Service`.
     deterministic: who shares the batch never changes a bit. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made); levels 0 and 1: one row a call. None: as the model
-    was made. See docs/determinism.md.
+    was made. At level 2, `selfcheck` tries it when the engine is made. See docs/determinism.md.
     backend: a name, a backend, or None: the model's `backend`, else that of the first array seen.
 
-    Raises ConfigError, BackendNotFound or BackendNotInstalled.
+    Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class AutoregressiveBatchInference(Service):
         self._policy = policy_of(policy)
         self._stop_token, self._padding_token = stop_token, padding_token
         self._backend = self._find_backend(backend, stop_token, padding_token)
-        self.deterministic = self._decide(deterministic)
+        self._asked, self.deterministic = bool(deterministic), self._decide(deterministic)
+        self._runner: CachedRunner | None = None
         if padding_token is not None:
             _check_padding(self._host(padding_token), padding_token)
         if self._backend is not None and self._vocab is not None:
@@ -137,6 +141,28 @@ class AutoregressiveBatchInference(Service):
             )
         self._backend = computes.invariant()
         return True
+
+    def _check_bits(self, runner: CachedRunner) -> None:
+        """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
+        assert self._backend is not None
+        if self.deterministic:
+            try:
+                selfcheck(runner, unused=True)
+            except Exception as e:
+                if self._asked:
+                    raise
+                self.deterministic = False
+                log.warning("deterministic=False, as the check of the model failed: %s", e)
+        self._runner = runner
+        log.info("deterministic=%s; %s", self.deterministic, self._backend.fingerprint())
+
+    def selfcheck(self) -> int:
+        """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
+
+        With a cache of its own, at any time. A deterministic engine does so when it is made. 0: nothing to compare, as
+        the model returns tokens, not logits, or has no cache. Raises NotDeterministic with the first difference.
+        """
+        return selfcheck(self._runner) if self._runner is not None else 0
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -366,6 +392,7 @@ class AutoregressiveBatchInference(Service):
                 )
                 self._shares = self._prefix_cache
                 runner = self._make_runner(self._model, backend, scheduler, table, sampler, self._dtype)
+                self._check_bits(runner)
             else:
                 limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
                 scheduler, self._shares = Scheduler(limits, self._policy), False

@@ -40,6 +40,8 @@ class LLM(Closing):
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
     values; options: see `AutoregressiveBatchInference`, such as prefix_cache, policy, max_waiting, restart.
+    deterministic: who shares the batch never changes a bit of an answer; None: where that costs little, which is on the
+    CPU with numpy (if the processor has AVX-512) and torch. See docs/determinism.md.
 
     default_params: the SamplingParams of a request that brings none; from the model's generation_config.json. As in
     vLLM, parameters of one's own take the place of all of them; `llm.default_params.with_(...)` changes a few.
@@ -64,7 +66,7 @@ class LLM(Closing):
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
-        if deterministic:
+        if deterministic or (deterministic is None and self.backend.prefers_invariant):
             self.backend = self.backend.invariant()
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
@@ -284,6 +286,17 @@ class LLM(Closing):
         return [int(i) for i in ids]
 
     # ---- life --------------------------------------------------------------------------------------------------
+
+    @property
+    def deterministic(self) -> bool:
+        return self.engine.deterministic
+
+    def selfcheck(self) -> int:
+        """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
+
+        Raises NotDeterministic, which names the first difference.
+        """
+        return self.engine.selfcheck()
 
     def stats(self) -> Stats:
         return self.engine.stats()

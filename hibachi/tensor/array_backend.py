@@ -33,6 +33,8 @@ class ArrayBackend:
     deterministic: bool = False
     """What a row of a call comes to, bit by bit, does not depend on the other rows: on how many there are, where it
     stands among them, or what they hold. So for every operation of the decoder and of sampling."""
+    prefers_invariant: bool = False
+    """`invariant()` costs little, so that deterministic=None means True."""
     tiles: tuple[int, int] = (1, 32)
     """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
     multiple: int = 1
@@ -489,8 +491,9 @@ class ArrayBackend:
         if self.deterministic:
             return self
         raise UnsupportedOperation(
-            f"{self.name} has no kernels whose results are independent of the batch, so deterministic=True cannot be "
-            f"kept on it. Pass deterministic=False, or take the backend numpy, torch or jax."
+            f"{type(self).__name__} ({self.name}) has no kernels whose results are independent of the batch, so "
+            f"deterministic=True cannot be kept on it. Pass deterministic=False, or take the backend numpy, torch or "
+            f"jax; a class of your own says in `invariant` which backend to take instead."
         )
 
     def fingerprint(self) -> str:

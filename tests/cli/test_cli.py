@@ -278,7 +278,7 @@ def test_conformance_hands_its_arguments_on(run, monkeypatch):
 
 
 def test_the_demo_in_a_pipe(run):
-    status, out, err = run("demo", "--tokens", "6")
+    status, out, err = run("demo", "--tokens", "6", "--deterministic")
     lines = out.splitlines()
     assert (status, err) == (0, "") and max(map(len, lines)) <= 80
     assert lines[0].startswith("hibachi demo: 16 prompts, a Llama of ")
@@ -288,7 +288,13 @@ def test_the_demo_in_a_pipe(run):
     for what in ("16 at once", "one by one"):
         [last] = [line for line in lines if line.startswith(f"{what}  [##########]")]
         assert f"{total}/{total} tokens" in last and "tokens/s" in last
-    assert " times as fast at once; the same tokens as alone: " in lines[-1] and lines[-1].endswith(" of 16 texts")
+    assert lines[-1].endswith(" times as fast at once; deterministic, equal to a run alone: 16 of 16 texts")
+
+
+def test_the_demo_without_determinism_counts_equal_texts(run):
+    status, out, err = run("demo", "--tokens", "2", "--no-deterministic")
+    assert (status, err) == (0, "")
+    assert " times as fast at once; the same tokens as alone: " in out.splitlines()[-1] and out.endswith("16 texts\n")
 
 
 def test_the_demo_fits_its_texts_into_the_context(run, monkeypatch):

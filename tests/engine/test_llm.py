@@ -554,7 +554,7 @@ def test_a_damaged_model_is_refused(witness, damaged_models, what, error, messag
         ({"backend": GatedNumpy(), "device": "cpu"}, ConfigError, "has its device already.*Leave device out"),
         ({"dtype": "int32"}, ConfigError, "dtype must be one of float32, .*; got 'int32'"),
         ({"dtype": "bfloat16"}, UnsupportedOperation, "numpy has no dtype 'bfloat16'; choose another"),
-        ({"deterministic": True}, ConfigError, "not in this version.*Leave deterministic out"),
+        ({"deterministic": True, "backend": "array_api_strict"}, UnsupportedOperation, "Pass deterministic=False"),
         ({"max_model_len": 0}, ConfigError, "max_model_len must be between 1 and 512 .*; got 0"),
         ({"max_model_len": 513}, ConfigError, "max_model_len must be between 1 and 512 .*; got 513"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size must be an integer >= 1; got 0"),
