@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -145,13 +143,3 @@ def _least_squares(a: Any, b: Any) -> Any:
                 best, least = np.zeros(n), rest
                 best[chosen] = x / size[chosen]
     return best
-
-
-def machine() -> dict[str, Any]:
-    """Where this was measured."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }

@@ -1,25 +1,37 @@
-"""measure: `bench fit` finds how long a model's steps take, for `hibachi sim`
+"""measure: engines side by side, where a step's time goes, how its cost grows
 
-Runs prompts of several lengths, alone and together, and fits
-seconds = step + token*T + row*B + position*P + pair*A to the steps:
-tokens computed, rows, positions read, pairs of a token and a position.
-The loads are fixed, so that nothing but the machine changes a figure.
+The same work goes through hibachi and any engine named with --peer, each in
+a process of its own. Works: W1, 64 requests at once; W2, 64 that share 512
+tokens (prefix cache cold, warm, off); W3, 64 that arrive one by one; W4, a
+single stream. `hibachi bench model` makes a model to measure with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from hibachi.bench.fit import NEW_TOKENS, fit, machine, measure
+from hibachi.bench import fit as fitting
+from hibachi.bench import growth, report, work
+from hibachi.bench.figures import Slo, read_results
+from hibachi.bench.machine import cores, machine
+from hibachi.bench.plot import plot_growth, plot_profile, plot_results
+from hibachi.bench.process import OURS, Setup, engines
+from hibachi.bench.profile import from_json, table
+from hibachi.bench.randommodel import SHAPES, write_model
+from hibachi.bench.session import Session, bounds, ceilings, decoder_of, document
 from hibachi.cli.options import model_arguments
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
 from hibachi.engine.llm import LLM
 from hibachi.engine.named import is_named, model_named
 from hibachi.errors import ConfigError
-from hibachi.sim.plot import seconds
+from hibachi.model.describe import describe
+from hibachi.model.files import locate
+from hibachi.sim.plot import check_format, seconds
 
 _WORDS = {
     "step": "of each step",
@@ -31,17 +43,305 @@ _WORDS = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["fit"], help="fit: the time of a step")
-    model_arguments(parser)
-    add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], metavar="N", help="requests at once")
-    add("--contexts", nargs="+", type=int, default=[16, 64, 128, 256, 448], metavar="N", help="tokens of a prompt")
-    add("--budget", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
-    add("--rounds", type=int, default=2, metavar="N", help="how often everything is measured (default: 2)")
-    add("--out", metavar="FILE", help="write the step time as JSON")
+    what = parser.add_subparsers(required=True, metavar="WHAT")
+    for do, fill in (
+        (throughput, _throughput_arguments),
+        (latency, _latency_arguments),
+        (compare, _compare_arguments),
+        (growing, _growth_arguments),
+        (fit, _fit_arguments),
+        (model, _model_arguments),
+        (write_work, _work_arguments),
+    ):
+        text = (do.__doc__ or "").strip()
+        name = {growing: "growth", write_work: "work"}.get(do, do.__name__)
+        sub = what.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=f"{text[:1].upper()}{text[1:]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        fill(sub)
+        sub.set_defaults(do=do, parser=sub)
 
 
 def run(args: argparse.Namespace) -> int:
+    do: Callable[[argparse.Namespace], int] = args.do
+    return do(args)
+
+
+# ---- engines side by side ------------------------------------------------------------------------------------------
+
+
+def throughput(args: argparse.Namespace) -> int:
+    """tokens a second, times to and between tokens, memory, start-up
+
+    Medians over the repeats; between two of an engine the others have their
+    turn. Repeats while others used more than 3 % of the machine are marked.
+    """
+    return _measure(args, args.work or ["W1", "W2", "W4"], (), fitting_only=args.work is None)
+
+
+def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    _session_arguments(parser)
+    add = parser.add_argument
+    works = f"any of {', '.join(n for n in work.NAMES if n != 'W3')} and FILE (of `hibachi bench work`), all at once"
+    add("--work", nargs="+", metavar="WORK", help=f"{works} (default: W1 W2 W4, where they fit)")
+    _profile_argument(parser)
+    parser.set_defaults(rates=[])
+
+
+def latency(args: argparse.Namespace) -> int:
+    """requests that arrive at given rates: times to and between tokens, goodput
+
+    Goodput: requests a second that kept what is promised (the SLO): a time to
+    the first token, and one between tokens, on average over a request.
+    """
+    return _measure(args, args.work, args.rates)
+
+
+def _latency_arguments(parser: argparse.ArgumentParser) -> None:
+    _session_arguments(parser)
+    _rates_arguments(parser)
+    parser.add_argument("--work", nargs="+", default=["W3"], metavar="WORK", help="W3 or FILE (default: W3)")
+    _profile_argument(parser)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """tables of results with ratios to the best peer, from JSON or from new runs
+
+    Without a file, W1 to W4 are run first.
+    """
+    if args.results is not None:
+        Path(args.results).open("ab").close()
+    if not args.files:
+        return _measure(args, list(work.NAMES), args.rates, fitting_only=True)
+    if args.plot:
+        check_format(args.plot)
+    _show(read_results(args.files), args)
+    return 0
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="JSON", help="written by throughput, latency or compare --out")
+    parser.add_argument("--results", metavar="FILE", help="write the tables as a page, such as RESULTS.md")
+    _session_arguments(parser)
+    _rates_arguments(parser)
+    _profile_argument(parser)
+
+
+def _session_arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser)
+    add = parser.add_argument
+    add("--rows", type=int, default=64, metavar="N", help="requests at once, at most (default: 64)")
+    add("--requests", type=int, default=64, metavar="N", help="of W1, W2 and W3 (default: 64)")
+    add("--repeat", type=int, default=3, metavar="N", help="how often each work is measured (default: 3)")
+    add("--threads", type=int, default=cores(), metavar="N", help="of each engine (default: all cores)")
+    add("--seed", type=int, default=0, metavar="N", help="of the works (default: 0)")
+    add("--prefix-cache", action="store_true", help="for works that are files")
+    add("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hibachi.LLM, as JSON")
+    peers = parser.add_argument_group("peers", f"Engines: {', '.join(e for e in engines() if e != OURS)}.")
+    add = peers.add_argument
+    add("--peer", action="append", default=[], metavar="ENGINE[=PYTHON]", help="and the interpreter that has it")
+    add("--peer-model", action="append", default=[], metavar="ENGINE=PATH", help="the model in its own format")
+    add("--peer-option", nargs=3, action="append", default=[], metavar=("ENGINE", "NAME", "VALUE"), help="as JSON")
+    add("--no-hibachi", action="store_true", help="the peers only")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an engine (default: 600)")
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", help="write all results as JSON")
+    add("--plot", metavar="FILE", help="draw them, as .png or .svg")
+    add("--no-bound", action="store_true", help="do not measure the machine's ceilings (about 4 seconds)")
+
+
+def _rates_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rates", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="R", help="requests/s (default: 1 2 4)")
+    add("--slo-ttft", type=float, default=500.0, metavar="MS", help="to the first token (default: 500)")
+    add("--slo-itl", type=float, default=50.0, metavar="MS", help="between tokens (default: 50)")
+
+
+def _profile_argument(parser: argparse.ArgumentParser) -> None:
+    text = "also show where the time of hibachi's steps goes; with FILE, draw it"
+    parser.add_argument("--profile", nargs="?", const="", metavar="FILE", help=text)
+
+
+def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_only: bool = False) -> int:
+    if min(args.rows, args.requests, args.repeat, args.threads) < 1:
+        args.parser.error("rows, requests, repeat and threads must be at least 1")
+    if rates and min(rates) <= 0:
+        args.parser.error("rates must be above 0")
+    for picture in filter(None, (args.plot, args.profile)):
+        check_format(picture)
+    if args.out:
+        Path(args.out).open("ab").close()
+    path = locate(args.model)
+    about = describe(path)
+    if about.vocab_size is None:
+        raise ConfigError(f"{args.model} does not say how large its vocabulary is, so no prompts can be made for it.")
+    slo = Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3) if rates else Slo()
+    session = Session(
+        engines=_setups(args, path),
+        vocab_size=about.vocab_size,
+        context=about.context,
+        rows=args.rows,
+        repeat=args.repeat,
+        seed=args.seed,
+        requests=args.requests,
+        rates=tuple(rates),
+        slo=slo,
+        cached=args.prefix_cache,
+        timeout=args.timeout,
+        told=lambda line: print(line, flush=True),
+    )
+    if fitting_only:
+        works = [name for name in works if session.fits(session.make(name, 1))]
+    more: dict[str, Any] = {}
+    decoder = None if args.no_bound else decoder_of(path)
+    if decoder is not None:
+        limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder)
+        more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
+        print(_ceilings(limits), flush=True)
+    runs = session.run(works)
+    profiles = {r["work"]: r.pop("profile") for r in runs if "profile" in r}  # of the last turn
+    made = document(runs, **more, **({"profiles": profiles} if profiles else {}))
+    if args.out:
+        Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+    print()
+    _show([made], args)
+    return int(all("failed" in r for r in runs))
+
+
+def _show(documents: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    print(report.text(documents))
+    if args.plot:
+        plot_results(documents, args.plot)
+    if getattr(args, "results", None):
+        Path(args.results).write_text(report.page(documents))
+    profiles = {title: from_json(steps) for d in documents for title, steps in d.get("profiles", {}).items()}
+    for title, steps in profiles.items():
+        print(f"\n{title}: a step of hibachi\n\n{table(steps)}")
+        if args.profile:
+            file = Path(args.profile)
+            name = f"{file.stem}-{title.replace(' ', '-')}" if len(profiles) > 1 else file.stem
+            plot_profile(steps, f"{title}: a step of hibachi", file.with_name(name + file.suffix))
+
+
+def _ceilings(limits: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate / 1e9:,.0f} at {n} rows" for n, rate in limits["products"].items())
+    mark = " (contended: the bounds are too low)" if limits["contended"] else ""
+    return f"memory {limits['bandwidth'] / 1e9:.1f} GB/s; product of {limits['dtype']}, GFLOP/s: {rates}{mark}"
+
+
+def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
+    """How each engine is set up. Raises ConfigError."""
+    common = {"dtype": args.dtype or "float32", "rows": 1, "max_len": 2, "threads": args.threads, "title": path.name}
+    names = [name.partition("=")[0] for name in args.peer]
+    models = dict(_two(each, "--peer-model") for each in args.peer_model)
+    for name in (*models, *(name for name, _, _ in args.peer_option)):
+        if name not in names:
+            raise ConfigError(f"There is no --peer {name}, but something is said about it.")
+    out = []
+    if not args.no_hibachi:
+        options = {name: _value(value) for name, value in args.option}
+        options |= {} if args.device is None else {"device": args.device}
+        options |= {} if args.profile is None else {"profile": True}
+        out.append(Setup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
+    for each, name in zip(args.peer, names, strict=True):
+        if name not in engines() or name == OURS:
+            raise ConfigError(f"A peer must be one of {', '.join(e for e in engines() if e != OURS)}; got {name!r}.")
+        options = {key: _value(value) for engine, key, value in args.peer_option if engine == name}
+        python = each.partition("=")[2] or None
+        out.append(Setup(name, models.get(name, str(path)), python=python, options=options, **common))
+    if not out:
+        raise ConfigError("There is no engine to measure: --no-hibachi needs a --peer.")
+    return out
+
+
+def _two(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not value:
+        raise ConfigError(f"{option} must be ENGINE=VALUE; got {text!r}.")
+    return name, value
+
+
+def _value(text: str) -> Any:
+    """JSON, or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# ---- one engine ----------------------------------------------------------------------------------------------------
+
+
+def growing(args: argparse.Namespace) -> int:
+    """the cost of decoding over rows and context, and where it jumps
+
+    A cliff: more rows give over 20 % less tokens a second, or a longer context
+    costs over 20 % more than the contexts before it say.
+    """
+    if min([*args.rows, *args.contexts, args.rounds]) < 1:
+        args.parser.error("rows, contexts and rounds must be at least 1")
+    if args.plot:
+        check_format(args.plot)
+    if args.out:
+        Path(args.out).open("ab").close()
+    options = {"backend": args.backend, "device": args.device, "dtype": args.dtype}
+    longest = describe(locate(args.model)).context
+    limit = args.max_model_len or min(max(args.contexts) + 16, longest or max(args.contexts) + 16)
+    sizes = {"max_model_len": limit, "max_batch_size": max(args.rows), "prefix_cache": False}
+    with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **options) as llm:
+        backend = llm.backend.versions()
+        print(f"{args.model} on {backend['library']} ({backend['device']})\n\n   rows  context     a step   tokens/s")
+        points = growth.measure(
+            llm.engine, _vocabulary(llm), rows=args.rows, contexts=args.contexts, rounds=args.rounds, told=_point
+        )
+    if not points:
+        raise ConfigError(
+            f"Nothing to measure: expected rows and contexts that a model of {limit} tokens has room for."
+        )
+    found = growth.cliffs(points)
+    print("\n" + ("\n".join(["cliffs:", *(f"  {cliff}" for cliff in found)]) if found else "no cliffs"))
+    if args.out:
+        about = {"hibachi": version("hibachi"), "model": Path(args.model).name, "backend": backend}
+        data = about | {"machine": machine(), "points": growth.as_json(points), "cliffs": [str(c) for c in found]}
+        Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
+    if args.plot:
+        plot_growth(points, found, f"{Path(args.model).name} on {backend['library']}", args.plot)
+    return 0
+
+
+def _vocabulary(llm: LLM) -> int:
+    if llm.model.vocab_size is None:
+        raise ConfigError(f"{llm.path} does not say how large its vocabulary is, so no prompts can be made for it.")
+    return llm.model.vocab_size
+
+
+def _point(p: growth.Point) -> None:
+    print(f"{p.rows:>7}  {p.context:>7}  {seconds(p.seconds):>9}  {p.tokens_per_second:>9,.0f}", flush=True)
+
+
+def _growth_arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser)
+    add = parser.add_argument
+    add("--rows", nargs="+", type=int, default=list(growth.ROWS), metavar="N", help="(default: 1 to 256)")
+    add("--contexts", nargs="+", type=int, default=list(growth.CONTEXTS), metavar="N", help="(default: 128 to 4096)")
+    add("--rounds", type=int, default=3, metavar="N", help="the best of so many counts (default: 3)")
+    add("--cache-mib", type=int, default=4096, metavar="N", help="for keys and values, at most (default: 4096)")
+    add("--out", metavar="FILE", help="write all points as JSON")
+    add("--plot", metavar="FILE", help="draw them, as .png or .svg")
+
+
+def fit(args: argparse.Namespace) -> int:
+    """how long a model's steps take, for `hibachi sim`
+
+    Runs prompts of several lengths, alone and together, and fits
+    seconds = step + token*T + row*B + position*P + pair*A to the steps:
+    tokens computed, rows, positions read, pairs of a token and a position.
+    The loads are fixed, so that nothing but the machine changes a figure.
+    """
     if min([*args.rows, *args.contexts, args.budget, args.rounds]) < 1:
         args.parser.error("rows, contexts, budget and rounds must be at least 1")
     if args.out:
@@ -52,16 +352,16 @@ def run(args: argparse.Namespace) -> int:
         model = model_named(args.model, args.backend)
         if level_of(model) == 0:
             raise ConfigError(f"A step is measured with prompts of random token ids; {args.model} takes other tokens.")
-        limit = args.max_model_len or getattr(model, "max_model_len", max(args.contexts) + NEW_TOKENS)
+        limit = args.max_model_len or getattr(model, "max_model_len", max(args.contexts) + fitting.NEW_TOKENS)
         with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, **sizes) as engine:
-            samples = measure(engine, model.vocab_size, **load)
+            samples = fitting.measure(engine, model.vocab_size, **load)
         backend = {"library": args.backend or "its own", "device": "default"}
     else:
         options = {"backend": args.backend, "device": args.device, "dtype": args.dtype}
         with LLM(args.model, max_model_len=args.max_model_len, **options, **sizes) as llm:
-            samples = measure(llm.engine, llm.model.vocab_size, **load)
+            samples = fitting.measure(llm.engine, _vocabulary(llm), **load)
             backend = llm.backend.versions()
-    found = fit(samples)
+    found = fitting.fit(samples)
     time = found.time
     print(f"{args.model} on {backend['library']} ({backend['device']}), {found.steps} steps\n")
     for name, what in _WORDS.items():
@@ -72,3 +372,52 @@ def run(args: argparse.Namespace) -> int:
         about |= load | {"budget": args.budget}
         Path(args.out).write_text(json.dumps(found.as_json(**about), indent=1) + "\n")
     return 0
+
+
+def _fit_arguments(parser: argparse.ArgumentParser) -> None:
+    model_arguments(parser)
+    add = parser.add_argument
+    add("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], metavar="N", help="requests at once")
+    add("--contexts", nargs="+", type=int, default=[16, 64, 128, 256, 448], metavar="N", help="tokens of a prompt")
+    add("--budget", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
+    add("--rounds", type=int, default=2, metavar="N", help="how often everything is measured (default: 2)")
+    add("--out", metavar="FILE", help="write the step time as JSON")
+
+
+# ---- what is measured with -----------------------------------------------------------------------------------------
+
+
+def model(args: argparse.Namespace) -> int:
+    """make a model with random weights in the shape of a real one"""
+    count = write_model(args.shape, args.folder, seed=args.seed)
+    print(f"{args.folder}: {count:,} parameters in bfloat16")
+    return 0
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("folder", metavar="OUT", help="a folder that holds no model yet")
+    add("--shape", choices=list(SHAPES), default="135m", help="135m: of SmolLM2-135M (default); 8b: of Llama 3 8B")
+    add("--seed", type=int, default=0, metavar="N")
+
+
+def write_work(args: argparse.Namespace) -> int:
+    """write a work to a file, to change it, or as an example of the format
+
+    A line for each request: {"id": 0, "arrival": 0.0, "prompt": [17, 5, 23],
+    "max_tokens": 16}; arrival in means of the time between two requests.
+    """
+    requests = work.make(args.name, args.vocab_size, seed=args.seed, requests=args.requests)
+    work.write(requests, args.file)
+    prompt, new = work.totals(requests)
+    print(f"{args.file}: {len(requests)} requests, {prompt:,} tokens in, {new:,} out")
+    return 0
+
+
+def _work_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", choices=work.NAMES, metavar="NAME", help=", ".join(work.NAMES))
+    add("file", metavar="FILE")
+    add("--vocab-size", type=int, required=True, metavar="N", help="of the model")
+    add("--requests", type=int, default=64, metavar="N", help="(default: 64)")
+    add("--seed", type=int, default=0, metavar="N")

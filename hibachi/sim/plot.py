@@ -13,11 +13,11 @@ from hibachi.errors import ConfigError, MissingExtra
 from hibachi.sim.run import Run
 
 FORMATS = (".png", ".svg")
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6c00", "#56b4e9", "#444444", "#e69f00")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6c00", "#56b4e9", "#444444", "#e69f00")
 _STYLES = ("-", "--", ":", "-.")
 _TICKS = (0, 50, 90, 99, 99.9)
 _INK, _GRID = "#333333", "#e4e4e4"
-_LOOK = {
+LOOK = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
@@ -40,22 +40,22 @@ def check_format(path: str | Path) -> None:
     """That a picture can be written there. Raises ConfigError, MissingExtra."""
     if Path(path).suffix not in FORMATS:
         raise ConfigError(f"A picture is a .png or .svg file; got {str(path)!r}.")
-    _matplotlib()
+    library()
 
 
 def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
     """Write a picture of the runs, of the same trace, as PNG or SVG. Raises ConfigError, MissingExtra, OSError."""
     check_format(path)
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context(_LOOK):
+    matplotlib = library()
+    with matplotlib.rc_context(LOOK):
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9.6, 6.4), layout="constrained")
         (first, between), (queue, rows) = figure.subplots(2, 2)
         unit, scale = _time_unit(max(run.record.clock for run in runs) / 1e12)
         at = np.linspace(0, -np.log10(1 - _TICKS[-1] / 100), 200)
         for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            style = _STYLES[i // len(_COLOURS) % len(_STYLES)]
+            style = _STYLES[i // len(COLOURS) % len(_STYLES)]
             width = 1.4 + min(len(runs) - 1 - i, 3) * 0.9  # where they are equal, the first still shows
-            line: Any = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": style}
+            line: Any = {"color": COLOURS[i % len(COLOURS)], "linestyle": style}
             percent = 100 * (1 - 10**-at)
             if len(run.times("first")):
                 first.plot(at, np.percentile(run.times("first"), percent), label=label, linewidth=width, **line)
@@ -107,7 +107,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _matplotlib() -> Any:
+def library() -> Any:
+    """matplotlib. Raises MissingExtra."""
     try:
         return importlib.import_module("matplotlib")
     except ModuleNotFoundError as e:

@@ -1,0 +1,88 @@
+"""Runs one engine in a process of its own, for `hibachi bench`. Needs the standard library and that engine only.
+
+    PYTHON drive.py SETTINGS
+
+SETTINGS is JSON: engine (a file beside this one), model, dtype, rows, max_len, threads, prefix_cache, first (a
+request), and options for the engine. On the standard input come lines {"run": FILE of JSON lines}. On the standard
+output go JSON lines: {"event": "ready", ...}; for each run {"event": "over", "start"}, a line for each request,
+{"event": "done"}. Times are of time.perf_counter, except first_token, which is of time.time.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+
+
+class Request:
+    """due: when it comes. times: when each of its tokens came. tokens: their ids, where the engine tells."""
+
+    def __init__(self, id, arrival, prompt, max_tokens):
+        self.id, self.arrival, self.prompt, self.max_tokens = id, arrival, prompt, max_tokens
+        self.due, self.times, self.tokens = 0.0, [], []
+
+
+def read(path):
+    with open(path) as lines:
+        return [Request(**json.loads(line)) for line in lines if line.strip()]
+
+
+def run(engine, requests):
+    """Returns when it began. An engine starts no request before it is due, and stamps every token."""
+    start = time.perf_counter()
+    for r in requests:
+        r.due = start + r.arrival
+    engine.run(requests)
+    return start
+
+
+def adapter(name):
+    """The file of that name in this folder, under another name: it imports an engine that is called the same."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    # So that `import vllm` finds the engine.
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != folder]
+    spec = importlib.util.spec_from_file_location("hibachi_bench_" + name, os.path.join(folder, name + ".py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print is for nobody to parse
+
+    def tell(**what):
+        out.write(json.dumps(what) + "\n")
+        out.flush()
+
+    began = time.perf_counter()
+    engine = adapter(settings["engine"]).Engine(settings)
+    load = time.perf_counter() - began - engine.import_seconds
+    first = Request(**settings["first"])
+    run(engine, [first])
+    first_token = time.time() - (time.perf_counter() - first.times[0])
+    tell(
+        event="ready",
+        version=engine.version,
+        import_seconds=engine.import_seconds,
+        load_seconds=load,
+        first_token=first_token,
+        about=getattr(engine, "about", {}),
+    )
+    try:
+        for line in sys.stdin:
+            requests = read(json.loads(line)["run"])
+            start = run(engine, requests)
+            tell(event="over", start=start)
+            for r in requests:
+                tell(id=r.id, due=r.due, times=r.times, tokens=r.tokens)
+            tell(event="done", more=engine.more() if hasattr(engine, "more") else {})
+    finally:
+        if hasattr(engine, "close"):
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""hibachi itself. options: those of `hibachi.LLM`; profile: true to see where the time of a step goes."""
+
+import asyncio
+import importlib
+import time
+from importlib.metadata import version
+
+
+class Engine:
+    def __init__(self, settings):
+        began = time.perf_counter()
+        if settings["backend"] in ("torch", "jax"):  # their import is told apart
+            importlib.import_module(settings["backend"])
+        self.import_seconds = time.perf_counter() - began
+        from hibachi import LLM
+
+        options = dict(settings["options"])
+        wants_profile = options.pop("profile", False)
+        self.llm = LLM(
+            settings["model"],
+            backend=settings["backend"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_len"],
+            max_batch_size=settings["rows"],
+            prefix_cache=settings["prefix_cache"],
+            **options,
+        )
+        self.version = version("hibachi")
+        self.about = {**self.llm.backend.versions(), "kernels": self.llm.backend.kernels}
+        self.profile = None
+        if wants_profile:
+            from hibachi.bench.profile import Profile
+
+            self.profile = Profile(self.llm.engine)
+
+    def start(self, r):
+        from hibachi import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True)
+        return self.llm.engine.run(r.prompt, params)
+
+    def run(self, requests):
+        if self.profile:
+            self.profile.clear()
+        if any(r.arrival for r in requests):
+            asyncio.run(self.online(requests))
+            return
+        from hibachi.engine.stream import merge
+
+        for i, tokens in merge([self.start(r) for r in requests]):
+            now = time.perf_counter()
+            requests[i].times += [now] * len(tokens)
+            requests[i].tokens += map(int, tokens)
+
+    async def online(self, requests):
+        async def one(r):
+            await asyncio.sleep(max(0.0, r.due - time.perf_counter()))
+            async for token in self.start(r):
+                r.times.append(time.perf_counter())
+                r.tokens.append(int(token))
+
+        await asyncio.gather(*map(one, requests))
+
+    def more(self):
+        return {"profile": self.profile.as_json()} if self.profile else {}
+
+    def close(self):
+        self.llm.close()

@@ -1,0 +1,156 @@
+"""Pictures of results: engines side by side, latency over load, where a step's time goes, how cost grows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hibachi.bench.figures import Summary, summarise
+from hibachi.bench.growth import Cliff, Point
+from hibachi.bench.profile import PARTS, Step, kinds
+from hibachi.bench.report import ours
+from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
+
+_OURS, _PEER = COLOURS[1], "#8fa7b8"
+_MOST_STEPS = 300  # columns of the picture of a profile
+
+
+def _figure(width: float, height: float) -> Any:
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    figure.savefig(path, dpi=110, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+
+
+def plot_results(documents: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """Bars for work that is there at once; lines over the rate for work that arrives. Raises ConfigError, MissingExtra,
+    OSError."""
+    check_format(path)
+    found = [s for s in summarise(run for d in documents for run in d["runs"]) if s.failed is None]
+    limits = {title: rate for d in documents for title, rate in d.get("bounds", {}).items()}
+    offline = sorted({(s.model, s.work) for s in found if s.rate is None})
+    online = sorted({(s.model, s.work) for s in found if s.rate is not None})
+    panels = len(offline) + 2 * len(online)
+    with library().rc_context(LOOK):
+        columns = min(3, max(1, panels))
+        lines = max(1, -(-panels // columns))
+        figure = _figure(1.2 + 3.4 * columns, 0.6 + 2.5 * lines)
+        axes = iter(figure.subplots(lines, columns, squeeze=False).ravel().tolist())
+        for key in offline:
+            _bars(next(axes), [s for s in found if (s.model, s.work) == key and s.rate is None], limits.get(key[1]))
+        for key in online:
+            mine = [s for s in found if (s.model, s.work) == key and s.rate is not None]
+            for name, title in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
+                _over_rate(next(axes), mine, name, f"{key[1]}: {title}, p50 and p99")
+        for rest in axes:
+            rest.set_visible(False)
+        _save(figure, path)
+
+
+def _bars(panel: Any, found: Sequence[Summary], limit: float | None) -> None:
+    rates = [s.values["tokens_per_second"] for s in found]
+    names = [f"{s.engine}\n{s.dtype}" for s in found]
+    panel.barh(range(len(found)), rates, color=[_OURS if ours(s) else _PEER for s in found], height=0.6)
+    for i, (s, rate) in enumerate(zip(found, rates, strict=True)):
+        mark = " (contended)" if s.contended == s.runs else ""
+        panel.text(rate, i, f" {rate:,.0f}{mark}", va="center", fontsize=8)
+    if limit is not None:
+        panel.axvline(limit, color="#333333", linestyle=":", linewidth=1)
+        panel.text(limit, -0.5, "bound ", ha="right", va="bottom", fontsize=7)
+    panel.set_yticks(range(len(found)), names)
+    panel.set_ylim(len(found) - 0.4, -0.6)
+    panel.set_xlim(0, 1.35 * max([*rates, limit or 0.0]))
+    panel.grid(axis="y", visible=False)
+    panel.set_title(f"{found[0].work}: tokens/s")
+
+
+def _over_rate(panel: Any, found: Sequence[Summary], name: str, title: str) -> None:
+    for i, engine in enumerate(dict.fromkeys(s.engine for s in found)):
+        mine = sorted((s for s in found if s.engine == engine), key=lambda s: s.rate or 0.0)
+        for percent, style in (("p50", "-"), ("p99", "--")):
+            values = [s.values.get(f"{name}.{percent}", np.nan) for s in mine]
+            label = engine if percent == "p50" else None
+            panel.plot([s.rate for s in mine], values, style, marker="o", markersize=3, color=COLOURS[i], label=label)
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda value, _: seconds(value))
+    panel.set_xlabel("requests a second")
+    panel.set_title(title)
+    panel.legend(frameon=False, fontsize=7)
+
+
+def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
+    """The parts of a step one upon the other: for each kind of step, and over the steps of a run."""
+    check_format(path)
+    found = kinds(steps)
+    colour = dict(zip(PARTS, [*COLOURS, "#aa3377", "#bbbbbb"], strict=True))
+    with library().rc_context(LOOK):
+        figure = _figure(9.6, 5.6)
+        by_kind, over_time = figure.subplots(2, 1, height_ratios=(1, 1.5))
+        for i, kind in enumerate(found):
+            left, total = 0.0, sum(kind.parts.values())
+            for part in PARTS:
+                share = 100 * kind.parts[part] / total
+                by_kind.barh(i, share, left=left, color=colour[part], label=part if i == 0 else None, height=0.6)
+                if share >= 6:
+                    at = left + share / 2
+                    by_kind.text(at, i, f"{share:.0f}", ha="center", va="center", fontsize=8, color="white")
+                left += share
+        names = [f"{k.name}\n{seconds(k.seconds)}, {k.steps:,} steps" for k in found]
+        by_kind.set_yticks(range(len(found)), names)
+        by_kind.invert_yaxis()
+        by_kind.set_xlim(0, 100)
+        by_kind.grid(axis="y", visible=False)
+        by_kind.set_title("Share of a step (%)")
+        groups = np.array_split(np.arange(len(steps)), min(len(steps), _MOST_STEPS))
+        first = [float(g[0]) for g in groups]
+        each = [[_median_ms(part, [steps[i] for i in g]) for g in groups] for part in PARTS]
+        over_time.stackplot(first, each, colors=[colour[p] for p in PARTS], step="post")
+        tops = np.sort(np.sum(each, axis=0))
+        decode = 1e3 * max(k.seconds for k in found if k.name != "with prompts") if len(found) > 1 else tops[-1]
+        over_time.set_ylim(0, min(1.05 * tops[-1], 4 * decode))  # prompts stick out
+        over_time.set_xlim(0, max(first[-1], 1.0))
+        over_time.set_title("Milliseconds of each step, from the first on")
+        figure.legend(*by_kind.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        _save(figure, path)
+
+
+def _median_ms(part: str, steps: Sequence[Step]) -> float:
+    return 1e3 * float(np.median([s.seconds.get(part, 0.0) for s in steps]))
+
+
+def plot_growth(points: Sequence[Point], cliffs: Sequence[Cliff], title: str, path: str | Path) -> None:
+    """Tokens a second over rows, milliseconds of a step over context; cliffs are marked."""
+    check_format(path)
+    with library().rc_context(LOOK):
+        figure = _figure(9.6, 3.9)
+        by_rows, by_context = figure.subplots(1, 2)
+        context = min(p.context for p in points)
+        line = sorted((p for p in points if p.context == context), key=lambda p: p.rows)
+        by_rows.plot([p.rows for p in line], [p.tokens_per_second for p in line], marker="o", markersize=3, color=_OURS)
+        by_rows.set_xscale("log", base=2)
+        by_rows.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        by_rows.set_ylim(bottom=0)
+        by_rows.set_title(f"Tokens/s over rows, context {context}")
+        for i, rows in enumerate(sorted({p.rows for p in points if p.context != context})):
+            line = sorted((p for p in points if p.rows == rows), key=lambda p: p.context)
+            label = f"{rows} row{'s' * (rows > 1)}"
+            times = [1e3 * p.seconds for p in line]
+            by_context.plot([p.context for p in line], times, marker="o", markersize=3, color=COLOURS[i], label=label)
+        by_context.set_ylim(bottom=0)
+        by_context.set_title("Milliseconds of a step over context")
+        if by_context.get_legend_handles_labels()[0]:
+            by_context.legend(frameon=False)
+        for cliff in cliffs:
+            b = cliff.after
+            if cliff.along == "rows" and b.context == context:
+                by_rows.plot(b.rows, b.tokens_per_second, "v", color="#000000", markersize=8)
+            elif cliff.along == "context":
+                by_context.plot(b.context, 1e3 * b.seconds, "^", color="#000000", markersize=8)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        _save(figure, path)

@@ -1,0 +1,123 @@
+"""The work that engines are compared on: prompts of random token ids, lengths of answers, times of arrival.
+
+W1: 64 requests at once, prompts of about 79 tokens, answers of about 69 (log-normal, as real ones are).
+W2: 64 at once that share their first 512 tokens, 16 of their own each, 32 new: first with nothing in the prefix cache
+(cold), then the same once more (warm), then without a prefix cache (off).
+W3: 64 like those of W1 that come one by one, with exponential times between them (a Poisson process).
+W4: one request, 128 tokens in, 128 out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import ConfigError
+
+NAMES = ("W1", "W2", "W3", "W4")
+_FIRST_ID = 3  # smaller ones are often special
+_FIELDS = {"id", "arrival", "prompt", "max_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of an engine. arrival: after the start, in means of the time between two; 0: at the start."""
+
+    id: int
+    arrival: float
+    prompt: list[int]
+    max_tokens: int
+
+
+def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: int = 64) -> list[Request]:
+    """The work called W1, W2, W3 or W4.
+
+    The lengths and times depend on the seed alone; the token ids also on the turn, so that no prefix cache knows the
+    prompts of another turn. requests: how many (W4: always one). Raises ConfigError.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"A work must be one of {', '.join(NAMES)}; got {name!r}.")
+    if vocab_size <= _FIRST_ID:
+        raise ConfigError(f"A work needs a vocabulary of more than {_FIRST_ID} tokens; got {vocab_size}.")
+    lengths, ids = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1, turn])
+
+    def tokens(n: int) -> list[int]:
+        found: list[int] = ids.integers(_FIRST_ID, vocab_size, n).tolist()
+        return found
+
+    if name == "W4":
+        return [Request(0, 0.0, tokens(128), 128)]
+    if name == "W2":
+        shared = tokens(512)
+        return [Request(i, 0.0, shared + tokens(16), 32) for i in range(requests)]
+    prompts = _around(lengths, 64, 0.6, 16, 256, requests)
+    answers = _around(lengths, 52, 0.8, 8, 256, requests)
+    arrivals = np.zeros(requests)
+    if name == "W3":
+        arrivals[1:] = np.cumsum(lengths.exponential(1.0, requests - 1))
+    each = zip(arrivals.tolist(), prompts, answers, strict=True)
+    return [Request(i, at, tokens(n), out) for i, (at, n, out) in enumerate(each)]
+
+
+def _around(rng: Any, median: float, sigma: float, least: int, most: int, n: int) -> list[int]:
+    drawn = np.rint(median * np.exp(rng.normal(0, sigma, n)))
+    found: list[int] = np.clip(drawn, least, most).astype(int).tolist()
+    return found
+
+
+def at_rate(requests: Iterable[Request], rate: float | None) -> list[Request]:
+    """The same with arrivals in seconds, `rate` requests a second on average; None: all at the start."""
+    return [replace(r, arrival=r.arrival / rate if rate else 0.0) for r in requests]
+
+
+def longest(requests: Iterable[Request]) -> int:
+    """Most tokens of a request, prompt and answer."""
+    return max(len(r.prompt) + r.max_tokens for r in requests)
+
+
+def write(requests: Iterable[Request], path: str | Path) -> None:
+    """As JSON lines: {"id", "arrival", "prompt", "max_tokens"}."""
+    Path(path).write_text("".join(json.dumps(asdict(r)) + "\n" for r in requests))
+
+
+def read(path: str | Path, vocab_size: int | None = None) -> list[Request]:
+    """From JSON lines, in the order of arrival. Raises ConfigError with the line that is wrong, OSError."""
+    found: list[Request] = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+            request = Request(**raw)
+            fault = _fault(request, vocab_size)
+        except (ValueError, TypeError):
+            fault = f"an object with {', '.join(sorted(_FIELDS))}"
+        if fault:
+            raise ConfigError(f"{path}, line {number}: expected {fault}; got {line[:80]}.")
+        found.append(request)
+    if not found:
+        raise ConfigError(f"{path} holds no request. See `hibachi bench work --help` for a file that does.")
+    return sorted(found, key=lambda r: r.arrival)
+
+
+def _fault(r: Request, vocab_size: int | None) -> str | None:
+    """What should have been there."""
+    if not isinstance(r.prompt, list) or not r.prompt or not all(type(t) is int and t >= 0 for t in r.prompt):
+        return "prompt: a list of token ids, at least one"
+    if vocab_size is not None and max(r.prompt) >= vocab_size:
+        return f"token ids below {vocab_size}, the model's vocabulary"
+    if type(r.max_tokens) is not int or r.max_tokens < 1:
+        return "max_tokens: an integer >= 1"
+    if not isinstance(r.arrival, (int, float)) or isinstance(r.arrival, bool) or not 0 <= r.arrival < float("inf"):
+        return "arrival: a number >= 0"
+    return None
+
+
+def totals(requests: Sequence[Request]) -> tuple[int, int]:
+    """(tokens of the prompts, tokens to be generated)."""
+    return sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
