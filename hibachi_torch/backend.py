@@ -145,6 +145,15 @@ class TorchBackend(ArrayBackend):
     def memory(self) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
+    def remarks(self) -> list[str]:
+        if self.device.type != "cpu":
+            return []
+        from hibachi_torch.native.build import state
+
+        return [
+            f"native kernels: {'in use' if self.native else 'not in use; HIBACHI_NATIVE=1 asks for them'}; {state()}"
+        ]
+
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return {

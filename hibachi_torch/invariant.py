@@ -2,8 +2,8 @@
 
 MKL, which PyTorch multiplies float32 with, takes other code for 1 to 3 rows, and with several threads for the last
 rows of a small matrix; it also adds up long products in pieces that depend on their length. oneDNN, which PyTorch
-has as well, computes every row alike for any number of rows, and as its weights are packed once, it is faster too.
-What oneDNN does not take (other dtypes) is padded to a multiple of PADDED rows.
+has as well, computes every row alike for two rows or more, and as its weights are packed once, it is faster too. What
+oneDNN does not take (other dtypes) is padded to a multiple of PADDED rows.
 
 PyTorch's activations use other code for the last few elements of an array than for the others. Its exp, tanh and erf
 do not, so the activations are made of these.
@@ -76,7 +76,8 @@ class InvariantTorchBackend(TorchBackend):
         if not len(rows):
             return x.new_empty((*x.shape[:-1], w.shape[0]))
         if isinstance(w, Weight):
-            y = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), w.packed(), b, "none", [], "")
+            some = rows if len(rows) > 1 else rows.expand(2, -1)  # long sums of a single row are made in other pieces
+            y = torch.ops.mkldnn._linear_pointwise(some.contiguous(), w.packed(), b, "none", [], "")[: len(rows)]
         else:
             y = _padded(rows, lambda padded: F.linear(padded, w, b))
         return y.view(*x.shape[:-1], -1)

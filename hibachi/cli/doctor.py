@@ -49,11 +49,13 @@ def _backend(name: str) -> str:
         return f"missing  {why}"
     try:
         backend = load(name)
-        facts, memory = backend.versions(), backend.memory()
+        facts, memory, remarks = backend.versions(), backend.memory(), backend.remarks()
     except Exception as e:
         return f"broken   {e}"
     room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
-    return f"ready    {facts['library']} on {facts['device']}{room}{_kernels(backend)}"
+    return f"ready    {facts['library']} on {facts['device']}{room}{_kernels(backend)}" + "".join(
+        f"\n           {r}" for r in remarks
+    )
 
 
 def _kernels(backend: ArrayBackend) -> str:

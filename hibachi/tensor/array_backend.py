@@ -505,6 +505,10 @@ class ArrayBackend:
         facts = self.versions()
         return f"{facts['library']}; {facts['device']}; kernels {self.kernels}"
 
+    def remarks(self) -> list[str]:
+        """What else `hibachi doctor` should say about this backend, a line each."""
+        return []
+
     def versions(self) -> dict[str, str]:
         """Library and device, for `hibachi doctor`."""
         return {

@@ -52,6 +52,15 @@ def why_missing() -> str | None:
     return None
 
 
+def state() -> str:
+    """Are there kernels for this machine? In words, without building any."""
+    try:
+        path = _place()
+    except NativeUnavailable as e:
+        return str(e)
+    return f"compiled: {path}" if path.exists() else f"to be compiled by {_compiler()} when they are first asked for"
+
+
 def sources() -> list[Path]:
     return sorted(_HERE.glob("*.cpp"))
 

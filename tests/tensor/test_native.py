@@ -346,6 +346,17 @@ def test_a_language_model_says_the_same_with_native_kernels(dtype):
     assert dtype == "bfloat16" or said[0] == said[1]
 
 
+def test_the_doctor_says_whether_there_are_native_kernels(monkeypatch, tmp_path):
+    assert "in use; compiled: " in TorchBackend("cpu", native=True).remarks()[0]
+    monkeypatch.delenv("HIBACHI_NATIVE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "not in use; HIBACHI_NATIVE=1 asks for them; to be compiled by" in TorchBackend("cpu").remarks()[0]
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "No C++ compiler was found" in TorchBackend("cpu", native=False).remarks()[0]
+
+
 # ---- building ------------------------------------------------------------------------------------------------------
 
 
