@@ -22,8 +22,8 @@ from hibachi.tensor.cache import StepInputs
 from hibachi_torch.backend import TorchBackend
 
 PADDED = 8  # rows: with a multiple of them MKL computes every row alike
-SPAN = 16  # the positions that attention looks at are a multiple of this, so that no sum ends amid a vector
-PIECE = 256  # positions that are multiplied with values at once: MKL adds up longer products in unequal pieces
+SPAN = 16  # positions that attention looks at, and numbers of a value, are a multiple of this: no vector is cut
+PIECE = 128  # positions that are multiplied with values at once: from 193 on MKL adds up in pieces of its own
 
 
 class Weight:
@@ -104,6 +104,8 @@ class InvariantTorchBackend(TorchBackend):
         span = table.shape[1] * size
         kt = self.take(keys, table).view(tiles, span, kv_heads, dim).permute(0, 2, 3, 1)
         vt = self.take(values, table).view(tiles, span, kv_heads, -1).transpose(1, 2)
+        v_dim = vt.shape[-1]
+        vt = F.pad(vt, (0, -v_dim % SPAN)) if v_dim % SPAN else vt
         qt = self.take(q, x.tile_q).view(tiles, tile, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), lambda rows: rows @ kt).float()
         scores = scores * (dim**-0.5 if scale is None else scale)
@@ -120,7 +122,7 @@ class InvariantTorchBackend(TorchBackend):
                 out = out + rows[..., i : i + PIECE] @ vt[..., i : i + PIECE, :]
             return out
 
-        out = _padded(weights, multiply).reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
+        out = _padded(weights, multiply)[..., :v_dim].reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
 
     def gelu(self, x: Array) -> Array:

@@ -103,6 +103,9 @@ class InvariantNumpyBackend(NumpyBackend):
 
     def _weighted(self, weights: Array, v: Array) -> Array:
         """weights [..., rows, span] @ v [..., span, dim] -> [..., rows, dim]."""
+        dim = v.shape[-1]
+        if self._tiled and dim % 16:  # with few columns, the order of a sum depends on the number of rows
+            v = np.concatenate([v, np.zeros((*v.shape[:-1], -dim % 16), v.dtype)], axis=-1)
         out = np.zeros((*weights.shape[:-1], v.shape[-1]), v.dtype)
         part = np.empty_like(out)
         for at in range(0, weights.shape[-1], PIECE):
@@ -112,7 +115,7 @@ class InvariantNumpyBackend(NumpyBackend):
             else:
                 part = np.matmul(some[..., None, :], of[..., None, :, :])[..., 0, :]
             out += part
-        return out
+        return out[..., :dim]
 
 
 def _small(a: Array, b: Array, out: Array) -> None:

@@ -1,0 +1,86 @@
+"""Kernels of an invariant backend, row by row: `python sweep.py BACKEND DTYPE [single]`. Prints what differs.
+
+
+Threads and the processor are set by the environment. single: NumPy as where it has no fast small products.
+"""
+
+import sys
+
+import numpy as np
+
+from hibachi import Paged, StepInputs, load
+from hibachi.plan.lower import lower
+from hibachi.tensor import numpy_backend
+
+COUNTS = [*range(1, 71), 96, 127, 129, 256, 400]
+SIZES = [(64, 192), (100, 37), (256, 512), (640, 256), (1300, 48)]
+
+
+def random(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def linear(b, dtype):
+    """Every number of rows, at several places, whole and cut out of wider rows."""
+    for size, out in SIZES:
+        w, x = b.put_weight(random(out, size) / 8, dtype), random(402, 2 * size)
+        alone = np.concatenate([b.get(b.linear(b.put(x[i : i + 1, :size].copy(), dtype), w)) for i in range(402)])
+        wide = b.put(x, dtype)
+        for n in COUNTS:
+            for first in (0, 1, 2) if n < 71 else (0,):
+                got = b.get(b.linear(wide[first : first + n, :size], w))
+                if (got != alone[first : first + n]).any():
+                    yield f"linear of {n} rows from {first}, {size} to {out}"
+
+
+def attention(b, dtype):
+    """Tables of every width and company of every size, a token at a time and in chunks, small heads and large."""
+    for heads, kv_heads, dim, size in ((4, 2, 64, 16), (3, 3, 32, 8), (7, 1, 80, 4), (8, 2, 128, 16), (2, 2, 6, 5)):
+        length = 600 if dim == 64 else 130
+        width = -(-length // size)
+        q, k, v = (b.put(random(length, n, dim), dtype) for n in (heads, kv_heads, kv_heads))
+
+        def run(rows, starts, qs, table, cache, b=b, q=q, k=k, v=v, size=size):
+            rows, starts, qs = (np.array(a, np.int32) for a in (rows, starts, qs))
+            packed = lower(rows, starts, qs, np.ones(len(rows), bool), table, size, tiles=b.tiles)
+            fields = {name: b.put(getattr(packed, name)) for name in packed.__slots__}
+            x = StepInputs(tok=fields["pos"], **fields)
+            y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x)
+            return b.get(b.float32(y)), cache
+
+        def fresh(rows, b=b, kv_heads=kv_heads, dim=dim, size=size, width=width):
+            spec = Paged(kv_heads, dim, dim, dtype=dtype)
+            return b.make_cache(spec, blocks=rows * width + 1, block_size=size, rows=rows, dtype=dtype)
+
+        blocks = np.random.default_rng(1).permutation(np.arange(1, 5 * width + 1)).reshape(5, width).astype(np.int32)
+        whole, cache = run([2], [0], [length], blocks, fresh(5))
+        for at in sorted({*range(0, length, 23), length - 1}):  # tables of every length
+            one, cache = run([2], [at], [1], blocks, cache)
+            if (one[0] != whole[at]).any():
+                yield f"attention of token {at} alone, {heads} heads of {dim}"
+        for chunk in (1, 7, 24, 33, 64):
+            cache, at, done = fresh(5), np.zeros(5, np.int32), {i: [] for i in range(5)}
+            while (at < length).any() and at[4] < min(length, 6 * chunk + 3):
+                rows = np.flatnonzero(at < length)
+                qs = np.minimum(np.where(rows % 2, 1, chunk), length - at[rows])
+                rows = rows[np.argsort(qs != 1, kind="stable")]
+                qs = np.minimum(np.where(rows % 2, 1, chunk), length - at[rows])
+                y, cache = run(rows, at[rows], qs, blocks, cache)
+                for row, part in zip(rows.tolist(), np.split(y, np.cumsum(qs)[:-1]), strict=True):
+                    done[row].append(part)
+                at[rows] += qs
+            for row, parts in done.items():
+                got = np.concatenate(parts)
+                if (got != whole[: len(got)]).any():
+                    yield f"attention of row {row} in chunks of {chunk}, {heads} heads of {dim}"
+
+
+if __name__ == "__main__":
+    name, dtype, *single = sys.argv[1:]
+    if single:
+        numpy_backend._small_products_are_fast = lambda: False
+    b = load(name).invariant()
+    with b.guard():
+        found = [*linear(b, dtype), *attention(b, dtype)]
+    print(b.fingerprint(), *found[:20], sep="\n")
+    sys.exit(bool(found))
