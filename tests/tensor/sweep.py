@@ -1,6 +1,5 @@
 """Kernels of an invariant backend, row by row: `python sweep.py BACKEND DTYPE [single]`. Prints what differs.
 
-
 Threads and the processor are set by the environment. single: NumPy as where it has no fast small products.
 """
 

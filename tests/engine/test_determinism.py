@@ -1,0 +1,194 @@
+"""deterministic=True: what is promised, how it is checked on the loaded model, and what happens where it is false."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hibachi import (
+    LLM,
+    AutoregressiveBatchInference,
+    ConfigError,
+    ModelError,
+    NotDeterministic,
+    NumpyBackend,
+    SamplingParams,
+    load_model,
+)
+from hibachi.model.files import TINY
+from hibachi.tensor.numpy_invariant import InvariantNumpyBackend
+from hibachi_torch import TorchBackend
+from hibachi_torch.invariant import InvariantTorchBackend
+
+from .sampling import Row, Rows
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+def engine(model, **options):
+    return AutoregressiveBatchInference(model, max_model_len=model.max_len, dtype=model.dtype, **options)
+
+
+class Liar(InvariantNumpyBackend):
+    """Says that it is deterministic, and multiplies as the library likes."""
+
+    def linear(self, x, w, b=None):
+        return NumpyBackend.linear(self, x, w, b)
+
+
+class LooksAtOthers(InvariantNumpyBackend):
+    """Deterministic in every way but one: a row is scaled by how many others there are."""
+
+    def silu(self, x):
+        return super().silu(x) * np.float32(1 + 1e-6 * len(x))
+
+
+class Raises(InvariantNumpyBackend):
+    def silu(self, x):
+        raise FloatingPointError("planted")
+
+
+@pytest.mark.parametrize("lie", [Liar, LooksAtOthers])
+def test_a_model_that_is_not_invariant_cannot_fool_the_check(lie):
+    with pytest.raises(
+        NotDeterministic, match=r"(?s)the output after \d+ random tokens differs by up to \d.*=False"
+    ) as e:
+        engine(load_model(TINY, lie()), deterministic=True)
+    assert "Liar" in str(e.value) or "LooksAtOthers" in str(e.value)
+
+
+def test_where_nobody_asked_such_a_model_is_served_without_the_promise(caplog):
+    with caplog.at_level(logging.WARNING, "hibachi.engine"), engine(load_model(TINY, Liar())) as e:
+        assert not e.deterministic
+        assert len(e.run([1, 2, 3], GREEDY).collect()) == 6
+        with pytest.raises(NotDeterministic):
+            e.selfcheck()
+    assert "deterministic=False, as the check of the model failed" in caplog.text
+
+
+def test_what_the_model_raises_in_the_check_is_raised():
+    with pytest.raises(ModelError, match="planted"):
+        engine(load_model(TINY, Raises()), deterministic=True)
+
+
+def test_the_check_runs_at_any_time_beside_requests_and_disturbs_none(caplog):
+    with caplog.at_level(logging.INFO, "hibachi.engine"), LLM("tiny", deterministic=True) as llm:
+        want = [c.token_ids for c in llm.generate(["She was", "The letter"], GREEDY.with_(max_tokens=40))]
+        streams = [
+            llm.engine.run(llm.tokenizer.encode(p), GREEDY.with_(max_tokens=40)) for p in ("She was", "The letter")
+        ]
+        assert llm.selfcheck() == 9
+        assert [s.collect() for s in streams] == want
+    [line] = [r.getMessage() for r in caplog.records if "kernels" in r.getMessage()]
+    assert line.startswith("deterministic=True; numpy ") and llm.backend.fingerprint() in line
+
+
+def test_small_limits_leave_something_to_check():
+    model = load_model(TINY, NumpyBackend().invariant())
+    cell = sum(s.kv_heads * (s.k_dim + s.v_dim) for s in model.cache_spec()) * 4
+    for options in (
+        dict(max_batch_size=1),
+        dict(max_batch_size=2, max_batch_tokens=2),
+        dict(max_batch_size=4, cache_bytes=16 * 4 * cell),
+        dict(block_size=1, max_batch_size=3),
+    ):
+        with engine(model, deterministic=True, **options) as e:
+            assert e.selfcheck() >= 3, options
+    with AutoregressiveBatchInference(model, max_model_len=2, deterministic=True) as e:
+        assert e.selfcheck() == 3
+
+
+@pytest.mark.parametrize("make", [NumpyBackend, lambda: TorchBackend("cpu")], ids=["numpy", "torch"])
+def test_the_default_is_deterministic_where_that_costs_little(make):
+    plain = make()
+    with LLM("tiny", backend=plain) as llm:
+        assert llm.deterministic is llm.backend.deterministic is plain.prefers_invariant
+    with LLM("tiny", backend=make(), deterministic=False) as llm:
+        assert not llm.deterministic and not llm.backend.deterministic
+
+
+def test_a_model_that_was_made_on_other_kernels_is_refused():
+    model = load_model(TINY, NumpyBackend())
+    with pytest.raises(ConfigError, match=r"made on NumpyBackend.*invariant\(\)"):
+        engine(model, deterministic=True)
+    with engine(model) as e:
+        assert not e.deterministic
+
+
+# ---- models with products of their own -------------------------------------------------------------------------------
+
+
+class OwnProducts(InvariantTorchBackend):
+    """As a model that multiplies with PyTorch itself: MKL rounds 1 to 3 rows in another way."""
+
+    def put_weight(self, w, dtype):
+        return self.put(w, dtype)
+
+    def linear(self, x, w, b=None):
+        return F.linear(x, w, b)
+
+
+def test_steps_are_padded_for_models_with_products_of_their_own():
+    model = load_model(TINY, OwnProducts("cpu"))
+    with pytest.raises(NotDeterministic):
+        engine(model, deterministic=True)
+    model.any_shape = False
+    with engine(model, deterministic=True) as e:
+        assert e.selfcheck() == 9
+        prompts = [[5, 9], [7] * 11, [3], list(range(1, 40))]
+        alone = [e.run(p, GREEDY).collect() for p in prompts]
+        together = [e.run(p, GREEDY) for p in prompts]
+        assert [s.collect() for s in together] == alone
+
+
+def test_padding_that_is_not_finite_reaches_nobody():
+    """Padding tokens are token 0, whose embedding is made NaN here: no request that has another token sees it."""
+
+    class NaN(OwnProducts):
+        def weight_rows(self, w, idx):
+            rows = super().weight_rows(w, idx)
+            return torch.where((idx == 0)[..., None], torch.nan, rows)
+
+    clean, dirty = load_model(TINY, OwnProducts("cpu")), load_model(TINY, NaN("cpu"))
+    clean.any_shape = dirty.any_shape = False
+    said = []
+    for model in (clean, dirty):
+        with engine(model, deterministic=False) as e:
+            streams = [e.run(p, GREEDY) for p in ([5, 9], [7] * 11, [3])]
+            said.append([s.collect() for s in streams])
+    assert said[0] == said[1]
+
+
+def test_models_without_a_cache_are_shown_one_row_at_a_time():
+    class Sizes:
+        max_model_len = 20
+        seen: list[int] = []  # noqa: RUF012
+
+        def forward(self, tokens):
+            self.seen.append(len(tokens))
+            return tokens[:, -1] + 1
+
+    for deterministic, most in ((True, 1), (None, 3)):
+        Sizes.seen.clear()
+        with AutoregressiveBatchInference(Sizes(), deterministic=deterministic) as e:
+            streams = [e.run(np.array([[1], [2]]), max_new_tokens=5) for _ in range(3)]
+            assert [[int(t[0]) for t in s.collect()] for s in streams] == [[3, 4, 5, 6, 7]] * 3
+            assert e.deterministic is bool(deterministic) and e.selfcheck() == 0
+        assert max(Sizes.seen) == most or (most > 1 and max(Sizes.seen) > 1)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_do_not_depend_on_how_many_others_ask_for():
+    """A list of 16 that ends in a tie does not say whose the values are; one of 128 would. They round differently."""
+    logits = np.zeros((2, 300), np.float32)
+    logits[0, :5], logits[0, 5:40] = np.linspace(2, 1, 5), 0.5
+    logits[1] = np.random.default_rng(0).normal(size=300)
+    for backend in (NumpyBackend(), TorchBackend("cpu")):
+        for others in (3, 20, 200):
+            rows = Rows(backend, 300, [Row(SamplingParams(temperature=0, logprobs=n)) for n in (6, others)])
+            alone = rows.draw(logits, [0]).logprobs[0]
+            assert rows.draw(logits).logprobs[0] == alone
