@@ -82,7 +82,7 @@ class Watch:
             return Use(seconds, None, None, None)
         cpu = own[0] - self._own[0]
         others = (busy - self._busy - cpu) / (seconds * (os.cpu_count() or 1))
-        return Use(seconds, cpu, max(0.0, others), own[1] / 2**20)
+        return Use(seconds, cpu, min(max(0.0, others), 1.0), own[1] / 2**20)
 
 
 def _busy() -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,7 @@ class Process:
                 stderr=self._log,
                 text=True,
                 env=_environment(setup),
+                start_new_session=True,  # to end it with what it starts
             )
         except OSError as e:
             self._log.close()
@@ -108,6 +110,7 @@ class Process:
         try:
             ready = self._next()
         except BaseException:
+            self._kill()
             self.close()
             raise
         self.version, self.about = str(ready["version"]), ready["about"]
@@ -158,17 +161,24 @@ class Process:
         lines = [line for line in self._log.read().splitlines() if line.strip()][-_TAIL:]
         return f": {lines[-1].strip()}\n  " + "\n  ".join(lines) if lines else "."
 
+    def _kill(self) -> None:
+        """The process and those that it has started."""
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+
     def close(self) -> None:
         """End the process. Closing twice is fine."""
         process = self._process
         if process.stdin is not None and not process.stdin.closed:
             with suppress(OSError):  # it has ended
                 process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self._kill()
+        process.wait()
         self._reader.join(10)
         if process.stdout is not None:
             process.stdout.close()

@@ -244,7 +244,9 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
     out = []
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
-        options |= {} if args.device is None else {"device": args.device}
+        for option in ("device", "deterministic"):
+            if getattr(args, option, None) is not None:
+                options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
         out.append(Setup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
     for each, name in zip(args.peer, names, strict=True):
@@ -299,9 +301,7 @@ def growing(args: argparse.Namespace) -> int:
             llm.engine, _vocabulary(llm), rows=args.rows, contexts=args.contexts, rounds=args.rounds, told=_point
         )
     if not points:
-        raise ConfigError(
-            f"Nothing to measure: expected rows and contexts that a model of {limit} tokens has room for."
-        )
+        raise ConfigError(f"Nothing to measure: {limit} tokens have no room for a context of {min(args.contexts)}.")
     found = growth.cliffs(points)
     print("\n" + ("\n".join(["cliffs:", *(f"  {cliff}" for cliff in found)]) if found else "no cliffs"))
     if args.out:
