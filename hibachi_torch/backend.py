@@ -150,9 +150,8 @@ class TorchBackend(ArrayBackend):
             return []
         from hibachi_torch.native.build import state
 
-        return [
-            f"native kernels: {'in use' if self.native else 'not in use; HIBACHI_NATIVE=1 asks for them'}; {state()}"
-        ]
+        used = "in use" if self.native else "not in use; HIBACHI_NATIVE=1 asks for them"
+        return [f"native kernels: {used}; {'; '.join(_said) or state()}"]
 
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

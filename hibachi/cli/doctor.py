@@ -53,9 +53,8 @@ def _backend(name: str) -> str:
     except Exception as e:
         return f"broken   {e}"
     room = f", {memory[0] / 2**30:.1f} of {memory[1] / 2**30:.1f} GiB free" if memory else ""
-    return f"ready    {facts['library']} on {facts['device']}{room}{_kernels(backend)}" + "".join(
-        f"\n           {r}" for r in remarks
-    )
+    lines = [f"ready    {facts['library']} on {facts['device']}{room}{_kernels(backend)}", *remarks]
+    return "\n           ".join(lines)
 
 
 def _kernels(backend: ArrayBackend) -> str:

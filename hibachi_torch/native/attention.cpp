@@ -86,15 +86,20 @@ static std::vector<Tile> tiles(const Sizes& s, const int32_t* cu_q) {
   return all;
 }
 
-// Scores [N queries][S spans] of 16 positions each.
+// Scores [N queries][S spans] of 16 positions each. Meanwhile what is needed next, `soon`, is fetched from memory.
 template <class T, int N, int S>
 static void score(
-    const typename T::Lane* q, int64_t depth, const typename T::Lane* const* keys, Floats (*out)[SPANS]
+    const typename T::Lane* q,
+    int64_t depth,
+    const typename T::Lane* const* keys,
+    const typename T::Lane* const* soon,
+    Floats (*out)[SPANS]
 ) {
   Floats sums[N][S] = {};
   for (int64_t d = 0; d < depth; d++)
     for (int c = 0; c < S; c++) {
       Words k = load<Words>(keys[c] + d * LANES);
+      __builtin_prefetch(soon[c] + d * LANES);
       for (int r = 0; r < N; r++) sums[r][c] = T::multiply(sums[r][c], k, q[r * depth + d]);
     }
   for (int r = 0; r < N; r++)
@@ -107,6 +112,7 @@ static void mix(
     const typename T::Element (*weights)[SPANS * LANES],
     const float* old,
     const typename T::Lane* const* values,
+    const typename T::Lane* const* soon,
     int spans,
     int64_t wide,
     float* out
@@ -117,7 +123,10 @@ static void mix(
   for (int s = 0; s < spans; s++)
     for (int i = 0; i < LANES / T::DEPTH; i++) {
       Words v[C];
-      for (int c = 0; c < C; c++) v[c] = load<Words>(values[s] + i * wide + c * LANES);
+      for (int c = 0; c < C; c++) {
+        v[c] = load<Words>(values[s] + i * wide + c * LANES);
+        __builtin_prefetch(soon[s] + i * wide + c * LANES);
+      }
       for (int r = 0; r < N; r++) {
         auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
         for (int c = 0; c < C; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
@@ -146,6 +155,15 @@ struct Attention {
     return s.window ? span_of(std::max<int64_t>(0, position - s.window + 1)) : 0;
   }
 
+  // Where the n-th span of a tile's row is in the cache, in spans; and its keys.
+  int64_t span(const Tile& tile, int64_t n) const {
+    return (table[tile.row * s.blocks + n / at.spans] * s.kv_heads + tile.kv_head) * at.spans + n % at.spans;
+  }
+
+  const Lane* key(const Tile& tile, int64_t n) const {
+    return reinterpret_cast<const Lane*>(keys) + span(tile, n) * at.k_span;
+  }
+
   void run(const Tile& tile) const {
     const int n = tile.tokens * tile.heads;
     thread_local std::vector<Lane> lanes;
@@ -163,7 +181,7 @@ struct Attention {
     }
     // Positions rise within a tile.
     for (int64_t g = first_span(position[0]) / SPANS * SPANS, last = span_of(position[n - 1]); g <= last; g += SPANS)
-      group(tile, n, g, std::min<int64_t>(SPANS, last + 1 - g), lanes.data(), position, most, total, sums.data());
+      group(tile, n, g, last, lanes.data(), position, most, total, sums.data());
     for (int r = 0; r < n; r++) {
       int64_t t = tile.first + r / tile.heads, h = tile.head + r % tile.heads;
       Floats by = all(1.0f / sum(total[r]));
@@ -178,37 +196,38 @@ struct Attention {
       const Tile& tile,
       int n,
       int64_t first,
-      int spans,
+      int64_t last,
       const Lane* lanes,
       const int64_t* position,
       float* most,
       Floats* total,
       float* sums
   ) const {
-    const Lane *k[SPANS], *v[SPANS];
+    const int spans = std::min<int64_t>(SPANS, last + 1 - first);
+    const Lane *k[SPANS], *v[SPANS], *next[SPANS];
     int64_t begin[SPANS];
     int valid[SPANS];
     for (int c = 0; c < spans; c++) {
       int64_t in_row = (first + c) / at.spans, in_block = (first + c) % at.spans;
-      int64_t span = (table[tile.row * s.blocks + in_row] * s.kv_heads + tile.kv_head) * at.spans + in_block;
-      k[c] = reinterpret_cast<const Lane*>(keys) + span * at.k_span;
-      v[c] = reinterpret_cast<const Lane*>(values) + span * at.v_span;
+      k[c] = key(tile, first + c);
+      v[c] = reinterpret_cast<const Lane*>(values) + span(tile, first + c) * at.v_span;
+      next[c] = key(tile, std::min(first + c + SPANS, last));
       begin[c] = in_row * s.block_size + in_block * LANES;
       valid[c] = std::min<int64_t>(LANES, s.block_size - in_block * LANES);
     }
     Floats scores[QUERIES][SPANS];
     with_constant<QUERIES>(n, [&](auto rows) {
-      with_constant<SPANS>(spans, [&](auto wide) { score<T, rows, wide>(lanes, at.k_depth, k, scores); });
+      with_constant<SPANS>(spans, [&](auto wide) { score<T, rows, wide>(lanes, at.k_depth, k, v, scores); });
     });
     Element weights[QUERIES][SPANS * LANES];
     float old[QUERIES];
     for (int r = 0; r < n; r++) old[r] = weigh(position[r], begin, valid, spans, scores[r], most[r], total[r], weights[r]);
     for (int64_t d = 0; d < at.v_wide; d += 4 * LANES) {
-      const Lane* part[SPANS];
-      for (int c = 0; c < spans; c++) part[c] = v[c] + d;
+      const Lane *part[SPANS], *soon[SPANS];
+      for (int c = 0; c < spans; c++) part[c] = v[c] + d, soon[c] = next[c] + d;
       with_constant<QUERIES>(n, [&](auto rows) {
         with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
-          mix<T, rows, wide>(weights, old, part, spans, at.v_wide, sums + d);
+          mix<T, rows, wide>(weights, old, part, soon, spans, at.v_wide, sums + d);
         });
       });
     }

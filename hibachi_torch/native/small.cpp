@@ -4,12 +4,15 @@
 
 namespace hibachi {
 
+// Elements that are worth waking another thread for: of what is read and written once, and of what takes an exp.
+constexpr int64_t LIGHT = 32768, HEAVY = 8192;
+
 // Sums of squares of 16 lanes each, then of the lanes.
 template <class T>
 static void rms_norm(
     const typename T::Element* x, int64_t stride, const typename T::Element* w, typename T::Element* y, int64_t rows, int64_t dim, float eps
 ) {
-  share(rows, std::max<int64_t>(1, 8192 / dim), [&](int64_t i) {
+  share(rows, std::max<int64_t>(1, LIGHT / dim), [&](int64_t i) {
     const auto* from = x + i * stride;
     Floats squares = {};
     for (int64_t d = 0; d < dim; d += LANES) {
@@ -30,7 +33,7 @@ static void rope(
     const typename T::Element* x, int64_t stride, const typename T::Element* cos, const typename T::Element* sin, typename T::Element* y, int64_t tokens, int64_t heads, int64_t dim
 ) {
   int64_t half = dim / 2;
-  share(tokens, std::max<int64_t>(1, 8192 / (heads * dim)), [&](int64_t t) {
+  share(tokens, std::max<int64_t>(1, LIGHT / (heads * dim)), [&](int64_t t) {
     for (int64_t h = 0; h < heads; h++) {
       const auto* from = x + t * stride + h * dim;
       auto* to = y + (t * heads + h) * dim;
@@ -50,7 +53,7 @@ template <class T, class Act>
 static void activate(
     const typename T::Element* x, int64_t stride, typename T::Element* y, int64_t rows, int64_t dim, bool gated, const Act& act
 ) {
-  share(rows, std::max<int64_t>(1, 8192 / dim), [&](int64_t i) {
+  share(rows, std::max<int64_t>(1, HEAVY / dim), [&](int64_t i) {
     const auto* from = x + i * stride;
     for (int64_t d = 0; d < dim; d += LANES) {
       int n = std::min<int64_t>(LANES, dim - d);
