@@ -245,7 +245,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
         for option in ("device", "deterministic"):
-            if getattr(args, option, None) is not None:
+            if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
         out.append(Setup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
@@ -290,11 +290,10 @@ def growing(args: argparse.Namespace) -> int:
         check_format(args.plot)
     if args.out:
         Path(args.out).open("ab").close()
-    options = {"backend": args.backend, "device": args.device, "dtype": args.dtype}
     longest = describe(locate(args.model)).context
     limit = args.max_model_len or min(max(args.contexts) + 16, longest or max(args.contexts) + 16)
     sizes = {"max_model_len": limit, "max_batch_size": max(args.rows), "prefix_cache": False}
-    with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **options) as llm:
+    with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **_options(args)) as llm:
         backend = llm.backend.versions()
         print(f"{args.model} on {backend['library']} ({backend['device']})\n\n   rows  context     a step   tokens/s")
         points = growth.measure(
@@ -311,6 +310,10 @@ def growing(args: argparse.Namespace) -> int:
     if args.plot:
         plot_growth(points, found, f"{Path(args.model).name} on {backend['library']}", args.plot)
     return 0
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("backend", "device", "dtype", "deterministic")}
 
 
 def _vocabulary(llm: LLM) -> int:
@@ -357,8 +360,7 @@ def fit(args: argparse.Namespace) -> int:
             samples = fitting.measure(engine, model.vocab_size, **load)
         backend = {"library": args.backend or "its own", "device": "default"}
     else:
-        options = {"backend": args.backend, "device": args.device, "dtype": args.dtype}
-        with LLM(args.model, max_model_len=args.max_model_len, **options, **sizes) as llm:
+        with LLM(args.model, max_model_len=args.max_model_len, **_options(args), **sizes) as llm:
             samples = fitting.measure(llm.engine, _vocabulary(llm), **load)
             backend = llm.backend.versions()
     found = fitting.fit(samples)

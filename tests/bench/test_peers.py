@@ -39,7 +39,8 @@ class Engine:
         return out
 class LLM:
     def __init__(
-        self, *, model, dtype, max_num_seqs, max_model_len, enable_prefix_caching, disable_log_stats, seed, enforce_eager
+        self, *, model, dtype, max_num_seqs, max_model_len, enable_prefix_caching,
+        disable_log_stats, seed, enforce_eager,
     ):
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and enforce_eager is True
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
