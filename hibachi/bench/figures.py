@@ -112,9 +112,9 @@ class Summary:
     failed: str | None = None
 
     @property
-    def what(self) -> tuple[str, str, float]:
+    def what(self) -> tuple[str, str, str, float]:
         """What can be compared."""
-        return self.model, self.work, self.rate or 0.0
+        return self.model, self.dtype, self.work, self.rate or 0.0
 
 
 def summarise(runs: Iterable[dict[str, Any]]) -> list[Summary]:

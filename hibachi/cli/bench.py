@@ -235,7 +235,13 @@ def _ceilings(limits: dict[str, Any]) -> str:
 
 def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
     """How each engine is set up. Raises ConfigError."""
-    common = {"dtype": args.dtype or "float32", "rows": 1, "max_len": 2, "threads": args.threads, "title": path.name}
+    common: dict[str, Any] = {
+        "dtype": args.dtype or "float32",
+        "rows": 1,
+        "max_len": 2,
+        "threads": args.threads,
+        "title": path.name,
+    }
     names = [name.partition("=")[0] for name in args.peer]
     models = dict(_two(each, "--peer-model") for each in args.peer_model)
     for name in (*models, *(name for name, _, _ in args.peer_option)):
@@ -253,8 +259,8 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
         if name not in engines() or name == OURS:
             raise ConfigError(f"A peer must be one of {', '.join(e for e in engines() if e != OURS)}; got {name!r}.")
         options = {key: _value(value) for engine, key, value in args.peer_option if engine == name}
-        python = each.partition("=")[2] or None
-        out.append(Setup(name, models.get(name, str(path)), python=python, options=options, **common))
+        python, own = each.partition("=")[2] or None, common | {"dtype": options.pop("dtype", common["dtype"])}
+        out.append(Setup(name, models.get(name, str(path)), python=python, options=options, **own))
     if not out:
         raise ConfigError("There is no engine to measure: --no-hibachi needs a --peer.")
     return out

@@ -58,6 +58,8 @@ def test_ratios_are_to_the_best_peer():
 
 
 def test_without_a_peer_there_is_no_ratio():
+    [table] = tables([document(run(), run(engine="vllm", dtype="q8_0"))])
+    assert column(table, "to best peer")["hibachi (numpy)"] == ""
     [table] = tables([document(run())])
     assert column(table, "to best peer") == {"hibachi (numpy)": ""} == column(table, "of bound")
 
