@@ -13,7 +13,7 @@ import numpy as np
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.service import given_backend
-from hibachi.errors import BackendError, ConfigError, HibachiError
+from hibachi.errors import BackendError, ConfigError, EngineFailed, HibachiError
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
@@ -125,6 +125,7 @@ class Own:
         if self.rung is None:
             return FeedforwardBatchInference(model, max_batch_size=rows, backend=backend)
         options |= {"max_batch_size": rows, "max_model_len": longest, "padding_token": padding}
+        options["prefix_cache"] = False  # everything is to be computed by the model, also what was computed before
         return AutoregressiveBatchInference(model, backend=backend, **options)
 
     def engine(self, *, new: bool = False, padding: Any = None, **options: Any) -> Any:
@@ -160,7 +161,7 @@ class Own:
             for item in stream:
                 items.append(self._host(item))
         except HibachiError as e:
-            return Answer(items, type(e).__name__, e)
+            return Answer(items, type(_fault(e)).__name__, _fault(e))
         return Answer(items, str(stream.finish_reason), None, stream.logprobs)
 
     def _host(self, item: Any) -> Any:
@@ -171,7 +172,13 @@ class Own:
 
     def answers(self, engine: Any, asked: Sequence[HostArray], n: int | None = None) -> list[Answer]:
         """One after another, each alone."""
-        return [self.read(self.ask(engine, prompt, n)) for prompt in asked]
+        found = []
+        for prompt in asked:
+            try:
+                found.append(self.read(self.ask(engine, prompt, n)))
+            except EngineFailed as e:
+                found.append(Answer([], type(_fault(e)).__name__, _fault(e)))
+        return found
 
     def together(self, engine: Any, asked: Sequence[HostArray], n: Sequence[int] = ()) -> list[Answer]:
         """All at once: they come while the engine is in a call, and it finds them at its next step."""
@@ -198,7 +205,8 @@ class Own:
     def alone(self) -> list[Answer]:
         """The answer to each prompt when nobody else is there."""
         before, found = self.spy.calls, self.answers(self.engine(), self.prompts)
-        assert self.spy.calls - before >= len(self.prompts), "the calls of the model were not seen"
+        gave_up = found[-1].ending != "length"  # an engine does, if it can use no output at all
+        assert gave_up or self.spy.calls - before >= len(self.prompts), "the calls of the model were not seen"
         return found
 
     @cached_property
@@ -320,6 +328,12 @@ class Own:
         assert self.guilty is not None
         prompt = self.prompts[self.guilty]
         return prompts.begins(row, prompt) and len(row) >= len(prompt) + more * (self.rung is not None)
+
+
+def _fault(e: HibachiError) -> HibachiError:
+    """What a model did to a request, also if the engine gave up over it."""
+    cause = e.__cause__
+    return cause if isinstance(e, EngineFailed) and isinstance(cause, HibachiError) else e
 
 
 def backend_of(model: Any) -> ArrayBackend:
