@@ -1,11 +1,16 @@
 """What tests of several floors share: copies of the shipped model, whole or damaged."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 import hibachi
+
+# Whoever is started in the background of a shell ignores Ctrl-C, and so do its children; tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
 

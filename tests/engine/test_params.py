@@ -215,5 +215,5 @@ def test_a_request_with_an_impossible_wish_fails_alone(serve, model):
         for token in bad:
             got.append(token)
     assert got == expected([1, 2], 3) and bad.finish_reason == "error"
-    assert len(calls) <= 8  # six steps, or two more if the other came later
+    assert len(calls) <= 10  # six steps, or as many more as the first had made when the other came
     assert engine.stats().failed == 1 and engine.run([1, 2], GREEDY, max_new_tokens=1).collect() == [4]

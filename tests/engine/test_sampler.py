@@ -56,6 +56,11 @@ def agrees(token, logits, row):
         before = sum(p[:token])
         if p[token] > 0 and before - 2e-5 < u < before + p[token] + 2e-5:
             return True
+    if params.temperature == 0:  # of two that are equal but for rounding, either
+        row.params = params.with_(temperature=1e-6, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
+        p = expected(logits, row)
+        row.params = params
+        return p[token] > 0.1
     return False
 
 
