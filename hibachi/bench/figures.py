@@ -77,7 +77,7 @@ def record(process: Process, work: str, turn: int, of: dict[str, Any], rate: flo
     """One run as it is written to JSON."""
     s = process.setup
     return {
-        "engine": s.label,
+        "engine": process.label,
         "version": process.version,
         "about": process.about,
         "model": s.title or Path(s.model).name,
@@ -103,6 +103,7 @@ class Summary:
     version: str
     model: str
     dtype: str
+    threads: int
     work: str
     rate: float | None
     runs: int
@@ -112,16 +113,16 @@ class Summary:
     failed: str | None = None
 
     @property
-    def what(self) -> tuple[str, str, str, float]:
+    def what(self) -> tuple[str, str, int, str, float]:
         """What can be compared."""
-        return self.model, self.dtype, self.work, self.rate or 0.0
+        return self.model, self.dtype, self.threads, self.work, self.rate or 0.0
 
 
 def summarise(runs: Iterable[dict[str, Any]]) -> list[Summary]:
     """The runs by engine and work, in the order in which they came."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in runs:
-        key = tuple(run.get(k) for k in ("engine", "version", "model", "dtype", "work", "rate"))
+        key = tuple(run.get(k) for k in ("engine", "version", "model", "dtype", "threads", "work", "rate"))
         groups.setdefault(key, []).append(run)
     return [_summary(key, group) for key, group in groups.items()]
 
@@ -133,12 +134,13 @@ def _summary(key: tuple[Any, ...], runs: list[dict[str, Any]]) -> Summary:
     for run in quiet or done:
         for name, value in _flat(run):
             values.setdefault(name, []).append(value)
-    engine, version, model, dtype, work, rate = key
+    engine, version, model, dtype, threads, work, rate = key
     return Summary(
         engine,
         version,
         model,
         dtype,
+        threads,
         work,
         rate,
         runs=len(done),
@@ -165,7 +167,7 @@ def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
             document = json.loads(Path(path).read_text())
             runs = document["runs"]
             for run in runs:
-                assert {"engine", "work", "model", "dtype"} <= run.keys()
+                assert {"engine", "work", "model", "dtype", "threads"} <= run.keys()
                 assert "failed" in run or {"tokens_per_second", "contended", "complete"} <= run.keys()
             summarise(runs)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as e:

@@ -33,8 +33,8 @@ def plot_results(documents: Sequence[dict[str, Any]], path: str | Path) -> None:
     check_format(path)
     found = [s for s in summarise(run for d in documents for run in d["runs"]) if s.failed is None]
     limits = {title: rate for d in documents for title, rate in d.get("bounds", {}).items()}
-    offline = sorted({(s.model, s.work) for s in found if s.rate is None})
-    online = sorted({(s.model, s.work) for s in found if s.rate is not None})
+    offline = sorted({(s.model, s.threads, s.work) for s in found if s.rate is None})
+    online = sorted({(s.model, s.threads, s.work) for s in found if s.rate is not None})
     panels = len(offline) + 2 * len(online)
     with library().rc_context(LOOK):
         columns = min(3, max(1, panels))
@@ -42,11 +42,15 @@ def plot_results(documents: Sequence[dict[str, Any]], path: str | Path) -> None:
         figure = _figure(1.2 + 3.4 * columns, 0.6 + 2.5 * lines)
         axes = iter(figure.subplots(lines, columns, squeeze=False).ravel().tolist())
         for key in offline:
-            _bars(next(axes), [s for s in found if (s.model, s.work) == key and s.rate is None], limits.get(key[1]))
+            _bars(
+                next(axes),
+                [s for s in found if (s.model, s.threads, s.work) == key and s.rate is None],
+                limits.get(key[2]),
+            )
         for key in online:
-            mine = [s for s in found if (s.model, s.work) == key and s.rate is not None]
+            mine = [s for s in found if (s.model, s.threads, s.work) == key and s.rate is not None]
             for name, title in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
-                _over_rate(next(axes), mine, name, f"{key[1]}: {title}, p50 and p99")
+                _over_rate(next(axes), mine, name, f"{key[2]}: {title}, p50 and p99")
         for rest in axes:
             rest.set_visible(False)
         _save(figure, path)

@@ -79,7 +79,7 @@ class Ran:
 class Process:
     """Starts the engine and waits until its first token. Raises ConfigError, EngineFailed.
 
-    version, about: of the engine. start_up: seconds: import (of the libraries below), load, and total, from the start
+    version, about: of the engine. label: its name in tables. start_up: seconds: import (of the libraries below), load, and total, from the start
     of the process to the first token.
     """
 
@@ -114,6 +114,8 @@ class Process:
             self.close()
             raise
         self.version, self.about = str(ready["version"]), ready["about"]
+        kernels = self.about.get("kernels", "default")
+        self.label = setup.label if kernels == "default" else f"{setup.label[:-1]}, {kernels})"
         self.start_up = {
             "total": ready["first_token"] - began,
             "import": ready["import_seconds"],

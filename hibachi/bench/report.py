@@ -26,18 +26,20 @@ def best_peer(s: Summary, all_of_them: Iterable[Summary], name: str, *, least: b
 
 
 def tables(documents: Sequence[dict[str, Any]]) -> list[tuple[str, Row, list[Row]]]:
-    """(title, head, rows) for each model: work that is there at once, then work that arrives."""
+    """(title, head, rows) for each model and number of threads: work that is there at once, then work that arrives."""
     found = summarise(run for d in documents for run in d["runs"])
     limits = {title: rate for d in documents for title, rate in d.get("bounds", {}).items()}
     out = []
-    for model in dict.fromkeys(s.model for s in found):
-        mine = sorted((s for s in found if s.model == model), key=lambda s: (s.work, s.rate or 0.0))
+    for model, threads in dict.fromkeys((s.model, s.threads) for s in found):
+        mine = [s for s in found if (s.model, s.threads) == (model, threads)]
+        mine.sort(key=lambda s: (s.work, s.rate or 0.0))
+        title = f"{model}, {threads} thread{'s' * (threads != 1)}"
         rows = [_offline(s, mine, limits.get(s.work)) for s in mine if s.rate is None]
         if rows:
-            out.append((f"{model}: all requests at once", OFFLINE, rows))
+            out.append((f"{title}: all requests at once", OFFLINE, rows))
         rows = [_online(s, mine) for s in mine if s.rate is not None]
         if rows:
-            out.append((f"{model}: requests that arrive", ONLINE, rows))
+            out.append((f"{title}: requests that arrive", ONLINE, rows))
     return out
 
 

@@ -118,6 +118,7 @@ class Session:
             "version": "",
             "model": setup.title or Path(setup.model).name,
             "dtype": setup.dtype,
+            "threads": setup.threads,
             "work": name,
             "rate": None,
             "failed": str(e).splitlines()[0].removeprefix(f"{setup.label}: "),

@@ -17,7 +17,8 @@ QUIET = Use(2.1, 3.0, 0.0, 100.0)
 
 def run(**change):
     base = figures(REQUESTS, Ran(ANSWERS, QUIET, {}))
-    about = {"engine": "hibachi (numpy)", "version": "1", "model": "m", "dtype": "float32", "work": "W1", "rate": None}
+    about = {"engine": "hibachi (numpy)", "version": "1", "model": "m", "dtype": "float32", "threads": 2}
+    about |= {"work": "W1", "rate": None}
     return about | {"start_up": {"total": 2.0, "import": 0.5, "load": 1.0}} | base | change
 
 
@@ -63,11 +64,13 @@ def test_medians_are_of_the_quiet_runs():
 
 def test_what_differs_is_summarised_apart():
     runs = [run(), run(rate=2.0), run(dtype="bfloat16"), run(work="W4"), run(engine="vllm"), run(version="2")]
-    assert len(summarise(runs)) == 6
+    assert len(summarise([*runs, run(threads=1)])) == 7
 
 
 def test_a_failure_is_a_result():
-    failed = {k: run()[k] for k in ("engine", "version", "model", "dtype", "work", "rate")} | {"failed": "no memory"}
+    failed = {k: run()[k] for k in ("engine", "version", "model", "dtype", "threads", "work", "rate")} | {
+        "failed": "no memory"
+    }
     [s] = summarise([failed])
     assert (s.failed, s.runs) == ("no memory", 0)
     assert summarise([failed, run()])[0].failed is None

@@ -23,15 +23,7 @@ def offline():
         run(tokens_per_second=120.0),
         run(engine="vllm", tokens_per_second=100.0),
         run(engine="slow", tokens_per_second=50.0, contended=True, complete=False),
-        {
-            "engine": "gone",
-            "version": "",
-            "model": "m",
-            "dtype": "float32",
-            "work": "W1",
-            "rate": None,
-            "failed": "why",
-        },
+        run(engine="gone") | {"failed": "why"},
         bounds={"W1": 240.0},
     )
 
