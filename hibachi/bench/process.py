@@ -79,8 +79,8 @@ class Ran:
 class Process:
     """Starts the engine and waits until its first token. Raises ConfigError, EngineFailed.
 
-    version, about: of the engine. label: its name in tables. start_up: seconds: import (of the libraries below), load, and total, from the start
-    of the process to the first token.
+    version, about: of the engine. label: its name in tables. start_up: seconds: import (of the libraries below), load,
+    and total, from the start of the process to the first token.
     """
 
     def __init__(self, setup: Setup, timeout: float = 600.0) -> None:

@@ -1,6 +1,7 @@
 """`hibachi bench` from the command line to its files."""
 
 import json
+import re
 
 import pytest
 
@@ -16,13 +17,13 @@ def test_throughput_and_compare(tmp_path, capsys):
     command = ["bench", "throughput", "--backend", "numpy", "--work", "W1", *TINY_WORK]
     assert main([*command, "--out", str(out), "--profile", str(profile)]) == 0
     shown = capsys.readouterr().out
-    assert "hibachi (numpy)" in shown and "W1: a step of hibachi" in shown and "attention" in shown
+    assert "hibachi (numpy" in shown and "W1: a step of hibachi" in shown and "attention" in shown
     data = json.loads(out.read_text())
     [run] = data["runs"]
     assert run["complete"] and run["tokens_per_second"] > 0 and run["model"] == "tiny" and run["rows"] == 3
     assert data["machine"]["cores"] and data["profiles"]["W1"] and "profile" not in run
     assert main(["bench", "compare", str(out), "--results", str(page), "--plot", str(picture)]) == 0
-    assert "| W1 | hibachi (numpy) | float32 |" in page.read_text()
+    assert re.search(r"\| W1 \| hibachi \(numpy[^|]*\) \| float32 \|", page.read_text())  # with its kernels, perhaps
     assert profile.read_bytes()[:4] == picture.read_bytes()[:4] == b"\x89PNG"
 
 
