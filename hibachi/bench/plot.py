@@ -12,7 +12,7 @@ import numpy as np
 from hibachi.bench.figures import Summary, summarise
 from hibachi.bench.growth import Cliff, Point
 from hibachi.bench.profile import PARTS, Step, kinds
-from hibachi.bench.report import ours
+from hibachi.bench.report import bounds_of, ours
 from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
 
 _OURS, _PEER = COLOURS[1], "#8fa7b8"
@@ -32,7 +32,7 @@ def plot_results(documents: Sequence[dict[str, Any]], path: str | Path) -> None:
     OSError."""
     check_format(path)
     found = [s for s in summarise(run for d in documents for run in d["runs"]) if s.failed is None]
-    limits = {title: rate for d in documents for title, rate in d.get("bounds", {}).items()}
+    limits = bounds_of(documents)
     offline = sorted({(s.model, s.threads, s.work) for s in found if s.rate is None})
     online = sorted({(s.model, s.threads, s.work) for s in found if s.rate is not None})
     panels = len(offline) + 2 * len(online)

@@ -25,10 +25,16 @@ def best_peer(s: Summary, all_of_them: Iterable[Summary], name: str, *, least: b
     return (min if least else max)(found) if found else None
 
 
+def bounds_of(documents: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Bounds by work, where the ceilings were measured on a quiet machine: others are too low to say anything."""
+    quiet = [d for d in documents if not d.get("ceilings", {}).get("contended")]
+    return {title: rate for d in quiet for title, rate in d.get("bounds", {}).items()}
+
+
 def tables(documents: Sequence[dict[str, Any]]) -> list[tuple[str, Row, list[Row]]]:
     """(title, head, rows) for each model and number of threads: work that is there at once, then work that arrives."""
     found = summarise(run for d in documents for run in d["runs"])
-    limits = {title: rate for d in documents for title, rate in d.get("bounds", {}).items()}
+    limits = bounds_of(documents)
     out = []
     for model, threads in dict.fromkeys((s.model, s.threads) for s in found):
         mine = [s for s in found if (s.model, s.threads) == (model, threads)]

@@ -43,8 +43,9 @@ class Session:
     timeout: float = 600.0
     told: Callable[[str], Any] = lambda line: None
 
-    def run(self, works: Sequence[str]) -> list[dict[str, Any]]:
-        """Records of all runs; those of an engine that fails say why. Raises ConfigError, OSError for a bad work."""
+    def run(self, works: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Records of all runs as they end; those of an engine that fails say why. Raises ConfigError, OSError for a bad
+        work, before anything starts."""
         all_work = {name: self.make(name, _WARM_UP) for name in works}
         for name, requests in all_work.items():
             if not self.fits(requests):
@@ -54,11 +55,9 @@ class Session:
                 )
             if any(r.arrival for r in requests) and not self.rates:
                 raise ConfigError(f"{name} has times of arrival, so a rate is needed. Measure it with `bench latency`.")
-        runs: list[dict[str, Any]] = []
         for name, requests in all_work.items():
             for cached in (True, False) if name == "W2" else (self.cached and name not in work.NAMES,):
-                runs += self._measure(name, requests, cached)
-        return runs
+                yield from self._measure(name, requests, cached)
 
     def fits(self, requests: Sequence[Request]) -> bool:
         return self.context is None or work.longest(requests) <= self.context

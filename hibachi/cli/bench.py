@@ -202,11 +202,14 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
         limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder)
         more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
         print(_ceilings(limits), flush=True)
-    runs = session.run(works)
-    profiles = {r["work"]: r.pop("profile") for r in runs if "profile" in r}  # of the last turn
-    made = document(runs, **more, **({"profiles": profiles} if profiles else {}))
-    if args.out:
-        Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+    runs: list[dict[str, Any]] = []
+    try:
+        runs.extend(session.run(works))
+    finally:  # what there is, should somebody lose patience
+        profiles = {r["work"]: r.pop("profile") for r in runs if "profile" in r}  # of the last turn
+        made = document(runs, **more, **({"profiles": profiles} if profiles else {}))
+        if args.out and runs:
+            Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
     print()
     _show([made], args)
     return int(all("failed" in r for r in runs))

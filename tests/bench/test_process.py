@@ -137,7 +137,7 @@ def session(*setups, **options):
 def test_engines_take_turns(peers):
     shutil.copy(peers / "echo.py", peers / "other.py")
     s, lines = session(setup(), setup("other"))
-    runs = s.run(["W1", "W4"])
+    runs = list(s.run(["W1", "W4"]))
     assert [(r["work"], r["engine"], r["turn"]) for r in runs] == [
         (work, engine, turn) for work in ("W1", "W4") for turn in (1, 2) for engine in ("echo", "other")
     ]
@@ -146,7 +146,7 @@ def test_engines_take_turns(peers):
 
 
 def test_a_shared_prefix_is_run_cold_warm_and_off(peers):
-    runs = session(setup())[0].run(["W2"])
+    runs = list(session(setup())[0].run(["W2"]))
     assert [(r["work"], r["turn"], r["prefix_cache"]) for r in runs] == [
         ("W2 cold", 1, True),
         ("W2 warm", 1, True),
@@ -158,7 +158,7 @@ def test_a_shared_prefix_is_run_cold_warm_and_off(peers):
 
 
 def test_rates(peers):
-    runs = session(setup(), rates=(50.0, 100.0))[0].run(["W3"])
+    runs = list(session(setup(), rates=(50.0, 100.0))[0].run(["W3"]))
     assert [(r["rate"], r["turn"]) for r in runs] == [(50.0, 1), (50.0, 2), (100.0, 1), (100.0, 2)]
     assert all("goodput" in r and r["slo_share"] == 1 for r in runs)
 
@@ -166,7 +166,7 @@ def test_rates(peers):
 def test_one_engine_that_fails_does_not_stop_the_others(peers):
     shutil.copy(peers / "echo.py", peers / "other.py")
     s, lines = session(setup("other", broken=True), setup(fails_at=4), Setup("other", "m", "float32", 1, 8, 1))
-    runs = s.run(["W1"])
+    runs = list(s.run(["W1"]))
     assert [(r["engine"], r.get("failed", "")[:44]) for r in runs] == [
         ("other", "its process ended with status 1: ValueError:"),
         ("echo", ""),
@@ -179,8 +179,8 @@ def test_one_engine_that_fails_does_not_stop_the_others(peers):
 
 def test_work_that_cannot_be_done_is_refused_before_anything_starts(peers, tmp_path):
     with pytest.raises(ConfigError, match="W2 has requests of 560 tokens; the model takes 512"):
-        session(setup(), context=512)[0].run(["W2"])
+        list(session(setup(), context=512)[0].run(["W2"]))
     with pytest.raises(ConfigError, match="a rate is needed"):
-        session(setup())[0].run(["W3"])
+        list(session(setup())[0].run(["W3"]))
     with pytest.raises(ConfigError, match=r"or a file; got 'nothing\.jsonl'"):
-        session(setup())[0].run(["nothing.jsonl"])
+        list(session(setup())[0].run(["nothing.jsonl"]))

@@ -65,6 +65,11 @@ def test_latencies_are_compared_at_the_same_rate():
     assert [rows[0][i] for i in places] == ["1.50x", "0.50x"]
 
 
+def test_ceilings_of_a_busy_machine_bound_nothing():
+    [table] = tables([offline() | {"ceilings": {"contended": True}}])
+    assert column(table, "of bound")["hibachi (numpy)"] == ""
+
+
 def test_several_documents_are_one_table():
     [table] = tables([document(run(tokens_per_second=120.0)), document(run(engine="vllm", tokens_per_second=60.0))])
     assert column(table, "to best peer")["hibachi (numpy)"] == "2.00x"
@@ -82,7 +87,7 @@ def test_the_page_names_machine_versions_and_date():
     shown = page([offline() | {"ceilings": limits}])
     assert "2026-03-04: 2 cores of Fast One" in shown and "24 GiB" in shown and "Python 3.11.9" in shown
     assert "vllm 1;" in shown and "Ceilings (contended): memory 70 GB/s" in shown and "0.65 at 64 rows" in shown
-    assert "| W1 | hibachi (numpy) | float32 | 120.0 | 1.20x | 50% |" in shown
+    assert "| W1 | hibachi (numpy) | float32 | 120.0 | 1.20x |  |" in shown
     widths = {line.count("|") for line in shown.splitlines() if line.startswith("|")}
     assert len(widths) == 1
 
