@@ -1,5 +1,6 @@
 """Engines in processes of their own: scripts of ours in the place of real ones."""
 
+import json
 import shutil
 import sys
 import time
@@ -10,7 +11,7 @@ from hibachi.bench import process
 from hibachi.bench.machine import Watch
 from hibachi.bench.process import Process, Setup
 from hibachi.bench.session import Session
-from hibachi.bench.work import Request
+from hibachi.bench.work import Request, write
 from hibachi.errors import ConfigError, EngineFailed
 
 ECHO = """
@@ -90,6 +91,17 @@ def test_an_engine_that_does_not_start_says_why(peers, options, message):
 def test_an_engine_that_fails_at_work_says_why(peers):
     with Process(setup(fails_at=2)) as p, pytest.raises(EngineFailed, match="RuntimeError: out of luck"):
         p.run(WORK)
+
+
+def test_an_engine_whose_caller_is_gone_ends(peers):
+    p = Process(setup())
+    write([Request(0, 60.0, [5], 1)], peers / "work.jsonl")
+    p._process.stdin.write(json.dumps({"run": str(peers / "work.jsonl")}) + "\n")
+    p._process.stdin.flush()
+    time.sleep(0.3)
+    p._process.stdin.close()
+    assert p._process.wait(10) == 1
+    p.close()
 
 
 def test_names_and_interpreters_are_checked(peers):

@@ -11,7 +11,9 @@ output go JSON lines: {"event": "ready", ...}; for each run {"event": "over", "s
 import importlib.util
 import json
 import os
+import queue
 import sys
+import threading
 import time
 
 
@@ -48,6 +50,27 @@ def adapter(name):
     return module
 
 
+def commands(engine, busy):
+    """The lines of the standard input. If it ends while the engine works, nobody waits for the answer any more."""
+    lines = queue.SimpleQueue()
+
+    def listen():
+        for line in sys.stdin:
+            lines.put(line)
+        if busy.is_set():
+            close(engine)
+            os._exit(1)
+        lines.put(None)
+
+    threading.Thread(target=listen, daemon=True).start()
+    return iter(lines.get, None)
+
+
+def close(engine):
+    if hasattr(engine, "close"):
+        engine.close()
+
+
 def main():
     settings = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
@@ -60,6 +83,7 @@ def main():
     began = time.perf_counter()
     engine = adapter(settings["engine"]).Engine(settings)
     load = time.perf_counter() - began - engine.import_seconds
+    busy = threading.Event()
     first = Request(**settings["first"])
     run(engine, [first])
     first_token = time.time() - (time.perf_counter() - first.times[0])
@@ -72,16 +96,17 @@ def main():
         about=getattr(engine, "about", {}),
     )
     try:
-        for line in sys.stdin:
+        for line in commands(engine, busy):
             requests = read(json.loads(line)["run"])
+            busy.set()
             start = run(engine, requests)
+            busy.clear()
             tell(event="over", start=start)
             for r in requests:
                 tell(id=r.id, due=r.due, times=r.times, tokens=r.tokens)
             tell(event="done", more=engine.more() if hasattr(engine, "more") else {})
     finally:
-        if hasattr(engine, "close"):
-            engine.close()
+        close(engine)
 
 
 if __name__ == "__main__":
