@@ -55,8 +55,9 @@ def commands(engine, busy):
     lines = queue.SimpleQueue()
 
     def listen():
-        for line in sys.stdin:
-            lines.put(line)
+        with open(0, "rb", buffering=0, closefd=False) as stdin:  # no buffer, whose lock the end would wait for
+            for line in stdin:
+                lines.put(line)
         if busy.is_set():
             close(engine)
             os._exit(1)
