@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.errors import ConfigError
 
@@ -94,10 +96,15 @@ class Profile:
             for name, part in _BACKEND.items():
                 self._time(backend if model is None else model, name, part)
         step = runner._step  # type: ignore[attr-defined]
+        fused = getattr(engine._model, "fused", None)
+        if fused is not None:
+            fused.seconds = np.zeros(len(fused.parts))
 
         def forward(*args: Any) -> Any:
             out = step(*args)
             backend.get(out[0][:1, :1] if out[0].ndim == 2 else out[0])  # waits for the device
+            if fused is not None:
+                self._split(fused)
             return out
 
         runner._step = forward  # type: ignore[attr-defined]
@@ -117,6 +124,13 @@ class Profile:
             return went
 
         core.step = stepped  # type: ignore[method-assign]
+
+    def _split(self, fused: Any) -> None:
+        """Give the seconds that a call of all layers has counted to their parts."""
+        for part, took in zip(fused.parts, fused.seconds.tolist(), strict=True):
+            self._now[part] = self._now.get(part, 0.0) + took
+            self._stack[-1][1] += took
+        fused.seconds[:] = 0
 
     @staticmethod
     def _tells_parts(backend: Any, device: str) -> bool:

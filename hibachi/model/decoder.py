@@ -52,6 +52,8 @@ class Decoder:
         self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.float32([arch.embed_scale]), dtype))[0])
+        self.fused = backend.fuse(self)
+        """All layers in one call, where the backend can; None: operation by operation, with the same result."""
 
     @classmethod
     def build(
@@ -98,6 +100,8 @@ class Decoder:
         if a.learned_positions:
             h = h + b.take(params["positions"], x.pos)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
+        if self.fused is not None and params is self.params:
+            return self.fused(h, turns, cache, x)
         new = []
         for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):
             turn = None if kind.rope is None else turns[kind.rope]

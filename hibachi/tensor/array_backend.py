@@ -44,6 +44,12 @@ class ArrayBackend:
     larger_steps: tuple[int, ...] = ()
     """Other sizes than `step_tokens`, rising, for steps that hold more. When it starts, the engine looks whether they
     give the same bits with its model, and else does without them."""
+    static_decode: bool = False
+    """The engine pads steps in which every row computes one token to few shapes, and no other steps."""
+    block_size: int = 16
+    """Positions in a cache block, where the user does not say."""
+    asynchronous: bool = False
+    """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
     """Which set of kernels this is, for `fingerprint`."""
 
@@ -222,6 +228,10 @@ class ArrayBackend:
     def get(self, t: Array) -> HostArray:
         """Array -> host array; waits for the device."""
         return np.asarray(t)
+
+    def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
+        """Begin to copy arrays to the host; what is returned gives them, and waits for what was asked for until now."""
+        return lambda: [self.get(t) for t in arrays]
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.xp.zeros(shape, dtype=self.dtype(dtype), device=self.device)
@@ -454,6 +464,16 @@ class ArrayBackend:
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
+
+    def fuse(self, decoder: Any) -> Callable[..., Any] | None:
+        """All layers of a `hibachi.model.decoder.Decoder` as one call, or None: they run operation by operation.
+
+        (h [T, hidden], which may be overwritten, turns, cache, x) -> (normalised hidden states [n_out, hidden] at
+        x.last, cache), bit for bit what the operations give; turns: for each set of rotary frequencies cos and sin
+        [T, 1, dims / 2]. It holds for the decoder's own params. For a profile it says to which part of it each
+        operation belongs, `parts`, and adds up their seconds in the array `seconds` where that is set.
+        """
+        return None
 
     def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
         """The model in the folder `path`, run by another library over our cache: a level-2 model, or None.

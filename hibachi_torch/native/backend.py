@@ -13,14 +13,14 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.invariant import InvariantTorchBackend
 from hibachi_torch.native.build import library
+from hibachi_torch.native.program import ACTIVATIONS, Program, program
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.cpp
 _LANES = 16  # as in lanes.h
 
 
 class _Sizes(ctypes.Structure):
-    """As in attention.cpp."""
+    """as in attention.h."""
 
     _fields_ = [
         *(
@@ -59,7 +59,7 @@ class _Kernels:
 
 
 class PackedWeight:
-    """A matrix [out, in] in the panels of linear.cpp."""
+    """A matrix [out, in] in the panels of linear.h."""
 
     __slots__ = ("data", "dtype", "pointer", "shape")
 
@@ -138,7 +138,7 @@ class NativeTorchBackend(InvariantTorchBackend):
     # ---- cache and attention -----------------------------------------------------------------------------------
 
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
-        # See attention.cpp. The last dimension of keys, and that of values, is a lane.
+        # See attention.h. The last dimension of keys, and that of values, is a lane.
         wanted = spec.dtype or dtype
         if isinstance(spec, State) or self.dtype(wanted) not in self._of:
             return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
@@ -232,7 +232,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         return self._activate("gelu_tanh", x, gated=False)
 
     def gated(self, x: Array, activation: str) -> Array:
-        return self._activate(activation, x, gated=True) if activation in _ACTIVATIONS else super().gated(x, activation)
+        return self._activate(activation, x, gated=True) if activation in ACTIVATIONS else super().gated(x, activation)
 
     def _activate(self, name: str, x: Array, *, gated: bool) -> Array:
         kernels = self._of.get(x.dtype)
@@ -242,8 +242,13 @@ class NativeTorchBackend(InvariantTorchBackend):
         dim = x.shape[-1] // 2 if gated else x.shape[-1]
         y = torch.empty((*x.shape[:-1], dim), dtype=x.dtype)
         if y.numel():
-            kernels.activate(_ACTIVATIONS[name], rows.data_ptr(), stride, y.data_ptr(), y.numel() // dim, dim, gated)
+            kernels.activate(ACTIVATIONS[name], rows.data_ptr(), stride, y.data_ptr(), y.numel() // dim, dim, gated)
         return y
+
+    # ---- execution ---------------------------------------------------------------------------------------------
+
+    def fuse(self, decoder: Any) -> Program | None:
+        return program(decoder, PackedWeight)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:

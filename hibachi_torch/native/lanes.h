@@ -198,6 +198,12 @@ inline void share(int64_t n, int64_t batch, const F& f) {
   });
 }
 
+// The same for a kernel: all of its parts.
+template <class K>
+inline void share(const K& kernel) {
+  share(kernel.count(), kernel.batch(at::get_num_threads()), kernel);
+}
+
 // f(std::integral_constant<int, n>) for 1 <= n <= MOST.
 template <int MOST, class F>
 inline void with_constant(int n, const F& f) {

@@ -10,6 +10,8 @@
 // begin at fixed positions and each query's numbers go through the same operations in the same order in any tile:
 // what others see beyond it counts as weights of zero, which change no bit.
 
+#pragma once
+
 #include "lanes.h"
 
 namespace hibachi {
@@ -43,30 +45,34 @@ struct Layout {
         v_span(LANES / T::DEPTH * v_wide) {}
 };
 
+// The new keys and values go to their places, before anybody reads: rows may share blocks that are written now.
 template <class T>
-static void write(
-    const Sizes& s,
-    const typename T::Element* k,
-    const typename T::Element* v,
-    typename T::Element* keys,
-    typename T::Element* values,
-    const int32_t* slot
-) {
-  const Layout<T> at(s);
-  constexpr int D = T::DEPTH;
-  share(s.tokens, 16, [&](int64_t t) {
+struct Write {
+  using Element = typename T::Element;
+
+  const Sizes& s;
+  const Layout<T> at;
+  const Element *k, *v;
+  Element *keys, *values;
+  const int32_t* slot;
+
+  int64_t count() const { return s.tokens; }
+  int64_t batch(int) const { return 16; }
+
+  void operator()(int64_t t) const {
+    constexpr int D = T::DEPTH;
     int64_t block = slot[t] / s.block_size, offset = slot[t] % s.block_size;
     for (int64_t h = 0; h < s.kv_heads; h++) {
       int64_t span = (block * s.kv_heads + h) * at.spans + offset / LANES, i = offset % LANES;
-      const auto* from = k + t * s.k_stride + h * s.k_dim;
-      auto* to = keys + (span * at.k_span + i) * D;
+      const Element* from = k + t * s.k_stride + h * s.k_dim;
+      Element* to = keys + (span * at.k_span + i) * D;
       for (int64_t d = 0; d < s.k_dim; d++) to[d / D * LANES * D + d % D] = from[d];
       from = v + t * s.v_stride + h * s.v_dim;
       to = values + (span * at.v_span + i / D * at.v_wide) * D + i % D;
       for (int64_t d = 0; d < s.v_dim; d++) to[d * D] = from[d];
     }
-  });
-}
+  }
+};
 
 // Some tokens of a row, for some of the query heads that share a key head.
 struct Tile {
@@ -146,6 +152,11 @@ struct Attention {
   const Element *q, *keys, *values;
   const int32_t *pos, *table;
   Element* out;
+  const std::vector<Tile>& work;
+
+  int64_t count() const { return work.size(); }
+  int64_t batch(int) const { return 1; }
+  void operator()(int64_t i) const { run(work[i]); }
 
   int64_t span_of(int64_t position) const {
     return position / s.block_size * at.spans + position % s.block_size / LANES;
@@ -264,43 +275,4 @@ struct Attention {
   }
 };
 
-template <class T>
-static void attend(
-    const Sizes& s,
-    const typename T::Element* q,
-    const typename T::Element* k,
-    const typename T::Element* v,
-    typename T::Element* keys,
-    typename T::Element* values,
-    const int32_t* slot,
-    const int32_t* pos,
-    const int32_t* cu_q,
-    const int32_t* table,
-    typename T::Element* out
-) {
-  write<T>(s, k, v, keys, values, slot);  // before anybody reads: rows may share blocks that are written now
-  Attention<T> attention{s, Layout<T>(s), q, keys, values, pos, table, out};
-  std::vector<Tile> work = tiles(s, cu_q);
-  int64_t done = cu_q[s.rows], each = s.heads * s.v_dim;  // tokens after that are padding
-  std::fill_n(out + done * each, (s.tokens - done) * each, typename T::Element{});
-  share(work.size(), 1, [&](int64_t i) { attention.run(work[i]); });
-}
-
 }  // namespace hibachi
-
-using namespace hibachi;
-
-extern "C" {
-
-void hibachi_attend_f32(
-    const Sizes* s, const float* q, const float* k, const float* v, float* keys, float* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, float* out
-) {
-  attend<F32>(*s, q, k, v, keys, values, slot, pos, cu_q, table, out);
-}
-
-void hibachi_attend_bf16(
-    const Sizes* s, const uint16_t* q, const uint16_t* k, const uint16_t* v, uint16_t* keys, uint16_t* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, uint16_t* out
-) {
-  attend<Bf16>(*s, q, k, v, keys, values, slot, pos, cu_q, table, out);
-}
-}

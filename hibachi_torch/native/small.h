@@ -1,0 +1,116 @@
+// What is done with each token between the products.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace hibachi {
+
+// Elements that are worth waking another thread for: of what is read and written once, and of what takes an exp.
+constexpr int64_t LIGHT = 32768, HEAVY = 8192;
+
+// A matrix whose rows may hold several pieces that are treated alike, such as the heads of a token.
+template <class E>
+struct Pieces {
+  E* data;
+  int64_t stride, groups, width;  // elements from row to row; pieces of a row, and the elements of each
+
+  E* operator()(int64_t i) const { return data + i / groups * stride + i % groups * width; }
+};
+
+// y = x / sqrt(mean(x^2) + eps) * w, plus `added` after rounding. Sums of squares of 16 lanes each, then of the lanes.
+template <class T>
+struct RmsNorm {
+  using Element = typename T::Element;
+
+  Pieces<const Element> x;
+  const Element* w;
+  Pieces<Element> y;
+  int64_t rows, dim;
+  float eps;
+  const Element* added = nullptr;
+  int64_t added_stride = 0;
+
+  int64_t count() const { return rows * x.groups; }
+  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / dim); }
+
+  void operator()(int64_t i) const {
+    const Element *from = x(i), *more = added + i * added_stride;
+    Element* to = y(i);
+    Floats squares = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+      Floats v = read_some<T>(from + d, dim - d);
+      squares = fma(v, v, squares);
+    }
+    Floats by = all(1.0f / std::sqrt(sum(squares) / dim + eps));
+    for (int64_t d = 0; d < dim; d += LANES) {
+      int n = std::min<int64_t>(LANES, dim - d);
+      Floats v = read_some<T>(from + d, n) * by * read_some<T>(w + d, n);
+      if (added) v = T::rounded(v) + read_some<T>(more + d, n);
+      write_some<T>(to + d, v, n);
+    }
+  }
+};
+
+// Rotary position embedding of `heads` pieces of a row, each of the first 2 * half elements; y may be x.
+template <class T>
+struct Rope {
+  using Element = typename T::Element;
+
+  Pieces<const Element> x;
+  const Element *cos, *sin;  // [tokens, half]
+  Pieces<Element> y;
+  int64_t tokens, half;
+
+  int64_t count() const { return tokens; }
+  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / (x.groups * half * 2)); }
+
+  void operator()(int64_t t) const {
+    for (int64_t h = 0; h < x.groups; h++) {
+      const Element* from = x(t * x.groups + h);
+      Element* to = y(t * x.groups + h);
+      for (int64_t d = 0; d < half; d += LANES) {
+        int n = std::min<int64_t>(LANES, half - d);
+        Floats a = read_some<T>(from + d, n), b = read_some<T>(from + half + d, n);
+        Floats c = read_some<T>(cos + t * half + d, n), s = read_some<T>(sin + t * half + d, n);
+        write_some<T>(to + d, fma(a, c, -(b * s)), n);
+        write_some<T>(to + half + d, fma(b, c, a * s), n);
+      }
+    }
+  }
+};
+
+enum Activation { SILU, GELU_TANH };
+
+inline Floats activate(Activation which, Floats v) {
+  if (which == SILU) return v * sigmoid(v);
+  return 0.5f * v * (1.0f + tanh(0.797884561f * fma(0.044715f * v * v, v, v)));
+}
+
+// y [rows, dim] = act(x) * the `dim` numbers after it, or act(x) alone.
+template <class T>
+struct Activate {
+  using Element = typename T::Element;
+
+  Activation which;
+  bool gated;
+  const Element* x;
+  int64_t x_stride;
+  Element* y;
+  int64_t y_stride, rows, dim;
+
+  int64_t count() const { return rows; }
+  int64_t batch(int) const { return std::max<int64_t>(1, HEAVY / dim); }
+
+  void operator()(int64_t i) const {
+    const Element* from = x + i * x_stride;
+    for (int64_t d = 0; d < dim; d += LANES) {
+      int n = std::min<int64_t>(LANES, dim - d);
+      Floats a = activate(which, read_some<T>(from + d, n));
+      if (gated) a = a * read_some<T>(from + dim + d, n);
+      write_some<T>(y + i * y_stride + d, a, n);
+    }
+  }
+};
+
+}  // namespace hibachi

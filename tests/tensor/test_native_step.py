@@ -1,0 +1,143 @@
+"""The layers of a decoder in one native call: bit for bit what its operations give one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hibachi import StepInputs
+from hibachi.model.arch import Arch, Experts, Layer, shapes
+from hibachi.model.decoder import Decoder
+from hibachi.model.rope import Rope
+from hibachi.plan.lower import lower
+
+torch = pytest.importorskip("torch")
+from hibachi_torch.native import build  # noqa: E402
+
+if build.why_missing():
+    pytest.skip(str(build.why_missing()), allow_module_level=True)
+from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
+
+PLAIN = Arch(
+    hidden_size=48,
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    layers=(Layer(),) * 2,
+    intermediate=70,
+    vocab_size=130,
+    max_positions=128,
+    norm_eps=1e-5,
+    ropes=(Rope(theta=1e4, dims=16),),
+)
+FUSED = {
+    "plain": {},
+    "tied": dict(tied=True),
+    "biases": dict(attention_bias=True, mlp_bias=True),
+    "norms of heads": dict(qk_norm="head"),
+    "norms of queries": dict(qk_norm="all"),
+    "norms on both sides": dict(norms="both", norm_plus_one=True, embed_scale=6.9),
+    "norms after": dict(norms="after"),
+    "residual scale": dict(residual_scale=0.22, logit_divisor=8.0),
+    "window, softcap, scale": dict(
+        layers=(Layer(window=7), Layer()), attention_softcap=20.0, attention_scale=0.3, activation="gelu_tanh"
+    ),
+    "two sets of frequencies": dict(
+        ropes=(Rope(theta=1e4, dims=16), Rope(theta=1e6, dims=16)), layers=(Layer(rope=1), Layer(), Layer(rope=None))
+    ),
+    "partly turned": dict(ropes=(Rope(theta=1e4, dims=6),)),
+    "learned positions": dict(ropes=(), layers=(Layer(rope=None),), learned_positions=True),
+    "not gated": dict(gated=False, activation="gelu_tanh"),
+}
+APART = {
+    "layer norm": dict(norm="layer"),
+    "parallel": dict(parallel=True),
+    "exact gelu": dict(activation="gelu"),
+    "experts": dict(layers=(Layer(experts=True),), experts=Experts(4, 2, 16, True)),
+    "odd width": dict(intermediate=71),
+}
+
+
+def made(backend, dtype, **changes):
+    arch = dataclasses.replace(PLAIN, **changes)
+    random = np.random.default_rng(0)
+    required, optional = shapes(arch)
+    wanted = required | (optional if arch.attention_bias else {})
+    tensors = {name: random.normal(scale=0.3, size=shape).astype(np.float32) for name, shape in wanted.items()}
+    return Decoder.build(arch, tensors, backend, dtype=dtype)
+
+
+def inputs(backend, starts, each, emit):
+    n, size = len(starts), 8
+    width = -(-max(s + q for s, q in zip(starts, each, strict=True)) // size)
+    table = np.arange(1, 1 + n * width, dtype=np.int32).reshape(n, width)
+    packed = lower(np.arange(n), np.int32(starts), np.int32(each), np.array(emit), table, size, tiles=backend.tiles)
+    tokens = np.random.default_rng(3).integers(0, PLAIN.vocab_size, sum(each)).astype(np.int32)
+    return StepInputs(
+        tok=backend.put(tokens), **{f.name: backend.put(getattr(packed, f.name)) for f in dataclasses.fields(packed)}
+    )
+
+
+def stepped(model, fused, steps):
+    """What some steps return, and what they leave in the cache."""
+    model.fused, outputs = fused, []
+    cache = [
+        model.backend.make_cache(s, blocks=64, block_size=8, rows=5, dtype=model.dtype) for s in model.cache_spec()
+    ]
+    for x in steps:
+        out, cache = model.step(model.params, cache, x)
+        outputs.append(out)
+    return [*outputs, *(half for layer in cache for half in layer[:2])]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("kind", FUSED)
+def test_one_call_gives_the_bits_of_the_operations(kind, dtype):
+    backend = NativeTorchBackend("cpu")
+    model = made(backend, dtype, **FUSED[kind])
+    fused = model.fused
+    assert fused is not None
+    steps = [
+        inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False]),
+        inputs(backend, [1, 17, 30], [1, 1, 5], [True, True, True]),
+        inputs(backend, [2, 18, 35], [1, 1, 1], [True, True, True]),
+        inputs(backend, [0], [9], [False]),
+    ]
+    one, many = stepped(model, fused, steps), stepped(model, None, steps)
+    assert one[0].shape == (2, 130) and one[3].shape == (0, 130)
+    assert all(torch.isfinite(t).all() for t in one)
+    for i, (got, want) in enumerate(zip(one, many, strict=True)):
+        assert torch.equal(got, want), i
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            assert all(torch.equal(a, b) for a, b in zip(stepped(model, fused, steps), many, strict=True)), n
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_what_has_no_kernel_stays_operation_by_operation(kind):
+    model = made(NativeTorchBackend("cpu"), "bfloat16", **APART[kind])
+    assert model.fused is None
+
+
+def test_other_params_than_the_models_own_are_used():
+    backend = NativeTorchBackend("cpu")
+    model, x = made(backend, "float32"), inputs(backend, [0], [9], [True])
+    cache = [backend.make_cache(s, blocks=9, block_size=8, rows=1, dtype="float32") for s in model.cache_spec()]
+    other = model.params | {"norm": model.params["norm"] * 2}
+    first, _ = model.step(model.params, cache, x)
+    second, _ = model.step(other, cache, x)
+    assert not torch.equal(first, second)
+
+
+def test_the_seconds_of_each_operation_are_told():
+    backend = NativeTorchBackend("cpu")
+    model = made(backend, "float32")
+    model.fused.seconds = np.zeros(len(model.fused.parts))
+    stepped(model, model.fused, [inputs(backend, [0], [9], [True])])
+    assert (model.fused.seconds > 0).all() and set(model.fused.parts) == {"linear", "attention", "norms", "model"}
