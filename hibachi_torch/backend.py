@@ -33,6 +33,10 @@ class TorchBackend(ArrayBackend):
     """The kernels in C++ are used."""
 
     def __new__(cls, device: Any = None, native: bool | None = None) -> TorchBackend:
+        if cls is TorchBackend and _on_cuda(device):
+            from hibachi_torch.cuda import CudaTorchBackend  # it inherits from this class
+
+            return object.__new__(CudaTorchBackend)
         if cls is TorchBackend and _native_wanted(device, native):
             from hibachi_torch.native.build import why_missing
 
@@ -112,13 +116,16 @@ class TorchBackend(ArrayBackend):
         if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
         if self.device.type != "cpu":
-            raise UnsupportedOperation(
-                f"On {self.device} PyTorch has not been shown to compute the same bits whoever shares the batch. Pass "
-                f"deterministic=False, or device='cpu'."
-            )
+            raise self._not_invariant()
         from hibachi_torch.invariant import InvariantTorchBackend  # it inherits from this class
 
         return InvariantTorchBackend(self.device)
+
+    def _not_invariant(self) -> UnsupportedOperation:
+        return UnsupportedOperation(
+            f"On {self.device} PyTorch has not been shown to compute the same bits whoever shares the batch. Pass "
+            f"deterministic=False, or device='cpu'."
+        )
 
     def out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -159,6 +166,10 @@ class TorchBackend(ArrayBackend):
             "library": f"torch {torch.__version__}",
             "device": f"{device}, {torch.get_num_threads()} threads",
         }
+
+
+def _on_cuda(device: Any) -> bool:
+    return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
 
 
 def _native_wanted(device: Any, native: bool | None) -> bool:

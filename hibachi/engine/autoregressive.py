@@ -49,7 +49,8 @@ class AutoregressiveBatchInference(Service):
     length share a forward pass, and nothing is padded.
     max_batch_size: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
     model's own `max_model_len`.
-    max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block.
+    max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
+    None: what suits the backend, 16 or more.
     cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
     dtype: level 2, of the cache.
     prefix_cache: level 2, requests share the keys and values of what they have in common at the beginning, also with
@@ -79,7 +80,7 @@ class AutoregressiveBatchInference(Service):
         max_model_len: int | None = None,
         backend: str | ArrayBackend | None = None,
         max_batch_tokens: int = 2048,
-        block_size: int = 16,
+        block_size: int | None = None,
         cache_bytes: int | None = None,
         dtype: str = "float32",
         prefix_cache: bool = True,
@@ -105,7 +106,7 @@ class AutoregressiveBatchInference(Service):
             ("max_batch_size", max_batch_size, 1),
             ("max_model_len", NO_LIMIT if limit is None else limit, 2),
             ("max_batch_tokens", max_batch_tokens, 1),
-            ("block_size", block_size, 1),
+            ("block_size", 16 if block_size is None else block_size, 1),
             ("max_prefill_tokens", NO_LIMIT if max_prefill_tokens is None else max_prefill_tokens, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -113,7 +114,7 @@ class AutoregressiveBatchInference(Service):
         if self._level == 2 and limit is None:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len = NO_LIMIT if limit is None else limit
-        self._budget, self._block_size = max(max_batch_tokens, max_batch_size), block_size
+        self._budget, self._asked_block_size = max(max_batch_tokens, max_batch_size), block_size
         self._cache_bytes, self._dtype = cache_bytes, dtype
         self._prefix_cache, self._reserve_all, self._prefill = prefix_cache, reserve_all, max_prefill_tokens
         self._policy = policy_of(policy)
@@ -387,6 +388,7 @@ class AutoregressiveBatchInference(Service):
             sampler = RowSampler(backend, rows, self._vocab, table) if self._vocab is not None else None
             runner: Runner
             if self._level == 2:
+                self._block_size = self._asked_block_size or backend.block_size
                 scheduler = Scheduler(
                     self._cached_limits(backend), self._policy, partial(_generated_key, table, self._block_size)
                 )

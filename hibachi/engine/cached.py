@@ -109,8 +109,7 @@ class CachedRunner:
             raise
 
     def rebuild(self, *, keep: bool) -> None:
-        if keep and self._donating:
-            self._compile(donate=False)
+        self._compile(donate=self._donating and not keep)  # what was compiled may hold on to the cache
         self.cache, self.kept = [], []  # before there is memory for new ones
         self._make_cache()
 
@@ -249,8 +248,9 @@ class CachedRunner:
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
         tokens = self.table.values[rows[packed.seg], packed.pos]
-        if self.backend.static_shapes or self._pads:
-            packed = self._pad(packed, q, scoring) if self.backend.static_shapes else self._fill(packed, q)
+        static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
+        if static or self._pads:
+            packed = self._pad(packed, q, scoring) if static else self._fill(packed, q)
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )

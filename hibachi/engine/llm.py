@@ -61,7 +61,7 @@ class LLM(Closing):
         max_batch_size: int = 16,
         max_batch_tokens: int = 2048,
         cache_bytes: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         **options: Any,
     ) -> None:
         files = open_files(locate(model))

@@ -145,18 +145,19 @@ class RowSampler:
 
     def _run(self, path: int, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """`_choose` for rows of one path; those for which it was too short go on to the next."""
-        n, get = len(rows), self.backend.get
+        n = len(rows)
         if path == PLAIN and not self._temperature[rows].any():
-            ids, ok = self._greedy(logits)
-            return get(ids)[:n], get(ok)[:n]
+            tokens, ok = self.backend.fetch(self._greedy(logits))()
+            return tokens[:n], ok[:n]
         size = self.backend.step_tokens
         if size is not None and logits.shape[0] != size:  # the bits of a draw may depend on the shape
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
             drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
             return np.concatenate([ids for ids, _ in drawn]), np.concatenate([ok for _, ok in drawn])
         ids, ok, inside = _program(self.backend, path)(logits, self._how(rows, positions, logits.shape[0]))
-        tokens, ok = get(ids)[:n], get(ok)[:n]
-        if inside is not None and len(at := np.flatnonzero(~get(inside)[:n] & ok)):
+        tokens, ok, *found = self.backend.fetch([t for t in (ids, ok, inside) if t is not None])()
+        tokens, ok = tokens[:n], ok[:n]
+        if found and len(at := np.flatnonzero(~found[0][:n] & ok)):
             tokens = tokens.copy()  # the array of a library may be read-only
             further = path + (2 if path % 4 == NEAR and self.vocab_size < WORTH * CANDIDATES[FAR] else 1)
             tokens[at] = self._run(further, self.rows(logits, at), rows[at], positions[at])[0]

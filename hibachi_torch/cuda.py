@@ -1,0 +1,194 @@
+"""`TorchBackend` on CUDA: attention straight from the block table, decode steps as CUDA graphs, and few waits.
+
+The host waits for the device once in a step, for the tokens. Indices go to the device in one copy that nobody waits
+for, and tokens come back in one as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import torch.nn.attention as attention
+
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi_torch.backend import TorchBackend
+from hibachi_torch.cuda_attention import Kernel, find, varlen_attn
+from hibachi_torch.cuda_graphs import CudaRecorder, Recorder, StepGraphs
+
+_log = logging.getLogger("hibachi.torch")
+
+
+class CudaTorchBackend(TorchBackend):
+    """What `TorchBackend("cuda")` gives.
+
+    recorder: makes what records steps, for tests; None: CUDA graphs on CUDA, and nothing is recorded elsewhere.
+    """
+
+    static_decode = True
+    asynchronous = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CudaTorchBackend:
+        return object.__new__(cls)
+
+    def __init__(
+        self, device: Any = None, native: bool | None = None, *, recorder: Callable[[], Recorder] | None = None
+    ) -> None:
+        super().__init__(device)
+        self.prefers_invariant = False
+        self.varlen = varlen_attn()
+        """`torch.nn.attention.varlen.varlen_attn`; None: PyTorch has none."""
+        cuda = self.device.type == "cuda"
+        self._pinned = cuda  # memory of the host that the device copies from by itself
+        self._recorder = recorder or (partial(CudaRecorder, self.device) if cuda else None)
+        self._kernels: dict[Any, Kernel | str] = {}
+        self._why: set[str] = set()
+        self._graphs: WeakSet[StepGraphs] = WeakSet()
+        self._spoiled: set[int] = set()
+        self._slot: tuple[StepInputs[Array], Array] | None = None
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        """FlashAttention 2 reads blocks of a multiple of 256 positions; FlashAttention 3, if activated, any."""
+        active = getattr(attention, "current_flash_attention_impl", lambda: None)()
+        return TorchBackend.block_size if active == "FA3" else 256
+
+    # ---- movement ----------------------------------------------------------------------------------------------
+
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        small = [a for a in arrays if a.dtype == np.int32]
+        host = torch.empty(sum(a.size for a in small), dtype=torch.int32, pin_memory=self._pinned)
+        view, at = host.numpy(), 0
+        for a in small:
+            view[at : at + a.size] = a.reshape(-1)
+            at += a.size
+        flat, at = host.to(self.device, non_blocking=True), 0
+        out = []
+        for a in arrays:
+            if a.dtype != np.int32:
+                out.append(self.put(a))
+                continue
+            out.append(flat[at : at + a.size].view(a.shape))
+            at += a.size
+        return out
+
+    def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
+        if not self._pinned:
+            return super().fetch(arrays)
+        stream = torch.cuda.current_stream(self.device)
+        host = [
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True) for t in arrays
+        ]
+        copied = torch.cuda.Event()
+        copied.record(stream)
+
+        def wait() -> list[HostArray]:
+            copied.synchronize()  # and not the stream: a later step may be running
+            return [(t.float() if t.dtype == torch.bfloat16 else t).numpy() for t in host]
+
+        return wait
+
+    # ---- cache and attention -----------------------------------------------------------------------------------
+
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        cache = super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
+        if isinstance(spec, Paged):
+            self._spoiled.discard(cache[0].data_ptr())
+        return cache
+
+    def usable(self, cache: Sequence[LayerCache]) -> bool:
+        return not (self._spoiled and self._spoiled.intersection(_first_pointers(cache)))
+
+    def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
+        cache = super().write_cache(cache, slot, rows)
+        cache[0].zero_()  # padding may have written NaN there, which hidden positions of gathered blocks would spread
+        return cache
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: LayerCache,
+        x: StepInputs[Array],
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, LayerCache]:
+        keys, values = cache
+        kernel = self._kernel(q, keys, values, window=window is not None, softcap=softcap is not None)
+        if kernel is None:
+            out, _ = super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+            return out, cache
+        slot = self._long_slot(x)
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, slot, k)
+        values.view(-1, *values.shape[2:]).index_copy_(0, slot, v)
+        out = kernel(q, keys, values, x, scale=q.shape[2] ** -0.5 if scale is None else scale, window=window)
+        return out, cache
+
+    def _kernel(self, q: Array, keys: Array, values: Array, *, window: bool, softcap: bool) -> Kernel | None:
+        kind = q.shape[1], q.dtype, keys.shape[1:], keys.dtype, values.shape[3], window, softcap
+        found = self._kernels.get(kind)
+        if found is None:
+            if softcap:
+                found = "it has no softcap"
+            elif q.dtype != keys.dtype:
+                found = f"queries are {q.dtype} and keys {keys.dtype}"
+            else:
+                found = find(self.varlen, self, super().attend, q.shape[1], keys, values, window=window)
+            self._kernels[kind] = found
+            if isinstance(found, str) and found not in self._why:
+                self._why.add(found)
+                _log.warning("Attention gathers cache blocks, which is slower than PyTorch's varlen kernel: %s.", found)
+        return None if isinstance(found, str) else found
+
+    def _long_slot(self, x: StepInputs[Array]) -> Array:
+        """`x.slot` as the index that CUDA writes with, converted once for all layers."""
+        kept = self._slot
+        if kept is None or kept[0] is not x:
+            kept = self._slot = x, x.slot.long()
+        return kept[1]
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
+        # Four kernels instead of seven.
+        half = x.shape[-1] // 2
+        a, b = x[..., :half], x[..., half:]
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1)
+        torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin)
+        return out
+
+    # ---- execution ---------------------------------------------------------------------------------------------
+
+    def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        if self._recorder is None or donate != (1,):  # not the step of a model, which may overwrite its cache
+            return fn
+        graphs = StepGraphs(fn, self._recorder, lambda cache: self._spoiled.update(_first_pointers(cache)))
+        self._graphs.add(graphs)
+
+        def step(*args: Any) -> Any:
+            return graphs(*args) if len(args) == 3 and isinstance(args[2], StepInputs) else fn(*args)
+
+        return step
+
+    def invariant(self) -> ArrayBackend:
+        raise self._not_invariant()
+
+    def remarks(self) -> list[str]:
+        why = "; ".join(sorted(self._why))
+        lines = [f"attention: {f'gathers cache blocks ({why})' if why else 'varlen, where it can'}"]
+        off = sorted({g.given_up for g in self._graphs if g.given_up})
+        return [*lines, f"CUDA graphs: {f'given up ({off[0]})' if off else 'for decode steps'}"]
+
+
+def _first_pointers(cache: Sequence[LayerCache]) -> set[int]:
+    return {layer[0].data_ptr() for layer in cache if isinstance(layer, tuple)}
