@@ -13,6 +13,7 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.invariant import InvariantTorchBackend
 from hibachi_torch.native.build import library
+from hibachi_torch.native.memory import Slabs
 from hibachi_torch.native.program import ACTIVATIONS, Program, program
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -63,11 +64,11 @@ class PackedWeight:
 
     __slots__ = ("data", "dtype", "pointer", "shape")
 
-    def __init__(self, plain: torch.Tensor, kernels: _Kernels) -> None:
+    def __init__(self, plain: torch.Tensor, kernels: _Kernels, slabs: Slabs) -> None:
         self.shape, self.dtype = plain.shape, plain.dtype
         (n, k), panel = plain.shape, library().hibachi_panel()
         depth = k + k % 2 if plain.dtype == torch.bfloat16 else k
-        self.data = torch.empty(-(-n // panel) * panel * depth, dtype=plain.dtype)
+        self.data = slabs.empty(-(-n // panel) * panel * depth, plain.dtype)
         self.pointer = self.data.data_ptr()
         kernels.pack(plain.contiguous().data_ptr(), self.pointer, n, k)
 
@@ -85,13 +86,16 @@ class NativeTorchBackend(InvariantTorchBackend):
     def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
         super().__init__("cpu")
         self._of = {dtype: _Kernels(suffix) for dtype, suffix in _SUFFIX.items()}
+        self._slabs = Slabs()
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         kernels = self._of.get(self.dtype(dtype))
         return (
-            super().put_weight(w, dtype) if kernels is None else PackedWeight(self.put(np.asarray(w), dtype), kernels)
+            super().put_weight(w, dtype)
+            if kernels is None
+            else PackedWeight(self.put(np.asarray(w), dtype), kernels, self._slabs)
         )
 
     def weight_rows(self, w: Array, idx: Array) -> Array:

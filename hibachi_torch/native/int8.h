@@ -1,0 +1,181 @@
+// y = x W^T + b with weights of eight bits.
+//
+// W [n, k] is rounded to integers from -127 to 127, with one scale for each of its rows. Rows of x are rounded in the
+// same way when they are multiplied, with one scale for each GROUP of their numbers: a few large numbers in a row, which
+// language models have, would leave too few steps for the others. So what a row comes to depends on that row alone.
+//
+// Products are added up in int32, which is exact, group by group; the groups of a row are added up in float32, in their
+// order. W is stored in panels of 48 rows, [n / 48][k / 4][48] lanes of four bytes, with 128 added to each, as the
+// machine multiplies unsigned by signed bytes. What that adds to the sums is 128 times the sum of a group of x, so each
+// sum starts at minus that.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace hibachi::int8 {
+
+constexpr int COLUMNS = 3;  // vectors of 16 in a panel
+constexpr int WIDTH = COLUMNS * LANES;
+constexpr int ROWS = REGISTERS / (2 * COLUMNS);  // sums of a group and sums of all stay in registers
+constexpr int BYTES = 4;                         // of a lane
+constexpr int GROUP = 64;                        // numbers of a row of x with one scale
+constexpr int STEPS = GROUP / BYTES;
+constexpr int LARGEST = 127;
+
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// sums + the products of four bytes of each lane, `lanes` unsigned, x signed.
+inline Ints multiply(Ints sums, Words lanes, uint32_t x) {
+#if defined(AVX512) && defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)lanes, (__m512i)all_words(x));
+#else
+  for (int i = 0; i < BYTES; i++) sums += (Ints)((lanes >> (8 * i)) & 255u) * (int32_t)(int8_t)(x >> (8 * i));
+  return sums;
+#endif
+}
+
+// x [n] as scale * q, the scale returned: q to the nearest, ties to even. Of numbers that are not all finite the scale
+// is NaN and all q are 0. n is a multiple of LANES, or `x` ends and q is 0 from `n` to the next multiple.
+template <class T>
+inline float round_all(const typename T::Element* x, int64_t n, int8_t* q) {
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  Floats high = {}, nothing = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    Floats v = read_some<T>(x + i, std::min<int64_t>(LANES, n - i));
+    high = larger(high, v < 0.0f ? -v : v);
+    nothing += v - v;  // NaN of what is not finite
+  }
+  float most = largest(high), none = sum(nothing);
+  bool rounds = none == 0.0f && most > 1e-30f;  // below, 1 / most would be infinite
+  Floats factor = all(rounds ? LARGEST / most : 0.0f);
+  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t i = 0; i < n; i += LANES) {
+    Bytes b = {};
+    if (rounds) {
+      Floats v = read_some<T>(x + i, std::min<int64_t>(LANES, n - i));
+      Ints whole = __builtin_convertvector(v * factor + shift - shift, Ints);
+#ifdef AVX512
+      b = (Bytes)_mm512_cvtepi32_epi8((__m512i)whole);
+#else
+      b = __builtin_convertvector(whole, Bytes);
+#endif
+    }
+    store(q + i, b);
+  }
+  return rounds ? most / LARGEST : none;
+}
+
+// Rows of x, rounded. All are owned by whoever made the memory, `Rounded::bytes`.
+struct Rounded {
+  int8_t* values;   // [m, groups * GROUP], zeros after k
+  float* scales;    // [m, groups]
+  int32_t* starts;  // [m, groups]: -128 times the sum of a group's values
+  int64_t groups;
+
+  static int64_t bytes(int64_t m, int64_t k) { return m * up(k, GROUP) * (GROUP + sizeof(float) + sizeof(int32_t)); }
+
+  Rounded(void* memory, int64_t m, int64_t k) : groups(up(k, GROUP)) {
+    values = static_cast<int8_t*>(memory);
+    scales = reinterpret_cast<float*>(values + m * groups * GROUP);
+    starts = reinterpret_cast<int32_t*>(scales + m * groups);
+  }
+
+  // Row i becomes x [k].
+  template <class T>
+  void round(int64_t i, const typename T::Element* x, int64_t k) const {
+    for (int64_t g = 0; g < groups; g++) {
+      int8_t* q = values + (i * groups + g) * GROUP;
+      int64_t n = std::min<int64_t>(GROUP, k - g * GROUP);
+      std::memset(q + n / LANES * LANES, 0, GROUP - n / LANES * LANES);
+      scales[i * groups + g] = round_all<T>(x + g * GROUP, n, q);
+      int32_t total = 0;
+      for (int j = 0; j < GROUP; j++) total += q[j];
+      starts[i * groups + g] = -128 * total;
+    }
+  }
+};
+
+// N rows of x from row i, times one panel.
+template <int N>
+static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t depth, Floats (&out)[N][COLUMNS]) {
+  Floats sums[N][COLUMNS] = {};
+  for (int64_t g = 0; g < x.groups; g++) {
+    const int8_t* values[N];
+    Ints group[N][COLUMNS];
+    for (int r = 0; r < N; r++) {
+      values[r] = x.values + ((i + r) * x.groups + g) * GROUP;
+      for (int c = 0; c < COLUMNS; c++) group[r][c] = Ints{} + x.starts[(i + r) * x.groups + g];
+    }
+    int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
+    for (int s = 0; s < steps; s++, panel += WIDTH) {
+      Words w[COLUMNS];
+      for (int c = 0; c < COLUMNS; c++) w[c] = load<Words>(panel + c * LANES);
+      for (int r = 0; r < N; r++)
+        for (int c = 0; c < COLUMNS; c++)
+          group[r][c] = multiply(group[r][c], w[c], load<uint32_t>(values[r] + s * BYTES));
+    }
+    for (int r = 0; r < N; r++)
+      for (int c = 0; c < COLUMNS; c++)
+        sums[r][c] = fma(__builtin_convertvector(group[r][c], Floats), all(x.scales[(i + r) * x.groups + g]), sums[r][c]);
+  }
+  for (int r = 0; r < N; r++)
+    for (int c = 0; c < COLUMNS; c++) out[r][c] = sums[r][c];
+}
+
+// Rows of x [m, k] become `rounded`.
+template <class T>
+struct Round {
+  const typename T::Element* x;
+  int64_t x_stride;  // elements from row to row, as are the others
+  Rounded rounded;
+  int64_t m, k;
+
+  int64_t count() const { return m; }
+  int64_t batch(int) const { return 4; }
+  void operator()(int64_t i) const { rounded.round<T>(i, x + i * x_stride, k); }
+};
+
+// y [m, n] = x W^T + bias, rounded to Out; then, in T's dtype, times `scale` and plus `added`, as in linear.h.
+template <class T, class Out>
+struct Linear {
+  using Element = typename T::Element;
+
+  Rounded x;
+  const uint32_t* w;
+  const float* scales;  // of the rows of W, up to a multiple of WIDTH
+  const Element* bias;  // or nullptr
+  typename Out::Element* y;
+  int64_t y_stride, m, n, k;
+  float scale = 1.0f;
+  const Element* added = nullptr;
+  int64_t added_stride = 0;
+
+  int64_t count() const { return up(n, WIDTH); }
+  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (8 * threads)); }
+
+  void operator()(int64_t p) const {
+    const int64_t depth = up(k, BYTES), column = p * WIDTH;
+    const uint32_t* panel = w + p * depth * WIDTH;
+    const int wide = std::min<int64_t>(WIDTH, n - column);
+    for (int64_t i = 0; i < m; i += ROWS)
+      with_constant<ROWS>(std::min<int64_t>(ROWS, m - i), [&](auto rows) {
+        Floats sums[rows][COLUMNS];
+        multiply<rows>(x, i, panel, depth, sums);
+        for (int c = 0; c * LANES < wide; c++) {
+          const int some = std::min(LANES, wide - c * LANES);
+          const int64_t at = column + c * LANES;
+          const Floats each = load<Floats>(scales + at);
+          Floats b = bias ? read_some<T>(bias + at, some) : Floats{};
+          for (int r = 0; r < rows; r++) {
+            Floats v = bias ? sums[r][c] * each + b : sums[r][c] * each;
+            if (scale != 1.0f) v = Out::rounded(v) * scale;
+            if (added) v = Out::rounded(v) + read_some<T>(added + (i + r) * added_stride + at, some);
+            write_some<Out>(y + (i + r) * y_stride + at, v, some);
+          }
+        }
+      });
+  }
+};
+
+}  // namespace hibachi::int8

@@ -1,0 +1,117 @@
+"""`NativeTorchBackend` with weights of eight bits: `TorchBackend("cpu").quantized("int8")`. See int8.h."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from hibachi.tensor.array_backend import Array, HostArray
+from hibachi_torch.native.backend import NativeTorchBackend, _index, _rows
+from hibachi_torch.native.build import library
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_DEEPEST = 2**16  # columns of a matrix, so that no sum of products of bytes leaves int32
+
+
+class _Kernels:
+    """The compiled functions of one dtype of activations."""
+
+    def __init__(self, suffix: str) -> None:
+        p, n = ctypes.c_void_p, ctypes.c_int64
+        lib = library()
+
+        def find(name: str, *arguments: Any) -> Any:
+            kernel = lib[f"hibachi_int8_{name}"]
+            kernel.argtypes, kernel.restype = arguments, None
+            return kernel
+
+        self.linear = find(f"linear_{suffix}", p, n, p, p, p, p, n, n, n)
+        self.linear_f32 = find("linear_bf16_f32" if suffix == "bf16" else "linear_f32", p, n, p, p, p, p, n, n, n)
+        self.pack = find("pack", p, p, p, n, n)
+        self.rows = find(f"rows_{suffix}", p, p, p, p, n, n)
+
+
+class Int8Weight:
+    """A matrix [out, in] of bytes in the panels of int8.h, with a scale for each row.
+
+    dtype: of what it is multiplied with.
+    """
+
+    __slots__ = ("data", "dtype", "pointer", "scales", "shape")
+
+    def __init__(self, plain: HostArray, dtype: torch.dtype, kernels: _Kernels) -> None:
+        plain = np.ascontiguousarray(plain, dtype=np.float32)
+        (n, k), panel = plain.shape, library().hibachi_int8_panel()
+        rows = -(-n // panel) * panel
+        self.shape, self.dtype = torch.Size(plain.shape), dtype
+        self.data, self.scales = torch.empty(rows * -(-k // 4) * 4, dtype=torch.uint8), torch.empty(rows)
+        self.pointer = self.data.data_ptr()
+        kernels.pack(plain.ctypes.data, self.pointer, self.scales.data_ptr(), n, k)
+
+
+class Int8TorchBackend(NativeTorchBackend):
+    """Matrices of float32 and bfloat16 models in eight bits; the rest as in the class above.
+
+    No result depends on the batch or on the number of threads: a row is rounded by itself, sums of a group are exact.
+    """
+
+    kernels = "native int8"
+    quantization = "int8"
+
+    def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
+        super().__init__("cpu")
+        self._int8 = {dtype: _Kernels(suffix) for dtype, suffix in _SUFFIX.items()}
+
+    def put_weight(self, w: HostArray, dtype: str) -> Array:
+        kernels = self._int8.get(self.dtype(dtype))
+        if kernels is None or w.shape[1] > _DEEPEST:
+            return super().put_weight(w, dtype)
+        return Int8Weight(w, self.dtype(dtype), kernels)
+
+    def put_precise(self, w: HostArray, dtype: str) -> Array:
+        return super().put_weight(w, dtype)
+
+    def weight_rows(self, w: Array, idx: Array) -> Array:
+        if not isinstance(w, Int8Weight):
+            return super().weight_rows(w, idx)
+        at, k = _index(idx.reshape(-1)), w.shape[1]
+        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < w.shape[0]:
+            raise IndexError(f"expected rows 0 to {w.shape[0] - 1} of a weight; got {int(at.min())} to {int(at.max())}")
+        out = torch.empty((len(at), k), dtype=w.dtype)
+        self._int8[w.dtype].rows(w.pointer, w.scales.data_ptr(), at.data_ptr(), out.data_ptr(), len(at), k)
+        return out.view(*idx.shape, k)
+
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._bytes(x, w, b, w.dtype) if isinstance(w, Int8Weight) else super().linear(x, w, b)
+
+    def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._bytes(x, w, b, torch.float32) if isinstance(w, Int8Weight) else super().logits(x, w, b)
+
+    def _bytes(self, x: Array, w: Int8Weight, b: Array | None, dtype: torch.dtype) -> Array:
+        """`linear` with results rounded to w's dtype, or not rounded: float32."""
+        n, k = w.shape
+        if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
+            raise ValueError(
+                f"expected x [..., {k}] and b [{n}] of {w.dtype}; got x {tuple(x.shape)} of {x.dtype}"
+                + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
+            )
+        rows, stride = _rows(x)
+        y = torch.empty((*x.shape[:-1], n), dtype=dtype)
+        kernels = self._int8[w.dtype]
+        multiply = kernels.linear if dtype == w.dtype else kernels.linear_f32
+        bias = None if b is None else b.contiguous()
+        multiply(
+            rows.data_ptr(),
+            stride,
+            w.pointer,
+            w.scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            y.numel() // n,
+            n,
+            k,
+        )
+        return y
