@@ -127,6 +127,29 @@ class TorchBackend(ArrayBackend):
             f"deterministic=False, or device='cpu'."
         )
 
+    def quantized(self, how: str) -> ArrayBackend:
+        from hibachi_torch.native.build import why_missing
+
+        if how != "int8" or self.device.type != "cpu":
+            raise UnsupportedOperation(
+                f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 on the CPU. Pass "
+                f"quantization=None, or device='cpu'."
+            )
+        if (why := why_missing()) is not None:
+            raise UnsupportedOperation(f"Weights in int8 need the native kernels. {why} Or pass quantization=None.")
+        from hibachi_torch.native.int8 import Int8TorchBackend  # it inherits from this class
+
+        return Int8TorchBackend()
+
+    def prefers(self, how: str, dtype: str) -> bool:
+        from hibachi_torch.native.build import why_missing
+
+        if how != "int8" or self.device.type != "cpu" or why_missing() is not None:
+            return False
+        from hibachi_torch.native.int8 import faster  # it inherits from this class
+
+        return faster(self, dtype)
+
     def out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True

@@ -197,7 +197,8 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     if fitting_only:
         works = [name for name in works if session.fits(session.make(name, 1))]
     more: dict[str, Any] = {}
-    decoder = None if args.no_bound else decoder_of(path)
+    quantised = args.quantization not in (None, "none")  # the bound is that of weights in the dtype
+    decoder = None if args.no_bound or quantised else decoder_of(path)
     if decoder is not None:
         limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder)
         more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
@@ -253,7 +254,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
     out = []
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
-        for option in ("device", "deterministic"):
+        for option in ("device", "deterministic", "quantization"):
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
@@ -322,7 +323,7 @@ def growing(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("backend", "device", "dtype", "deterministic")}
+    return {name: getattr(args, name) for name in ("backend", "device", "dtype", "deterministic", "quantization")}
 
 
 def _vocabulary(llm: LLM) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hibachi.engine.llm import LLM
+from hibachi.engine.llm import LLM, QUANTIZATIONS
 
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
 
@@ -21,6 +21,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    quantization_argument(parser)
     deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
@@ -31,8 +32,17 @@ def open_model(args: argparse.Namespace) -> LLM:
         backend=args.backend,
         device=args.device,
         dtype=args.dtype,
+        quantization=args.quantization,
         deterministic=args.deterministic,
         max_model_len=args.max_model_len,
+    )
+
+
+def quantization_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="matrices in eight bits: less memory and time; auto: where it is faster here (default: none)",
     )
 
 

@@ -238,7 +238,7 @@ def _layer(arch: Arch, kind: Layer, files: Mapping[str, HostArray], at: str, b: 
         layer[ours] = b.put_weight(weights[0] if len(weights) == 1 else np.concatenate(weights), dtype)
     if kind.experts:
         gate, up = files[f"{at}experts.gate.weight"], files[f"{at}experts.up.weight"]
-        layer["router"] = b.put_weight(files[f"{at}router.weight"], dtype)
+        layer["router"] = b.put_precise(files[f"{at}router.weight"], dtype)
         layer["gate_up"] = [b.put_weight(np.concatenate(pair), dtype) for pair in zip(gate, up, strict=True)]
         layer["down"] = [b.put_weight(w, dtype) for w in files[f"{at}experts.down.weight"]]
     return layer

@@ -223,7 +223,8 @@ def _params(
             "skip": b.put(files[f"{at}{names['d']}"], "float32"),
         }
         for name in ("in_proj", "x_proj", "dt_proj", "out_proj"):
-            layer[name] = b.put_weight(files[f"{at}{names[name]}.weight"], dtype)
+            put = b.put_precise if name in ("x_proj", "dt_proj") else b.put_weight  # small, and exp follows
+            layer[name] = put(files[f"{at}{names[name]}.weight"], dtype)
         for name in ("in_proj", "conv", "dt_proj", "out_proj"):
             if (bias := f"{at}{names[name]}.bias") in files:
                 layer[f"{name}_bias"] = b.put(files[bias], dtype)

@@ -128,6 +128,11 @@ def load_model(
             foreign = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
         if foreign is None:
             raise
+        if backend.quantization != "none":
+            raise ConfigError(
+                f"quantization={backend.quantization!r} is for architectures that are registered with hibachi; a model "
+                f"that runs through transformers keeps its weights. Pass quantization=None."
+            ) from None
         return foreign  # type: ignore[no-any-return]
 
 

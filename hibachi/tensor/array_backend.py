@@ -52,6 +52,8 @@ class ArrayBackend:
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
     """Which set of kernels this is, for `fingerprint`."""
+    quantization: str = "none"
+    """What `put_weight` makes of matrices: "none", the dtype that it is given; else as in `quantized`."""
 
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
         self.xp, self.device = xp, device
@@ -242,6 +244,10 @@ class ArrayBackend:
         The form is the backend's own: only `linear` and `weight_rows` know it.
         """
         return self.put(w, dtype)
+
+    def put_precise(self, w: HostArray, dtype: str) -> Array:
+        """`put_weight` of a small matrix on which much depends, such as a router: it is never quantised."""
+        return self.put_weight(w, dtype)
 
     def weight_rows(self, w: Array, idx: Array) -> Array:
         """Rows `idx` of any shape of a weight [out, in] from `put_weight`: idx.shape + (in,).
@@ -515,6 +521,24 @@ class ArrayBackend:
             f"deterministic=True cannot be kept on it. Pass deterministic=False, or take the backend numpy, torch or "
             f"jax; a class of your own says in `invariant` which backend to take instead."
         )
+
+    def quantized(self, how: str) -> ArrayBackend:
+        """This backend with weights that take less memory: another object. Decide after `invariant`, before loading.
+
+        how: "int8", integers of eight bits and a scale for each row of a matrix. A deterministic backend stays so.
+        Raises UnsupportedOperation where it cannot be done.
+        """
+        raise UnsupportedOperation(
+            f"{type(self).__name__} ({self.name}) has no kernels for weights in {how}. Pass quantization=None, or take "
+            f"the backend torch on the CPU, or jax."
+        )
+
+    def prefers(self, how: str, dtype: str) -> bool:
+        """Was `quantized(how)` measured to be faster here than weights of this dtype? Takes a moment when first asked.
+
+        It is what quantization="auto" asks, and answers no where `quantized` raises.
+        """
+        return False
 
     def fingerprint(self) -> str:
         """What the bits of a result depend on besides model and request: library, device and threads, kernels.

@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 
@@ -25,6 +25,12 @@ class NumpyBackend(ArrayBackend):
 
     def owns(self, t: Any) -> bool:
         return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
+
+    def quantized(self, how: str) -> ArrayBackend:
+        raise UnsupportedOperation(
+            f"NumPy has no fast product of integers (OpenBLAS multiplies floats), so weights in {how} would be many "
+            f"times slower than float32. Pass quantization=None, or take the backend torch on the CPU, or jax."
+        )
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         # Stored as [in, out], shown as [out, in]: OpenBLAS multiplies small batches up to 2x faster this way round.

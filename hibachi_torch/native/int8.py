@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from hibachi.tensor.array_backend import Array, HostArray
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi_torch.native.backend import NativeTorchBackend, _index, _rows
 from hibachi_torch.native.build import library
+from hibachi_torch.native.memory import Slabs
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _DEEPEST = 2**16  # columns of a matrix, so that no sum of products of bytes leaves int32
@@ -42,12 +45,12 @@ class Int8Weight:
 
     __slots__ = ("data", "dtype", "pointer", "scales", "shape")
 
-    def __init__(self, plain: HostArray, dtype: torch.dtype, kernels: _Kernels) -> None:
+    def __init__(self, plain: HostArray, dtype: torch.dtype, kernels: _Kernels, slabs: Slabs) -> None:
         plain = np.ascontiguousarray(plain, dtype=np.float32)
         (n, k), panel = plain.shape, library().hibachi_int8_panel()
         rows = -(-n // panel) * panel
         self.shape, self.dtype = torch.Size(plain.shape), dtype
-        self.data, self.scales = torch.empty(rows * -(-k // 4) * 4, dtype=torch.uint8), torch.empty(rows)
+        self.data, self.scales = slabs.empty(rows * -(-k // 4) * 4, torch.uint8), slabs.empty(rows, torch.float32)
         self.pointer = self.data.data_ptr()
         kernels.pack(plain.ctypes.data, self.pointer, self.scales.data_ptr(), n, k)
 
@@ -69,7 +72,7 @@ class Int8TorchBackend(NativeTorchBackend):
         kernels = self._int8.get(self.dtype(dtype))
         if kernels is None or w.shape[1] > _DEEPEST:
             return super().put_weight(w, dtype)
-        return Int8Weight(w, self.dtype(dtype), kernels)
+        return Int8Weight(w, self.dtype(dtype), kernels, self._slabs)
 
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return super().put_weight(w, dtype)
@@ -115,3 +118,37 @@ class Int8TorchBackend(NativeTorchBackend):
             k,
         )
         return y
+
+
+_ROWS = (1, 64)  # of the products that are timed
+_SIZES, _COPIES = (1536, 1024), 16  # of each matrix; together they do not fit into most caches
+
+
+def faster(plain: ArrayBackend, dtype: str) -> bool:
+    """Does int8 take less time than `plain` with weights of this dtype, for a single row and for many?
+
+    Measured when first asked, in a quarter of a second; the answer stays for the process.
+    """
+    return dtype in ("float32", "bfloat16") and _faster(type(plain), dtype, torch.get_num_threads())
+
+
+@cache
+def _faster(plain: type, dtype: str, threads: int) -> bool:
+    rng = np.random.default_rng(0)
+    matrix = rng.standard_normal(_SIZES, np.float32)
+    backends = [plain("cpu"), Int8TorchBackend()]
+    weights = [[b.put_weight(matrix, dtype) for _ in range(_COPIES)] for b in backends]
+    with torch.inference_mode():
+        for rows in _ROWS:
+            x = backends[0].put(rng.standard_normal((rows, _SIZES[1]), np.float32), dtype)
+            best = [float("inf")] * 2
+            for turn in range(4):  # the first one packs
+                for i, b in enumerate(backends):
+                    began = time.perf_counter()
+                    for w in weights[i]:
+                        b.linear(x, w)
+                    if turn:
+                        best[i] = min(best[i], time.perf_counter() - began)
+            if best[1] >= best[0]:
+                return False
+    return True
