@@ -28,7 +28,8 @@ _log = logging.getLogger("hibachi.torch")
 class CudaTorchBackend(TorchBackend):
     """What `TorchBackend("cuda")` gives.
 
-    recorder: makes what records steps, for tests; None: CUDA graphs on CUDA, and nothing is recorded elsewhere.
+    graphs: decode steps are recorded. recorder: makes what records them, for tests; None: CUDA graphs on CUDA, and
+    nothing is recorded elsewhere.
     """
 
     static_decode = True
@@ -38,7 +39,12 @@ class CudaTorchBackend(TorchBackend):
         return object.__new__(cls)
 
     def __init__(
-        self, device: Any = None, native: bool | None = None, *, recorder: Callable[[], Recorder] | None = None
+        self,
+        device: Any = None,
+        native: bool | None = None,
+        *,
+        graphs: bool = True,
+        recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         super().__init__(device)
         self.prefers_invariant = False
@@ -46,7 +52,7 @@ class CudaTorchBackend(TorchBackend):
         """`torch.nn.attention.varlen.varlen_attn`; None: PyTorch has none."""
         cuda = self.device.type == "cuda"
         self._pinned = cuda  # memory of the host that the device copies from by itself
-        self._recorder = recorder or (partial(CudaRecorder, self.device) if cuda else None)
+        self._recorder = (recorder or (partial(CudaRecorder, self.device) if cuda else None)) if graphs else None
         self._kernels: dict[Any, Kernel | str] = {}
         self._why: set[str] = set()
         self._graphs: WeakSet[StepGraphs] = WeakSet()
@@ -186,6 +192,8 @@ class CudaTorchBackend(TorchBackend):
     def remarks(self) -> list[str]:
         why = "; ".join(sorted(self._why))
         lines = [f"attention: {f'gathers cache blocks ({why})' if why else 'varlen, where it can'}"]
+        if self._recorder is None:
+            return [*lines, "CUDA graphs: not used"]
         off = sorted({g.given_up for g in self._graphs if g.given_up})
         return [*lines, f"CUDA graphs: {f'given up ({off[0]})' if off else 'for decode steps'}"]
 

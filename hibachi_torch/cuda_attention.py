@@ -92,7 +92,7 @@ def find(
         except Exception as e:
             if backend.fatal(e):
                 raise
-            why = why or f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            why = why or f"{type(e).__name__}: {str(e).partition(chr(10))[0]:.120}"
             continue
         if worst <= CLOSE:
             return kernel
