@@ -61,14 +61,8 @@ extern "C" {
 
 int64_t hibachi_int8_panel() { return int8::WIDTH; }
 
-// Does the machine multiply bytes? Else int8 is for memory, not for speed.
-int hibachi_int8_fast() {
-#if defined(AVX512) && defined(__AVX512VNNI__)
-  return 1;
-#else
-  return 0;
-#endif
-}
+// Bytes of a row of k numbers, rounded.
+int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, k); }
 
 void hibachi_int8_linear_f32(const float* x, int64_t stride, const uint32_t* w, const float* scales, const float* b, float* y, int64_t m, int64_t n, int64_t k) {
   int8::linear<F32, F32>(x, stride, w, scales, b, y, m, n, k);

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi_torch.native.backend import NativeTorchBackend, _index, _rows
 from hibachi_torch.native.build import library
 from hibachi_torch.native.memory import Slabs
+from hibachi_torch.native.program import Program, program
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _DEEPEST = 2**16  # columns of a matrix, so that no sum of products of bytes leaves int32
@@ -70,7 +72,11 @@ class Int8TorchBackend(NativeTorchBackend):
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         kernels = self._int8.get(self.dtype(dtype))
-        if kernels is None or w.shape[1] > _DEEPEST:
+        if kernels is None:
+            raise UnsupportedOperation(
+                f"Weights in int8 go with activations in float32 or bfloat16; got {dtype}. Pass one of these as dtype."
+            )
+        if w.shape[1] > _DEEPEST:
             return super().put_weight(w, dtype)
         return Int8Weight(w, self.dtype(dtype), kernels, self._slabs)
 
@@ -118,6 +124,9 @@ class Int8TorchBackend(NativeTorchBackend):
             k,
         )
         return y
+
+    def fuse(self, decoder: Any) -> Program | None:
+        return program(decoder, Int8Weight)
 
 
 _ROWS = (1, 64)  # of the products that are timed

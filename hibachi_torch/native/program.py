@@ -11,10 +11,19 @@ from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.cache import StepInputs
 from hibachi_torch.native.build import library
 
-RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE = range(7)
+RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8 = range(9)
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED = range(9)  # buffers, each with a row for every token
+ROUNDED = 9  # rows as bytes
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.h
-_PARTS = {LINEAR: "linear", WRITE: "attention", ATTEND: "attention", ROPE: "attention", RMS_NORM: "norms"}
+_PARTS = {
+    LINEAR: "linear",
+    ROUND: "linear",
+    LINEAR_INT8: "linear",
+    WRITE: "attention",
+    ATTEND: "attention",
+    ROPE: "attention",
+    RMS_NORM: "norms",
+}
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -26,7 +35,7 @@ class _Op(ctypes.Structure):
         *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
         *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window")),
         *((n, _f32) for n in ("scale", "number")),
-        *((n, _p) for n in ("w", "b")),
+        *((n, _p) for n in ("w", "b", "scales")),
     ]
 
 
@@ -47,6 +56,7 @@ class Program:
         self._arch, self._params, self._weight = decoder.arch, decoder.params, weight
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
+        self._rounds = hasattr(weight, "scales")  # bytes
         self.dtype = decoder.params["norm"].dtype
         self._after_last = False
         a = self._arch
@@ -57,8 +67,10 @@ class Program:
         wide = self._params["layers"][0]["gate_up"].shape[0]
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         widths = [a.hidden_size, a.hidden_size, q + 2 * kv, q, wide, a.intermediate, a.hidden_size, a.hidden_size, q]
+        deepest = max(q, a.intermediate, a.hidden_size)
+        self._bytes = library().hibachi_int8_rounded(deepest) if self._rounds else 0  # of a row
         self._widths, self._offsets = widths, [sum(widths[1:i]) for i in range(1, len(widths))]
-        self._wide = (_i64 * len(widths))(*widths)
+        self._wide = (_i64 * (len(widths) + 1))(*widths, 0)
         self._run = library()["hibachi_step_" + ("bf16" if self.dtype == torch.bfloat16 else "f32")]
         self._run.argtypes, self._run.restype = (_p, _p, _i64), None
         self.seconds: Any = None
@@ -76,7 +88,9 @@ class Program:
         a, tokens, outputs = self._arch, len(h), len(x.last)
         space = torch.empty(tokens * sum(self._widths[1:]), dtype=self.dtype)
         base, size = space.data_ptr(), space.element_size()
-        buffers = (_p * len(self._widths))(h.data_ptr(), *(base + tokens * at * size for at in self._offsets))
+        rounded = torch.empty(tokens * self._bytes, dtype=torch.uint8)
+        places = (h.data_ptr(), *(base + tokens * at * size for at in self._offsets), rounded.data_ptr())
+        buffers = (_p * len(places))(*places)
         turned = (_p * max(1, 2 * len(turns)))(*(t.data_ptr() for pair in turns for t in pair))
         halves = (_p * (2 * len(cache)))(*(half.data_ptr() for layer in cache for half in layer[:2]))
         index = [_index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
@@ -146,7 +160,12 @@ class Program:
         b = None if b is None else b.contiguous()
         self._kept += [w, b]
         n, k = w.shape
-        self._add(LINEAR, source, to, w=w.pointer, b=None if b is None else b.data_ptr(), n=n, k=k, **more)
+        more |= dict(w=w.pointer, b=None if b is None else b.data_ptr(), n=n, k=k)
+        if self._rounds:
+            self._add(ROUND, source, ROUNDED, k=k)
+            self._add(LINEAR_INT8, ROUNDED, to, scales=w.scales.data_ptr(), **more)
+        else:
+            self._add(LINEAR, source, to, **more)
         return to
 
     def _add(self, kind: int, source: int, to: int, **more: Any) -> None:

@@ -8,12 +8,13 @@
 #include <sched.h>
 
 #include "attention.h"
+#include "int8.h"
 #include "linear.h"
 #include "small.h"
 
 namespace hibachi {
 
-enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE };
+enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8 };
 
 // As in program.py. A buffer holds a row for each token, or for each token whose output is wanted.
 struct Op {
@@ -25,6 +26,7 @@ struct Op {
   int64_t window;
   float scale, number;  // number: of a norm its epsilon, of attention its softcap
   const void *w, *b;
+  const float* scales;  // of bytes
 };
 
 struct Step {
@@ -119,6 +121,12 @@ static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& wor
       return team.share(i, Attention<T>{sizes, Layout<T>(sizes), from, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.pos, s.table, to, work});
     case ACTIVATE:
       return team.share(i, Activate<T>{Activation(op.which), bool(op.gated), from, from_width, to, to_width, m, op.n});
+    case ROUND:
+      return team.share(i, int8::Round<T>{from, from_width, int8::Rounded(s.buffers[op.to], m, op.k), m, op.k});
+    case LINEAR_INT8: {
+      const int8::Rounded x(s.buffers[op.from], m, op.k);
+      return team.share(i, int8::Linear<T, T>{x, static_cast<const uint32_t*>(op.w), op.scales, static_cast<const E*>(op.b), to, to_width, m, op.n, op.k, op.scale, added, added_width});
+    }
     case TAKE:
       return team.share(i, Take<E>{from, to, from_width, s.outputs, s.last});
   }

@@ -19,6 +19,7 @@ from hibachi_torch.native import build  # noqa: E402
 if build.why_missing():
     pytest.skip(str(build.why_missing()), allow_module_level=True)
 from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
+from hibachi_torch.native.int8 import Int8TorchBackend  # noqa: E402
 
 PLAIN = Arch(
     hidden_size=48,
@@ -94,8 +95,9 @@ def stepped(model, fused, steps):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", FUSED)
-def test_one_call_gives_the_bits_of_the_operations(kind, dtype):
-    backend = NativeTorchBackend("cpu")
+@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend))
+def test_one_call_gives_the_bits_of_the_operations(make, kind, dtype):
+    backend = make("cpu")
     model = made(backend, dtype, **FUSED[kind])
     fused = model.fused
     assert fused is not None
