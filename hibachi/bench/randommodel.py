@@ -125,13 +125,14 @@ def _write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]], rng: np.
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Byte-level BPE without merges, filled up with tokens that no text gives."""
+    """Byte-level BPE with a single merge, as some converters want one, filled up with tokens that no text gives."""
     # The byte-level alphabet: printable bytes stand for themselves, the others for characters from 256 on.
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in shown]
     letters = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(hidden))]
-    words = [f"<{i}>" for i in range(vocab_size - len(letters))]
-    vocab = {token: i for i, token in enumerate([words[0], *letters, *words[1:]])}
+    merged = ["th"]
+    words = [f"<{i}>" for i in range(vocab_size - len(letters) - len(merged))]
+    vocab = {token: i for i, token in enumerate([words[0], *letters, *merged, *words[1:]])}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -143,7 +144,7 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
         "pre_tokenizer": level,
         "post_processor": None,
         "decoder": level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab, "merges": []},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab, "merges": ["t h"]},
     }
 
 

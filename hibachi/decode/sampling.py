@@ -51,6 +51,14 @@ def row_finite(backend: ArrayBackend, logits: Array) -> Array:
     return backend.xp.isfinite(backend.xp.max(logits, axis=-1))
 
 
+def best(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
+    """`greedy` and `row_finite`, in one pass where the backend can."""
+    found = backend.best(logits)
+    if found is None:
+        return greedy(backend, logits), row_finite(backend, logits)
+    return found[0], backend.xp.isfinite(found[1])
+
+
 @_quiet
 def sample(backend: ArrayBackend, logits: Array, how: How, *, filtered: bool = True, typical: bool = True) -> Array:
     """One token for each row: int32 [n]. logits [n, V], any float dtype. Temperature 0 takes the most likely token.

@@ -218,7 +218,7 @@ def _program(backend: ArrayBackend, path: int | None) -> Callable[..., Any]:
 
 
 def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
-    return sampling.greedy(backend, logits), sampling.row_finite(backend, logits)
+    return sampling.best(backend, logits)
 
 
 def _draw(backend: ArrayBackend, path: int, logits: Array, how: sampling.How) -> tuple[Array, Array, Array | None]:

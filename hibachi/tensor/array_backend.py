@@ -443,6 +443,11 @@ class ArrayBackend:
         flat = self.xp.astype(places, self.xp.int32, copy=False) + starts
         return self.take(self.xp.reshape(x, (-1,)), flat), places
 
+    def best(self, x: Array) -> tuple[Array, Array] | None:
+        """Of each row of x [n, m] where its largest number is, the first one among equals, int32 [n], and that number
+        [n], NaN if there is one in the row; None: there is no better way than to look twice."""
+        return None
+
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotary position embedding (Su et al. 2021), halves paired as in Hugging Face.
 

@@ -56,6 +56,7 @@ class _Kernels:
         self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 10)
         self.rms_norm = find(f"rms_norm_{suffix}", p, n, p, p, n, n, f)
         self.rope = find(f"rope_{suffix}", p, n, p, p, p, n, n, n)
+        self.best = find("best_f32", p, n, n, p, p)
         self.activate = find(f"activate_{suffix}", ctypes.c_int, p, n, p, n, n, ctypes.c_int)
 
 
@@ -217,6 +218,14 @@ class NativeTorchBackend(InvariantTorchBackend):
         dim = x.shape[-1]
         kernels.rms_norm(rows.data_ptr(), stride, w.contiguous().data_ptr(), y.data_ptr(), y.numel() // dim, dim, eps)
         return y
+
+    def best(self, x: Array) -> tuple[Array, Array] | None:
+        if x.dtype != torch.float32 or not 0 < x.shape[1] < 2**31:
+            return None
+        x = x.contiguous()
+        place, most = torch.empty(len(x), dtype=torch.int32), torch.empty(len(x))
+        self._of[x.dtype].best(x.data_ptr(), *x.shape, place.data_ptr(), most.data_ptr())
+        return place, most
 
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         kernels = self._of.get(x.dtype)

@@ -80,6 +80,46 @@ struct Rope {
   }
 };
 
+// The largest of each row of x, NaN if there is one, and its place, the first one among equals.
+struct Best {
+  const float* x;
+  int64_t rows, columns;
+  int32_t* place;
+  float* most;
+
+  int64_t count() const { return rows; }
+  int64_t batch(int) const { return 1; }
+
+  void operator()(int64_t i) const {
+    const float* from = x + i * columns;
+    const float low = -std::numeric_limits<float>::infinity();
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats high = all(low);
+    Ints at = lane, wrong = {};
+    int64_t d = 0;
+    for (; d + LANES <= columns; d += LANES) {
+      Floats v = load<Floats>(from + d);
+      Ints more = v > high;
+      high = more ? v : high;
+      at = more ? lane + (int32_t)d : at;
+      wrong |= v != v;
+    }
+    int32_t first = 0;
+    float top = low;
+    bool nan = false;
+    for (int l = 0; l < LANES; l++) {
+      nan |= wrong[l] != 0;
+      if (high[l] > top || (high[l] == top && at[l] < first)) top = high[l], first = at[l];
+    }
+    for (; d < columns; d++) {
+      nan |= from[d] != from[d];
+      if (from[d] > top) top = from[d], first = d;
+    }
+    place[i] = first;
+    most[i] = nan ? std::numeric_limits<float>::quiet_NaN() : top;
+  }
+};
+
 enum Activation { SILU, GELU_TANH };
 
 inline Floats activate(Activation which, Floats v) {

@@ -407,3 +407,21 @@ def test_a_machine_without_the_instructions_takes_the_portable_path(tmp_path, mo
         rows = [Layer(b, dtype).run([(0, 90), (0, 7)]) for b in (native, portable)]
         for ours, theirs in zip(*rows, strict=True):
             near(theirs, ours.double(), dtype)
+
+
+# ---- the most likely token -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", (1, 15, 16, 17, 100, 4099))
+def test_the_largest_of_a_row_is_found_at_its_first_place(native, threads, columns):
+    x = torch.from_numpy(np.random.default_rng(4).integers(-3, 4, (50, columns)).astype(np.float32))
+    place, most = native.best(x)
+    assert place.dtype == torch.int32
+    assert place.tolist() == x.numpy().argmax(1).tolist() and torch.equal(most, x.max(1).values)
+
+
+def test_rows_without_an_answer_are_told(native):
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, nan, 2.0] * 11, [-inf] * 33, [0.0] * 32 + [inf], [0.0] * 32 + [nan], [-inf] * 32 + [-5.0]]
+    place, most = native.best(torch.tensor(rows))
+    assert torch.isfinite(most).tolist() == [False, False, False, False, True] and place[4] == 32
