@@ -1,0 +1,348 @@
+"""Weights of eight bits: what the native kernels and JAX multiply, against float64 and against other batches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import ConfigError, UnsupportedOperation
+from hibachi.cli.main import main
+from hibachi.model.arch import Arch, Experts, Layer, shapes
+from hibachi.model.decoder import Decoder
+from hibachi.model.rope import Rope
+
+torch = pytest.importorskip("torch")
+from hibachi_torch import TorchBackend  # noqa: E402
+from hibachi_torch.native import build  # noqa: E402
+
+DTYPES = ("float32", "bfloat16")
+GROUP = 64  # as in int8.h
+Int8TorchBackend = Int8Weight = None
+if build.why_missing() is None:
+    from hibachi_torch.native.int8 import Int8TorchBackend, Int8Weight
+
+native = pytest.mark.skipif(build.why_missing() is not None, reason=str(build.why_missing()))
+
+
+@pytest.fixture(scope="module")
+def int8():
+    if build.why_missing():
+        pytest.skip(str(build.why_missing()))
+    return TorchBackend("cpu").quantized("int8")
+
+
+@pytest.fixture(params=(1, 2), ids=lambda n: f"{n}thread")
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).to(getattr(torch, dtype))
+
+
+def rounded(x, group):
+    """x [rows, k] as integers, rounded in float32 as in the kernels, times a scale for each `group` of a row."""
+    rows, k = x.shape
+    x = torch.nn.functional.pad(x.float(), (0, -k % group)).view(rows, -1, group)
+    most = x.abs().amax(-1, keepdim=True)
+    whole = torch.where(most > 0, x * (127 / most), 0).round()
+    return (whole.double() * (most / 127).double()).view(rows, -1)[:, :k]
+
+
+def expected(x, w, b=None):
+    y = rounded(x, GROUP) @ rounded(w, w.shape[1]).T
+    return y if b is None else y + b.double()
+
+
+def near(got, want, dtype):
+    off = (got.double() - want).abs().max().item()
+    assert off <= {"float32": 2e-6, "bfloat16": 5e-3}[dtype] * max(1.0, want.abs().max().item()), f"off by {off:.3g}"
+
+
+# ---- the product ---------------------------------------------------------------------------------------------------
+
+SHAPES = [(1, 1, 1), (2, 47, 3), (7, 49, 65), (8, 48, 64), (9, 200, 127), (70, 130, 96), (3, 1, 577), (5, 96, 192)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_the_product_is_that_of_the_rounded_numbers(int8, threads, m, n, k, biased, dtype):
+    x, w, b = normal(m, k, dtype=dtype), normal(n, k, seed=1), normal(n, seed=2, dtype=dtype)
+    packed = int8.put_weight(w.numpy(), dtype)
+    got = int8.linear(x, packed, b if biased else None)
+    assert got.shape == (m, n) and got.dtype == x.dtype
+    near(got, expected(x, w, b if biased else None), dtype)
+    unrounded = int8.logits(x, packed, b if biased else None)
+    assert unrounded.dtype == torch.float32 and torch.equal(unrounded.to(x.dtype), got)
+    near(unrounded, expected(x, w, b if biased else None), "float32")
+
+
+def test_sums_of_the_largest_numbers_are_exact(int8):
+    """All products are 127 * 127, of either sign: int32 has room, and what is added to make bytes unsigned cancels."""
+    x, w = torch.ones(3, 4096), torch.ones(2, 4096)
+    x[1], w[1] = -1, -1
+    got = int8.linear(x, int8.put_weight(w.numpy(), "float32"))
+    near(got / 4096, torch.tensor([[1, -1], [-1, 1], [1, -1]]).double(), "float32")
+
+
+def test_a_large_number_spoils_its_group_only(int8):
+    x, w = normal(1, 256), normal(64, 256, seed=1)
+    x[0, 70] = 1e4
+    w[:, 64:128] = 0
+    got = int8.linear(x, int8.put_weight(w.numpy(), "float32")).double()
+    want = x.double() @ w.double().T
+    assert (got - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_batch_and_place(int8, threads, dtype):
+    x, w = normal(40, 200, dtype=dtype), int8.put_weight(normal(100, 200, seed=1).numpy(), dtype)
+    want = torch.cat([int8.linear(x[i : i + 1], w) for i in range(40)])
+    for m in range(1, 40):
+        assert torch.equal(int8.linear(x[:m], w), want[:m]), m
+        assert torch.equal(int8.linear(x[m:], w), want[m:]), m
+    wide = torch.cat([x, x], 1)[:, 37:237]
+    assert torch.equal(int8.linear(wide, w), int8.linear(wide.contiguous(), w))
+
+
+def test_threads_change_no_bit(int8):
+    x, plain = normal(33, 300), normal(500, 300, seed=1).numpy()
+    before, got = torch.get_num_threads(), []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        got.append(int8.linear(x, int8.put_weight(plain, "float32")))
+    torch.set_num_threads(before)
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", (1, 5, 48, 63))
+def test_rows_of_a_weight_are_those_of_the_rounded_matrix(int8, k, dtype):
+    w = normal(101, k)
+    idx = torch.tensor([[0, 47, 48], [100, 99, 0]], dtype=torch.int32)
+    packed = int8.put_weight(w.numpy(), dtype)
+    got = int8.weight_rows(packed, idx)
+    assert got.dtype == getattr(torch, dtype)
+    near(got, rounded(w, k)[idx], dtype)
+    for wrong in (101, -1):
+        with pytest.raises(IndexError, match="rows 0 to 100"):
+            int8.weight_rows(packed, torch.tensor([wrong]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", (torch.nan, torch.inf, -torch.inf))
+def test_what_is_not_finite_stays_in_its_row(int8, value, dtype):
+    x, w = normal(9, 100, dtype=dtype), int8.put_weight(normal(50, 100, seed=1).numpy(), dtype)
+    want = int8.linear(x, w)
+    x[4, 7] = value
+    got = int8.linear(x, w)
+    assert not got[4].isfinite().any()
+    assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:], want[5:])
+
+
+def test_zeros_and_tiny_numbers_come_to_zero(int8):
+    x, w = normal(2, 64), normal(5, 64, seed=1)
+    x[0], w[3] = 0, 1e-40
+    got = int8.linear(x, int8.put_weight(w.numpy(), "float32"))
+    assert got[0].tolist() == [0] * 5 and got[1, 3] == 0 and got[1].isfinite().all()
+    assert int8.linear(x[:0], int8.put_weight(w.numpy(), "float32")).shape == (0, 5)
+
+
+def test_what_does_not_fit_is_refused(int8):
+    w = int8.put_weight(np.zeros((4, 6), "float32"), "float32")
+    for x, b in (
+        (normal(2, 5), None),
+        (normal(2, 6, dtype="bfloat16"), None),
+        (normal(2, 6), normal(3)),
+        (normal(2, 6), normal(4, dtype="bfloat16")),
+    ):
+        with pytest.raises(ValueError, match=r"expected x \[\.\.\., 6\]"):
+            int8.linear(x, w, b)
+    with pytest.raises(UnsupportedOperation, match="float32 or bfloat16; got float64"):
+        int8.put_weight(np.zeros((4, 6)), "float64")
+
+
+def test_a_weight_takes_a_byte_for_each_number(int8):
+    w = int8.put_weight(np.ones((480, 640), "float32"), "bfloat16")
+    assert w.data.nbytes == 480 * 640 and w.scales.nbytes == 480 * 4
+
+
+# ---- a model -------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["The", "A little", "Once upon a time there was", "It is a truth universally acknowledged, that a single man"]
+GREEDY = hibachi.SamplingParams(temperature=0, max_tokens=12)
+TEXT = (
+    "It was a fine morning, and she walked out to see whether the letter had come. Nobody was at home but her sister."
+)
+
+
+def tiny(backend, dtype="float32", quantization: str | None = "int8", **options):
+    return hibachi.LLM("tiny", backend=backend, dtype=dtype, quantization=quantization, **options)
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_who_shares_the_batch_changes_nothing(dtype, threads):
+    with tiny("torch", dtype) as llm:
+        assert llm.deterministic and llm.backend.quantization == "int8" and llm.model.fused is not None
+        assert llm.selfcheck() > 0
+        params = GREEDY.with_(logprobs=2)
+        together = llm.generate(PROMPTS, params)
+        for prompt, c in zip(PROMPTS, together, strict=True):
+            alone = llm.generate([prompt], params)[0]
+            assert (alone.token_ids, alone.logprobs) == (c.token_ids, c.logprobs)
+
+
+@native
+def test_the_invariance_of_the_conformance_suite_holds_for_bytes():
+    suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
+    command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]
+    command += ["--backend", "hibachi_torch.native.int8:Int8TorchBackend"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=suite.parents[1])
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout + done.stderr
+
+
+def likelihood(llm):
+    return llm.score([TEXT[:2]], [TEXT[2:]])[0].logprob
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_texts_are_nearly_as_likely(dtype):
+    with tiny("torch", dtype, None) as plain, tiny("torch", dtype) as bytes_:
+        assert likelihood(bytes_) != likelihood(plain)
+        assert likelihood(bytes_) == pytest.approx(likelihood(plain), rel=0.01)
+
+
+@native
+def test_a_router_keeps_its_numbers(int8):
+    arch = Arch(
+        hidden_size=48, heads=6, kv_heads=2, head_dim=16, layers=(Layer(experts=True),), intermediate=70,
+        vocab_size=130, max_positions=128, norm_eps=1e-5, ropes=(Rope(theta=1e4, dims=16),),
+        experts=Experts(4, 2, 16, True),
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    tensors = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes(arch)[0].items()}
+    layer = Decoder.build(arch, tensors, int8, dtype="float32").params["layers"][0]
+    assert type(layer["router"]) is not Int8Weight
+    assert all(type(w) is Int8Weight for w in (layer["qkv"], layer["o"], *layer["gate_up"], *layer["down"]))
+
+
+# ---- what users ask for --------------------------------------------------------------------------------------------
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ConfigError, match=r"one of auto, none, int8, or None; got 'int4'"):
+        tiny("torch", quantization="int4")
+    with pytest.raises(SystemExit):
+        main(["generate", "--prompt", "The", "--quantization", "int4"])
+
+
+def test_numpy_says_why_not():
+    with pytest.raises(UnsupportedOperation, match=r"NumPy has no fast product of integers.*backend torch"):
+        tiny("numpy")
+    with tiny("numpy", quantization="auto") as llm, tiny("numpy", quantization="none") as other:
+        assert type(llm.backend) is type(other.backend) and llm.backend.quantization == "none"
+
+
+def test_a_backend_without_kernels_names_those_that_have_them():
+    import array_api_strict
+
+    with pytest.raises(UnsupportedOperation, match=r"no kernels for weights in int8.*torch"):
+        hibachi.ArrayBackend(array_api_strict).quantized("int8")
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
+    with pytest.raises(UnsupportedOperation, match=r"native kernels\. No C\+\+ compiler was found\. Or pass"):
+        tiny("torch")
+    assert not TorchBackend("cpu").prefers("int8", "bfloat16")
+
+
+def test_another_device_is_refused():
+    with pytest.raises(UnsupportedOperation, match="PyTorch on meta has no kernels here for weights in int8"):
+        TorchBackend("meta").quantized("int8")
+
+
+@native
+def test_dtypes_without_kernels_are_refused():
+    with pytest.raises(UnsupportedOperation, match="float32 or bfloat16; got float64"):
+        tiny("torch", "float64")
+
+
+@native
+def test_auto_takes_what_was_measured(monkeypatch):
+    asked = []
+    for answer in (True, False):
+        monkeypatch.setattr("hibachi_torch.native.int8.faster", lambda *a, answer=answer: asked.append(a) or answer)
+        with tiny("torch", "bfloat16", "auto") as llm:
+            assert (llm.backend.quantization == "int8") is answer
+    assert [dtype for _, dtype in asked] == ["bfloat16"] * 2
+
+
+@native
+def test_what_is_measured_is_both_kinds_of_products():
+    from hibachi_torch.native.int8 import _faster, faster
+
+    _faster.cache_clear()
+    assert isinstance(faster(TorchBackend("cpu").invariant(), "float32"), bool)
+    assert not faster(TorchBackend("cpu"), "float64")
+
+
+@native
+def test_the_command_line_takes_it(capsys):
+    assert main(["generate", "--backend", "torch", "--quantization", "int8", "--prompt", "The", "--max-tokens", "4",
+                 "--temperature", "0"]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    with tiny("torch") as llm:
+        assert said == llm.generate("The", GREEDY.with_(max_tokens=4))[0].text + "\n"
+
+
+def test_numpy_refuses_on_the_command_line(capsys):
+    assert main(["generate", "--quantization", "int8", "--prompt", "The"]) != 0
+    assert "NumPy has no fast product of integers" in capsys.readouterr().err
+
+
+def test_a_model_that_runs_through_transformers_is_refused(monkeypatch):
+    from hibachi.model import registry
+
+    backend = TorchBackend("cpu")
+    backend.quantization = "int8"
+    monkeypatch.setattr(backend, "foreign_model", lambda *a, **k: object(), raising=False)
+
+    def unknown(config):
+        raise hibachi.UnknownArchitecture("nobody knows it")
+
+    monkeypatch.setattr(registry, "find", unknown)
+    with pytest.raises(ConfigError, match="quantization='int8' is for architectures that are registered"):
+        registry.load_model("tiny", backend)
+
+
+# ---- other processors ----------------------------------------------------------------------------------------------
+
+
+@native
+@pytest.mark.slow
+def test_a_machine_without_products_of_bytes_gives_the_same_bits(tmp_path, monkeypatch):
+    """Sums of a group are integers, and the rest is the same float32 arithmetic."""
+    import ctypes
+
+    monkeypatch.setattr(build, "_FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build._FLAGS))
+    path = tmp_path / "portable.so"
+    build._build(path)
+    ours = Int8TorchBackend()
+    for module in ("int8", "backend", "program"):
+        monkeypatch.setattr(f"hibachi_torch.native.{module}.library", lambda: ctypes.CDLL(str(path)))
+    theirs = Int8TorchBackend()
+    for dtype in DTYPES:
+        x, w = normal(11, 200, dtype=dtype), normal(70, 200, seed=1).numpy()
+        assert torch.equal(*(b.linear(x, b.put_weight(w, dtype)) for b in (ours, theirs)))
