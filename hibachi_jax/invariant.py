@@ -13,6 +13,7 @@ order, run in tiles of STEP_TOKENS rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,10 @@ class InvariantJaxBackend(JaxBackend):
     step_tokens = STEP_TOKENS
     larger_steps = (32,)
     kernels = f"steps of {STEP_TOKENS} tokens"
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__(device)
+        self._turns = self._loops = False  # a product with a turned weight depends on how many rows there are
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = x.reshape(-1, x.shape[-1])
