@@ -19,7 +19,7 @@ constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
 constexpr int ROWS = REGISTERS / (2 * COLUMNS);  // sums of a group and sums of all stay in registers
 constexpr int BYTES = 4;                         // of a lane
-constexpr int GROUP = 64;                        // numbers of a row of x with one scale
+constexpr int GROUP = 32;                        // numbers of a row of x with one scale
 constexpr int STEPS = GROUP / BYTES;
 constexpr int LARGEST = 127;
 

@@ -21,7 +21,7 @@ from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.native import build  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
-GROUP = 64  # as in int8.h
+GROUP = 32  # as in int8.h
 Int8TorchBackend = Int8Weight = None
 if build.why_missing() is None:
     from hibachi_torch.native.int8 import Int8TorchBackend, Int8Weight
