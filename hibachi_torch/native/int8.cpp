@@ -27,11 +27,12 @@ static void pack(const float* w, uint8_t* packed, float* scales, int64_t n, int6
   int64_t depth = up(k, BYTES);
   share(up(n, WIDTH), 1, [&](int64_t p) {
     std::vector<int8_t> row(up(k, LANES) * LANES);
+    int32_t total;
     auto* to = packed + p * depth * WIDTH * BYTES;
     std::fill_n(to, depth * WIDTH * BYTES, 128);
     std::fill_n(scales + p * WIDTH, WIDTH, 0.0f);
     for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++) {
-      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row.data());
+      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row.data(), total);
       for (int64_t i = 0; i < k; i++) to[(i / BYTES * WIDTH + c) * BYTES + i % BYTES] = row[i] + 128;
     }
   });

@@ -35,26 +35,48 @@ inline Ints multiply(Ints sums, Words lanes, uint32_t x) {
 #endif
 }
 
+inline int32_t sum(Ints v) {
+#ifdef AVX512
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+#endif
+}
+
+inline int32_t largest(Ints v) {
+#ifdef AVX512
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t m = v[0];
+  for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+  return m;
+#endif
+}
+
 // x [n] as scale * q, the scale returned: q to the nearest, ties to even. Of numbers that are not all finite the scale
-// is NaN and all q are 0. n is a multiple of LANES, or `x` ends and q is 0 from `n` to the next multiple.
+// is NaN and all q are 0; so is the scale of tiny numbers 0. q has room for whole vectors, and is 0 after n. total: of q.
 template <class T>
-inline float round_all(const typename T::Element* x, int64_t n, int8_t* q) {
+inline __attribute__((always_inline)) float round_all(const typename T::Element* x, int64_t n, int8_t* q, int32_t& total) {
   typedef int8_t Bytes __attribute__((vector_size(16)));
-  Floats high = {}, nothing = {};
+  Ints high = {};  // the bits of a positive float are in the order of the numbers, infinity and NaN the largest
   for (int64_t i = 0; i < n; i += LANES) {
-    Floats v = read_some<T>(x + i, std::min<int64_t>(LANES, n - i));
-    high = larger(high, v < 0.0f ? -v : v);
-    nothing += v - v;  // NaN of what is not finite
+    Ints bits = (Ints)read_some<T>(x + i, std::min<int64_t>(LANES, n - i)) & 0x7fffffff;
+    high = bits > high ? bits : high;
   }
-  float most = largest(high), none = sum(nothing);
-  bool rounds = none == 0.0f && most > 1e-30f;  // below, 1 / most would be infinite
-  Floats factor = all(rounds ? LARGEST / most : 0.0f);
-  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const int32_t top = largest(high);
+  float most;
+  std::memcpy(&most, &top, sizeof most);
+  const bool rounds = most > 1e-30f && most <= std::numeric_limits<float>::max();  // below, 1 / most would be infinite
+  const Floats factor = all(rounds ? LARGEST / most : 0.0f), shift = all(12582912.0f);  // 1.5 * 2^23: it rounds
+  Ints sums = {};
   for (int64_t i = 0; i < n; i += LANES) {
     Bytes b = {};
     if (rounds) {
       Floats v = read_some<T>(x + i, std::min<int64_t>(LANES, n - i));
       Ints whole = __builtin_convertvector(v * factor + shift - shift, Ints);
+      sums += whole;
 #ifdef AVX512
       b = (Bytes)_mm512_cvtepi32_epi8((__m512i)whole);
 #else
@@ -63,7 +85,8 @@ inline float round_all(const typename T::Element* x, int64_t n, int8_t* q) {
     }
     store(q + i, b);
   }
-  return rounds ? most / LARGEST : none;
+  total = sum(sums);
+  return rounds ? most / LARGEST : most <= 1e-30f ? 0.0f : std::numeric_limits<float>::quiet_NaN();
 }
 
 // Rows of x, rounded. All are owned by whoever made the memory, `Rounded::bytes`.
@@ -86,11 +109,11 @@ struct Rounded {
   void round(int64_t i, const typename T::Element* x, int64_t k) const {
     for (int64_t g = 0; g < groups; g++) {
       int8_t* q = values + (i * groups + g) * GROUP;
-      int64_t n = std::min<int64_t>(GROUP, k - g * GROUP);
-      std::memset(q + n / LANES * LANES, 0, GROUP - n / LANES * LANES);
-      scales[i * groups + g] = round_all<T>(x + g * GROUP, n, q);
-      int32_t total = 0;
-      for (int j = 0; j < GROUP; j++) total += q[j];
+      const int64_t n = std::min<int64_t>(GROUP, k - g * GROUP);
+      if (n < GROUP) std::memset(q, 0, GROUP);
+      int32_t total;
+      scales[i * groups + g] =
+          n < GROUP ? round_all<T>(x + g * GROUP, n, q, total) : round_all<T>(x + g * GROUP, GROUP, q, total);
       starts[i * groups + g] = -128 * total;
     }
   }
