@@ -24,6 +24,8 @@ from hibachi_torch.cuda_graphs import CudaRecorder, Recorder, StepGraphs
 
 _log = logging.getLogger("hibachi.torch")
 
+STAGED = 2**20  # bytes; larger arrays (weights) are copied from where they are
+
 
 class CudaTorchBackend(TorchBackend):
     """What `TorchBackend("cuda")` gives.
@@ -67,9 +69,22 @@ class CudaTorchBackend(TorchBackend):
 
     # ---- movement ----------------------------------------------------------------------------------------------
 
+    def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+
+    def put(self, a: HostArray, dtype: str | None = None) -> Array:
+        a = np.asarray(a)
+        if a.nbytes > STAGED:
+            return super().put(a, dtype)
+        # A copy from memory that is not pinned would wait for all that the device has still to do.
+        host = self._host(a.shape, torch.from_numpy(np.empty(0, a.dtype)).dtype)
+        host.numpy()[...] = a
+        t = host.to(self.device, non_blocking=True)
+        return t if dtype is None else t.to(self.dtype(dtype))
+
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
         small = [a for a in arrays if a.dtype == np.int32]
-        host = torch.empty(sum(a.size for a in small), dtype=torch.int32, pin_memory=self._pinned)
+        host = self._host((sum(a.size for a in small),), torch.int32)
         view, at = host.numpy(), 0
         for a in small:
             view[at : at + a.size] = a.reshape(-1)
@@ -88,9 +103,7 @@ class CudaTorchBackend(TorchBackend):
         if not self._pinned:
             return super().fetch(arrays)
         stream = torch.cuda.current_stream(self.device)
-        host = [
-            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True) for t in arrays
-        ]
+        host = [self._host(t.shape, t.dtype).copy_(t.detach(), non_blocking=True) for t in arrays]
         copied = torch.cuda.Event()
         copied.record(stream)
 

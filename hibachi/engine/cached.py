@@ -11,6 +11,7 @@ import numpy as np
 from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.runner import (
     NOT_FINITE,
+    Flight,
     Outcome,
     Part,
     StepFailed,
@@ -23,7 +24,7 @@ from hibachi.engine.runner import (
     writers_first,
 )
 from hibachi.engine.samebits import same_bits
-from hibachi.engine.sampler import RowSampler
+from hibachi.engine.sampler import Drawn, RowSampler
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.plan.scheduler import Scheduler, StepPlan
@@ -108,8 +109,70 @@ class CachedRunner:
             e.cache_lost |= self._advanced
             raise
 
+    # ---- a step that nobody waits for ---------------------------------------------------------------------------
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Can `launch` begin this step? It must need nothing that the host learns from the step before."""
+        if self.sampler is None or self.states or self.sizes or self._embeds:
+            return False
+        if (self._unscored[plan.rows] > plan.start).any():
+            return False
+        idx = np.flatnonzero(plan.emit)
+        jobs = jobs_of(plan, idx)
+        if any(job.channel.pause_after is not None or (job.stop and job.stop.where) for job in jobs):
+            return False
+        return self.sampler.plain(jobs, plan.rows[idx], plan.end[idx])
+
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
+        """Begin a step; what the one `before` draws are inputs of this one.
+
+        Raises what the model raises, and StepFailed if that cost the cache.
+        """
+        assert self.sampler is not None
+        idx, held = np.flatnonzero(plan.emit), self.cache
+        rows, positions = plan.rows[idx], plan.end[idx]
+        try:
+            with self.backend.guard():
+                x = self._inputs(plan.rows, plan.start, plan.q, plan.emit, _drawn(plan, before))
+                out, self.cache = self._step(self.model.params, self.cache, x)
+                check_output(out, self.backend, (x.last.shape[0], self.sampler.vocab_size), self.name)
+                drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
+                read = self.backend.fetch(drawn)
+        except Exception as e:
+            if not self._donating:
+                self.cache = held
+            elif not self.backend.usable(self.cache):
+                raise_for_all(e, self.backend, cache_lost=True)
+            raise
+        ids = drawn[0] if drawn else None
+        return Flight(plan, idx, jobs_of(plan, idx), ids, read, None if self._donating else held)
+
+    def land(self, flight: Flight) -> Outcome:
+        """Wait for a step. Raises StepFailed."""
+        plan, idx, jobs = flight.plan, flight.idx, flight.jobs
+        try:
+            with self.backend.guard():
+                tokens, ok = flight.read() if len(idx) else (np.zeros(0, np.int32), np.ones(0, bool))
+        except Exception as e:
+            if flight.cache is not None:
+                self.cache = flight.cache
+            # The step after this one may have left NaN behind, at positions that are hidden when this one is repeated.
+            raise_for_all(e, self.backend, cache_lost=True)
+            raise
+        tokens, ok = tokens[: len(idx)], ok[: len(idx)]
+        part = drawn_part(idx, Drawn(tokens, None if ok.all() else ~ok, {}), jobs, plan.end[idx], self.backend)
+        return Outcome([part], {int(i): NonFiniteOutput(NOT_FINITE) for i in idx[~ok]} | part.faults)
+
+    def _put_drawn(self, tok: Array, ids: Array, at: Array, here: Array) -> Array:
+        """Tokens [T] with ids[at] where `here` > 0: tokens that the host has not seen."""
+        assert self.sampler is not None
+        xp = self.backend.xp
+        drawn = xp.clip(self.backend.take(ids, at), 0, self.sampler.vocab_size - 1)  # of a row with NaN, it is anything
+        return xp.where(here > 0, xp.astype(drawn, tok.dtype), tok)
+
     def rebuild(self, *, keep: bool) -> None:
-        self._compile(donate=self._donating and not keep)  # what was compiled may hold on to the cache
+        if not self.backend.static_shapes or (keep and self._donating):  # else what was compiled is as good as new
+            self._compile(donate=self._donating and not keep)  # what was compiled may hold on to the cache
         self.cache, self.kept = [], []  # before there is memory for new ones
         self._make_cache()
 
@@ -241,12 +304,19 @@ class CachedRunner:
         assert self.sampler is not None
         return max(16, LOGITS_BYTES // (4 * self.sampler.vocab_size))
 
-    def _inputs(self, rows: Any, start: Any, q: Any, emit: Any) -> StepInputs[Array]:
-        """The step's inputs on the device, in fixed shapes if the backend wants them."""
+    def _inputs(
+        self, rows: Any, start: Any, q: Any, emit: Any, drawn: tuple[Array, Any] | None = None
+    ) -> StepInputs[Array]:
+        """The step's inputs on the device, in fixed shapes if the backend wants them.
+
+        drawn: tokens on the device, and for each row which of them is its only one, [B]; -1: the host knows its tokens.
+        """
         score = np.clip(self._unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
+        if drawn is not None:
+            self.table.window(rows[:0], int(packed.pos.max()) + 1)  # tokens to come have a place
         tokens = self.table.values[rows[packed.seg], packed.pos]
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
         if static or self._pads:
@@ -255,7 +325,17 @@ class CachedRunner:
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
         names = [f.name for f in fields(Packed)]
-        tok, *rest = self.backend.put_all([tokens, *(getattr(packed, name) for name in names)])
+        arrays = [tokens, *(getattr(packed, name) for name in names)]
+        if drawn is not None:
+            ids, source = drawn
+            known = np.pad(source[packed.seg[: int(q.sum())]], (0, len(tokens) - int(q.sum())), constant_values=-1)
+            *arrays, at, here = self.backend.put_all(
+                [*arrays, np.maximum(known, 0).astype(np.int32), (known >= 0).astype(np.int32)]
+            )
+            arrays[0] = self._put_drawn(arrays[0], ids, at, here)
+        else:
+            arrays = self.backend.put_all(arrays)
+        tok, *rest = arrays
         x = StepInputs(tok=tok, **dict(zip(names, rest, strict=True)))
         return self._with_embeds(x, rows, start, q) if self._embeds else x
 
@@ -308,6 +388,11 @@ class CachedRunner:
         else:
             rows, tokens = lim.rows, max(2 * tile, 1 << (len(packed.pos) - 1).bit_length())
         blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
+        if self.backend.any_width:  # one width, so there may be more sizes of the others
+            blocks = self.block_table.shape[1]
+            if not self.states:
+                rows = min(size_bucket(len(q)), lim.rows) if decode else lim.rows
+                tokens = rows if decode else max(2 * tile, size_bucket(len(packed.pos)))
         return pad(
             packed,
             tokens=tokens,
@@ -449,6 +534,18 @@ class CachedRunner:
         return [self.backend.scatter_rows(s, held, w) for s, w in zip(states, work, strict=True)]
 
 
+def _drawn(plan: StepPlan, before: Flight | None) -> tuple[Array, Any] | None:
+    """The tokens of the step before, and for each row of a plan which of them it computes, [B]; -1: none."""
+    if before is None or not len(before.idx):
+        return None
+    rows, generation = before.plan.rows[before.idx], before.plan.generation[before.idx]
+    size = int(max(rows.max(), plan.rows.max())) + 1
+    place, owner = np.full(size, -1, np.int64), np.full(size, -1, np.int64)
+    place[rows], owner[rows] = np.arange(len(rows)), generation
+    source = np.where(owner[plan.rows] == plan.generation, place[plan.rows], -1)
+    return (before.ids, source) if (source >= 0).any() else None
+
+
 def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
     """The parts of one call's pieces as one part."""
     if len(parts) == 1:
@@ -468,6 +565,12 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         logprobs=logprobs,
         faults={i: fault for p in parts for i, fault in p.faults.items()},
     )
+
+
+def size_bucket(n: int) -> int:
+    """The next power of two, or one and a half of one from 16 on: at most a third is padding."""
+    size = 1 << (n - 1).bit_length()
+    return size * 3 // 4 if size >= 32 and n <= size * 3 // 4 else size
 
 
 def width_bucket(n: int, most: int) -> int:

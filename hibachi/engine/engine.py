@@ -17,7 +17,7 @@ import numpy as np
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.recorder import Recorder
-from hibachi.engine.runner import Outcome, Part, Runner, StepFailed, raise_for_all
+from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, InvalidModelOutput, OutOfCapacity
 from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
@@ -72,9 +72,19 @@ class Engine:
     """Owns the scheduler and a runner. Not thread-safe: whoever steps it also adds and cancels."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, restart: bool = False, record: str | Path | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        restart: bool = False,
+        record: str | Path | None = None,
+        overlap: bool | None = None,
     ) -> None:
-        """restart: begin again when the device is lost. record: a file for all plans, see `Recorder`."""
+        """restart: begin again when the device is lost. record: a file for all plans, see `Recorder`.
+
+        overlap: begin a step before the tokens of the last one are read, where that can be. None: if the backend is
+        asynchronous.
+        """
         self.scheduler, self.runner = scheduler, runner
         self.recorder = Recorder(scheduler, path=record)
         self.restarts = 0
@@ -89,6 +99,10 @@ class Engine:
         self._lost = 0  # devices, since a step last succeeded
         self._invalid = 0  # steps in a row in which every row had an invalid output
         self._alone = 0  # times that memory ran out for a single token, since a step last succeeded
+        wanted = runner.backend.asynchronous if overlap is None else overlap
+        self._launcher = runner if wanted and isinstance(runner, Launcher) else None
+        self._flight: Flight | None = None
+        self._calm = False  # the next step is waited for
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -152,18 +166,42 @@ class Engine:
             self._suspend(sent)
         plan = self.scheduler.schedule(now)
         self.recorder.note("plan", plan, now)
+        flight, self._flight = self._flight, None
         if plan is None:
-            return False
+            if flight is not None:
+                self._land(flight, None, began)
+            return flight is not None
         self._suspend(plan.preempted)
         for seq in plan.fresh:
             self.runner.admit(seq)
+        launched, failed = self._launch(plan, flight)
+        if flight is not None:
+            if not self._land(flight, plan, began, cache_lost=failed is not None and failed.cache_lost):
+                return True
+            began = time.perf_counter()
+        if failed is not None:
+            self._recover(failed, plan)
+        elif launched is None and flight is not None and not self.scheduler.holds(plan).all():
+            self._roll_back(plan, "others have ended")  # it was made for them as well
+        elif launched is None:
+            self._run(plan, began)
+        self._flight = launched
+        return True
+
+    def _run(self, plan: StepPlan, began: float) -> None:
+        """A step from its beginning to its end."""
+        self._calm = False
         try:
             self._prepare(plan)
             outcome = self.runner.run(plan)
         except StepFailed as e:
             self._recover(e, plan)
             self.moved = time.monotonic()
-            return True
+            return
+        self._finish(plan, outcome, began)
+
+    def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
+        """The step is computed."""
         self._alone = 0
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
@@ -177,7 +215,44 @@ class Engine:
         counts.step_seconds += time.perf_counter() - began
         self.moved = time.monotonic()
         self._check_outputs(plan, outcome)
+
+    # ---- a step in flight ---------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan, before: Flight | None) -> tuple[Flight | None, StepFailed | None]:
+        """Begin a step while the one before may still run; None: it must be run by itself, or has failed as a whole."""
+        runner = self._launcher
+        if runner is None or self._calm or not runner.can_launch(plan):
+            return None, None
+        try:
+            self._prepare(plan)
+            return runner.launch(plan, before), None
+        except StepFailed as e:
+            return None, e
+        except Exception:  # run by itself it may fail again, and there it is found out whose fault it is
+            return None, None
+
+    def _land(self, flight: Flight, plan: StepPlan | None, began: float, *, cache_lost: bool = False) -> bool:
+        """Read the tokens of a step in flight; False: it failed, and so `plan`, the one after it, did not happen.
+
+        cache_lost: by the one after it.
+        """
+        assert self._launcher is not None
+        try:
+            outcome = self._launcher.land(flight)
+        except StepFailed as e:
+            e.cache_lost |= cache_lost
+            self._calm = True
+            if plan is not None:
+                self._roll_back(plan, e.why)
+            self._recover(e, flight.plan)
+            self.moved = time.monotonic()
+            return False
+        self._finish(flight.plan, outcome, began)
         return True
+
+    def _roll_back(self, plan: StepPlan, why: str) -> None:
+        self.recorder.note("rollback", plan, why)
+        self._suspend(self.scheduler.rollback(plan))
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
@@ -234,8 +309,7 @@ class Engine:
         cause = failed.__cause__
         assert cause is not None
         if plan is not None:
-            self.recorder.note("rollback", plan, failed.why)
-            self._suspend(self.scheduler.rollback(plan))
+            self._roll_back(plan, failed.why)
         if failed.why == "device":
             self._lose(cause)
         _let_go(failed)  # its frames hold what the failed call had computed
@@ -297,13 +371,14 @@ class Engine:
     def _suspend(self, sent: Sent) -> None:
         """Keep the tokens of those who lost their rows."""
         for seq, row in sent:
-            self.runner.suspend(seq, row)
+            if seq.owner is not None:  # it has ended meanwhile
+                self.runner.suspend(seq, row)
 
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and hand the new tokens to their streams."""
         for i in _writers_first(plan, outcome.faults):
             seq = plan.seqs[i]
-            if seq.row == plan.rows[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
+            if self.scheduler.holds(plan)[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
                 self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
         for part in outcome.parts:
@@ -369,7 +444,7 @@ class Engine:
 
     def end_all(self, reason: Finish, error: Callable[[], HibachiError] | None = None) -> None:
         """End every waiting and running request, with an error of its own each."""
-        live = list(self._live)
+        live, self._flight = list(self._live), None
         for job in live:
             self._ended(job, reason, error() if error else None)
         self._wakeups.post()

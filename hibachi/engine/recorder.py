@@ -216,7 +216,7 @@ class _Player:
         self.steps = 0
         self._seqs: dict[int, Seq] = {}
         self._grown: dict[tuple[int, int], Hashable] = {}
-        self._plan: StepPlan | None = None
+        self._plans: deque[StepPlan] = deque()  # not yet committed
 
     def _key_of(self, seq: Seq, n: int) -> Hashable:
         return self._grown[seq.number, n]
@@ -235,14 +235,16 @@ class _Player:
                 expected, got = number, seq.number
             case "plan":
                 self._grown |= {(number, at): key for number, at, key in event["grown"]}
-                self._plan = s.schedule(event["now"])
-                expected, got = event["plan"], None if self._plan is None else _plan(self._plan)
-                self.steps += self._plan is not None
+                plan = s.schedule(event["now"])
+                expected, got = event["plan"], None if plan is None else _plan(plan)
+                if plan is not None:
+                    self._plans.append(plan)
+                    self.steps += 1
             case "commit":
-                assert self._plan is not None
-                stopped = np.zeros(np.count_nonzero(self._plan.emit), bool)
+                plan = self._plans.popleft()
+                stopped = np.zeros(np.count_nonzero(plan.emit), bool)
                 stopped[event["stopped"]] = True
-                s.commit(self._plan, stopped)
+                s.commit(plan, stopped)
             case "cancel":
                 s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
             case "fail":
@@ -252,8 +254,7 @@ class _Player:
             case "room":
                 expected, got = event["sent"], _sent(s.make_room())
             case "rollback":
-                assert self._plan is not None
-                s.rollback(self._plan)
+                s.rollback(self._plans.pop())  # the newest first
             case "forget":
                 s.forget()
             case "limit":

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -49,6 +49,18 @@ class Outcome:
     faults: dict[int, HibachiError]  # by place in the plan
 
 
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that the device may still be computing. n rows of it emit."""
+
+    plan: StepPlan
+    idx: Any  # [n] places in the plan
+    jobs: list[Job]  # of these; their requests may end meanwhile
+    ids: Array  # [m >= n] their tokens, on the device
+    read: Callable[[], list[HostArray]]  # waits: tokens [m], and which rows were finite, bool [m]
+    cache: Any = None  # to go back to if the step fails; None: it was given away
+
+
 class Runner(Protocol):
     """Turns plans into tokens, for one rung of the ladder."""
 
@@ -88,6 +100,19 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Called once, in the engine's thread."""
+        ...
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """A runner that can begin a step before the one before it has been read."""
+
+    def can_launch(self, plan: StepPlan) -> bool: ...
+
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight: ...
+
+    def land(self, flight: Flight) -> Outcome:
+        """Raises StepFailed."""
         ...
 
 

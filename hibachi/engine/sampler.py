@@ -82,6 +82,22 @@ class RowSampler:
             found = dict(zip(asked, self.logprobs(of, tokens[at], list(asked.values())), strict=True))
         return Drawn(tokens, None if ok.all() else ~ok, found, faults)
 
+    def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
+        """Can `begin` draw for these? Not where the host must see logits or tokens before the draw is over."""
+        return (
+            not (self._path[rows] != PLAIN).any()
+            and not self._edits.wanted(rows, np.asarray(positions)).any()
+            and not any(job.sampling.logprobs is not None for job in jobs)
+            and self.backend.step_tokens is None
+        )
+
+    def begin(self, logits: Array, rows: Any, positions: Any) -> tuple[Array, Array]:
+        """`draw` for rows that are `plain`, on the device: tokens int32 [m], and which rows are finite, bool [m]."""
+        if not self._temperature[rows].any():
+            return self._greedy(logits)
+        ids, ok, _ = _program(self.backend, PLAIN)(logits, self._how(rows, positions, logits.shape[0]))
+        return ids, ok
+
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
         get, put = self.backend.get, self.backend.put

@@ -30,6 +30,7 @@ class Service(Closing):
     without a step that succeeds in between; "never" (None): all streams raise EngineFailed.
     stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
     record: a file for all plans of the scheduler, for `hibachi.engine.recorder.replay`. None: only the last are kept.
+    overlap: a step begins before the tokens of the last one are read; None: where the backend is asynchronous (CUDA).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Service(Closing):
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
+        overlap: bool | None = None,
     ) -> None:
         for name, value, least in (("max_waiting", max_waiting, 0), ("pause_after", pause_after, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -52,6 +54,7 @@ class Service(Closing):
         self.max_batch_size = max_batch_size
         self._max_waiting, self._pause_after = max_waiting, pause_after
         self._restart, self._stall_after, self._record = restart == "on_failure", stall_after, record
+        self._overlap = overlap
         self._building = threading.RLock()
         self._worker: Worker | None = None
         self._closed = False
@@ -62,7 +65,7 @@ class Service(Closing):
 
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
         """Start serving; the caller holds `_building`, and has checked that we are open."""
-        engine = Engine(scheduler, runner, restart=self._restart, record=self._record)
+        engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
         self._worker = Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
         return self._worker
 

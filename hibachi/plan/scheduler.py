@@ -639,6 +639,11 @@ class Scheduler:
 
     # ---- the end of a step -------------------------------------------------------------------------------------
 
+    def holds(self, plan: StepPlan) -> Bools:
+        """Which rows of a plan [B] still belong to their sequences."""
+        held: Bools = self._generation[plan.rows] == plan.generation
+        return held
+
     def commit(self, plan: StepPlan, stopped: Bools) -> Committed:
         """The step is done. stopped [emitting rows]: the new token ends its sequence.
 
