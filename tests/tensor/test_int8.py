@@ -53,7 +53,8 @@ def rounded(x, group):
     rows, k = x.shape
     x = torch.nn.functional.pad(x.float(), (0, -k % group)).view(rows, -1, group)
     most = x.abs().amax(-1, keepdim=True)
-    whole = torch.where(most > 0, x * (127 / most), 0).round()
+    factor = torch.full_like(most, 127) / most  # 127 / most would be its reciprocal, rounded, times 127
+    whole = torch.where(most > 0, x * factor, 0).round()
     return (whole.double() * (most / 127).double()).view(rows, -1)[:, :k]
 
 
