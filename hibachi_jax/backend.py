@@ -176,6 +176,13 @@ class JaxBackend(ArrayBackend):
 
         return self if self.deterministic else InvariantJaxBackend(self.device)
 
+    def quantized(self, how: str) -> ArrayBackend:
+        from hibachi_jax.int8 import Int8JaxBackend, InvariantInt8JaxBackend  # they build on this class
+
+        if how != "int8":
+            return super().quantized(how)
+        return (InvariantInt8JaxBackend if self.deterministic else Int8JaxBackend)(self.device)
+
     def memory(self) -> tuple[int, int] | None:
         stats = (self.device or jax.devices()[0]).memory_stats() or {}
         if "bytes_limit" not in stats:

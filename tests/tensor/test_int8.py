@@ -238,6 +238,59 @@ def test_a_router_keeps_its_numbers(int8):
     assert all(type(w) is Int8Weight for w in (layer["qkv"], layer["o"], *layer["gate_up"], *layer["down"]))
 
 
+# ---- JAX -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=(False, True), ids=("jax", "jax-invariant"))
+def on_jax(request):
+    backend = pytest.importorskip("hibachi_jax").JaxBackend()
+    return (backend.invariant() if request.param else backend).quantized("int8")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (7, 49, 65), (70, 130, 96), (3, 1, 577)])
+def test_jax_multiplies_the_rounded_matrix(on_jax, m, n, k, dtype):
+    x, w, b = (normal(*shape, seed=i).numpy() for i, shape in enumerate(((m, k), (n, k), (n,))))
+    weight, x = on_jax.put_weight(w, dtype), on_jax.put(x, dtype)
+    got = on_jax.linear(x, weight, on_jax.put(b, dtype))
+    assert got.dtype == on_jax.dtype(dtype) and got.shape == (m, n) and weight.values.dtype == np.int8
+    exact = np.asarray(x, np.float64) @ rounded(torch.from_numpy(w), k).numpy().T + np.asarray(on_jax.put(b, dtype))
+    off = np.abs(np.asarray(got, np.float64) - exact).max()
+    assert off <= {"float32": 1e-4, "bfloat16": 5e-3}[dtype] * max(1, np.abs(exact).max())
+    rows = on_jax.weight_rows(weight, on_jax.put(np.array([[0, n - 1]], np.int32)))
+    near(
+        torch.from_numpy(np.asarray(rows, np.float64)),
+        rounded(torch.from_numpy(w), k)[torch.tensor([[0, n - 1]])],
+        dtype,
+    )
+
+
+def test_jax_keeps_what_is_not_finite_in_its_row(on_jax):
+    x, w = normal(8, 100).numpy(), on_jax.put_weight(normal(50, 100, seed=1).numpy(), "float32")
+    want = np.asarray(on_jax.linear(on_jax.put(x), w))
+    for value in (np.nan, np.inf):
+        spoiled = x.copy()
+        spoiled[4, 7], spoiled[5] = value, 0
+        got = np.asarray(on_jax.linear(on_jax.put(spoiled), w))
+        assert not np.isfinite(got[4]).any() and not got[5].any()
+        assert np.array_equal(got[[0, 1, 2, 3, 6, 7]], want[[0, 1, 2, 3, 6, 7]])
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_jax_finds_texts_nearly_as_likely(deterministic):
+    pytest.importorskip("hibachi_jax")
+    with tiny("torch", "float32", None) as plain, tiny("jax", deterministic=deterministic) as bytes_:
+        assert bytes_.backend.quantization == "int8" and bytes_.deterministic is deterministic
+        assert likelihood(bytes_) != likelihood(plain)
+        assert likelihood(bytes_) == pytest.approx(likelihood(plain), rel=0.01)
+        params = GREEDY.with_(logprobs=2)
+        if deterministic:
+            together = bytes_.generate(PROMPTS[:2], params)
+            alone = bytes_.generate(PROMPTS[1], params)[0]
+            assert (alone.token_ids, alone.logprobs) == (together[1].token_ids, together[1].logprobs)
+            assert bytes_.selfcheck() > 0
+
+
 # ---- what users ask for --------------------------------------------------------------------------------------------
 
 
