@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.kernels import Candidate
 
 _log = logging.getLogger("hibachi.torch")
 _said: set[str] = set()  # why there are no native kernels, once each
@@ -25,7 +27,7 @@ class TorchBackend(ArrayBackend):
 
     native: on the CPU, kernels in C++ that are compiled once on this machine; where that fails, the log says why and
     it goes without. They depend on the batch in no bit, so the backend is deterministic then. None: if the environment
-    variable HIBACHI_NATIVE is 1.
+    variable HIBACHI_NATIVE is 1; and `hibachi.LLM` may choose them by timing, unless it is 0.
     """
 
     name = "torch"
@@ -52,6 +54,7 @@ class TorchBackend(ArrayBackend):
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._array_type = torch.Tensor
+        self._undecided = native is None
         self.prefers_invariant = self.device.type == "cpu" and type(self) is TorchBackend
 
     @classmethod
@@ -111,6 +114,11 @@ class TorchBackend(ArrayBackend):
         return tuple(torch.topk(x, k))  # type: ignore[return-value]
 
     # ---- execution ---------------------------------------------------------------------------------------------
+
+    def candidates(self) -> Sequence[Candidate]:
+        from hibachi_torch.kernels import candidates  # it imports this module
+
+        return candidates(self) if self._undecided else ()
 
     def invariant(self) -> ArrayBackend:
         if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace

@@ -1,6 +1,7 @@
 """What tests of several floors share: copies of the shipped model, whole or damaged."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import hibachi
 # Whoever is started in the background of a shell ignores Ctrl-C, and so do its children; tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Which kernels are used is settled, unless a test asks for others: nothing is timed, nothing compiled on the side.
+os.environ.setdefault("HIBACHI_NATIVE", "0")
+os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
 
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
 

@@ -254,7 +254,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
     out = []
     if not args.no_hibachi:
         options = {name: _value(value) for name, value in args.option}
-        for option in ("device", "deterministic", "quantization"):
+        for option in ("device", "deterministic", "quantization", "autotune"):
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
@@ -323,7 +323,10 @@ def growing(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("backend", "device", "dtype", "deterministic", "quantization")}
+    return {
+        name: getattr(args, name)
+        for name in ("backend", "device", "dtype", "deterministic", "quantization", "autotune")
+    }
 
 
 def _vocabulary(llm: LLM) -> int:

@@ -9,7 +9,12 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from hibachi.errors import UnsupportedOperation
+from hibachi.cli.options import deterministic_argument
+from hibachi.engine.autotune import choose, seconds_of, sizes_of, table
+from hibachi.engine.llm import QUANTIZATIONS
+from hibachi.errors import ConfigError, UnsupportedOperation
+from hibachi.model.files import locate, open_files
+from hibachi.model.registry import arch_of
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load, why_missing
 
@@ -25,10 +30,19 @@ _EXTRAS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="say which kernels a model gets, and why: their times on its shapes")
+    add("--backend", metavar="NAME", default="torch", help="with --model (default: torch)")
+    add("--device", metavar="NAME", help="with --model")
+    add("--dtype", metavar="NAME", default="float32", help="with --model (default: float32)")
+    add("--autotune", metavar="S", default="full", help="with --model: seconds to measure (default: full, 20 seconds)")
+    add("--quantization", choices=QUANTIZATIONS, help="with --model; auto: int8 is a candidate")
+    deterministic_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        return _model(args)
     print(f"hibachi   {version('hibachi')}")
     print(f"python    {sys.version.split()[0]}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     for package in ("numpy", "array-api-compat", "typing-extensions"):
@@ -40,6 +54,31 @@ def run(args: argparse.Namespace) -> int:
     print("\nextras")
     for module, extra in _EXTRAS:
         print(f"  {extra:{width}}  {_library(module, extra)}")
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    """The candidates for a model's operations, timed now."""
+    files = open_files(locate(args.model))
+    arch = arch_of(files)
+    if arch is None:
+        raise ConfigError(
+            f"{args.model} is not a decoder that hibachi describes, so its kernels are those of its own code; expected "
+            f"one whose architecture `hibachi inspect` knows."
+        )
+    backend = load(args.backend, device=args.device)
+    invariant = bool(args.deterministic or (args.deterministic is None and backend.prefers_invariant))
+    choice = choose(
+        backend,
+        sizes_of(arch, args.dtype),
+        deterministic=invariant,
+        rounding=args.quantization in ("auto", "int8"),
+        budget=seconds_of(args.autotune),
+        refresh=True,
+    )
+    print(f"{files.path}: {args.dtype} on {choice.backend.fingerprint()}")
+    print(f"deterministic: {'yes' if choice.backend.deterministic else 'no'}\n")
+    print(table(choice.trials) or f"The backend {args.backend} has one way to compute each operation here.")
     return 0
 
 

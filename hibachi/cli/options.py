@@ -22,6 +22,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: float32)")
     quantization_argument(parser)
+    add("--autotune", metavar="S", help="seconds to time kernels when a model is new: 1s, full, off (default: 1s)")
     deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
@@ -33,6 +34,7 @@ def open_model(args: argparse.Namespace) -> LLM:
         device=args.device,
         dtype=args.dtype,
         quantization=args.quantization,
+        autotune=args.autotune,
         deterministic=args.deterministic,
         max_model_len=args.max_model_len,
     )

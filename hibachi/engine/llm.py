@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.autotune import choose, seconds_of, sizes_of
 from hibachi.engine.closing import Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
@@ -24,7 +25,7 @@ from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling, pooling_of
-from hibachi.model.registry import load_model
+from hibachi.model.registry import arch_of, load_model
 from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params
 from hibachi.tensor.array_backend import ArrayBackend
@@ -45,6 +46,9 @@ class LLM(Closing):
     deterministic: who shares the batch never changes a bit of an answer; None: where that costs little, which is on the
     CPU with numpy (if the processor has AVX-512) and torch. See docs/determinism.md.
 
+    autotune: how long to time kernels on the model's shapes, where there is a choice of them: "1s", other seconds,
+    "full" or "off"; None: a second, or what the environment variable HIBACHI_AUTOTUNE says. The choice is kept for this
+    machine, so it is made once. See docs/backends.md.
     quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "auto": where
     it was measured to take less time on this machine; None or "none": as the dtype says. See docs/quantization.md.
 
@@ -62,6 +66,7 @@ class LLM(Closing):
         backend: str | ArrayBackend | None = None,
         dtype: str | None = None,
         quantization: str | None = None,
+        autotune: str | float | None = None,
         device: Any = None,
         deterministic: bool | None = None,
         max_model_len: int | None = None,
@@ -73,9 +78,17 @@ class LLM(Closing):
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
-        if deterministic or (deterministic is None and self.backend.prefers_invariant):
+        dtype, budget = dtype or "float32", seconds_of(autotune)
+        invariant = bool(deterministic or (deterministic is None and self.backend.prefers_invariant))
+        arch = arch_of(files)
+        if arch is not None and quantization in (None, "none", "auto"):
+            rounding, sizes = quantization == "auto", sizes_of(arch, dtype)
+            choice = choose(self.backend, sizes, deterministic=invariant, rounding=rounding, budget=budget)
+            self.backend = choice.backend
+            quantization = None if choice.trials else quantization
+        elif invariant:
             self.backend = self.backend.invariant()
-        self.backend = _quantized(self.backend, quantization, dtype or "float32")
+        self.backend = _quantized(self.backend, quantization, dtype)
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self.tokenizer = files.tokenizer(vocab_size=self.model.vocab_size)
         self.default_params = SamplingParams(**generation_defaults(self.path))

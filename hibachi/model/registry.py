@@ -136,6 +136,15 @@ def load_model(
         return foreign  # type: ignore[no-any-return]
 
 
+def arch_of(files: ModelFiles) -> Arch | None:
+    """The decoder's numbers; None for other models, and for those that nobody registered. Raises InvalidModelFiles."""
+    try:
+        _, found = find(files.config)
+    except UnknownArchitecture:
+        return None
+    return found.read(files.config) if isinstance(found, Family) else None
+
+
 def load_family(
     family: Family, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
 ) -> Decoder:

@@ -48,6 +48,9 @@ class ArrayBackend:
     """The engine pads steps in which every row computes one token to few shapes, and no other steps."""
     block_size: int = 16
     """Positions in a cache block, where the user does not say."""
+    any_width: bool = False
+    """Attention takes no longer over a block table that is wider than its sequences need. With `static_shapes` all
+    tables are as wide as they may get then, and the engine makes programs of more sizes instead."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
@@ -475,6 +478,11 @@ class ArrayBackend:
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
+
+    def candidates(self) -> Sequence[Any]:
+        """The ways to compute each operation that are worth timing, as `hibachi.tensor.kernels.Candidate`s; none: there
+        is only one."""
+        return ()
 
     def fuse(self, decoder: Any) -> Callable[..., Any] | None:
         """All layers of a `hibachi.model.decoder.Decoder` as one call, or None: they run operation by operation.

@@ -166,15 +166,6 @@ struct Attention {
     return s.window ? span_of(std::max<int64_t>(0, position - s.window + 1)) : 0;
   }
 
-  // Where the n-th span of a tile's row is in the cache, in spans; and its keys.
-  int64_t span(const Tile& tile, int64_t n) const {
-    return (table[tile.row * s.blocks + n / at.spans] * s.kv_heads + tile.kv_head) * at.spans + n % at.spans;
-  }
-
-  const Lane* key(const Tile& tile, int64_t n) const {
-    return reinterpret_cast<const Lane*>(keys) + span(tile, n) * at.k_span;
-  }
-
   void run(const Tile& tile) const {
     const int n = tile.tokens * tile.heads;
     thread_local std::vector<Lane> lanes;
@@ -218,13 +209,23 @@ struct Attention {
     const Lane *k[SPANS], *v[SPANS], *next[SPANS];
     int64_t begin[SPANS];
     int valid[SPANS];
-    for (int c = 0; c < spans; c++) {
-      int64_t in_row = (first + c) / at.spans, in_block = (first + c) % at.spans;
-      k[c] = key(tile, first + c);
-      v[c] = reinterpret_cast<const Lane*>(values) + span(tile, first + c) * at.v_span;
-      next[c] = key(tile, std::min(first + c + SPANS, last));
-      begin[c] = in_row * s.block_size + in_block * LANES;
-      valid[c] = std::min<int64_t>(LANES, s.block_size - in_block * LANES);
+    // Where the spans are, and the keys of the next ones, whose memory is fetched meanwhile.
+    const int32_t* blocks = table + tile.row * s.blocks;
+    int64_t block = first, inside = 0;
+    if (at.spans > 1) block = first / at.spans, inside = first % at.spans;  // divisions are slow
+    for (int c = 0; c < 2 * SPANS; c++) {
+      int64_t span = (blocks[block] * s.kv_heads + tile.kv_head) * at.spans + inside;
+      const Lane* key = reinterpret_cast<const Lane*>(keys) + span * at.k_span;
+      if (c < spans) {
+        k[c] = next[c] = key;
+        v[c] = reinterpret_cast<const Lane*>(values) + span * at.v_span;
+        begin[c] = block * s.block_size + inside * LANES;
+        valid[c] = std::min<int64_t>(LANES, s.block_size - inside * LANES);
+      } else {
+        next[c - spans] = key;
+      }
+      if (first + c == last || c - spans == SPANS - 1) break;
+      if (++inside == at.spans) block++, inside = 0;
     }
     Floats scores[QUERIES][SPANS];
     with_constant<QUERIES>(n, [&](auto rows) {
@@ -264,14 +265,17 @@ struct Attention {
     float before = most;
     most = std::max(most, largest(high));
     float zero = most == none ? 0.0f : most;  // nothing seen yet
-    Floats old = exp(all(before - zero));
-    total = total * old;
+    float old = 1.0f;
+    if (most != before) {
+      old = exp(all(before - zero))[0];
+      total = total * old;
+    }
     for (int c = 0; c < spans; c++) {
       Floats w = T::rounded(exp(scores[c] - zero));
       T::write(weights + c * LANES, w);
       total += w;
     }
-    return old[0];
+    return old;
   }
 };
 

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,27 @@ def why_missing() -> str | None:
     except NativeUnavailable as e:
         return str(e)
     return None
+
+
+def why_not_yet() -> str | None:
+    """`why_missing` for those who do not want to wait: kernels that are not there yet are compiled by a process in the
+    background, once, and are there at the next start."""
+    try:
+        if _place().exists():
+            return why_missing()
+    except NativeUnavailable as e:
+        return str(e)
+    _build_later()
+    return "being compiled in the background, for the next start"
+
+
+@cache
+def _build_later() -> None:
+    _log.info("Native kernels are being compiled in the background; the next start can use them.")
+    command = [sys.executable, "-c", "from hibachi_torch.native.build import library; library()"]
+    # It may outlive us, and an interrupt of ours is none of its.
+    quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(command, start_new_session=True, **quiet)
 
 
 def state() -> str:

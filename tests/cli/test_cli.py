@@ -312,3 +312,16 @@ def test_the_demo_into_a_pipe_whose_reader_leaves():
     shell = f"({command} demo --tokens 20; echo $? >&2) | head -1"
     result = subprocess.run(["sh", "-c", shell], capture_output=True, timeout=60)
     assert result.stdout.startswith(b"hibachi demo") and result.stderr == b"141\n"
+
+
+def test_doctor_says_which_kernels_a_model_gets(run, monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    status, out, err = run("doctor", "--model", "tiny", "--device", "cpu", "--autotune", "0.2s")
+    assert status == 0 and not err
+    assert "deterministic: yes" in out and out.count("<- taken") == 4 and "depends on the batch" in out
+    assert "HIBACHI_NATIVE=0" in out and "prompt of 256" in out
+    status, out, err = run("doctor", "--model", "tiny", "--backend", "numpy")
+    assert status == 0 and "has one way to compute each operation" in out
+    status, out, err = run("doctor", "--model", "tiny", "--autotune", "soon")
+    assert status and "autotune must be 'off', 'full' or seconds" in err

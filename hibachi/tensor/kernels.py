@@ -1,0 +1,86 @@
+"""Kernels by name: for each operation of a backend the ways that there are to compute it, and backends made of them.
+
+A package adds its own by an entry point in the group `hibachi.kernels`: a function of a backend that returns a list of
+`Candidate`. Which of them are taken is measured, see `hibachi.engine.autotune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from hibachi.tensor.array_backend import ArrayBackend
+
+GROUP = "hibachi.kernels"
+OPERATIONS = {
+    "linear": ("put_weight", "put_precise", "weight_rows", "linear", "logits"),
+    "attention": ("make_cache", "wipe", "attend"),
+    "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
+    "sampling": ("best",),
+}
+"""The methods of a backend that must come from one candidate, as they share a layout or are timed together."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to compute an operation.
+
+    source: a class that has its methods: of the backend's own family, or a plain one whose methods need nothing but
+    those of an ArrayBackend. invariant: no result depends on the batch. rounds: weights lose digits, so it is taken
+    only where that is allowed. why_not: why it cannot be had here; None: it can.
+    """
+
+    operation: str
+    name: str
+    source: type
+    invariant: bool = False
+    rounds: bool = False
+    why_not: str | None = None
+
+
+def candidates(backend: ArrayBackend) -> list[Candidate]:
+    """All candidates for this backend, its own first. A package that fails is one that cannot be had, and says why."""
+    found = list(backend.candidates())
+    for entry in entry_points(group=GROUP):
+        try:
+            found += entry.load()(backend)
+        except Exception as e:  # a broken package must not take the working ones with it
+            why = f"{type(e).__name__}: {e}"
+            found += [Candidate(op, entry.name, ArrayBackend, why_not=why) for op in OPERATIONS]
+    return found
+
+
+def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBackend:
+    """A backend like this one that takes each operation from its candidate; the others stay as they are."""
+    family = [c.source for c in chosen.values() if issubclass(c.source, type(backend))]
+    base = max([type(backend), *family], key=lambda cls: len(cls.__mro__))
+    own: dict[str, Any] = {}
+    for operation, candidate in chosen.items():
+        for name in OPERATIONS[operation]:
+            method = _method(candidate.source, name)
+            if method is not None and method is not _method(base, name):
+                own[name] = method
+    if not own:
+        made: ArrayBackend = base(backend.device) if base is not type(backend) else backend
+        return made
+    own["fuse"] = ArrayBackend.fuse  # which would run the kernels of the base
+    own["deterministic"] = all(c.invariant for c in chosen.values())
+    own["multiple"] = max(getattr(source, "multiple", 1) for source in [base, *(c.source for c in chosen.values())])
+    own["kernels"] = ", ".join(f"{operation} {c.name}" for operation, c in chosen.items())
+    mixed: ArrayBackend = type("Mixed", (base,), own)(backend.device)
+    return mixed
+
+
+def _method(cls: type, name: str) -> Any:
+    return next((klass.__dict__[name] for klass in cls.__mro__ if name in klass.__dict__), None)
+
+
+def fitting(found: Sequence[Candidate], *, deterministic: bool, rounding: bool) -> dict[str, list[Candidate]]:
+    """By operation, those that may be chosen; operations without any are left out."""
+    out: dict[str, list[Candidate]] = {}
+    for c in found:
+        if not (c.why_not or (deterministic and not c.invariant) or (c.rounds and not rounding)):
+            out.setdefault(c.operation, []).append(c)
+    return out

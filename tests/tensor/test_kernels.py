@@ -1,0 +1,106 @@
+"""Kernels by name: backends that are put together from candidates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hibachi.tensor import kernels
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.kernels import OPERATIONS, Candidate, candidates, compose, fitting
+from hibachi.tensor.numpy_backend import NumpyBackend
+
+
+class Doubled(NumpyBackend):
+    """Another member of the family."""
+
+    def linear(self, x, w, b=None):
+        return super().linear(x, w, b) * 2
+
+    def silu(self, x):
+        return super().silu(x) * 2
+
+
+class Stranger:
+    """A class of nobody's family."""
+
+    def silu(self, x):
+        return self.xp.zeros_like(x)
+
+
+def test_each_operation_comes_from_its_candidate():
+    x, w = np.ones((2, 3), np.float32), NumpyBackend().put_weight(np.ones((4, 3), np.float32), "float32")
+    mixed = compose(NumpyBackend(), {"linear": Candidate("linear", "doubled", Doubled)})
+    assert (mixed.linear(x, w) == 6).all() and isinstance(mixed, NumpyBackend)
+    assert np.array_equal(mixed.silu(x), Doubled().silu(x))  # nothing was chosen, so the base's
+    chosen = {
+        "linear": Candidate("linear", "doubled", Doubled),
+        "activations": Candidate("activations", "numpy", NumpyBackend),
+    }
+    mixed = compose(NumpyBackend(), chosen)
+    assert (mixed.linear(x, w) == 6).all() and np.array_equal(mixed.silu(x), NumpyBackend().silu(x))
+    assert mixed.kernels == "linear doubled, activations numpy" and not mixed.deterministic
+
+
+def test_a_candidate_may_be_a_strangers_class():
+    mixed = compose(NumpyBackend(), {"activations": Candidate("activations", "none", Stranger, invariant=True)})
+    assert not mixed.silu(np.ones(3, np.float32)).any() and mixed.deterministic
+
+
+def test_a_whole_family_member_is_taken_as_it_is():
+    own = NumpyBackend()
+    assert compose(own, {op: Candidate(op, "numpy", NumpyBackend) for op in OPERATIONS}) is own
+    assert type(compose(own, {op: Candidate(op, "doubled", Doubled) for op in OPERATIONS})) is Doubled
+
+
+def test_every_operation_names_methods_of_a_backend():
+    for methods in OPERATIONS.values():
+        assert all(callable(getattr(ArrayBackend, name)) for name in methods)
+
+
+def test_what_may_be_chosen():
+    found = [
+        Candidate("linear", "plain", NumpyBackend),
+        Candidate("linear", "steady", NumpyBackend, invariant=True),
+        Candidate("linear", "bytes", NumpyBackend, invariant=True, rounds=True),
+        Candidate("attention", "absent", NumpyBackend, invariant=True, why_not="not installed"),
+    ]
+
+    def names(**how):
+        return {op: [c.name for c in some] for op, some in fitting(found, **how).items()}
+
+    assert names(deterministic=False, rounding=False) == {"linear": ["plain", "steady"]}
+    assert names(deterministic=True, rounding=False) == {"linear": ["steady"]}
+    assert names(deterministic=True, rounding=True) == {"linear": ["steady", "bytes"]}
+
+
+class Entry:
+    def __init__(self, name, found):
+        self.name, self.found = name, found
+
+    def load(self):
+        return self.found
+
+
+def test_packages_bring_candidates_and_one_that_is_broken_harms_nobody(monkeypatch):
+    def broken(backend):
+        raise ImportError("no such library")
+
+    mine = Candidate("activations", "mine", Stranger)
+    entries = [Entry("broken", broken), Entry("good", lambda backend: [mine])]
+    monkeypatch.setattr(kernels, "entry_points", lambda group: entries if group == "hibachi.kernels" else [])
+    found = candidates(NumpyBackend())
+    assert mine in found
+    assert {c.operation for c in found if c.why_not == "ImportError: no such library"} == set(OPERATIONS)
+
+
+def test_pytorch_has_candidates_on_the_cpu_only_where_nothing_is_decided():
+    torch = pytest.importorskip("torch")
+    from hibachi_torch import TorchBackend
+
+    found = candidates(TorchBackend("cpu"))
+    assert {c.operation for c in found} == set(OPERATIONS)
+    native = [c for c in found if c.name == "native"]
+    assert len(native) == len(OPERATIONS) and all("HIBACHI_NATIVE=0" in c.why_not for c in native)
+    assert not candidates(TorchBackend("cpu", native=False))
+    assert not candidates(TorchBackend(torch.device("meta")))
