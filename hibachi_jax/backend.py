@@ -17,6 +17,7 @@ import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi_jax import programs, tpu
 from hibachi_jax.attention import How, attend
 
 VOCABULARY = 16
@@ -45,16 +46,21 @@ class Turned:
 
 
 class JaxBackend(ArrayBackend):
-    """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device."""
+    """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
+
+    What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
+    configured already or the environment variable HIBACHI_JAX_CACHE is 0.
+    """
 
     name = "jax"
     static_shapes = True
 
     def __init__(self, device: Any = None) -> None:
+        self._kept = programs.keep()  # before anything is compiled
         super().__init__(jnp, device=jax.devices(device)[0] if isinstance(device, str) else device)
         self._array_type = jax.Array
         self.platform = (self.device or jax.devices()[0]).platform
-        self._turns = self._loops = self.platform == "cpu"
+        self._turns = self._loops = self.any_width = self.platform == "cpu"
 
     @classmethod
     def for_array(cls, t: Any) -> JaxBackend | None:
@@ -89,6 +95,8 @@ class JaxBackend(ArrayBackend):
     # ---- cache and attention -----------------------------------------------------------------------------------
 
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        if isinstance(spec, Paged) and tpu.why_not(self.platform, spec) is None:
+            return (self.zeros((blocks, block_size, 2 * spec.kv_heads, spec.k_dim), spec.dtype or dtype),)
         if isinstance(spec, State) or not self._loops:
             return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
         shape, dtype = (blocks, spec.kv_heads, block_size), spec.dtype or dtype
@@ -113,10 +121,13 @@ class JaxBackend(ArrayBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
+        how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+        if len(cache) == 1:
+            pages = tpu.write(cache[0], x.slot, k, v)
+            return tpu.attend(q, pages, x, how), (pages,)
         if not self._loops:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
-        how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
         return attend(q, keys, values, x, how), (keys, values)
 
     # ---- math --------------------------------------------------------------------------------------------------
@@ -146,6 +157,11 @@ class JaxBackend(ArrayBackend):
 
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(fn, donate_argnums=donate)
+
+    @property
+    def compilations(self) -> int:
+        """Programs that JAX has made in this process so far, by compiling or from its cache on disk."""
+        return programs.made()
 
     def out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or (
@@ -188,6 +204,14 @@ class JaxBackend(ArrayBackend):
         if "bytes_limit" not in stats:
             return None
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+
+    def remarks(self) -> list[str]:
+        kept = self._kept or jax.config.jax_compilation_cache_dir
+        where = kept if kept and programs.in_use() else f"nowhere ({programs.SWITCH}=0, or no folder to write to)"
+        lines = [f"compiled programs are kept in: {where}"]
+        if self.platform == "cpu":
+            lines.append("float32 is the dtype to take: XLA computes bfloat16 some six times as slowly on a CPU")
+        return lines
 
     def versions(self) -> dict[str, str]:
         return {"library": f"jax {jax.__version__}", "device": str(self.device or jax.devices()[0])}

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hibachi.tensor.array_backend import Array, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
+from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_jax.backend import JaxBackend
 
 STEP_TOKENS = 8
@@ -38,7 +38,12 @@ class InvariantJaxBackend(JaxBackend):
 
     def __init__(self, device: Any = None) -> None:
         super().__init__(device)
-        self._turns = self._loops = False  # a product with a turned weight depends on how many rows there are
+        self._turns = self._loops = self.any_width = (
+            False  # a product with a turned weight depends on how many rows there are
+        )
+
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        return ArrayBackend.make_cache(self, spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = x.reshape(-1, x.shape[-1])

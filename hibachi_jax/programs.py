@@ -1,0 +1,76 @@
+"""How many programs JAX has made in this process, and where it keeps them for the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+SWITCH = "HIBACHI_JAX_CACHE"
+"""The environment variable that turns our cache off with "0"."""
+_EVENT = "/jax/core/compile/backend_compile_duration"
+_made = 0
+
+
+def made() -> int:
+    """Programs that JAX has compiled or read from its cache, for anybody in this process, since this was imported."""
+    return _made
+
+
+def _note(event: str, seconds: float, **about: str | int) -> None:
+    global _made
+    _made += event == _EVENT
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+@cache
+def keep() -> Path | None:
+    """Have JAX keep what it compiles in the user's cache folder, from now on; returns the folder.
+
+    None: somebody has configured a cache of JAX already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
+    """
+    if os.environ.get(SWITCH) == "0" or jax.config.jax_compilation_cache_dir is not None:
+        return None
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    folder = place()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # a step's parts take less than JAX's 1 s
+    compilation_cache.reset_cache()  # JAX looks once, and somebody may have compiled already
+    return folder
+
+
+def in_use() -> bool:
+    """Does JAX keep programs, wherever?"""
+    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+
+
+def place() -> Path:
+    """$XDG_CACHE_HOME/hibachi/jax (else ~/.cache), and in it a folder for this kind of processor."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "hibachi" / "jax" / _processor()
+
+
+def _processor() -> str:
+    """A short name for what code is compiled for: a home may be shared by machines with other processors."""
+    facts = [platform.machine(), jax.__version__]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        facts += [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    except OSError:
+        facts.append(platform.processor())
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
