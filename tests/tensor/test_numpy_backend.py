@@ -1,9 +1,21 @@
 """What NumPy does in its own way equals the definition."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import hibachi
+from hibachi.engine.cached import CachedRunner
+from hibachi.engine.job import TokenTable
+from hibachi.engine.sampler import RowSampler
+from hibachi.model.files import locate, open_files
+from hibachi.model.registry import load_model
+from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
+
+PACKAGE = Path(hibachi.__file__).parent
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tiles"])
@@ -41,3 +53,40 @@ def test_tiles_are_for_float32_and_whole_tiles():
 def test_linear_takes_plain_arrays_too(numpy_backend):
     x, w = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(numpy_backend.linear(x, w), x @ w.T)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "invariant"])
+def test_no_array_of_a_step_is_of_another_precision(exact):
+    """Every array that any line of the model, the kernels or sampling holds, looked at line by line."""
+    backend = NumpyBackend().invariant() if exact else NumpyBackend()
+    model = load_model(open_files(locate("tiny")), backend)
+    limits, seen, wide = Limits(4, 64, 64, 64, 17, 16), set(), set()
+    table = TokenTable(4, (), np.int32)
+    sampler = RowSampler(backend, 4, model.vocab_size, table)
+    runner = CachedRunner(model, backend, Scheduler(limits), table, sampler, "float32")
+    runner.block_table[:] = np.arange(1, 17).reshape(4, 4)
+    watched = tuple(str(PACKAGE / part) for part in ("tensor", "model", "decode"))
+
+    def look(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(watched):
+            return None
+        for name, value in [*frame.f_locals.items(), ("what it returns", arg)]:
+            if isinstance(value, np.ndarray) and value.ndim:
+                seen.add(value.dtype.name)
+                if value.dtype == np.float64:
+                    wide.add(f"{frame.f_code.co_qualname}: {name}")
+        return look
+
+    rows = np.arange(4)
+    for row in rows:
+        table.fill(row, np.arange(3, 64, dtype=np.int32))
+    sys.settrace(look)
+    try:
+        for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):
+            x = runner._inputs(rows, np.full(4, start, np.int32), np.array(each, np.int32), np.ones(4, bool))
+            out, runner.cache = runner._step(model.params, runner.cache, x)
+            sampler._greedy(out)
+    finally:
+        sys.settrace(None)
+    assert {"float32", "int32"} <= seen
+    assert not wide
