@@ -143,8 +143,10 @@ class TorchBackend(ArrayBackend):
                 f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 on the CPU. Pass "
                 f"quantization=None, or device='cpu'."
             )
-        if (why := why_missing()) is not None:
-            raise UnsupportedOperation(f"Weights in int8 need the native kernels. {why} Or pass quantization=None.")
+        if not self.native and (os.environ.get("HIBACHI_NATIVE") == "0" or why_missing() is not None):
+            from hibachi_torch.int8 import Int8WeightsTorchBackend  # it inherits from this class
+
+            return Int8WeightsTorchBackend(self.device)
         from hibachi_torch.native.int8 import Int8TorchBackend  # it inherits from this class
 
         return Int8TorchBackend()

@@ -18,6 +18,7 @@ from hibachi.model.rope import Rope
 
 torch = pytest.importorskip("torch")
 from hibachi_torch import TorchBackend  # noqa: E402
+from hibachi_torch.int8 import Int8Matrix, Int8WeightsTorchBackend  # noqa: E402
 from hibachi_torch.native import build  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
@@ -33,7 +34,7 @@ native = pytest.mark.skipif(build.why_missing() is not None, reason=str(build.wh
 def int8():
     if build.why_missing():
         pytest.skip(str(build.why_missing()))
-    return TorchBackend("cpu").quantized("int8")
+    return TorchBackend("cpu", native=True).quantized("int8")
 
 
 @pytest.fixture(params=(1, 2), ids=lambda n: f"{n}thread")
@@ -193,7 +194,7 @@ def tiny(backend, dtype="float32", quantization: str | None = "int8", **options)
 @native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_who_shares_the_batch_changes_nothing(dtype, threads):
-    with tiny("torch", dtype) as llm:
+    with tiny(TorchBackend("cpu", native=True), dtype) as llm:
         assert llm.deterministic and llm.backend.quantization == "int8" and llm.model.fused is not None
         assert llm.selfcheck() > 0
         params = GREEDY.with_(logprobs=2)
@@ -203,11 +204,13 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
             assert (alone.token_ids, alone.logprobs) == (c.token_ids, c.logprobs)
 
 
-@native
-def test_the_invariance_of_the_conformance_suite_holds_for_bytes():
+@pytest.mark.parametrize("where", ("native.int8:Int8TorchBackend", "int8:Int8WeightsTorchBackend"))
+def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
+    if where.startswith("native") and Int8TorchBackend is None:
+        pytest.skip(str(build.why_missing()))
     suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
     command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]
-    command += ["--backend", "hibachi_torch.native.int8:Int8TorchBackend"]
+    command += ["--backend", f"hibachi_torch.{where}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=suite.parents[1])
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout + done.stderr
 
@@ -219,7 +222,8 @@ def likelihood(llm):
 @native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_texts_are_nearly_as_likely(dtype):
-    with tiny("torch", dtype, None) as plain, tiny("torch", dtype) as bytes_:
+    native = TorchBackend("cpu", native=True)
+    with tiny(native, dtype, None) as plain, tiny(native, dtype) as bytes_:
         assert likelihood(bytes_) != likelihood(plain)
         assert likelihood(bytes_) == pytest.approx(likelihood(plain), rel=0.01)
 
@@ -236,6 +240,23 @@ def test_a_router_keeps_its_numbers(int8):
     layer = Decoder.build(arch, tensors, int8, dtype="float32").params["layers"][0]
     assert type(layer["router"]) is not Int8Weight
     assert all(type(w) is Int8Weight for w in (layer["qkv"], layer["o"], *layer["gate_up"], *layer["down"]))
+
+
+# ---- PyTorch's own product -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_pytorch_multiplies_the_rounded_matrix(threads, m, n, k, dtype):
+    b = Int8WeightsTorchBackend("cpu")
+    x, w, bias = normal(m, k, dtype=dtype), normal(n, k, seed=1), normal(n, seed=2, dtype=dtype)
+    weight = b.put_weight(w.numpy(), dtype)
+    matrix = weight.values[:, :k].double() * weight.scales.double()[:, None]
+    assert (matrix - w).abs().max() <= 0.51 * weight.scales.max() + w.abs().max() / 256
+    near(b.linear(x, weight), x.double() @ matrix.T, dtype)
+    assert torch.equal(b.linear(x, weight, bias), b.linear(x, weight) + bias)
+    near(b.weight_rows(weight, torch.tensor([[0, n - 1]])), matrix[torch.tensor([[0, n - 1]])], dtype)
+    assert b.linear(x[:0], weight).shape == (0, n)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------------------------
@@ -315,11 +336,16 @@ def test_a_backend_without_kernels_names_those_that_have_them():
         hibachi.ArrayBackend(array_api_strict).quantized("int8")
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
-    with pytest.raises(UnsupportedOperation, match=r"native kernels\. No C\+\+ compiler was found\. Or pass"):
-        tiny("torch")
-    assert not TorchBackend("cpu").prefers("int8", "bfloat16")
+@pytest.mark.parametrize("why", ("no compiler", "not wanted"))
+def test_without_native_kernels_torch_multiplies(why, monkeypatch):
+    if why == "no compiler":
+        monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
+        assert not TorchBackend("cpu").prefers("int8", "bfloat16")
+    else:
+        monkeypatch.setenv("HIBACHI_NATIVE", "0")
+    with tiny("torch", "bfloat16") as llm:
+        assert type(llm.backend) is Int8WeightsTorchBackend and llm.deterministic and llm.selfcheck() > 0
+        assert type(llm.model.params["layers"][0]["qkv"]) is Int8Matrix
 
 
 def test_another_device_is_refused():
@@ -353,7 +379,8 @@ def test_what_is_measured_is_both_kinds_of_products():
 
 
 @native
-def test_the_command_line_takes_it(capsys):
+def test_the_command_line_takes_it(capsys, monkeypatch):
+    monkeypatch.setenv("HIBACHI_NATIVE", "1")
     assert main(["generate", "--backend", "torch", "--quantization", "int8", "--prompt", "The", "--max-tokens", "4",
                  "--temperature", "0"]) == 0  # fmt: skip
     said = capsys.readouterr().out
