@@ -391,8 +391,8 @@ class CachedRunner:
         if self.backend.any_width:  # one width, so there may be more sizes of the others
             blocks = self.block_table.shape[1]
             if not self.states:
-                rows = min(size_bucket(len(q)), lim.rows) if decode else lim.rows
-                tokens = rows if decode else max(2 * tile, size_bucket(len(packed.pos)))
+                rows = min(size_bucket(len(q), 4), lim.rows) if decode else lim.rows
+                tokens = rows if decode else max(2 * tile, size_bucket(len(packed.pos), 2))
         return pad(
             packed,
             tokens=tokens,
@@ -567,10 +567,11 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
     )
 
 
-def size_bucket(n: int) -> int:
-    """The next power of two, or one and a half of one from 16 on: at most a third is padding."""
+def size_bucket(n: int, parts: int) -> int:
+    """The next power of two, or one that divides the way to it from half of it into `parts`, in steps of four or more."""
     size = 1 << (n - 1).bit_length()
-    return size * 3 // 4 if size >= 32 and n <= size * 3 // 4 else size
+    step = max(4, size // (2 * parts))
+    return min(size, -(-n // step) * step)
 
 
 def width_bucket(n: int, most: int) -> int:
