@@ -568,7 +568,7 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
 
 
 def size_bucket(n: int, parts: int) -> int:
-    """The next power of two, or one that divides the way to it from half of it into `parts`, in steps of four or more."""
+    """The next of the sizes: powers of two, and `parts` equal steps from each to the next, of four or more."""
     size = 1 << (n - 1).bit_length()
     step = max(4, size // (2 * parts))
     return min(size, -(-n // step) * step)
