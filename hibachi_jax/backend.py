@@ -54,6 +54,7 @@ class JaxBackend(ArrayBackend):
 
     name = "jax"
     static_shapes = True
+    quantizations = ("int8",)
 
     def __init__(self, device: Any = None) -> None:
         self._kept = programs.keep()  # before anything is compiled

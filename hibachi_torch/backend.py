@@ -56,6 +56,7 @@ class TorchBackend(ArrayBackend):
         self._array_type = torch.Tensor
         self._undecided = native is None
         self.prefers_invariant = self.device.type == "cpu" and type(self) is TorchBackend
+        self.quantizations = ("int8",) if self.device.type == "cpu" else ()
 
     @classmethod
     def for_array(cls, t: Any) -> TorchBackend | None:

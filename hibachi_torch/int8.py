@@ -1,4 +1,4 @@
-"""PyTorch's own product with weights of eight bits, for machines without a compiler: it saves memory, not much time.
+"""PyTorch's own product with weights of eight bits, for machines without a compiler: it saves memory, not time.
 
 Activations are not rounded. `torch.ops.aten._weight_int8pack_mm` is private, and ends the process if a row is no
 multiple of 64 numbers, so rows are filled up with zeros.

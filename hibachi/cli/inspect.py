@@ -130,6 +130,16 @@ def _memory(d: Description) -> list[dict[str, Any]]:
         if why_missing(name) is not None:
             continue
         backend = load(name)
+        if "int8" in backend.quantizations:  # keys and values are in the dtype of the activations
+            out.append(
+                {
+                    "backend": name,
+                    "dtype": "int8",
+                    "weights": d.parameters,
+                    "cache_per_token": None,
+                    "full_context": None,
+                }
+            )
         for dtype, size in _BYTES.items():
             if not hasattr(backend.xp, dtype) or (dtype == "float16" and hasattr(backend.xp, "bfloat16")):
                 continue

@@ -57,6 +57,8 @@ class ArrayBackend:
     """Which set of kernels this is, for `fingerprint`."""
     quantization: str = "none"
     """What `put_weight` makes of matrices: "none", the dtype that it is given; else as in `quantized`."""
+    quantizations: tuple[str, ...] = ()
+    """What `quantized` can do here."""
 
     def __init__(self, xp: Any, *, name: str | None = None, device: Any = None) -> None:
         self.xp, self.device = xp, device

@@ -61,6 +61,8 @@ def test_facts_for_programs(facts):
     assert memory["torch", "float32"]["weights"] == 4 * 3279104
     assert memory["torch", "float32"]["cache_per_token"] == token
     assert memory["torch", "bfloat16"]["full_context"] == token // 2 * 512
+    assert memory["torch", "int8"]["weights"] == 3279104 and memory["torch", "int8"]["cache_per_token"] is None
+    assert ("numpy", "int8") not in memory
     assert {"numpy", "torch", "jax"} <= {name for name, _ in memory}
 
 
