@@ -27,6 +27,9 @@ LIBRARIES = {
     "numpy": (NumpyBackend, "float32"),
     "torch": (TorchBackend, "float32"),
     "torch-bf16": (TorchBackend, "bfloat16"),
+    "torch-native": (lambda: TorchBackend("cpu", native=True), "float32"),
+    "torch-native-bf16": (lambda: TorchBackend("cpu", native=True), "bfloat16"),
+    "torch-int8": (lambda: TorchBackend("cpu", native=True).quantized("int8"), "bfloat16"),
     "jax": (JaxBackend, "float32"),
 }
 SMALL = dict(

@@ -425,3 +425,23 @@ def test_rows_without_an_answer_are_told(native):
     rows = [[1.0, nan, 2.0] * 11, [-inf] * 33, [0.0] * 32 + [inf], [0.0] * 32 + [nan], [-inf] * 32 + [-5.0]]
     place, most = native.best(torch.tensor(rows))
     assert torch.isfinite(most).tolist() == [False, False, False, False, True] and place[4] == 32
+
+
+# ---- the build -----------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_the_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    started = []
+    monkeypatch.setattr(build, "_said_by", lambda compiler: "one of its own")
+    monkeypatch.setattr(build.subprocess, "Popen", lambda command, **how: started.append((command, how)))
+    build._build_later.cache_clear()
+    try:
+        for _ in range(2):
+            assert build.why_not_yet() == "being compiled in the background, for the next start"
+    finally:
+        build._build_later.cache_clear()
+    ((command, how),) = started
+    assert "library()" in command[-1] and how["start_new_session"]
+    monkeypatch.undo()
+    assert build.why_not_yet() is None  # this machine has them
