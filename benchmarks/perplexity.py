@@ -46,6 +46,7 @@ def perplexity(llm: hibachi.LLM, windows: list[list[int]]) -> tuple[float, float
 def speed(llm: hibachi.LLM, prompts: list[list[int]], tokens: int) -> float:
     """Tokens a second between the first and the last of `tokens` of each prompt."""
     rates = []
+    time.sleep(0.2)  # threads of the engine before spin for a while
     for count in (1, tokens):
         began = time.perf_counter()
         llm.generate(prompts, hibachi.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))

@@ -1,8 +1,8 @@
 // y = x W^T + b with weights of eight bits.
 //
 // W [n, k] is rounded to integers from -127 to 127, with one scale for each of its rows. Rows of x are rounded in the
-// same way when they are multiplied, with one scale for each GROUP of their numbers: a few large numbers in a row, which
-// language models have, would leave too few steps for the others. So what a row comes to depends on that row alone.
+// same way when they are multiplied, with one scale for each GROUP of their numbers: a few large numbers in a row,
+// which language models have, would leave too few steps for the others. What a row comes to depends on that row alone.
 //
 // Products are added up in int32, which is exact, group by group; the groups of a row are added up in float32, in their
 // order. W is stored in panels of 48 rows, [n / 48][k / 4][48] lanes of four bytes, with 128 added to each, as the
@@ -56,7 +56,7 @@ inline int32_t largest(Ints v) {
 }
 
 // x [n] as scale * q, the scale returned: q to the nearest, ties to even. Of numbers that are not all finite the scale
-// is NaN and all q are 0; so is the scale of tiny numbers 0. q has room for whole vectors, and is 0 after n. total: of q.
+// is NaN, of tiny ones 0, and all q are 0. q has room for whole vectors, and is 0 after n. total: of q.
 template <class T>
 inline __attribute__((always_inline)) float round_all(const typename T::Element* x, int64_t n, int8_t* q, int32_t& total) {
   typedef int8_t Bytes __attribute__((vector_size(16)));
