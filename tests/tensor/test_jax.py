@@ -165,11 +165,8 @@ def test_where_jax_has_no_such_kernel_the_reason_is_said(monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    "special",
-    [dict(window=9), *(pytest.param(s, marks=pytest.mark.slow) for s in ({}, dict(softcap=5.0, scale=0.3)))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("special", [{}, dict(window=9), dict(softcap=5.0, scale=0.3)], ids=str)
 def test_the_kernel_is_given_what_it_wants(monkeypatch, special):
     """By JAX's own reference of the kernel, as there is no TPU here: the same as our attention."""
     reference = pytest.importorskip(tpu.MODULE).ref_ragged_paged_attention
