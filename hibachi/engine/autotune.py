@@ -147,7 +147,7 @@ def _unfit(c: Candidate, deterministic: bool, rounding: bool) -> Trial:
     if why is None and deterministic and not c.invariant:
         why = "depends on the batch"
     if why is None and c.rounds and not rounding:
-        why = "weights lose digits: --quantization auto or int8 allows it"
+        why = "weights lose digits; --quantization auto"
     return Trial(c.operation, c.name, {}, None, why)
 
 
@@ -244,7 +244,7 @@ def _linear_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
         cases[f"{rows} rows"] = layers, sizes.layers / copies
     for rows in (1, 64):
         x = b.put(_random(rows, sizes.head[1]), sizes.dtype)
-        cases[f"head, {rows} rows"] = (lambda x=x: b.logits(x, head)), 1  # type: ignore[misc]
+        cases[f"head, {rows}"] = (lambda x=x: b.logits(x, head)), 1  # type: ignore[misc]
     return cases
 
 
@@ -410,9 +410,9 @@ def table(trials: list[Trial]) -> str:
     for operation in dict.fromkeys(t.operation for t in trials):
         mine = [t for t in trials if t.operation == operation]
         cases = list(next((t.times for t in mine if t.times), {}))
-        lines.append(f"{operation:14}" + "".join(f"{case:>15}" for case in cases) + f"{'error':>10}")
+        lines.append(f"{operation:14}" + "".join(f"{case:>14}" for case in cases) + f"{'error':>8}")
         for t in mine:
-            cells = "".join(f"{t.times[case]:12.3f} ms" if case in t.times else f"{'':15}" for case in cases)
+            cells = "".join(f"{t.times[case]:11.3f} ms" if case in t.times else f"{'':14}" for case in cases)
             error = "" if t.error is None else f"{t.error:.0e}"
-            lines.append(f"  {t.name:12}{cells}{error:>10}  {t.why_not or '<- taken'}")
+            lines.append(f"  {t.name:12}{cells}{error:>8}  {t.why_not or '<- taken'}")
     return "\n".join(lines)
