@@ -191,7 +191,9 @@ class TorchBackend(ArrayBackend):
             return []
         from hibachi_torch.native.build import state
 
-        used = "in use" if self.native else "not in use; HIBACHI_NATIVE=1 asks for them"
+        used = "in use" if self.native else "hibachi.LLM takes them where they are the fastest"
+        if os.environ.get("HIBACHI_NATIVE") == "0":
+            used = "not in use, as HIBACHI_NATIVE=0 is set"
         return [f"native kernels: {used}; {'; '.join(_said) or state()}"]
 
     def versions(self) -> dict[str, str]:
