@@ -348,9 +348,11 @@ def test_a_language_model_says_the_same_with_native_kernels(dtype):
 
 def test_the_doctor_says_whether_there_are_native_kernels(monkeypatch, tmp_path):
     assert "in use; compiled: " in TorchBackend("cpu", native=True).remarks()[0]
-    monkeypatch.delenv("HIBACHI_NATIVE", raising=False)
+    monkeypatch.setenv("HIBACHI_NATIVE", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "not in use; HIBACHI_NATIVE=1 asks for them; to be compiled by" in TorchBackend("cpu").remarks()[0]
+    assert "not in use, as HIBACHI_NATIVE=0 is set; to be compiled by" in TorchBackend("cpu").remarks()[0]
+    monkeypatch.delenv("HIBACHI_NATIVE")
+    assert "where they are the fastest; to be compiled by" in TorchBackend("cpu").remarks()[0]
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
