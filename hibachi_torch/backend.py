@@ -192,7 +192,7 @@ class TorchBackend(ArrayBackend):
         from hibachi_torch.native.build import state
 
         used = "in use" if self.native else "hibachi.LLM takes them where they are the fastest"
-        if os.environ.get("HIBACHI_NATIVE") == "0":
+        if not self.native and os.environ.get("HIBACHI_NATIVE") == "0":
             used = "not in use, as HIBACHI_NATIVE=0 is set"
         return [f"native kernels: {used}; {'; '.join(_said) or state()}"]
 
