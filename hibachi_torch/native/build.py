@@ -68,8 +68,8 @@ def why_not_yet() -> str | None:
 @cache
 def _build_later() -> None:
     _log.info("Native kernels are being compiled in the background; the next start can use them.")
-    # Whoever measures or generates meanwhile comes first.
-    script = "import os; os.nice(19); from hibachi_torch.native.build import library; library()"
+    # Whoever measures and loads a model now comes first.
+    script = "import os, time; os.nice(19); time.sleep(5); from hibachi_torch.native.build import library; library()"
     command = [sys.executable, "-c", script]
     # It may outlive us, and an interrupt of ours is none of its.
     quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
