@@ -63,7 +63,7 @@ class _Kernels:
 class PackedWeight:
     """A matrix [out, in] in the panels of linear.h."""
 
-    __slots__ = ("data", "dtype", "pointer", "shape")
+    __slots__ = ("data", "dtype", "kernels", "pointer", "pointers", "shape")
 
     def __init__(self, plain: torch.Tensor, kernels: _Kernels, slabs: Slabs) -> None:
         self.shape, self.dtype = plain.shape, plain.dtype
@@ -71,6 +71,7 @@ class PackedWeight:
         depth = k + k % 2 if plain.dtype == torch.bfloat16 else k
         self.data = slabs.empty(-(-n // panel) * panel * depth, plain.dtype)
         self.pointer = self.data.data_ptr()
+        self.kernels, self.pointers = kernels, (self.pointer,)
         kernels.pack(plain.contiguous().data_ptr(), self.pointer, n, k)
 
 
@@ -106,7 +107,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         if len(at) and not 0 <= int(at.min()) <= int(at.max()) < w.shape[0]:
             raise IndexError(f"expected rows 0 to {w.shape[0] - 1} of a weight; got {int(at.min())} to {int(at.max())}")
         out = torch.empty((len(at), k), dtype=w.dtype)
-        self._of[w.dtype].rows(w.pointer, at.data_ptr(), out.data_ptr(), len(at), k)
+        w.kernels.rows(*w.pointers, at.data_ptr(), out.data_ptr(), len(at), k)
         return out.view(*idx.shape, k)
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
@@ -125,13 +126,12 @@ class NativeTorchBackend(InvariantTorchBackend):
             )
         rows, stride = _rows(x)
         y = torch.empty((*x.shape[:-1], n), dtype=dtype)
-        kernels = self._of[w.dtype]
-        multiply = kernels.linear if dtype == w.dtype else kernels.linear_f32
+        multiply = w.kernels.linear if dtype == w.dtype else w.kernels.linear_f32
         bias = None if b is None else b.contiguous()
         multiply(
             rows.data_ptr(),
             stride,
-            w.pointer,
+            *w.pointers,
             bias if bias is None else bias.data_ptr(),
             y.data_ptr(),
             y.numel() // n,

@@ -12,7 +12,7 @@ import torch
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi_torch.native.backend import NativeTorchBackend, _index, _rows
+from hibachi_torch.native.backend import NativeTorchBackend, PackedWeight
 from hibachi_torch.native.build import library
 from hibachi_torch.native.memory import Slabs
 from hibachi_torch.native.program import Program, program
@@ -39,13 +39,13 @@ class _Kernels:
         self.rows = find(f"rows_{suffix}", p, p, p, p, n, n)
 
 
-class Int8Weight:
+class Int8Weight(PackedWeight):
     """A matrix [out, in] of bytes in the panels of int8.h, with a scale for each row.
 
     dtype: of what it is multiplied with.
     """
 
-    __slots__ = ("data", "dtype", "pointer", "scales", "shape")
+    __slots__ = ("scales",)
 
     def __init__(self, plain: HostArray, dtype: torch.dtype, kernels: _Kernels, slabs: Slabs) -> None:
         plain = np.ascontiguousarray(plain, dtype=np.float32)
@@ -54,6 +54,7 @@ class Int8Weight:
         self.shape, self.dtype = torch.Size(plain.shape), dtype
         self.data, self.scales = slabs.empty(rows * -(-k // 4) * 4, torch.uint8), slabs.empty(rows, torch.float32)
         self.pointer = self.data.data_ptr()
+        self.kernels, self.pointers = kernels, (self.pointer, self.scales.data_ptr())
         kernels.pack(plain.ctypes.data, self.pointer, self.scales.data_ptr(), n, k)
 
 
@@ -82,48 +83,6 @@ class Int8TorchBackend(NativeTorchBackend):
 
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return super().put_weight(w, dtype)
-
-    def weight_rows(self, w: Array, idx: Array) -> Array:
-        if not isinstance(w, Int8Weight):
-            return super().weight_rows(w, idx)
-        at, k = _index(idx.reshape(-1)), w.shape[1]
-        if len(at) and not 0 <= int(at.min()) <= int(at.max()) < w.shape[0]:
-            raise IndexError(f"expected rows 0 to {w.shape[0] - 1} of a weight; got {int(at.min())} to {int(at.max())}")
-        out = torch.empty((len(at), k), dtype=w.dtype)
-        self._int8[w.dtype].rows(w.pointer, w.scales.data_ptr(), at.data_ptr(), out.data_ptr(), len(at), k)
-        return out.view(*idx.shape, k)
-
-    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        return self._bytes(x, w, b, w.dtype) if isinstance(w, Int8Weight) else super().linear(x, w, b)
-
-    def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        return self._bytes(x, w, b, torch.float32) if isinstance(w, Int8Weight) else super().logits(x, w, b)
-
-    def _bytes(self, x: Array, w: Int8Weight, b: Array | None, dtype: torch.dtype) -> Array:
-        """`linear` with results rounded to w's dtype, or not rounded: float32."""
-        n, k = w.shape
-        if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
-            raise ValueError(
-                f"expected x [..., {k}] and b [{n}] of {w.dtype}; got x {tuple(x.shape)} of {x.dtype}"
-                + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
-            )
-        rows, stride = _rows(x)
-        y = torch.empty((*x.shape[:-1], n), dtype=dtype)
-        kernels = self._int8[w.dtype]
-        multiply = kernels.linear if dtype == w.dtype else kernels.linear_f32
-        bias = None if b is None else b.contiguous()
-        multiply(
-            rows.data_ptr(),
-            stride,
-            w.pointer,
-            w.scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            y.numel() // n,
-            n,
-            k,
-        )
-        return y
 
     def fuse(self, decoder: Any) -> Program | None:
         return program(decoder, Int8Weight)

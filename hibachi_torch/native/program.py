@@ -53,7 +53,7 @@ class Program:
     """The layers of a decoder. Made by `program`."""
 
     def __init__(self, decoder: Any, weight: type) -> None:
-        self._arch, self._params, self._weight = decoder.arch, decoder.params, weight
+        self._arch, self._params = decoder.arch, decoder.params
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
         self._rounds = hasattr(weight, "scales")  # bytes
