@@ -40,9 +40,9 @@ class TorchBackend(ArrayBackend):
 
             return object.__new__(CudaTorchBackend)
         if cls is TorchBackend and _native_wanted(device, native):
-            from hibachi_torch.native.build import why_missing
+            from hibachi_torch.native.build import compiled
 
-            if (why := why_missing()) is None:
+            if (why := compiled.why_missing()) is None:
                 from hibachi_torch.native.backend import NativeTorchBackend  # it inherits from this class
 
                 return object.__new__(NativeTorchBackend)
@@ -137,14 +137,14 @@ class TorchBackend(ArrayBackend):
         )
 
     def quantized(self, how: str) -> ArrayBackend:
-        from hibachi_torch.native.build import why_missing
+        from hibachi_torch.native.build import compiled
 
         if how != "int8" or self.device.type != "cpu":
             raise UnsupportedOperation(
                 f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 on the CPU. Pass "
                 f"quantization=None, or device='cpu'."
             )
-        if not self.native and (os.environ.get("HIBACHI_NATIVE") == "0" or why_missing() is not None):
+        if not self.native and (os.environ.get("HIBACHI_NATIVE") == "0" or compiled.why_missing() is not None):
             from hibachi_torch.int8 import Int8WeightsTorchBackend  # it inherits from this class
 
             return Int8WeightsTorchBackend(self.device)
@@ -153,9 +153,9 @@ class TorchBackend(ArrayBackend):
         return Int8TorchBackend()
 
     def prefers(self, how: str, dtype: str) -> bool:
-        from hibachi_torch.native.build import why_missing
+        from hibachi_torch.native.build import compiled
 
-        if how != "int8" or self.device.type != "cpu" or why_missing() is not None:
+        if how != "int8" or self.device.type != "cpu" or compiled.why_missing() is not None:
             return False
         from hibachi_torch.native.int8 import faster  # it inherits from this class
 
@@ -189,12 +189,12 @@ class TorchBackend(ArrayBackend):
     def remarks(self) -> list[str]:
         if self.device.type != "cpu":
             return []
-        from hibachi_torch.native.build import state
+        from hibachi_torch.native.build import compiled
 
         used = "in use" if self.native else "hibachi.LLM takes them where they are the fastest"
         if not self.native and os.environ.get("HIBACHI_NATIVE") == "0":
             used = "not in use, as HIBACHI_NATIVE=0 is set"
-        return [f"native kernels: {used}; {'; '.join(_said) or state()}"]
+        return [f"native kernels: {used}; {'; '.join(_said) or compiled.state()}"]
 
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"

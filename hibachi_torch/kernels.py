@@ -6,7 +6,7 @@ import os
 
 from hibachi.tensor.kernels import OPERATIONS, Candidate
 from hibachi_torch.backend import TorchBackend
-from hibachi_torch.native import build
+from hibachi_torch.native.build import compiled
 
 _KEPT_APART = "HIBACHI_NATIVE=0 is set"
 
@@ -23,7 +23,7 @@ def candidates(backend: TorchBackend) -> list[Candidate]:
     found += [Candidate("linear", steady, InvariantTorchBackend, invariant=True)]
     found += [Candidate(op, "invariant", InvariantTorchBackend, invariant=True) for op in ("attention", "activations")]
     found += [Candidate("sampling", "chunks", InvariantTorchBackend, invariant=True)]
-    why = _KEPT_APART if os.environ.get("HIBACHI_NATIVE") == "0" else build.why_not_yet()
+    why = _KEPT_APART if os.environ.get("HIBACHI_NATIVE") == "0" else compiled.why_not_yet()
     if why is not None:
         return found + [Candidate(op, "native", TorchBackend, why_not=why) for op in OPERATIONS]
     from hibachi_torch.native.backend import NativeTorchBackend

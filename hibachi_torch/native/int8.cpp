@@ -1,6 +1,7 @@
 // Weights of eight bits: see int8.h.
 
 #include "int8.h"
+#include "share.h"
 
 namespace hibachi::int8 {
 
@@ -20,38 +21,6 @@ static void linear(
   Rounded rounded(memory.data(), m, k);
   share(Round<T>{x, stride, rounded, m, k});
   share(Linear<T, Out>{rounded, w, scales, bias, y, n, m, n, k});
-}
-
-// w [n, k] in panels; scales [n], up to a multiple of WIDTH.
-static void pack(const float* w, uint8_t* packed, float* scales, int64_t n, int64_t k) {
-  int64_t depth = up(k, BYTES);
-  share(up(n, WIDTH), 1, [&](int64_t p) {
-    std::vector<int8_t> row(up(k, LANES) * LANES);
-    int32_t total;
-    auto* to = packed + p * depth * WIDTH * BYTES;
-    std::fill_n(to, depth * WIDTH * BYTES, 128);
-    std::fill_n(scales + p * WIDTH, WIDTH, 0.0f);
-    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++) {
-      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row.data(), total);
-      for (int64_t i = 0; i < k; i++) to[(i / BYTES * WIDTH + c) * BYTES + i % BYTES] = row[i] + 128;
-    }
-  });
-}
-
-template <class T>
-static void rows(
-    const uint8_t* packed, const float* scales, const int32_t* at, typename T::Element* out, int64_t count, int64_t k
-) {
-  int64_t depth = up(k, BYTES);
-  share(count, 4, [&](int64_t i) {
-    const auto* from = packed + (at[i] / WIDTH * depth * WIDTH + at[i] % WIDTH) * BYTES;
-    for (int64_t j = 0; j < k; j += LANES) {
-      Floats v = {};
-      int some = std::min<int64_t>(LANES, k - j);
-      for (int l = 0; l < some; l++) v[l] = from[(j + l) / BYTES * WIDTH * BYTES + (j + l) % BYTES] - 128;
-      write_some<T>(out + i * k + j, v * scales[at[i]], some);
-    }
-  });
 }
 
 }  // namespace hibachi::int8
@@ -78,14 +47,14 @@ void hibachi_int8_linear_bf16_f32(const uint16_t* x, int64_t stride, const uint3
 }
 
 void hibachi_int8_pack(const float* w, uint8_t* packed, float* scales, int64_t n, int64_t k) {
-  int8::pack(w, packed, scales, n, k);
+  share(int8::Pack{w, packed, scales, n, k});
 }
 
 void hibachi_int8_rows_f32(const uint8_t* packed, const float* scales, const int32_t* at, float* out, int64_t count, int64_t k) {
-  int8::rows<F32>(packed, scales, at, out, count, k);
+  share(int8::Rows<F32>{packed, scales, at, out, count, k});
 }
 
 void hibachi_int8_rows_bf16(const uint8_t* packed, const float* scales, const int32_t* at, uint16_t* out, int64_t count, int64_t k) {
-  int8::rows<Bf16>(packed, scales, at, out, count, k);
+  share(int8::Rows<Bf16>{packed, scales, at, out, count, k});
 }
 }

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "share.h"
 #include "small.h"
 
 namespace hibachi {
@@ -86,15 +87,15 @@ void hibachi_linear_bf16_f32(const uint16_t* x, int64_t stride, const uint32_t* 
   linear<Bf16, F32>(x, stride, w, b, y, m, n, k);
 }
 
-void hibachi_pack_f32(const float* w, float* packed, int64_t n, int64_t k) { pack<F32>(w, packed, n, k); }
-void hibachi_pack_bf16(const uint16_t* w, uint16_t* packed, int64_t n, int64_t k) { pack<Bf16>(w, packed, n, k); }
+void hibachi_pack_f32(const float* w, float* packed, int64_t n, int64_t k) { share(Pack<F32>{w, packed, n, k}); }
+void hibachi_pack_bf16(const uint16_t* w, uint16_t* packed, int64_t n, int64_t k) { share(Pack<Bf16>{w, packed, n, k}); }
 
 void hibachi_rows_f32(const float* packed, const int32_t* at, float* out, int64_t count, int64_t k) {
-  rows<F32>(packed, at, out, count, k);
+  share(Rows<F32>{packed, at, out, count, k});
 }
 
 void hibachi_rows_bf16(const uint16_t* packed, const int32_t* at, uint16_t* out, int64_t count, int64_t k) {
-  rows<Bf16>(packed, at, out, count, k);
+  share(Rows<Bf16>{packed, at, out, count, k});
 }
 
 void hibachi_attend_f32(

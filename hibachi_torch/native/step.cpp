@@ -4,8 +4,11 @@
 // are few tokens. program.py writes the list of operations once for a model; each is the same kernel as in kernels.cpp,
 // so the results have the same bits.
 
+#include <ATen/Parallel.h>
 #include <omp.h>
 #include <sched.h>
+
+#include <atomic>
 
 #include "attention.h"
 #include "int8.h"

@@ -17,23 +17,24 @@ from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
 
 torch = pytest.importorskip("torch")
+from hibachi.tensor.native import build  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.int8 import Int8Matrix, Int8WeightsTorchBackend  # noqa: E402
-from hibachi_torch.native import build  # noqa: E402
+from hibachi_torch.native.build import compiled  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 GROUP = 32  # as in int8.h
 Int8TorchBackend = Int8Weight = None
-if build.why_missing() is None:
+if compiled.why_missing() is None:
     from hibachi_torch.native.int8 import Int8TorchBackend, Int8Weight
 
-native = pytest.mark.skipif(build.why_missing() is not None, reason=str(build.why_missing()))
+native = pytest.mark.skipif(compiled.why_missing() is not None, reason=str(compiled.why_missing()))
 
 
 @pytest.fixture(scope="module")
 def int8():
-    if build.why_missing():
-        pytest.skip(str(build.why_missing()))
+    if compiled.why_missing():
+        pytest.skip(str(compiled.why_missing()))
     return TorchBackend("cpu", native=True).quantized("int8")
 
 
@@ -207,7 +208,7 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
 @pytest.mark.parametrize("where", ("native.int8:Int8TorchBackend", "int8:Int8WeightsTorchBackend"))
 def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
     if where.startswith("native") and Int8TorchBackend is None:
-        pytest.skip(str(build.why_missing()))
+        pytest.skip(str(compiled.why_missing()))
     suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
     command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]
     command += ["--backend", f"hibachi_torch.{where}"]
@@ -339,7 +340,7 @@ def test_a_backend_without_kernels_names_those_that_have_them():
 @pytest.mark.parametrize("why", ("no compiler", "not wanted"))
 def test_without_native_kernels_torch_multiplies(why, monkeypatch):
     if why == "no compiler":
-        monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
+        monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
         assert not TorchBackend("cpu").prefers("int8", "bfloat16")
     else:
         monkeypatch.setenv("HIBACHI_NATIVE", "0")
@@ -417,9 +418,9 @@ def test_a_machine_without_products_of_bytes_gives_the_same_bits(tmp_path, monke
     """Sums of a group are integers, and the rest is the same float32 arithmetic."""
     import ctypes
 
-    monkeypatch.setattr(build, "_FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build._FLAGS))
+    monkeypatch.setattr(build, "FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build.FLAGS))
     path = tmp_path / "portable.so"
-    build._build(path)
+    compiled.build(path)
     ours = Int8TorchBackend()
     for module in ("int8", "backend", "program"):
         monkeypatch.setattr(f"hibachi_torch.native.{module}.library", lambda: ctypes.CDLL(str(path)))

@@ -11,11 +11,12 @@ from hibachi import Paged, StepInputs
 from hibachi.plan.lower import lower
 
 torch = pytest.importorskip("torch")
+from hibachi.tensor.native import build  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
-from hibachi_torch.native import build  # noqa: E402
+from hibachi_torch.native.build import compiled  # noqa: E402
 
-if build.why_missing():
-    pytest.skip(str(build.why_missing()), allow_module_level=True)
+if compiled.why_missing():
+    pytest.skip(str(compiled.why_missing()), allow_module_level=True)
 from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
@@ -322,7 +323,7 @@ def test_the_backend_is_native_on_request(monkeypatch):
 
 
 def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(build, "why_missing", lambda: "No C++ compiler was found.")
+    monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
     monkeypatch.setattr("hibachi_torch.backend._said", set())
     assert not TorchBackend("cpu", native=True).native
     assert not TorchBackend("cpu", native=True).native
@@ -365,37 +366,31 @@ def test_the_doctor_says_whether_there_are_native_kernels(monkeypatch, tmp_path)
 def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    build.library.cache_clear()
-    try:
-        assert "No C++ compiler" in build.why_missing()
-    finally:
-        monkeypatch.undo()
-        build.library.cache_clear()
-    assert build.why_missing() is None
+    assert "No C++ compiler" in dataclasses.replace(compiled).why_missing()
+    monkeypatch.undo()
+    assert dataclasses.replace(compiled).why_missing() is None
 
 
 def test_a_failed_build_says_why_and_leaves_nothing(monkeypatch, tmp_path):
-    bad = tmp_path / "bad.cpp"
-    bad.write_text("int f() { return nonsense; }")
-    monkeypatch.setattr(build, "sources", lambda: [bad])
+    (tmp_path / "bad.cpp").write_text("int f() { return nonsense; }")
     with pytest.raises(build.NativeUnavailable, match="nonsense"):
-        build._build(tmp_path / "cache" / "kernels.so")
+        dataclasses.replace(compiled, folder=tmp_path).build(tmp_path / "cache" / "kernels.so")
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(build.NativeUnavailable, match="not built"):
-        build._build(tmp_path / "file" / "kernels.so")
+        compiled.build(tmp_path / "file" / "kernels.so")
 
 
 @pytest.mark.slow
 def test_a_machine_without_the_instructions_takes_the_portable_path(tmp_path, monkeypatch):
     """Other instructions, the same order of sums: float32 is equal to the bit where both round once."""
     # The library is built for a processor of 2013 and used through the same Python.
-    monkeypatch.setattr(build, "_FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build._FLAGS))
+    monkeypatch.setattr(build, "FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build.FLAGS))
     path = tmp_path / "portable.so"
-    build._build(path)
+    compiled.build(path)
     native = NativeTorchBackend("cpu")
     import ctypes
 
@@ -437,13 +432,10 @@ def test_nobody_waits_for_the_compiler(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(build, "_said_by", lambda compiler: "one of its own")
     monkeypatch.setattr(build.subprocess, "Popen", lambda command, **how: started.append((command, how)))
-    build._build_later.cache_clear()
-    try:
-        for _ in range(2):
-            assert build.why_not_yet() == "being compiled in the background, for the next start"
-    finally:
-        build._build_later.cache_clear()
+    library = dataclasses.replace(compiled)
+    for _ in range(2):
+        assert library.why_not_yet() == "being compiled in the background, for the next start"
     ((command, how),) = started
-    assert "library()" in command[-1] and how["start_new_session"]
+    assert "hibachi_torch.native.build.compiled.why_missing()" in command[-1] and how["start_new_session"]
     monkeypatch.undo()
-    assert build.why_not_yet() is None  # this machine has them
+    assert compiled.why_not_yet() is None  # this machine has them

@@ -14,10 +14,10 @@ from hibachi.model.rope import Rope
 from hibachi.plan.lower import lower
 
 torch = pytest.importorskip("torch")
-from hibachi_torch.native import build  # noqa: E402
+from hibachi_torch.native.build import compiled  # noqa: E402
 
-if build.why_missing():
-    pytest.skip(str(build.why_missing()), allow_module_level=True)
+if compiled.why_missing():
+    pytest.skip(str(compiled.why_missing()), allow_module_level=True)
 from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
 from hibachi_torch.native.int8 import Int8TorchBackend  # noqa: E402
 

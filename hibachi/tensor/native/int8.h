@@ -201,4 +201,51 @@ struct Linear {
   }
 };
 
+// W [n, k] to panels; scales [n], up to a multiple of WIDTH.
+struct Pack {
+  const float* w;
+  uint8_t* packed;
+  float* scales;
+  int64_t n, k;
+
+  int64_t count() const { return up(n, WIDTH); }
+  int64_t batch(int) const { return 1; }
+
+  void operator()(int64_t p) const {
+    const int64_t depth = up(k, BYTES);
+    std::vector<int8_t> row(up(k, LANES) * LANES);
+    int32_t total;
+    uint8_t* to = packed + p * depth * WIDTH * BYTES;
+    std::fill_n(to, depth * WIDTH * BYTES, 128);
+    std::fill_n(scales + p * WIDTH, WIDTH, 0.0f);
+    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++) {
+      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row.data(), total);
+      for (int64_t i = 0; i < k; i++) to[(i / BYTES * WIDTH + c) * BYTES + i % BYTES] = row[i] + 128;
+    }
+  }
+};
+
+// Rows `at` of W, from its panels: out [many, k].
+template <class T>
+struct Rows {
+  const uint8_t* packed;
+  const float* scales;
+  const int32_t* at;
+  typename T::Element* out;
+  int64_t many, k;
+
+  int64_t count() const { return many; }
+  int64_t batch(int) const { return 4; }
+
+  void operator()(int64_t i) const {
+    const uint8_t* from = packed + (at[i] / WIDTH * up(k, BYTES) * WIDTH + at[i] % WIDTH) * BYTES;
+    for (int64_t j = 0; j < k; j += LANES) {
+      Floats v = {};
+      int some = std::min<int64_t>(LANES, k - j);
+      for (int l = 0; l < some; l++) v[l] = from[(j + l) / BYTES * WIDTH * BYTES + (j + l) % BYTES] - 128;
+      write_some<T>(out + i * k + j, v * scales[at[i]], some);
+    }
+  }
+};
+
 }  // namespace hibachi::int8

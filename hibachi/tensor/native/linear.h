@@ -71,27 +71,47 @@ struct Linear {
   }
 };
 
+// W [n, k] to panels.
 template <class T>
-static void pack(const typename T::Element* w, typename T::Element* packed, int64_t n, int64_t k) {
-  int64_t depth = (k + T::DEPTH - 1) / T::DEPTH, panels = (n + WIDTH - 1) / WIDTH;
-  share(panels, 1, [&](int64_t p) {
-    auto* to = packed + p * depth * WIDTH * T::DEPTH;
-    std::fill_n(to, depth * WIDTH * T::DEPTH, typename T::Element{});
-    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++)
-      for (int64_t i = 0; i < k; i++)
-        to[(i / T::DEPTH * WIDTH + c) * T::DEPTH + i % T::DEPTH] = w[(p * WIDTH + c) * k + i];
-  });
-}
+struct Pack {
+  using Element = typename T::Element;
 
+  const Element* w;
+  Element* packed;
+  int64_t n, k;
+
+  int64_t count() const { return (n + WIDTH - 1) / WIDTH; }
+  int64_t batch(int) const { return 1; }
+
+  void operator()(int64_t p) const {
+    constexpr int D = T::DEPTH;
+    const int64_t depth = (k + D - 1) / D;
+    Element* to = packed + p * depth * WIDTH * D;
+    std::fill_n(to, depth * WIDTH * D, Element{});
+    for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++)
+      for (int64_t i = 0; i < k; i++) to[(i / D * WIDTH + c) * D + i % D] = w[(p * WIDTH + c) * k + i];
+  }
+};
+
+// Rows `at` of W, from its panels: out [many, k].
 template <class T>
-static void rows(
-    const typename T::Element* packed, const int32_t* at, typename T::Element* out, int64_t count, int64_t k
-) {
-  int64_t depth = (k + T::DEPTH - 1) / T::DEPTH;
-  share(count, 4, [&](int64_t i) {
-    const auto* from = packed + (at[i] / WIDTH * depth * WIDTH + at[i] % WIDTH) * T::DEPTH;
-    for (int64_t j = 0; j < k; j++) out[i * k + j] = from[j / T::DEPTH * WIDTH * T::DEPTH + j % T::DEPTH];
-  });
-}
+struct Rows {
+  using Element = typename T::Element;
+
+  const Element* packed;
+  const int32_t* at;
+  Element* out;
+  int64_t many, k;
+
+  int64_t count() const { return many; }
+  int64_t batch(int) const { return 4; }
+
+  void operator()(int64_t i) const {
+    constexpr int D = T::DEPTH;
+    const int64_t depth = (k + D - 1) / D;
+    const Element* from = packed + (at[i] / WIDTH * depth * WIDTH + at[i] % WIDTH) * D;
+    for (int64_t j = 0; j < k; j++) out[i * k + j] = from[j / D * WIDTH * D + j % D];
+  }
+};
 
 }  // namespace hibachi

@@ -3,13 +3,14 @@
 // A lane holds what is multiplied at once: one float32, or a pair of bfloat16. Kernels are templates over these two.
 // The order in which a sum is formed is written out everywhere (the build switches contraction off), so that it
 // depends on nothing but the sizes of the layer.
+//
+// A kernel is a struct with a number of parts, count(), that are computed by calling it with 0 ... count() - 1, in any
+// order and by any thread, batch(threads) of them at a time. Whose threads these are is the affair of those who
+// include this: nothing here knows an array library.
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -180,28 +181,6 @@ inline void write_some(typename T::Element* p, Floats v, int n) {
   typename T::Element some[LANES];
   T::write(some, v);
   std::memcpy(p, some, n * sizeof *p);
-}
-
-// Calls f(i) for i < n in torch's threads: each takes `batch` at a time while there are any. Who takes which varies,
-// so f(i) must not depend on it.
-template <class F>
-inline void share(int64_t n, int64_t batch, const F& f) {
-  int64_t threads = std::min<int64_t>(at::get_num_threads(), (n + batch - 1) / batch);
-  if (threads <= 1) {
-    for (int64_t i = 0; i < n; i++) f(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(batch)) < n;)
-      for (int64_t end = std::min(i + batch, n); i < end; i++) f(i);
-  });
-}
-
-// The same for a kernel: all of its parts.
-template <class K>
-inline void share(const K& kernel) {
-  share(kernel.count(), kernel.batch(at::get_num_threads()), kernel);
 }
 
 // f(std::integral_constant<int, n>) for 1 <= n <= MOST.
