@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from hibachi.engine.admission import check_ids, check_params
 from hibachi.engine.cached import CachedRunner
 from hibachi.engine.job import Job, Stopper, TokenTable, as_token
 from hibachi.engine.policies import policy_of
@@ -231,14 +232,15 @@ class AutoregressiveBatchInference(Service):
         if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
             raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
         if params is not None:
-            self._check_params(params, limit)
+            assert self._vocab is not None
+            check_params(params, limit, vocab=self._vocab, cached=self._level == 2)
         terms, now = as_terms(terms), time.monotonic()
         seq = Seq(len(host), None if limit is None else int(limit), priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
             seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
-        self._scheduler.fit(seq.prompt_len, seq.max_new)
+        self._scheduler.limits.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
@@ -275,25 +277,6 @@ class AutoregressiveBatchInference(Service):
             raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
         return host.astype(np.float32)  # a copy: the caller's may change
 
-    def _check_params(self, params: SamplingParams, limit: Any) -> None:
-        """What only the engine can know to be wrong."""
-        assert self._vocab is not None
-        bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
-        for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
-            if ids and max(ids) >= self._vocab:  # type: ignore[type-var]
-                raise InvalidRequest(
-                    f"{name} must name token ids from 0 to {self._vocab - 1} (the model's vocabulary); got "
-                    f"{max(ids)}. Is this the tokenizer of this model?"  # type: ignore[type-var]
-                )
-        if limit is not None and params.min_tokens > limit:
-            raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")
-        if params.prompt_logprobs is not None and self._level != 2:
-            raise InvalidRequest(
-                f"prompt_logprobs needs a model with a cache (level 2), which sees each token once; got "
-                f"prompt_logprobs={params.prompt_logprobs} for one of level {self._level}. Leave it out, or give the "
-                f"model `cache_spec` and `step`."
-            )
-
     def _submit(self, job: Job) -> ItemStream[Any]:
         assert self._worker is not None
         self._worker.add(job)
@@ -323,11 +306,8 @@ class AutoregressiveBatchInference(Service):
                 f"This engine batches tokens of shape {self._table.shape} and dtype {table.dtype} (those of its first "
                 f"request); got shape {host.shape[1:]} and dtype {host.dtype}. Use an engine for each kind of token."
             )
-        if self._vocab is not None and (int(host.min()) < 0 or int(host.max()) >= self._vocab):
-            raise InvalidRequest(
-                f"Token ids must be from 0 to {self._vocab - 1} (the model's vocabulary); got {int(host.min())} to "
-                f"{int(host.max())}. Is this the tokenizer of this model?"
-            )
+        if self._vocab is not None:
+            check_ids(host, self._vocab)
         return host.astype(table.dtype)  # a copy: the caller's may change
 
     def _host(self, value: Any) -> HostArray:

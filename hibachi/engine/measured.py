@@ -41,23 +41,17 @@ class Score:
     greedy: bool
 
 
-def embed(
-    engine: PoolingBatchInference,
-    prompts: Sequence[Prompt],
-    ids: Sequence[list[int]],
-    backend: ArrayBackend,
-    normalize: bool,
-) -> list[Embedding]:
+def vectors(
+    engine: PoolingBatchInference, ids: Sequence[list[int]], backend: ArrayBackend, normalize: bool
+) -> list[HostArray]:
     """The vectors of all prompts. Whatever happens, no request outlives the call."""
     items = [engine.embed(np.asarray(own)) for own in ids]
     try:
-        vectors = [backend.get(item.result()) for item in items]
+        found = [backend.get(item.result()) for item in items]
     finally:
         for item in items:
             item.cancel()
-    if normalize:
-        vectors = [v / max(float(np.linalg.norm(v)), 1e-12) for v in vectors]
-    return [Embedding(p, own, v) for p, own, v in zip(prompts, ids, vectors, strict=True)]
+    return [v / max(float(np.linalg.norm(v)), 1e-12) for v in found] if normalize else found
 
 
 def score_of(prompt: Prompt, continuation: Prompt, out: Completion, length: int) -> Score:

@@ -57,6 +57,23 @@ class Limits:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_len > 1, self
         assert self.prefill is None or self.prefill > 0, self
 
+    def fit(self, prompt_len: int, max_new: int | None) -> int:
+        """The length at which such a sequence would end. Raises PromptTooLong if it can never be served."""
+        longest = self.max_len
+        if prompt_len >= longest:
+            raise PromptTooLong(
+                f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got "
+                f"{prompt_len}. Shorten it, or raise max_model_len (now {longest})."
+            )
+        end = longest if max_new is None else min(prompt_len + max_new, longest)
+        positions = (self.blocks - 1) * self.block_size  # one block is for what nobody reads
+        if self.blocks and end - 1 > positions:
+            raise PromptTooLong(
+                f"The cache has {positions} positions; this request may need {end - 1}: ask for fewer new tokens, or "
+                f"give the engine more cache_bytes."
+            )
+        return end
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
@@ -148,25 +165,9 @@ class Scheduler:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def fit(self, prompt_len: int, max_new: int | None) -> int:
-        """The length at which such a sequence would end. Raises PromptTooLong if it can never be served."""
-        longest = self.limits.max_len
-        if prompt_len >= longest:
-            raise PromptTooLong(
-                f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got "
-                f"{prompt_len}. Shorten it, or raise max_model_len (now {longest})."
-            )
-        end = longest if max_new is None else min(prompt_len + max_new, longest)
-        if self.pool and self.pool.blocks_for(end - 1) > self.pool.usable:
-            raise PromptTooLong(
-                f"The cache has {self.pool.usable * self.pool.block_size} positions; this request may need {end - 1}: "
-                f"ask for fewer new tokens, or give the engine more cache_bytes."
-            )
-        return end
-
     def add(self, seq: Seq, now: float = 0.0) -> None:
         """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
-        seq.end = self.fit(seq.prompt_len, seq.max_new)
+        seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
         if self.limits.max_waiting is not None and self.waiting >= self.limits.max_waiting:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_waiting={self.limits.max_waiting} waiting requests; got "

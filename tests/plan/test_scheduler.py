@@ -248,7 +248,7 @@ def test_a_request_that_can_never_fit_into_the_cache_is_refused():
 
 def test_fit_says_where_a_sequence_would_end():
     s = Checked(max_len=10)
-    assert (s.fit(3, None), s.fit(3, 2), s.fit(9, 5)) == (10, 5, 10)
+    assert (s.limits.fit(3, None), s.limits.fit(3, 2), s.limits.fit(9, 5)) == (10, 5, 10)
 
 
 # ---- cancelling --------------------------------------------------------------------------------------------------

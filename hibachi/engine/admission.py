@@ -1,0 +1,38 @@
+"""What of a request only those can know to be wrong who know the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hibachi.errors import InvalidRequest
+from hibachi.request import SamplingParams
+from hibachi.tensor.array_backend import HostArray
+
+
+def check_ids(prompt: HostArray, vocab: int) -> None:
+    """Raises InvalidRequest for ids [n] outside the vocabulary."""
+    least, most = int(prompt.min()), int(prompt.max())
+    if least < 0 or most >= vocab:
+        raise InvalidRequest(
+            f"Token ids must be from 0 to {vocab - 1} (the model's vocabulary); got {least} to {most}. Is this the "
+            f"tokenizer of this model?"
+        )
+
+
+def check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool) -> None:
+    """limit: of new tokens, or None. cached: the model is of level 2. Raises InvalidRequest."""
+    bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
+    for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
+        if ids and max(ids) >= vocab:  # type: ignore[type-var]
+            raise InvalidRequest(
+                f"{name} must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
+                f"{max(ids)}. Is this the tokenizer of this model?"  # type: ignore[type-var]
+            )
+    if limit is not None and params.min_tokens > limit:
+        raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")
+    if params.prompt_logprobs is not None and not cached:
+        raise InvalidRequest(
+            f"prompt_logprobs needs a model with a cache (level 2), which sees each token once; got "
+            f"prompt_logprobs={params.prompt_logprobs} for one without. Leave it out, or give the model `cache_spec` "
+            f"and `step`."
+        )

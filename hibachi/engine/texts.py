@@ -1,0 +1,309 @@
+"""Text in, text out, by a tokenizer and an engine that may be anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hibachi.decode.uniforms import fork
+from hibachi.engine.admission import check_ids
+from hibachi.engine.closing import Closing
+from hibachi.engine.engine import Stats
+from hibachi.engine.health import Health
+from hibachi.engine.loops import give_way, in_thread
+from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of
+from hibachi.engine.stream import amerge, merge
+from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
+from hibachi.errors import InvalidRequest
+from hibachi.model.pooling import Pooling
+from hibachi.model.text import Detokenizer
+from hibachi.request import SamplingParams, Terms, as_params
+from hibachi.tensor.array_backend import HostArray
+
+
+class Texts(Closing):
+    """What can be asked of a language model.
+
+    engine: checks requests (`_prepare`), queues them (`_submit`) and tells how it is. eos_ids: tokens that end a text.
+    vocab_size: None: any id is one. default_params: of a request that brings none.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None,
+        eos_ids: Sequence[int],
+        default_params: SamplingParams,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
+        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: `default_params`.
+        terms: priority, tenant, deadlines, cache salt.
+
+        Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
+        """
+        params = as_params(params, self.default_params)
+        if params.runs > params.n:
+            raise InvalidRequest(
+                f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
+                f"generate."
+            )
+        return self._start([prompt], [self._ids(prompt)], [params], terms)[0]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts together; results in their order. params, terms: one for all, or one for each; None:
+        `default_params`, and plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats
+        (sequence, hidden)}, which the first layer sees instead of the embeddings of tokens.
+
+        Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
+        """
+        prompts = _listed(prompts)
+        return _finish(self._start(prompts, [self._ids(p) for p in prompts], params, terms))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
+    ) -> list[Completion]:
+        """`generate` for asyncio and trio."""
+        prompts = _listed(prompts)
+        streams = self._start(prompts, [self._ids(p) for p in prompts], params, terms)
+        try:
+            choices = [c for s in streams for c in s.choices]
+            await give_way()
+            await amerge([c.tokens for c in choices], lambda i, tokens: choices[i].feed(tokens))
+            return [s.completion() for s in streams]
+        finally:
+            for s in streams:
+                s.close()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
+        **variables: Any,
+    ) -> list[Completion]:
+        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, in the model's chat template.
+
+        variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
+        """
+        texts = [self.tokenizer.render_chat(m, **variables) for m in _conversations(messages)]
+        ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+        return _finish(self._start(texts, ids, params, terms))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool | None = None
+    ) -> list[Embedding]:
+        """A vector for each text, from the model's last hidden states.
+
+        pooling: "mean" of all tokens, the "last" or the first ("cls"); None: what the model's files say, else the last.
+        normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, ConfigError for a model whose
+        hidden states cannot be had.
+        """
+        prompts = _listed(prompts)
+        ids = [self._encode(p) for p in prompts]
+        for own in ids:
+            if self.vocab_size is not None:
+                check_ids(np.asarray(own), self.vocab_size)  # where no logits are made, nobody else looks
+        vectors = self._vectors(ids, pooling, normalize)
+        return [Embedding(p, own, v) for p, own, v in zip(prompts, ids, vectors, strict=True)]
+
+    def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
+        """The log-likelihood of each continuation after its prompt; one prompt may stand for all.
+
+        Two texts are tokenized together, as the tokenizer may join what stands at the border; the continuation's
+        tokens are those after as many as the prompt alone has. Raises InvalidRequest, PromptTooLong.
+        """
+        pairs = paired(_listed(prompts), _listed(continuations))
+        split = [self._joined(p, c) for p, c in pairs]
+        outs = _finish(self._start([p for p, _ in pairs], [before + after for before, after in split], SCORING))
+        each = zip(pairs, split, outs, strict=True)
+        return [score_of(p, c, out, len(after)) for (p, c), (_, after), out in each]
+
+    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of its continuation."""
+        before = self._encode(prompt)
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            after = self._encode(prompt + continuation)[len(before) :]
+        elif isinstance(continuation, str):
+            after = self.tokenizer.encode(continuation, add_special_tokens=False)
+        else:
+            after = self._encode(continuation)
+        if not after:
+            raise InvalidRequest(f"A continuation must hold at least one token; got {continuation!r} after a prompt.")
+        return before, after
+
+    def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
+        """Vectors float32 [hidden] of prompts."""
+        raise NotImplementedError
+
+    def _start(
+        self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any, terms: Any = None
+    ) -> list[TextStream]:
+        """Queue requests, after all of them have been checked."""
+        each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
+        served = _for_each(terms, prompts, "Terms")
+        jobs = [self._jobs(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
+        return [
+            TextStream(
+                prompt,
+                own,
+                [
+                    TextChoice(
+                        i,
+                        self.engine._submit(job),
+                        self._text(p, after=own),
+                        p.logprobs is not None,
+                    )
+                    for i, job in enumerate(some)
+                ],
+                p.n,
+            )
+            for prompt, own, p, some in zip(prompts, ids, each, jobs, strict=True)
+        ]
+
+    def _jobs(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Any) -> list[Any]:
+        """What the engine has to do for one prompt: a job for each continuation."""
+        eos = () if p.ignore_eos else self.eos_ids
+        run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
+        if p.runs > p.n and p.logprobs is None:
+            run = run.with_(logprobs=0)  # to choose by
+        words = tuple(seq for word in p.bad_words for seq in self._spellings(word))
+        embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
+        host = np.asarray(ids) if embeds is None else None
+        jobs = []
+        for i in range(p.runs):
+            if i:
+                seed = None if p.seed is None else fork(p.seed, i)
+                run = run.with_(seed=seed, prompt_logprobs=None)
+            jobs.append(
+                self.engine._prepare(
+                    host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds, terms=terms
+                )
+            )
+        return jobs
+
+    def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
+        return Detokenizer(self.tokenizer, p.stop, after=after, include_stop=p.include_stop, min_tokens=p.min_tokens)
+
+    def _spellings(self, word: str) -> set[tuple[int, ...]]:
+        """A bad word in tokens: at the beginning of a word, and elsewhere. As in vLLM."""
+        texts = word.lstrip(), " " + word.lstrip()
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {()}
+        if not found:
+            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {word!r}.")
+        return found
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt; none if it is given as embeddings."""
+        if not isinstance(prompt, Mapping):
+            return self._encode(prompt)
+        if set(prompt) != {"prompt_embeds"}:
+            raise InvalidRequest(
+                f'A prompt that is a dictionary must be {{"prompt_embeds": array}}; got the keys {list(prompt)!r:.80}.'
+            )
+        return []
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids: Any
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or not all(map(_is_id, ids)):
+                raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {prompt!r:.80}.")
+        if not len(ids):
+            raise InvalidRequest(f"A prompt must hold at least one token; got {prompt!r}. Write something in it.")
+        return [int(i) for i in ids]
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def health(self) -> Health:
+        """How the engine is, asked from any thread, also while a forward pass hangs."""
+        return self.engine.health()
+
+    def dump(self) -> dict[str, Any]:
+        """The flight recorder: what the last steps computed, and for whom, as JSON could hold it. No tokens."""
+        return self.engine.dump()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        return self.engine.drain(timeout)
+
+    def close(self) -> None:
+        """End all streams. Closing twice is fine."""
+        self.engine.close()
+
+    async def aclose(self) -> None:
+        """`close`, without holding up the event loop while the running step ends."""
+        await in_thread(self.close)
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+        raise InvalidRequest(
+            f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {prompts!r:.80}."
+        )
+    prompts = list(prompts)
+    return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
+
+
+def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
+    """One for all prompts, or one for each, as a list."""
+    each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
+    if len(each) != len(prompts):
+        raise InvalidRequest(f"Expected one {what}, or one for each of {len(prompts)} prompts; got {len(each)}.")
+    return each
+
+
+def _is_id(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several, as a list."""
+    many = [messages] if _is_conversation(messages) else messages
+    if not isinstance(many, Sequence) or not all(map(_is_conversation, many)):
+        raise InvalidRequest(
+            f'A conversation must be a list of messages {{"role": "user", "content": "..."}}; got {messages!r:.80}.'
+        )
+    return list(many)
+
+
+def _is_conversation(x: Any) -> bool:
+    return isinstance(x, Sequence) and len(x) > 0 and all(isinstance(m, Mapping) for m in x)
+
+
+def _finish(streams: list[TextStream]) -> list[Completion]:
+    """What becomes of all of them. Whatever happens, no request outlives the call."""
+    try:
+        choices = [c for s in streams for c in s.choices]
+        for i, tokens in merge([c.tokens for c in choices]):
+            choices[i].feed(tokens)
+        return [s.completion() for s in streams]
+    finally:
+        for s in streams:
+            s.close()
