@@ -174,6 +174,9 @@ class Engine:
         self._suspend(plan.preempted)
         for seq in plan.fresh:
             self.runner.admit(seq)
+            channel = seq.owner.channel
+            if channel.started is None:
+                channel.started, channel.reused = now, seq.reused
         launched, failed = self._launch(plan, flight)
         if flight is not None:
             if not self._land(flight, plan, began, cache_lost=failed is not None and failed.cache_lost):

@@ -39,6 +39,8 @@ class Channel(Generic[T]):
         "logprobs",
         "pause_after",
         "prompt_logprobs",
+        "reused",
+        "started",
         "stop_logprob",
     )
 
@@ -48,6 +50,8 @@ class Channel(Generic[T]):
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
+        self.started: float | None = None  # when it joined the batch, by time.monotonic()
+        self.reused = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self._waiters: deque[Waiter] = deque()
@@ -203,6 +207,16 @@ class ItemStream(Closing, Generic[T]):
     def stop_logprob(self) -> float:
         """Log-probability of a stop token that was not delivered; 0 if there was none, or they were not asked for."""
         return self._channel.stop_logprob
+
+    @property
+    def started(self) -> float | None:
+        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        return self._channel.started
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt whose keys and values were found in the cache."""
+        return self._channel.reused
 
     def logprobs_from(self, start: int, end: int) -> list[dict[int, float] | None]:
         """Part of `logprobs`, without a copy of the whole."""

@@ -1,0 +1,248 @@
+"""An engine in a process of its own: what runs in there. `hibachi.engine.remote` starts it and talks to it.
+
+    parent -> child    ("run", number, ...) ("cancel" | "pause" | "resume", number) ("ask", call, what, ...) ("stop",)
+    child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats)
+                       ("answer", call, fine, value)
+
+All that a step brings goes in one message. The child ends when the parent does, as nobody holds the other end then.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hibachi.engine.custom import open_texts
+from hibachi.engine.job import Job
+from hibachi.engine.loops import Wakeups
+from hibachi.engine.stream import Channel
+from hibachi.errors import EngineFailed, HibachiError
+from hibachi.plan.scheduler import Limits
+from hibachi.request import Finish
+
+BEAT = 0.25  # seconds from one sign of life to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the parent must know of the engine."""
+
+    vocab_size: int | None
+    eos_ids: tuple[int, ...]
+    limits: Limits
+    cached: bool  # level 2
+    embed_size: int | None
+    deterministic: bool
+    fingerprint: str
+    tokenizer: Any = None  # of a model of one's own, which has no files
+
+
+class Outbox:
+    """Collects what the streams get in a step, and sends it when they would be woken."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self.starts: list[tuple[int, float | None, int, Any]] = []
+        self.tokens: list[tuple[int, Any, Any]] = []
+        self.ends: list[tuple[int, Finish, BaseException | None, float]] = []
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+    # To `Wakeups` this is a consumer, and the loop that it waits in.
+
+    def get_loop(self) -> Outbox:
+        return self
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, _: None) -> None:
+        pass
+
+    def run_sync_soon(self, *_: Any) -> None:
+        message = ("step", self.starts, self.tokens, self.ends)
+        self.starts, self.tokens, self.ends = [], [], []
+        self.send(message)
+
+
+class OutChannel(Channel[Any]):
+    """The engine's end of a stream whose consumer is in the parent."""
+
+    __slots__ = ("_began", "_forget", "_held", "_number", "_outbox")
+
+    def __init__(self, number: int, outbox: Outbox, forget: Callable[[int], object]) -> None:
+        super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
+        self._number, self._outbox, self._forget = number, outbox, forget
+        self._held = self._began = False
+
+    def push(self, item: Any, wakeups: Wakeups) -> None:
+        if not self._began:
+            self._start()
+        scores = self.logprobs.pop() if self.logprobs else None
+        self._outbox.tokens.append((self._number, int(item), scores))
+        wakeups.add(self._outbox)  # type: ignore[arg-type]
+
+    def _start(self) -> None:
+        self._began = True
+        self._outbox.starts.append((self._number, self.started, self.reused, self.prompt_logprobs))
+
+    def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
+        if not super().end(reason, error, wakeups):
+            return False
+        self._forget(self._number)
+        if not self._began:
+            self._start()
+        self._outbox.ends.append((self._number, reason, _portable(error), self.stop_logprob))
+        if wakeups is None:
+            self._outbox.run_sync_soon()
+        else:
+            wakeups.add(self._outbox)  # type: ignore[arg-type]
+        return True
+
+    @property
+    def full(self) -> bool:
+        return self._held and not self.paused
+
+    @property
+    def _low(self) -> bool:
+        return not self._held
+
+    def hold(self) -> None:
+        """The consumer is behind."""
+        self._held = True
+
+    def release(self) -> None:
+        """It has caught up."""
+        self._held = False
+        self.eased()
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """The error, if it survives the way to another process, else one that says the same."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return EngineFailed(f"{type(error).__name__}: {error}")
+    return error
+
+
+class Child:
+    """Obeys the parent. `serve` returns when there is nothing more to do."""
+
+    def __init__(self, pipe: Connection, texts: Any) -> None:
+        self._pipe, self._texts, self._engine = pipe, texts, texts.engine
+        self._outbox = Outbox(pipe)
+        self._jobs: dict[int, Job] = {}
+
+    def facts(self) -> Facts:
+        engine = self._engine
+        model = engine._model
+        return Facts(
+            self._texts.vocab_size,
+            self._texts.eos_ids,
+            engine._scheduler.limits,
+            engine._level == 2,
+            getattr(model, "embed_size", None),
+            engine.deterministic,
+            engine._backend.fingerprint(),
+            getattr(self._texts, "portable_tokenizer", None),
+        )
+
+    def serve(self) -> None:
+        self._outbox.send(("ready", self.facts()))
+        threading.Thread(target=self._beat, name="hibachi-beat", daemon=True).start()
+        while True:
+            try:
+                command, *rest = self._pipe.recv()
+            except (EOFError, OSError):  # the parent is gone
+                return
+            if command == "stop":
+                return
+            getattr(self, f"_{command}")(*rest)
+
+    def _run(
+        self, number: int, host: Any, params: Any, include_stop: bool, bad_words: Any, embeds: Any, terms: Any
+    ) -> None:
+        channel = OutChannel(number, self._outbox, self._forget)
+        try:
+            job = self._engine._prepare(
+                host, params, include_stop=include_stop, bad_words=bad_words, embeds=embeds, terms=terms
+            )
+            channel.prompt_logprobs, job.channel = job.channel.prompt_logprobs, channel
+            self._jobs[number] = job
+            self._engine._worker.add(job)
+        except HibachiError as e:
+            channel.end(Finish.ERROR, e)
+
+    def _forget(self, number: int) -> None:
+        self._jobs.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        if (job := self._jobs.pop(number, None)) is not None:
+            self._engine._cancel(job)
+
+    def _pause(self, number: int) -> None:
+        if (job := self._jobs.get(number)) is not None:
+            job.channel.hold()  # type: ignore[attr-defined]
+
+    def _resume(self, number: int) -> None:
+        if (job := self._jobs.get(number)) is not None:
+            job.channel.release()  # type: ignore[attr-defined]
+
+    def _ask(self, call: int, what: str, *rest: Any) -> None:
+        # In a thread: vectors take a while, and others must be able to leave meanwhile.
+        threading.Thread(target=self._answer, args=(call, getattr(self, f"_tell_{what}"), rest), daemon=True).start()
+
+    def _answer(self, call: int, tell: Callable[..., Any], rest: tuple[Any, ...]) -> None:
+        try:
+            fine, value = True, tell(*rest)
+        except Exception as e:
+            fine, value = False, _portable(e)
+        self._outbox.send(("answer", call, fine, value))
+
+    def _tell_dump(self) -> Any:
+        return self._engine.dump()
+
+    def _tell_vectors(self, ids: Any, pooling: Any, normalize: Any) -> Any:
+        return self._texts._vectors(ids, pooling, normalize)
+
+    def _beat(self) -> None:
+        try:
+            while True:
+                self._outbox.send(("beat", self._engine.health(), self._engine.stats()))
+                time.sleep(BEAT)
+        except OSError:  # the parent is gone
+            return
+
+
+def main(place: int) -> None:
+    """place: the file descriptor of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides
+    pipe = Connection(place)
+    try:
+        texts = open_texts(**pipe.recv())
+        child = Child(pipe, texts)
+    except (EOFError, KeyboardInterrupt):
+        return
+    except BaseException as e:
+        pipe.send(("failed", _portable(e)))
+        raise SystemExit(1) from e
+    try:
+        child.serve()
+    finally:
+        texts.close()
+        sys.stdout.flush()
+        os._exit(0)  # threads of array libraries may hold up a regular exit

@@ -1,0 +1,105 @@
+"""Tokenizers of models that have no files: one of the user's own, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.model.text.chat import choose_template, render_chat
+from hibachi.model.text.pieces import AnyText, Text
+
+
+class _Any(Mapping[int, str]):
+    """Holds every id."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __getitem__(self, key: int) -> str:
+        return ""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class OwnTokenizer:
+    """Any object with `encode(text) -> ids` and `decode(ids) -> text`; perhaps a `chat_template`, Jinja source.
+
+    Raises ConfigError if it lacks one of the methods.
+    """
+
+    def __init__(self, own: Any) -> None:
+        for name in ("encode", "decode"):
+            if not callable(getattr(own, name, None)):
+                raise ConfigError(
+                    f"A tokenizer has encode(text) -> ids and decode(ids) -> text; {type(own).__name__} has no {name}."
+                )
+        self._own = own
+        template = getattr(own, "chat_template", None)
+        self.chat_templates: dict[str, str] = {} if template is None else {"default": template}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return [int(i) for i in self._own.encode(text)]
+        except Exception as e:  # the user's code; a letter that it does not know, for example
+            raise InvalidRequest(f"The tokenizer cannot encode this prompt: {type(e).__name__}: {e}.") from e
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._own.decode([int(i) for i in ids]))
+
+    def is_silent(self, token: int) -> bool:
+        return False
+
+    @property
+    def text_after(self) -> Callable[[Sequence[int]], Text]:
+        return lambda after: AnyText(self.decode, _Any(), after)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        template = choose_template(self.chat_templates, chat_template, tools=variables.get("tools") is not None)
+        return render_chat(template, messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+class _Silence:
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class NoTokenizer:
+    """Prompts are token ids, and so are answers: their text is empty."""
+
+    chat_templates: Mapping[str, str] = {}
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise InvalidRequest("This model has no tokenizer, so a prompt must be a list of token ids; got a text.")
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def is_silent(self, token: int) -> bool:
+        return True
+
+    @property
+    def text_after(self) -> Callable[[Sequence[int]], Text]:
+        return lambda after: _Silence()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        raise InvalidRequest("This model has no tokenizer and no chat template. Use /v1/completions with token ids.")
