@@ -54,7 +54,8 @@ def backends(names: list[str]) -> dict[str, Any]:
     """By the names that --library takes."""
     made: dict[str, Callable[[], Any]] = {
         "numpy": lambda: hibachi.load("numpy"),
-        "jax": lambda: hibachi.load("jax"),
+        "jax": lambda: _jax(native=False),
+        "jax-native": lambda: _jax(native=True),
         "torch": lambda: _torch(native=False),
         "native": lambda: _torch(native=True),
     }
@@ -68,6 +69,12 @@ def _torch(native: bool) -> Any:
     from hibachi_torch import TorchBackend
 
     return TorchBackend("cpu", native=native)
+
+
+def _jax(native: bool) -> Any:
+    from hibachi_jax import JaxBackend
+
+    return JaxBackend("cpu", native=native)
 
 
 class Steps:
@@ -130,7 +137,8 @@ def measure(steps: dict[str, Steps], load: tuple[Any, Any], rounds: int, seconds
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", nargs="+", default=["torch", "numpy", "native", "jax"], metavar="NAME",
-                        help="torch, native (its kernels in C++), numpy, jax; with -exact: deterministic")  # fmt: skip
+                        help="torch, native (its kernels in C++), numpy, jax, jax-native; with -exact: "
+                        "deterministic")  # fmt: skip
     parser.add_argument("--shape", choices=list(SHAPES), default="135m")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=192, help="of the longest row")

@@ -5,7 +5,9 @@ On the CPU weights lie the other way round, and attention is of our own (`hibach
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +19,15 @@ import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.kernels import Candidate
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import How, attend
 
 VOCABULARY = 16
 """A matrix with so many times as many rows as columns is one of a vocabulary: its rows are looked up."""
+
+_log = logging.getLogger("hibachi.jax")
+_said: set[str] = set()  # why there are no native kernels, once each
 
 jax.tree_util.register_dataclass(StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[])
 
@@ -48,6 +54,10 @@ class Turned:
 class JaxBackend(ArrayBackend):
     """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
 
+    native: on the CPU, kernels in C++ that are compiled once on this machine; where that fails, the log says why and
+    it goes without. They depend on the batch in no bit, so the backend is deterministic then. None: if the environment
+    variable HIBACHI_NATIVE is 1; and `hibachi.LLM` may choose them by timing, unless it is 0.
+
     What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
     configured already or the environment variable HIBACHI_JAX_CACHE is 0.
     """
@@ -55,13 +65,27 @@ class JaxBackend(ArrayBackend):
     name = "jax"
     static_shapes = True
     quantizations = ("int8",)
+    native = False
+    """The kernels in C++ are used."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __new__(cls, device: Any = None, native: bool | None = None) -> JaxBackend:
+        if cls is JaxBackend and _native_wanted(device, native):
+            if (why := why_missing()) is None:
+                from hibachi_jax.native.backend import NativeJaxBackend  # it inherits from this class
+
+                return object.__new__(NativeJaxBackend)
+            if why not in _said:
+                _said.add(why)
+                _log.warning("JAX goes without native kernels. %s", why)
+        return object.__new__(cls)
+
+    def __init__(self, device: Any = None, native: bool | None = None) -> None:
         self._kept = programs.keep()  # before anything is compiled
         super().__init__(jnp, device=jax.devices(device)[0] if isinstance(device, str) else device)
         self._array_type = jax.Array
         self.platform = (self.device or jax.devices()[0]).platform
         self._turns = self._loops = self.any_width = self.platform == "cpu"
+        self._undecided = native is None
 
     @classmethod
     def for_array(cls, t: Any) -> JaxBackend | None:
@@ -156,6 +180,11 @@ class JaxBackend(ArrayBackend):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    def candidates(self) -> Sequence[Candidate]:
+        from hibachi_jax.kernels import candidates  # it imports this module
+
+        return candidates(self) if self._undecided else ()
+
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(fn, donate_argnums=donate)
 
@@ -210,9 +239,37 @@ class JaxBackend(ArrayBackend):
         kept = self._kept or jax.config.jax_compilation_cache_dir
         where = kept if kept and programs.in_use() else f"nowhere ({programs.SWITCH}=0, or no folder to write to)"
         lines = [f"compiled programs are kept in: {where}"]
-        if self.platform == "cpu":
-            lines.append("float32 is the dtype to take: XLA computes bfloat16 some six times as slowly on a CPU")
-        return lines
+        if self.platform != "cpu":
+            return lines
+        if self.native:
+            return [*lines, f"native kernels: in use; {native_state()}"]
+        used = "hibachi.LLM takes them where they are the fastest"
+        if os.environ.get("HIBACHI_NATIVE") == "0":
+            used = "not in use, as HIBACHI_NATIVE=0 is set"
+        lines.append(f"native kernels: {used}; {'; '.join(_said) or native_state()}")
+        return [*lines, "without them float32 is the dtype to take: XLA computes bfloat16 six times as slowly on a CPU"]
 
     def versions(self) -> dict[str, str]:
         return {"library": f"jax {jax.__version__}", "device": str(self.device or jax.devices()[0])}
+
+
+def why_missing() -> str | None:
+    """Why there are no native kernels, or None if there are. Builds them if need be."""
+    from hibachi_jax.native.build import compiled  # it may take a compiler
+
+    return compiled.why_missing()
+
+
+def native_state() -> str:
+    """Are there native kernels for this machine? In words, without building any."""
+    from hibachi_jax.native.build import compiled
+
+    return compiled.state()
+
+
+def _native_wanted(device: Any, native: bool | None) -> bool:
+    if native is None:
+        native = os.environ.get("HIBACHI_NATIVE") == "1"
+    if native and device is None:
+        return jax.default_backend() == "cpu"
+    return native and (device == "cpu" or getattr(device, "platform", None) == "cpu")

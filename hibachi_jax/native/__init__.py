@@ -1,0 +1,1 @@
+"""Kernels in C++ for the CPU: see `hibachi_jax.native.backend`."""

@@ -1,0 +1,230 @@
+"""`JaxBackend` with the kernels of this folder: `JaxBackend("cpu", native=True)`."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hibachi.errors import UnsupportedOperation
+from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi_jax.backend import JaxBackend
+from hibachi_jax.native.build import library, target
+from hibachi_jax.native.memory import Slabs
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.h
+_SUFFIX = {"float32": "f32", "bfloat16": "bf16"}
+_LANES = 16  # as in lanes.h
+_PACK = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+_DRAWN = 8  # rows that are drawn at once: of the sums in it, XLA chooses the order by the shape
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix [out, in] in the panels of linear.h. shape: of the matrix. dtype: of what it is multiplied with."""
+
+    panels: Array
+    shape: tuple[int, int] = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """A layer's keys and values as attention.h has them. The last dimension of both is a lane."""
+
+    keys: Array  # [blocks, kv_heads, spans, lanes of a key, 16, depth]
+    values: Array  # [blocks, kv_heads, spans, 16 / depth, width, depth]
+    block_size: int = field(metadata={"static": True})
+
+
+class NativeJaxBackend(JaxBackend):
+    """float32 and bfloat16 on the CPU; float16 is kept and multiplied as float32.
+
+    No result depends on the batch or on the number of threads. Raises NativeUnavailable where there is no compiler.
+    """
+
+    deterministic = True
+    kernels = "native"
+    native = True
+    draw_rows = _DRAWN
+
+    def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
+        super().__init__("cpu" if device is None else device)
+        self._library = library()
+        self._slabs = Slabs()
+
+    def _computed(self, dtype: str) -> str:
+        """The dtype that kernels compute this one in. Raises UnsupportedOperation."""
+        found = "float32" if dtype == "float16" else dtype
+        if found not in _SUFFIX or self.dtype(found).dtype != found:
+            raise UnsupportedOperation(
+                f"JAX's native kernels compute in float32 and bfloat16; got {dtype}. Pass one of these as dtype, or "
+                f"JaxBackend(native=False)."
+            )
+        return found
+
+    # ---- weights -----------------------------------------------------------------------------------------------
+
+    def put_weight(self, w: HostArray, dtype: str) -> Array:
+        computed = self._computed(dtype)
+        kind = np.dtype(self.dtype(computed))
+        plain = np.ascontiguousarray(np.asarray(w).astype(kind, copy=False))
+        (n, k), panel = plain.shape, self._library.hibachi_panel()
+        depth = k + k % 2 if computed == "bfloat16" else k
+        packed = self._slabs.empty(-(-n // panel) * panel * depth, kind)
+        pack = self._library[f"hibachi_pack_{_SUFFIX[computed]}"]
+        pack.argtypes, pack.restype = _PACK, None
+        pack(plain.ctypes.data, packed.ctypes.data, n, k)
+        panels = jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
+        return PackedWeight(panels, (n, k), np.dtype(self.dtype(dtype)))
+
+    def weight_rows(self, w: Array, idx: Array) -> Array:
+        if not isinstance(w, PackedWeight):
+            return super().weight_rows(w, idx)
+        n, k = w.shape
+        at = idx.reshape(-1).astype(jnp.int32)
+        found = _call("rows", (len(at), k), w.panels.dtype, w.panels, at, n=np.int64(n))
+        return found.astype(w.dtype).reshape(*idx.shape, k)
+
+    def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
+
+    def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
+        return self._linear(x, w, b, jnp.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
+
+    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any) -> Array:
+        """`linear` with results rounded to w's dtype, or not rounded: float32."""
+        n, k = w.shape
+        if x.dtype != w.dtype or x.shape[-1] != k or (b is not None and (b.dtype != w.dtype or b.shape != (n,))):
+            raise ValueError(
+                f"expected x [..., {k}] and b [{n}] of {w.dtype}; got x {tuple(x.shape)} of {x.dtype}"
+                + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
+            )
+        kind = w.panels.dtype
+        rows = x.reshape(-1, k).astype(kind)
+        if kind == jnp.bfloat16 and k % 2:  # rows must be whole lanes
+            rows = jnp.pad(rows, ((0, 0), (0, 1)))
+        made = dtype if w.dtype == kind else kind
+        y = _call("linear", (len(rows), n), made, rows, w.panels, *(() if b is None else (b.astype(kind),)))
+        return y.astype(dtype).reshape(*x.shape[:-1], n)
+
+    # ---- cache and attention -----------------------------------------------------------------------------------
+
+    def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        if isinstance(spec, State):
+            return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
+        wanted = self._computed(spec.dtype or dtype)
+        depth = 2 if wanted == "bfloat16" else 1
+        spans, wide = -(-block_size // _LANES), -(-spec.v_dim // _LANES) * _LANES
+        shape = (blocks, spec.kv_heads, spans)
+        keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
+        return PagedCache(keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size)
+
+    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
+        if not isinstance(cache, PagedCache):
+            return super().wipe(cache, blocks)
+        return PagedCache(*super().wipe((cache.keys, cache.values), blocks), cache.block_size)
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: LayerCache,
+        x: StepInputs[Array],
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, LayerCache]:
+        if not isinstance(cache, PagedCache):
+            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+        keys, values, dtype = cache.keys, cache.values, q.dtype
+        if dtype == jnp.float16:
+            q, k, v = (t.astype(keys.dtype) for t in (q, k, v))
+        if any(t.dtype != keys.dtype for t in (q, k, v)):
+            raise ValueError(f"expected {keys.dtype}, as in the cache; got {q.dtype}, {k.dtype} and {v.dtype}")
+        index = [t.astype(jnp.int32) for t in (x.slot, x.pos, x.cu_q, x.block_table)]
+        out, keys, values = jax.ffi.ffi_call(
+            target("attend"),
+            (jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype), _like(keys), _like(values)),
+            input_output_aliases={3: 1, 4: 2},
+        )(
+            *(q, k, v, keys, values, *index),
+            block_size=np.int64(cache.block_size),
+            window=np.int64(window or 0),
+            scale=np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+            softcap=np.float32(softcap or 0.0),
+        )
+        return out.astype(dtype), PagedCache(keys, values, cache.block_size)
+
+    # ---- math --------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        if w.dtype != x.dtype:
+            return self.rms_norm(x, jnp.ones_like(w, x.dtype), eps) * w
+        return _rowwise("rms_norm", x, w, eps=np.float32(eps))
+
+    def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
+        if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
+            y = self.layer_norm(x, jnp.ones_like(w, x.dtype), None, eps) * w
+            return y if b is None else y + b
+        return _rowwise("layer_norm", x, w, *(() if b is None else (b,)), eps=np.float32(eps))
+
+    def softmax(self, x: Array) -> Array:
+        return _rowwise("softmax", x)
+
+    def best(self, x: Array) -> tuple[Array, Array] | None:
+        if x.dtype != jnp.float32 or not 0 < x.shape[1] < 2**31:
+            return None
+        rows = (len(x),)
+        made = jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
+        place, most = jax.ffi.ffi_call(target("best"), made)(x)
+        return place, most
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
+        tokens, heads, dim = x.shape
+        if cos.dtype != x.dtype or cos.shape != (tokens, 1, dim // 2) or x.dtype not in _COMPUTED:
+            return super().rope(x, cos, sin)
+        return _call("rope", x.shape, x.dtype, x, cos, sin)
+
+    def silu(self, x: Array) -> Array:
+        return _rowwise("activate", x, which=np.int64(ACTIVATIONS["silu"]))
+
+    def gelu_tanh(self, x: Array) -> Array:
+        return _rowwise("activate", x, which=np.int64(ACTIVATIONS["gelu_tanh"]))
+
+    def gated(self, x: Array, activation: str) -> Array:
+        if activation not in ACTIVATIONS:
+            return super().gated(x, activation)
+        return _rowwise("activate", x, width=x.shape[-1] // 2, which=np.int64(ACTIVATIONS[activation]))
+
+
+_COMPUTED = (jnp.float32, jnp.bfloat16)
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _call(name: str, shape: tuple[int, ...], dtype: Any, *args: Array, **attributes: Any) -> Array:
+    """A kernel that makes one array."""
+    if 0 in shape:
+        return jnp.zeros(shape, dtype)
+    return jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct(shape, dtype))(*args, **attributes)
+
+
+def _rowwise(name: str, x: Array, *args: Array, width: int | None = None, **attributes: Any) -> Array:
+    """A kernel of each row [..., dim] by itself, in float32 if it does not know the dtype."""
+    shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+    if x.dtype in _COMPUTED:
+        return _call(name, shape, x.dtype, x, *args, **attributes)
+    args = tuple(a.astype(jnp.float32) for a in args)
+    return _call(name, shape, jnp.float32, x.astype(jnp.float32), *args, **attributes).astype(x.dtype)
