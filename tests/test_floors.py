@@ -40,15 +40,19 @@ RULES = {
     "hibachi/testing": Rule(f"{BELOW_ENGINE} engine testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BELOW_ENGINE} engine testing verify"),
     "hibachi/sim": Rule("errors request plan sim"),
+    "hibachi/api": Rule("errors request api", third_party="msgspec"),
+    "hibachi/serve": Rule(
+        f"{BELOW_ENGINE} engine api serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+    ),
     "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/peers": Rule(
         "public engine bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine sim bench testing verify cli"),
+    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine api serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
-    "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax array_api_compat hibachi_jax"),
+    "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"),
     "conformance": Rule("testing public", third_party="numpy pytest"),
 }
 BUILD_FILES = {"hatch_build.py"}

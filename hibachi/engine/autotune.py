@@ -1,4 +1,5 @@
-"""Choosing kernels by timing them: candidates are compared with the reference, timed on a model's shapes, and ranked.
+"""Choosing by timing: candidates are compared with the reference, timed on a model's shapes, and ranked: kernels, the
+sizes that steps are padded to, and the dtype where nobody names one.
 
 What was chosen is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache), under a name made of all that it
 depends on: machine, versions, threads, candidates and shapes.
@@ -13,8 +14,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,19 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode.sampling import best
-from hibachi.errors import ConfigError
+from hibachi.engine.stepcost import padded, rows_named, steps
+from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
 from hibachi.plan.lower import lower
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, StepInputs
-from hibachi.tensor.kernels import OPERATIONS, Candidate, candidates, compose, fitting
+from hibachi.tensor.kernels import OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 _log = logging.getLogger("hibachi.autotune")
 BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
+DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
+STEP = ("linear", "attention")  # what a step is judged by
 ROWS = (1, 16, 64, 256)  # of the products that are timed
 _COLD = 128 << 20  # bytes of weights that take turns, as in a step they come from memory
 _BLOCK = 16
@@ -65,22 +69,27 @@ def sizes_of(arch: Arch, dtype: str) -> Sizes:
 @dataclass(slots=True)
 class Trial:
     """What became of a candidate. times: milliseconds of a step's operations of this kind, by case. error: its largest
-    difference from the reference, of the largest number. why_not: why it was not taken; None: it was."""
+    difference from the reference, of the largest number. why_not: why it was not taken; None: it was. note: what else
+    there is to say."""
 
     operation: str
     name: str
     times: dict[str, float]
     error: float | None
     why_not: str | None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend made of the fastest kernels, and the trials. known: they were read, not measured now."""
+    """A backend made of the fastest kernels, the dtype to compute in, and the trials. known: they were read, not
+    measured now. kernels: of some operations there were candidates; else the backend has one way for each."""
 
     backend: ArrayBackend
+    dtype: str
     trials: list[Trial]
     known: bool = False
+    kernels: bool = False
 
 
 def seconds_of(budget: str | float | None) -> float:
@@ -101,6 +110,64 @@ def seconds_of(budget: str | float | None) -> float:
     return float(budget)
 
 
+def settle(
+    backend: ArrayBackend,
+    arch: Arch,
+    dtype: str | None,
+    *,
+    stored: str | None,
+    deterministic: bool,
+    rounding: bool = False,
+    budget: float = 1.0,
+    refresh: bool = False,
+) -> Choice:
+    """`choose` for a decoder; dtype None: also the dtype in which its steps take the least time.
+
+    stored: the dtype of the checkpoint. Where it has more digits than a candidate, that one takes rounding=True.
+    float32 may always be taken, and is where nothing was measured. deterministic, budget, refresh: as in `choose`.
+    """
+    how: dict[str, Any] = {"deterministic": deterministic, "rounding": rounding}
+    every = OPERATIONS if refresh else ()
+    if dtype is not None:
+        choice = choose(backend, sizes_of(arch, dtype), budget=budget, refresh=refresh, alone=every, **how)
+        said = [Trial("dtype", dtype, _steps(choice.trials), None, None, "as asked for")]
+        return replace(choice, trials=[*said, *choice.trials])
+    found = [_dtype(backend, name, stored) for name in DTYPES]
+    allowed = fitting(found, deterministic=False, rounding=rounding).get("dtype", [])
+    sizes = sizes_of(arch, "float32")
+    if [c.name for c in allowed] == ["float32"]:
+        choice = choose(backend, sizes, budget=budget, refresh=refresh, alone=every, **how)
+        said = [_unfit(c, False, rounding) for c in found]
+        said[0].times = _steps(choice.trials)
+        return replace(choice, trials=said + choice.trials)
+    path = _place(backend, replace(sizes, dtype="any"), [*found, *candidates(backend)], deterministic, rounding)
+    trials = None if refresh else _read(path)
+    if trials is None and not budget:
+        return choose(backend, sizes, budget=budget, **how)
+    measured = {}
+    if trials is None:
+        trials = [_unfit(c, False, rounding) for c in found]
+        for trial in [t for t in trials if t.why_not is None]:
+            # Also what is known is measured now, so that the same machine is asked for both.
+            part = budget / len(allowed)
+            choice = choose(backend, sizes_of(arch, trial.name), budget=part, refresh=True, alone=every or STEP, **how)
+            measured[trial.name], trial.times = choice, _steps(choice.trials)
+        _rank(trials)
+        _write(path, trials)
+    taken = next((t.name for t in trials if t.why_not is None), "float32")
+    choice = measured.get(taken) or choose(backend, sizes_of(arch, taken), budget=budget, alone=STEP, **how)
+    return replace(choice, trials=trials + choice.trials)
+
+
+def _dtype(backend: ArrayBackend, name: str, stored: str | None) -> Candidate:
+    try:
+        backend.dtype(name)
+        why = None
+    except UnsupportedOperation:
+        why = f"{backend.name} has none"
+    return Candidate("dtype", name, object, rounds=name not in ("float32", stored), why_not=why)
+
+
 def choose(
     backend: ArrayBackend,
     sizes: Sizes,
@@ -109,28 +176,37 @@ def choose(
     rounding: bool = False,
     budget: float = 1.0,
     refresh: bool = False,
+    alone: Iterable[str] = (),
 ) -> Choice:
     """The fastest kernels for a model on this backend. budget: seconds to measure for, if nothing is known; 0: do not
     measure, take the last that serve every operation. refresh: measure though something is known.
 
-    deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits. Raises
-    UnsupportedOperation for a backend without deterministic kernels.
+    deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits. alone: operations
+    that are timed where there is nothing to choose, too. Raises UnsupportedOperation for a backend that has no
+    deterministic kernels.
     """
     found = candidates(backend)
+    kernels = fitting(found, deterministic=deterministic, rounding=rounding)
+    plain = backend.invariant() if deterministic and not kernels else backend
+    there = {c.operation for c in found if c.operation in kernels}
+    found += [own(plain, op) for op in OPERATIONS if op not in there]
+    found += ladders(plain)
     allowed = fitting(found, deterministic=deterministic, rounding=rounding)
-    if not allowed:
-        return Choice(backend.invariant() if deterministic else backend, [])
+    pads = "buckets" in allowed
+    timed = {op for op, some in kernels.items() if len(some) > 1} | set(STEP if pads or kernels else ()) | set(alone)
     path = _place(backend, sizes, found, deterministic, rounding)
     trials = None if refresh else _read(path)
     known = trials is not None
+    if trials is None and (not budget or not timed):
+        made = _unmeasured(backend, kernels, deterministic) if kernels else plain
+        return Choice(made, sizes.dtype, [], kernels=False)
     if trials is None:
-        if not budget:
-            return Choice(_unmeasured(backend, allowed, deterministic), [])
-        trials = _measure(backend, sizes, found, allowed, budget, deterministic, rounding)
+        trials = _measure(plain, sizes, found, allowed, timed, budget, deterministic, rounding)
         _write(path, trials)
     taken = {t.operation: t.name for t in trials if t.why_not is None}
-    chosen = {op: c for op, some in allowed.items() for c in some if c.name == taken.get(op)}
-    return Choice(compose(backend, chosen), trials, known)
+    offered = kernels | {op: some for op, some in allowed.items() if op == "buckets"}
+    chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
+    return Choice(compose(plain, chosen), sizes.dtype, trials, known, bool(kernels))
 
 
 def _unmeasured(backend: ArrayBackend, allowed: dict[str, list[Candidate]], deterministic: bool) -> ArrayBackend:
@@ -154,31 +230,69 @@ def _unfit(c: Candidate, deterministic: bool, rounding: bool) -> Trial:
 def _measure(
     backend: ArrayBackend,
     sizes: Sizes,
-    found: list[Candidate],
+    found: Sequence[Candidate],
     allowed: dict[str, list[Candidate]],
+    timed: set[str],
     budget: float,
     deterministic: bool,
     rounding: bool,
 ) -> list[Trial]:
     trials: list[Trial] = []
-    tried = sum(map(len, allowed.values()))
+    tried = sum(len(some) for op, some in allowed.items() if op in timed)
     for operation in OPERATIONS:
-        mine = [c for c in found if c.operation == operation]
-        fit = allowed.get(operation, [])
         made: list[Trial] = []
-        for c in mine:
+        for c in [c for c in found if c.operation == operation]:
             trial = _unfit(c, deterministic, rounding)
-            if c in fit:
+            if c in allowed.get(operation, []) and operation in timed:
                 trial = _try(backend, c, sizes, budget / tried)
             made.append(trial)
-        ranked = [t for t in made if t.why_not is None]
-        if ranked:
-            best = min(ranked, key=lambda t: _mean(t.times.values()))
-            for t in ranked:
-                if t is not best:
-                    t.why_not = f"{_mean(t.times.values()) / _mean(best.times.values()):.2f} times the fastest"
+        _rank(made)
+        if [t.why_not for t in made] == [None]:
+            made[0].note = "the only one"
         trials += made
-    return trials
+    return trials + _ladders(backend, found, allowed, trials)
+
+
+def _ladders(
+    backend: ArrayBackend, found: Sequence[Candidate], allowed: dict[str, list[Candidate]], trials: list[Trial]
+) -> list[Trial]:
+    """The trials of the sizes that steps may be padded to, from the times of the kernels that were taken."""
+    times = _taken(trials)
+    taken = {op: name for op, name in ((t.operation, t.name) for t in trials if t.why_not is None)}
+    chosen = {op: c for op, some in allowed.items() for c in some if c.name == taken.get(op)}
+    made = compose(backend, chosen)
+    out = []
+    for c in [c for c in found if c.operation == "buckets"]:
+        trial = _unfit(c, False, False)
+        if trial.why_not is None:
+            ladder: tuple[int, int] = c.source.buckets  # type: ignore[attr-defined]
+            trial.times, count = padded(times, ladder, made.tiles[1], any_width=made.any_width)
+            trial.note = f"{count} programs" if count else ""
+            trial.why_not = None if count else "nothing was measured"
+        out.append(trial)
+    _rank(out)
+    return out
+
+
+def _rank(trials: Sequence[Trial]) -> None:
+    """All but the fastest say why they are not taken."""
+    ranked = [t for t in trials if t.why_not is None]
+    if not ranked:
+        return
+    fastest = min(ranked, key=lambda t: _mean(t.times.values()))
+    for t in ranked:
+        if t is not fastest:
+            times = _mean(t.times.values()) / _mean(fastest.times.values())
+            t.why_not = f"{times:.2f} times the fastest" if t.times else "nothing was measured"
+
+
+def _taken(trials: Iterable[Trial]) -> dict[str, dict[str, float]]:
+    """The times of what was taken, by operation."""
+    return {t.operation: t.times for t in trials if t.why_not is None}
+
+
+def _steps(trials: Iterable[Trial]) -> dict[str, float]:
+    return steps(_taken(trials))
 
 
 def _mean(times: Iterable[float]) -> float:
@@ -234,17 +348,20 @@ def _linear_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     copies = max(1, min(sizes.layers, _COLD // sum(4 * n * k for n, k in shapes)))
     weights = [[b.put_weight(_random(*shape), sizes.dtype) for shape in shapes] for _ in range(copies)]
     head = b.put_weight(_random(*sizes.head), sizes.dtype)
+    logits = b.compile(b.logits)
+
+    def multiply(inputs: list[Any], weights: list[list[Any]]) -> list[Any]:
+        return [b.linear(x, w) for layer in weights for x, w in zip(inputs, layer, strict=True)]
+
+    layers = b.compile(multiply)
     cases: Cases = {}
     for rows in ROWS:
         inputs = [b.put(_random(rows, k), sizes.dtype) for _, k in shapes]
 
-        def layers(inputs: list[Any] = inputs) -> Any:
-            return [b.linear(x, w) for layer in weights for x, w in zip(inputs, layer, strict=True)][-1]
-
-        cases[f"{rows} rows"] = layers, sizes.layers / copies
+        cases[rows_named(rows)] = (lambda x=inputs: layers(x, weights)[-1]), sizes.layers / copies  # type: ignore[misc]
     for rows in (1, 64):
         x = b.put(_random(rows, sizes.head[1]), sizes.dtype)
-        cases[f"head, {rows}"] = (lambda x=x: b.logits(x, head)), 1  # type: ignore[misc]
+        cases[f"head, {rows}"] = (lambda x=x: logits(x, head)), 1  # type: ignore[misc]
     return cases
 
 
@@ -266,8 +383,14 @@ def _attend(b: ArrayBackend, sizes: Sizes, starts: list[int], each: list[int]) -
     spec = Paged(sizes.kv_heads, sizes.head_dim, sizes.head_dim, dtype=sizes.dtype)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     q, k, v = (b.put(_random(sum(each), n, sizes.head_dim, seed=i), sizes.dtype) for i, n in enumerate(heads))
-    cache = b.make_cache(spec, blocks=blocks, block_size=_BLOCK, rows=1, dtype=sizes.dtype)
-    return lambda: b.attend(q, k, v, cache, x)[0]
+    held = [b.make_cache(spec, blocks=blocks, block_size=_BLOCK, rows=1, dtype=sizes.dtype)]
+    step = b.compile(b.attend, donate=(3,))
+
+    def attend() -> Any:
+        out, held[0] = step(q, k, v, held[0], x)
+        return out
+
+    return attend
 
 
 def _attention_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
@@ -287,17 +410,23 @@ def _activations(b: ArrayBackend, sizes: Sizes, rows: int) -> Callable[[], list[
     qk = b.put(_random(rows, sizes.heads + sizes.kv_heads, sizes.head_dim, seed=3), sizes.dtype)
     half = sizes.head_dim // 2
     turns = [b.put(_random(rows, 1, half, seed=4 + i), sizes.dtype) for i in range(2)]
-    return lambda: [b.rms_norm(x, w, 1e-5), b.gated(inner, "silu"), b.rope(qk[..., : 2 * half], *turns)]
+
+    def all_of_them(x: Any, w: Any, inner: Any, qk: Any, cos: Any, sin: Any) -> list[Any]:
+        return [b.rms_norm(x, w, 1e-5), b.gated(inner, "silu"), b.rope(qk[..., : 2 * half], cos, sin)]
+
+    step = b.compile(all_of_them)
+    return lambda: step(x, w, inner, qk, *turns)  # type: ignore[no-any-return]
 
 
 def _activation_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
-    calls = {f"{rows} rows": _activations(b, sizes, rows) for rows in (1, 64, 256)}
+    calls = {rows_named(rows): _activations(b, sizes, rows) for rows in (1, 64, 256)}
     return {name: (lambda call=call: call()[-1], sizes.layers) for name, call in calls.items()}  # type: ignore[misc]
 
 
 def _sampling_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     logits = {rows: b.put(_random(rows, sizes.head[0]), "float32") for rows in (1, 64)}
-    return {f"greedy, {rows}": (lambda x=x: best(b, x)[0], 1) for rows, x in logits.items()}  # type: ignore[misc]
+    draw = b.compile(lambda x: best(b, x))
+    return {f"greedy, {rows}": (lambda x=x: draw(x)[0], 1) for rows, x in logits.items()}  # type: ignore[misc]
 
 
 _CASES: dict[str, Callable[[ArrayBackend, Sizes], Cases]] = {
@@ -405,14 +534,33 @@ def _write(path: Path, trials: list[Trial]) -> None:
 
 
 def table(trials: list[Trial]) -> str:
-    """A line for each candidate: its times, its error, and why it was not taken."""
-    lines = []
+    """A line for each candidate: milliseconds by case, its error, and why it was not taken."""
+    out = []
     for operation in dict.fromkeys(t.operation for t in trials):
-        mine = [t for t in trials if t.operation == operation]
-        cases = list(next((t.times for t in mine if t.times), {}))
-        lines.append(f"{operation:14}" + "".join(f"{case:>14}" for case in cases) + f"{'error':>8}")
-        for t in mine:
-            cells = "".join(f"{t.times[case]:11.3f} ms" if case in t.times else f"{'':14}" for case in cases)
-            error = "" if t.error is None else f"{t.error:.0e}"
-            lines.append(f"  {t.name:12}{cells}{error:>8}  {t.why_not or '<- taken'}")
-    return "\n".join(lines)
+        rows = _joined([t for t in trials if t.operation == operation])
+        cases = list(next((t.times for t in rows if t.times), {}))
+        errors = any(t.error is not None for t in rows)
+        head = [operation, *cases, *(["error"] if errors else []), ""]
+        lines = [head]
+        for t in rows:
+            said = t.why_not or "<- taken"
+            cells = [f"{t.times[case]:.3f}" if case in t.times else "" for case in cases]
+            off = [] if not errors else ["" if t.error is None else f"{t.error:.0e}"]
+            lines.append([f"  {t.name}", *cells, *off, f"{said} ({t.note})" if t.note else said])
+        widths = [max(14 if i == 0 else 0, *(len(line[i]) for line in lines)) for i in range(len(head) - 1)]
+        for line in lines:
+            cells = [f"{line[0]:<{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:-1], widths[1:], strict=True))]
+            out.append("  ".join([*cells, line[-1]]).rstrip())
+    return "\n".join(out)
+
+
+def _joined(trials: list[Trial]) -> list[Trial]:
+    """Those that cannot be had for one reason in one line."""
+    out: list[Trial] = []
+    for t in trials:
+        before = out[-1] if out else None
+        if before is not None and before.why_not is not None and before.why_not == t.why_not and not t.times:
+            out[-1] = replace(before, name=f"{before.name}, {t.name}")
+        else:
+            out.append(t)
+    return out

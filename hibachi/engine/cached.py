@@ -26,6 +26,7 @@ from hibachi.engine.runner import (
 from hibachi.engine.samebits import same_bits
 from hibachi.engine.sampler import Drawn, RowSampler
 from hibachi.errors import HibachiError, NonFiniteOutput
+from hibachi.plan.buckets import decode_rows, prompt_tokens, width_bucket
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
@@ -379,20 +380,18 @@ class CachedRunner:
             n = next(size for size in self.sizes if size >= len(packed.pos))
             width = self.block_table.shape[1]
             return pad(packed, tokens=n, rows=n, blocks=width, tile=1, trash_row=lim.rows, outputs=n)
-        tile = self.backend.tiles[not decode]
-        rows = row_bucket(len(q), lim.rows)
+        tile, any_width = self.backend.tiles[not decode], self.backend.any_width
+        ladder = self.backend.ladder
         if self.states:
+            rows = row_bucket(len(q), lim.rows)
             tokens = rows * int(q[0])  # padding inside a row would change its state
         elif decode:
-            tokens = rows
+            rows = tokens = min(decode_rows(len(q), ladder, any_width=any_width), max(2, lim.rows))
         else:
-            rows, tokens = lim.rows, max(2 * tile, 1 << (len(packed.pos) - 1).bit_length())
-        blocks = width_bucket(packed.block_table.shape[1], self.block_table.shape[1])
-        if self.backend.any_width:  # one width, so there may be more sizes of the others
-            blocks = self.block_table.shape[1]
-            if not self.states:
-                rows = min(size_bucket(len(q), 4), lim.rows) if decode else lim.rows
-                tokens = rows if decode else max(2 * tile, size_bucket(len(packed.pos), 2))
+            rows, tokens = lim.rows, prompt_tokens(len(packed.pos), ladder, tile)
+        blocks = self.block_table.shape[1]
+        if not any_width:
+            blocks = width_bucket(packed.block_table.shape[1], blocks)
         return pad(
             packed,
             tokens=tokens,
@@ -565,18 +564,3 @@ def _joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         logprobs=logprobs,
         faults={i: fault for p in parts for i, fault in p.faults.items()},
     )
-
-
-def size_bucket(n: int, parts: int) -> int:
-    """The next of the sizes: powers of two, and `parts` equal steps from each to the next, of four or more."""
-    size = 1 << (n - 1).bit_length()
-    step = max(4, size // (2 * parts))
-    return min(size, -(-n // step) * step)
-
-
-def width_bucket(n: int, most: int) -> int:
-    """The next power of four from 4 on, at most `most`."""
-    width = 4
-    while width < n:
-        width *= 4
-    return min(width, most)

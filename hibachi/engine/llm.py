@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.autotune import choose, seconds_of, sizes_of
+from hibachi.engine.autotune import seconds_of, settle
 from hibachi.engine.measured import vectors
 from hibachi.engine.pooling import PoolingBatchInference
 from hibachi.engine.texts import Texts
@@ -28,7 +28,8 @@ class LLM(Texts):
 
     model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
     Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
-    device: in the backend's own notation. dtype: to compute in; None: float32. max_model_len: None: what the model
+    device: in the backend's own notation. dtype: to compute in; None: float32, or bfloat16 where that is what the
+    checkpoint holds and its steps were measured to take less time (see autotune). max_model_len: None: what the model
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
     values; options: see `AutoregressiveBatchInference`, such as prefix_cache, policy, max_waiting, restart.
@@ -67,16 +68,19 @@ class LLM(Texts):
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
-        dtype, budget = dtype or "float32", seconds_of(autotune)
+        budget = seconds_of(autotune)
         invariant = bool(deterministic or (deterministic is None and self.backend.prefers_invariant))
         arch = arch_of(files)
         if arch is not None and quantization in (None, "none", "auto"):
-            rounding, sizes = quantization == "auto", sizes_of(arch, dtype)
-            choice = choose(self.backend, sizes, deterministic=invariant, rounding=rounding, budget=budget)
-            self.backend = choice.backend
-            quantization = None if choice.trials else quantization
+            rounding, stored = quantization == "auto", files.dtype
+            choice = settle(
+                self.backend, arch, dtype, stored=stored, deterministic=invariant, rounding=rounding, budget=budget
+            )
+            self.backend, dtype = choice.backend, choice.dtype
+            quantization = None if choice.kernels else quantization
         elif invariant:
             self.backend = self.backend.invariant()
+        dtype = dtype or "float32"
         self.backend = _quantized(self.backend, quantization, dtype)
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         self._options: dict[str, Any] = dict(

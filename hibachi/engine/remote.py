@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,12 @@ class RemoteEngine(Closing):
 
     def _begin(self) -> Facts:
         """Start a process and wait until it is ready."""
-        ours, theirs = socket.socketpair()
+        self._pipe, theirs = Pipe()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             script = f"from hibachi.engine.child import main; main({theirs.fileno()})"
             command = [sys.executable, "-c", script]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._pipe = Connection(ours.detach())
         try:
             self._pipe.send(self._spec)
             word, value = self._pipe.recv()

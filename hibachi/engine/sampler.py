@@ -88,7 +88,7 @@ class RowSampler:
             not (self._path[rows] != PLAIN).any()
             and not self._edits.wanted(rows, np.asarray(positions)).any()
             and not any(job.sampling.logprobs is not None for job in jobs)
-            and self.backend.step_tokens is None
+            and self.backend.draw_rows is None
         )
 
     def begin(self, logits: Array, rows: Any, positions: Any) -> tuple[Array, Array]:
@@ -111,7 +111,7 @@ class RowSampler:
                 some_of = self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at])
                 named_by.update(zip(at.tolist(), some_of, strict=True))
             return [named_by[i] for i in range(n)]
-        one = self.backend.step_tokens
+        one = self.backend.draw_rows
         if one is not None and m != one:
             groups = [np.arange(i, min(i + one, n)) for i in range(0, n, one)]
             found = [self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at]) for at in groups]
@@ -165,7 +165,7 @@ class RowSampler:
         if path == PLAIN and not self._temperature[rows].any():
             tokens, ok = self.backend.fetch(self._greedy(logits))()
             return tokens[:n], ok[:n]
-        size = self.backend.step_tokens
+        size = self.backend.draw_rows
         if size is not None and logits.shape[0] != size:  # the bits of a draw may depend on the shape
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
             drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
@@ -198,7 +198,7 @@ class RowSampler:
     def _padded(self, at: Any) -> Any:
         if not self.backend.static_shapes:
             return at
-        one = self.backend.step_tokens
+        one = self.backend.draw_rows
         fill = -len(at) % one if one is not None else (1 << (len(at) - 1).bit_length()) - len(at)
         return np.pad(at, (0, fill), mode="edge")
 

@@ -56,6 +56,19 @@ class Texts(Closing):
             )
         return self._start([prompt], [self._ids(prompt)], [params], terms)[0]
 
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        terms: Terms | Sequence[Terms] | None = None,
+    ) -> list[TextStream]:
+        """Queue all prompts, after all have been checked; a stream for each. See `generate`.
+
+        Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
+        """
+        return self._start(prompts, [self._ids(p) for p in prompts], params, terms)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -83,6 +83,12 @@ class TextChoice:
         self._ids: list[int] = []
         self._held = 0  # tokens whose text has not come out yet
         self._flushed = False
+        self.over = False  # it has ended, and `TextStream.come` has given all of it
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far."""
+        return self._ids
 
     @property
     def finish_reason(self) -> Finish | None:
@@ -160,6 +166,7 @@ class TextStream(Closing):
     def __init__(self, prompt: Prompt, prompt_ids: list[int], choices: Sequence[TextChoice], n: int) -> None:
         self.prompt, self.prompt_token_ids, self.choices = prompt, prompt_ids, list(choices)
         self._n = n
+        self._cursor: _Pieces | None = None
 
     @property
     def tokens(self) -> ItemStream[int]:
@@ -206,6 +213,16 @@ class TextStream(Closing):
     def __aiter__(self) -> AsyncIterator[Piece]:
         return _Pieces(self)
 
+    async def come(self) -> list[Piece]:
+        """All pieces that have come since it was last asked, one for each continuation that has any; waits for some.
+        [] at the end.
+
+        Raises the error of a continuation after its pieces.
+        """
+        if self._cursor is None:
+            self._cursor = _Pieces(self, hold=False)
+        return await self._cursor.some()
+
     def close(self) -> None:
         """Cancel the request unless it has ended."""
         for choice in self.choices:
@@ -215,8 +232,9 @@ class TextStream(Closing):
 class _Pieces:
     """What has come of a stream; what `async for` holds, and dropped with the loop, so that `break` cancels at once."""
 
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextStream, *, hold: bool = True) -> None:
+        """hold: dropping this drops the stream."""
+        self._stream = stream if hold else None
         self.active = list(stream.choices)
         self._ready: deque[Piece] = deque()
 
@@ -230,6 +248,7 @@ class _Pieces:
                 choice.tokens.check()
             if choice.stopped or (over and choice.tokens.error is None):
                 self.active.remove(choice)
+                choice.over = True
                 if (piece := choice.rest()) is not None:
                     self._ready.append(piece)
         return self._ready.popleft() if self._ready else None
@@ -245,12 +264,41 @@ class _Pieces:
                     raise StopAsyncIteration
                 await await_any([c.tokens for c in self.active])
         except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
-            self._stream.close()
+            self._close()
             raise
         return piece
 
+    async def some(self) -> list[Piece]:
+        """See `TextStream.come`."""
+        await give_way()
+        while (piece := self.poll()) is None:
+            if not self.active:
+                return []
+            await await_any([c.tokens for c in self.active])
+        found = [piece, *self._ready]
+        self._ready.clear()
+        return _joined(found) if len(found) > 1 else found
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
     def __del__(self) -> None:
-        self._stream.close()
+        self._close()
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """One piece for each index."""
+    by_index: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_index.setdefault(piece.index, []).append(piece)
+    return [some[0] if len(some) == 1 else _whole(some) for some in by_index.values()]
+
+
+def _whole(some: Sequence[Piece]) -> Piece:
+    ids = [i for piece in some for i in piece.token_ids]
+    scores = None if some[0].logprobs is None else [s for piece in some for s in piece.logprobs or ()]
+    return Piece("".join(piece.text for piece in some), ids, some[0].index, scores)
 
 
 def _sum(ids: Sequence[int], logprobs: Logprobs) -> float:

@@ -58,6 +58,9 @@ class OwnTokenizer:
     def is_silent(self, token: int) -> bool:
         return False
 
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
         return lambda after: AnyText(self.decode, _Any(), after)
@@ -96,6 +99,9 @@ class NoTokenizer:
 
     def is_silent(self, token: int) -> bool:
         return True
+
+    def token_bytes(self, token: int) -> bytes:
+        return b""
 
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:

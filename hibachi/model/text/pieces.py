@@ -50,6 +50,19 @@ def texts(decoder: Any, tokens: Mapping[int, str], decode: Decode) -> Callable[[
     return lambda after: AnyText(decode, tokens, after)
 
 
+def raw_bytes(decoder: Any, token: str) -> bytes:
+    """What a token stands for by itself, inside a text: perhaps a part of a character. decoder: as for `texts`."""
+    steps = decoder.get("decoders", [decoder]) if decoder else []
+    kinds = [s["type"] for s in steps]
+    if kinds == ["ByteLevel"]:
+        return _bytes(token)
+    if kinds == ["Metaspace"]:
+        return token.replace(steps[0]["replacement"], " ").encode()
+    replace, fallback, _ = _rules(steps) or ([], False, ("", 0))
+    piece = _piece(token, replace, fallback)
+    return bytes([piece]) if isinstance(piece, int) else piece.encode()
+
+
 # ---- byte level ------------------------------------------------------------------------------------------------------
 
 

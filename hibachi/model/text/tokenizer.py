@@ -14,7 +14,7 @@ from hibachi.model.fields import read_json
 from hibachi.model.text import bytelevel
 from hibachi.model.text.chat import choose_template, read_templates, render_chat
 from hibachi.model.text.ids import check_ids, read_unique
-from hibachi.model.text.pieces import Text, texts
+from hibachi.model.text.pieces import Text, raw_bytes, texts
 from hibachi.model.text.sentencepiece import read_sentencepiece
 from hibachi.model.text.special import add_special_tokens
 
@@ -94,14 +94,25 @@ class Tokenizer:
         """Does `decode` leave this id out: a special token, or no token at all?"""
         return token in self._special or self._raw.id_to_token(token) is None
 
+    def token_bytes(self, token: int) -> bytes:
+        """What an id stands for by itself, inside a text: perhaps a part of a character. b"" if there is no such id."""
+        text = self._raw.id_to_token(token)
+        if text is None:
+            return b""
+        return text.encode() if token in self._special else raw_bytes(self._decoder, text)
+
+    @cached_property
+    def _decoder(self) -> Any:
+        """The part "decoder" of a tokenizer.json."""
+        decoder = self._raw.decoder
+        return json.loads(decoder.__getstate__()) if decoder is not None else None
+
     @cached_property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
         """Text id by id, behind some ids; see `Detokenizer`."""
         tokens = self._raw.get_vocab(with_added_tokens=True)
         spoken = {i: t for t, i in tokens.items() if i not in self._special}
-        decoder = self._raw.decoder
-        state = json.loads(decoder.__getstate__()) if decoder is not None else None
-        return texts(state, spoken, self.decode)
+        return texts(self._decoder, spoken, self.decode)
 
     def render_chat(
         self,

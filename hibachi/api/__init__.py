@@ -1,0 +1,1 @@
+"""Wire shapes: what a request may say, what an answer looks like. No sockets, no engine."""

@@ -1,0 +1,234 @@
+"""What an answer looks like: OpenAI's completions, chats, embeddings and models, whole and in chunks."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+Logprobs = Sequence[dict[int, float] | None]
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def encode(answer: Any) -> bytes:
+    return _encode(answer)
+
+
+def event(answer: Any) -> bytes:
+    """As a server-sent event."""
+    return b"data: " + _encode(answer) + b"\n\n"
+
+
+class Usage(Struct, omit_defaults=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+def usage(prompt: int, new: int, cached: int | None = None) -> Usage:
+    return Usage(prompt, new, prompt + new, None if cached is None else {"cached_tokens": cached})
+
+
+class Vocabulary:
+    """What tokens look like. raw: the bytes of an id. text: of ids, special tokens included."""
+
+    def __init__(self, raw: Callable[[int], bytes], text: Callable[[Sequence[int]], str]) -> None:
+        self._raw, self.text = raw, text
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Text and bytes. Bytes that are no text alone are shown as OpenAI does: "bytes:\\xe2"."""
+        found = self._known.get(token)
+        if found is None:
+            raw = self._raw(token)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+            found = self._known[token] = text, list(raw)
+        return found
+
+
+# ---- completions -------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct, omit_defaults=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: list[Any] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(Struct, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+def completion_logprobs(
+    ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary, offset: int = 0
+) -> CompletionLogprobs:
+    """offset: characters in front."""
+    out = CompletionLogprobs([], [], [], [])
+    for token, by_id in zip(ids, scores, strict=True):
+        text, _ = vocabulary(token)
+        out.tokens.append(text)
+        out.text_offset.append(offset)
+        offset += len(text)
+        out.token_logprobs.append(None if by_id is None else finite(by_id[token]))
+        if by_id is None:
+            out.top_logprobs.append(None)
+        else:
+            likely = likeliest(by_id, most) if most else []
+            top = {vocabulary(i)[0]: finite(p) for i, p in likely}
+            top.setdefault(text, finite(by_id[token]))
+            out.top_logprobs.append(top)
+    return out
+
+
+def joined(a: CompletionLogprobs, b: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        a.tokens + b.tokens,
+        a.token_logprobs + b.token_logprobs,
+        a.top_logprobs + b.top_logprobs,
+        a.text_offset + b.text_offset,
+    )
+
+
+# ---- chats -------------------------------------------------------------------------------------------------------
+
+
+class TokenLogprob(Struct, omit_defaults=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any] | None = None
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, omit_defaults=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | None = None
+
+
+class ChatAnswer(Struct, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatPiece(Struct, omit_defaults=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | None = None
+
+
+def chat_logprobs(ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary) -> ChatLogprobs:
+    content = []
+    for token, by_id in zip(ids, scores, strict=True):
+        assert by_id is not None
+        top = [TokenLogprob(vocabulary(i)[0], finite(p), vocabulary(i)[1]) for i, p in likeliest(by_id, most)]
+        text, raw = vocabulary(token)
+        content.append(TokenLogprob(text, finite(by_id[token]), raw, top))
+    return ChatLogprobs(content)
+
+
+def prompt_scores(scores: Logprobs, vocabulary: Vocabulary) -> list[Any]:
+    """As vLLM: {id: {"logprob", "rank", "decoded_token"}} for each token of the prompt, null for the first."""
+    out: list[Any] = []
+    for by_id in scores:
+        ranked = sorted((by_id or {}).items(), key=lambda item: -item[1])
+        told = {
+            str(i): {"logprob": finite(p), "rank": rank, "decoded_token": vocabulary(i)[0]}
+            for rank, (i, p) in enumerate(ranked, 1)
+        }
+        out.append(None if by_id is None else told)
+    return out
+
+
+def likeliest(by_id: dict[int, float], most: int) -> list[tuple[int, float]]:
+    return sorted(by_id.items(), key=lambda item: -item[1])[:most]
+
+
+def finite(p: float) -> float:
+    """JSON has no infinity; OpenAI tells -9999 for what is impossible."""
+    return max(float(p), -9999.0)
+
+
+# ---- others ------------------------------------------------------------------------------------------------------
+
+
+def models(names: Sequence[str], created: int, max_len: int | None, root: str) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name, created, max_len, root) for name in names]}
+
+
+def model(name: str, created: int, max_len: int | None, root: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "hibachi",
+        "root": root,
+        "parent": None,
+        "max_model_len": max_len,
+    }
+
+
+def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> dict[str, Any]:
+    """vectors: float32 arrays [hidden]. packed: as base64 of little-endian float32."""
+
+    def told(v: Any) -> Any:
+        return base64.b64encode(v.astype("<f4").tobytes()).decode() if packed else [float(x) for x in v]
+
+    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
+    return {
+        "object": "list",
+        "data": data,
+        "model": name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }

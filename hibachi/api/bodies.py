@@ -1,0 +1,202 @@
+"""What a request may say: JSON bodies as typed records, read strictly.
+
+A field that is not listed is refused by its name, and so is one that is known and has no effect here that its sender
+would expect; those in IGNORED have none on what is answered.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from hibachi.api.errors import Refused
+
+T = TypeVar("T")
+Anything = Any | UnsetType
+IGNORED = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+)
+"""Fields of OpenAI's API that may be sent and change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that a request may ask for."""
+
+    n: int = 128  # continuations of a prompt, best_of likewise
+    prompts: int = 1024  # of one request
+    logprobs: int = 20
+    stop: int = 16  # strings
+    stop_length: int = 1024  # characters of one
+    bias: int = 1024  # entries of logit_bias
+    token_ids: int = 4096  # of stop_token_ids or allowed_token_ids
+    messages: int = 4096
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | UnsetType = UNSET
+
+
+class _Ignored(Struct, kw_only=True):
+    user: Anything = UNSET
+    store: Anything = UNSET
+    metadata: Anything = UNSET
+    service_tier: Anything = UNSET
+    safety_identifier: Anything = UNSET
+    prompt_cache_key: Anything = UNSET
+    prompt_cache_retention: Anything = UNSET
+    prediction: Anything = UNSET
+
+
+class _Generation(_Ignored, kw_only=True):
+    """Fields of both kinds of completion. Those that OpenAI does not have are vLLM's, by the same names."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    best_of: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    return_token_ids: bool | None = None
+    request_id: str | None = None
+    # Known, and refused by name.
+    guided_json: Anything = UNSET
+    guided_regex: Anything = UNSET
+    guided_choice: Anything = UNSET
+    guided_grammar: Anything = UNSET
+    structured_outputs: Anything = UNSET
+
+
+class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[int | str | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+    suffix: Anything = UNSET
+    response_format: Anything = UNSET
+
+
+class Message(Struct):
+    """A message of a conversation. What else is in it goes to the template as it is."""
+
+    role: str
+
+
+class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: Anything = UNSET
+    modalities: Anything = UNSET
+    audio: Anything = UNSET
+    functions: Anything = UNSET
+    function_call: Anything = UNSET
+    reasoning_effort: Anything = UNSET
+    verbosity: Anything = UNSET
+    web_search_options: Anything = UNSET
+
+
+class EmbeddingBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings"""
+
+    input: str | list[int | str | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """Raises Refused, which names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as e:
+        text = str(e)
+        at = _AT.search(text)
+        place = at[1] if at else None
+        what = text[: at.start()] if at else text
+        if unknown := _UNKNOWN.search(what):
+            name = f"{place}.{unknown[1]}" if place else unknown[1]
+            raise Refused(
+                f"Unknown field: {name}. This server has none of that name here; docs/serving.md lists them.",
+                param=name,
+                code="unknown_parameter",
+            ) from None
+        if missing := re.search(r"missing required field `(.*)`", what):
+            name = f"{place}.{missing[1]}" if place else missing[1]
+            raise Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter") from None
+        raise Refused(f"{place or 'The body'}: {what}.", param=place, code="invalid_type") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
+    except RecursionError:
+        raise Refused("The body is nested too deep.", code="invalid_json") from None

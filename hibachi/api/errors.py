@@ -1,0 +1,69 @@
+"""Errors as OpenAI's API tells them: an HTTP status, and {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hibachi.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineError,
+    HibachiError,
+    InvalidRequest,
+    OutOfCapacity,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+    UnsupportedOperation,
+)
+
+INVALID, DENIED, LIMITED, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+_KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
+    (PromptTooLong, 400, INVALID, "context_length_exceeded"),
+    (InvalidRequest, 400, INVALID, None),
+    (QueueFull, 429, LIMITED, "queue_full"),
+    (DeadlineExceeded, 408, "timeout_error", "deadline_exceeded"),
+    (RequestError, 400, INVALID, None),
+    (EngineClosed, 503, SERVER, "shutting_down"),
+    (OutOfCapacity, 503, SERVER, "out_of_memory"),
+    (EngineError, 503, SERVER, "engine_failed"),
+    (UnsupportedOperation, 400, INVALID, "unsupported"),
+    (ConfigError, 400, INVALID, "unsupported"),
+)
+
+
+class Refused(HibachiError):
+    """A request that is answered with an error: `status`, `kind` (OpenAI's "type"), `param`, `code`, `headers`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.headers = headers or {}
+
+
+def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
+    """What to answer to an error of ours, or of anybody. retry_after: seconds, where trying again may help."""
+    if isinstance(error, Refused):
+        return error
+    for cls, status, kind, code in _KNOWN:
+        if isinstance(error, cls):
+            again = {"Retry-After": str(retry_after)} if status in (429, 503) else None
+            return Refused(str(error), status=status, kind=kind, code=code, headers=again)
+    if isinstance(error, HibachiError):  # the model did something that ended this request
+        return Refused(str(error), status=500, kind=SERVER, code="model_fault")
+    return Refused("The server made a mistake; its log says more.", status=500, kind=SERVER, code="internal_error")
+
+
+def body_of(refused: Refused) -> dict[str, Any]:
+    about = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
+    return {"error": about}

@@ -1,0 +1,114 @@
+"""The ASGI application: which route, who asks, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from hibachi.api.errors import Refused, as_refused
+from hibachi.serve import openai
+from hibachi.serve.exchange import Exchange, Gone
+from hibachi.serve.state import Served
+
+log = logging.getLogger("hibachi.serve")
+Handler = Callable[[Served, Exchange], Awaitable[None]]
+LEFT = 499  # as nginx logs a client that left
+
+
+async def health(served: Served, x: Exchange) -> None:
+    """Does the engine step?"""
+    await _tell(x, served.why_not_live())
+
+
+async def ready(served: Served, x: Exchange) -> None:
+    """Would a request be taken?"""
+    await _tell(x, served.why_not_ready())
+
+
+async def _tell(x: Exchange, why_not: str | None) -> None:
+    if why_not is None:
+        await x.json({"status": "ok"})
+    else:
+        await x.json({"status": "unavailable", "reason": why_not}, 503, {"Retry-After": "1"})
+
+
+async def flight(served: Served, x: Exchange) -> None:
+    """The flight recorder: what the last steps computed, and for whom. No tokens."""
+    dump = await asyncio.to_thread(served.texts.dump)
+    await x.answer(json.dumps(dump, default=str).encode(), b"application/json")
+
+
+async def about(served: Served, x: Exchange) -> None:
+    await x.json({"version": version("hibachi")})
+
+
+ROUTES: tuple[tuple[str, str, Handler, bool], ...] = (
+    # method, path, handler, does it take a key?
+    ("GET", "/v1/models", openai.models, True),
+    ("GET", "/v1/models/{model:path}", openai.model, True),
+    ("POST", "/v1/completions", openai.completions, True),
+    ("POST", "/v1/chat/completions", openai.chat, True),
+    ("POST", "/v1/embeddings", openai.embeddings, True),
+    ("POST", "/tokenize", openai.tokenize, True),
+    ("POST", "/detokenize", openai.detokenize, True),
+    ("GET", "/debug/flight", flight, True),
+    ("GET", "/health", health, False),
+    ("GET", "/ready", ready, False),
+    ("GET", "/version", about, False),
+)
+
+
+class Endpoint:
+    """A route on ASGI. Errors become answers here, and nowhere else."""
+
+    def __init__(self, served: Served, handler: Handler, keyed: bool) -> None:
+        self._served, self._handler, self._keyed = served, handler, keyed
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        served, x = self._served, Exchange(scope, receive, send)
+        tenants = served.tenants
+        try:
+            if self._keyed:
+                x.tenant = tenants.admit(x.headers.get(b"authorization"))
+            tenants.running[x.tenant] += 1
+            try:
+                await self._handler(served, x)
+            finally:
+                tenants.running[x.tenant] -= 1
+        except Gone:
+            pass
+        except Exception as e:
+            refused = as_refused(e)
+            if refused.status == 500:
+                log.exception("request %s: %s %s", x.id, x.method, x.path)
+            if not x.begun:
+                await x.refuse(refused)
+            else:
+                raise
+
+
+def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...] = ()) -> Starlette:
+    """more: further routes."""
+    routes = [
+        Route(path, Endpoint(served, handler, keyed), methods=[method])
+        for method, path, handler, keyed in (*ROUTES, *more)
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+
+async def _no_route(request: Any, error: Exception) -> Any:
+    from starlette.responses import JSONResponse
+
+    assert isinstance(error, HTTPException)
+    what = "allows no such method" if error.status_code == 405 else "does not exist"
+    refused = Refused(f"{request.method} {request.url.path}: this route {what}.", status=error.status_code)
+    body = {"error": {"message": str(refused), "type": refused.kind, "param": None, "code": "not_found"}}
+    return JSONResponse(body, refused.status, dict(error.headers or {}))

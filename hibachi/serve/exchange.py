@@ -1,0 +1,119 @@
+"""One request and its answer, on ASGI: bounded bodies, JSON, server-sent events, and a client that may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import unquote
+
+from hibachi.api.answers import encode
+from hibachi.api.errors import Refused, body_of
+
+Message = MutableMapping[str, Any]
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class Exchange:
+    """A request that came, and how to answer it. `id`: the client's X-Request-Id, or one of ours."""
+
+    def __init__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        self.scope, self._receive, self._send = scope, receive, send
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self.tenant = ""
+        self.begun = False  # its answer
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Of the path."""
+        found: dict[str, str] = self.scope.get("path_params", {})
+        return {name: unquote(value) for name, value in found.items()}
+
+    async def body(self, most: int) -> bytes:
+        """The whole body. Raises Refused if it is larger than `most` bytes, or no JSON is announced; Gone."""
+        kind = self.headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and not kind.endswith(b"+json"):
+            raise Refused(
+                f"The body must be JSON: expected Content-Type: application/json; got {kind[:60].decode('latin-1')}.",
+                status=415,
+                code="unsupported_media_type",
+            )
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > most:
+            raise _too_large(int(length), most)
+        parts, size = [], 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(size, most)
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def left(self) -> None:
+        """Returns when the client has left. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def while_here(self, work: Awaitable[None], leave: Callable[[], object]) -> None:
+        """Await `work`; if the client leaves meanwhile, call `leave` and raise Gone."""
+        mine, theirs = asyncio.ensure_future(work), asyncio.ensure_future(self.left())
+        try:
+            await asyncio.wait((mine, theirs), return_when=asyncio.FIRST_COMPLETED)
+            if not mine.done():
+                leave()
+                raise Gone
+            mine.result()
+        finally:
+            theirs.cancel()
+            if not mine.done():
+                mine.cancel()
+
+    # ---- the answer --------------------------------------------------------------------------------------------
+
+    async def begin(self, status: int, kind: bytes, more: dict[str, str] | None = None) -> None:
+        headers = [(b"content-type", kind), (b"x-request-id", self.id.encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
+        if kind == b"text/event-stream; charset=utf-8":
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Waits while the client reads slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer(self, data: bytes, kind: bytes, status: int = 200, more: dict[str, str] | None = None) -> None:
+        await self.begin(status, kind, {"content-length": str(len(data)), **(more or {})})
+        await self.write(data, more=False)
+
+    async def json(self, answer: Any, status: int = 200, more: dict[str, str] | None = None) -> None:
+        await self.answer(encode(answer), b"application/json", status, more)
+
+    async def refuse(self, refused: Refused) -> None:
+        await self.json(body_of(refused), refused.status, refused.headers)
+
+
+def _too_large(size: int, most: int) -> Refused:
+    return Refused(
+        f"The body is too large: at most {most} bytes are taken; got {size}.", status=413, code="body_too_large"
+    )

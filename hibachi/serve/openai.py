@@ -1,0 +1,155 @@
+"""The routes of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hibachi.api import answers, asking
+from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
+from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.engine.textstream import Piece, TextChoice, TextStream
+from hibachi.errors import HibachiError
+from hibachi.serve.exchange import Exchange
+from hibachi.serve.record import Record
+from hibachi.serve.shapes import Chats, Completions, Shape
+from hibachi.serve.state import Served
+
+SSE = b"text/event-stream; charset=utf-8"
+
+
+async def models(served: Served, x: Exchange) -> None:
+    await x.json(answers.models(served.names, served.created, served.max_len, served.root))
+
+
+async def model(served: Served, x: Exchange) -> None:
+    name = x.params["model"]
+    served.check_name(name)
+    await x.json(answers.model(name, served.created, served.max_len, served.root))
+
+
+async def completions(served: Served, x: Exchange) -> None:
+    body = read(CompletionBody, await x.body(served.max_body))
+    name = served.check_name(body.model)
+    asked = asking.completion(body, served.texts.default_params, served.bounds)
+    ids = [served.encode(p, "prompt", special=asked.special) for p in asked.prompts]
+    await _text(served, x, Completions(asked, x.id, name, served.vocabulary), ids, body.max_tokens)
+
+
+async def chat(served: Served, x: Exchange) -> None:
+    body = read(ChatBody, await x.body(served.max_body))
+    name = served.check_name(body.model)
+    asked = asking.chat(body, served.texts.default_params, served.bounds)
+    assert asked.messages is not None
+    ids = await served.render(asked.messages, asked.template)
+    await _text(served, x, Chats(asked, x.id, name, served.vocabulary), [ids], asked.params.max_tokens)
+
+
+async def embeddings(served: Served, x: Exchange) -> None:
+    body = read(EmbeddingBody, await x.body(served.max_body))
+    name = served.check_name(body.model)
+    ids = [served.encode(p, "input") for p in asking.embedding(body, served.bounds)]
+    for own in ids:
+        served.check_length(own, None)
+    served.check_open()
+    found = await asyncio.to_thread(served.texts.embed, ids)
+    vectors = [e.embedding for e in found]
+    await x.json(answers.embeddings(vectors, name, sum(map(len, ids)), packed=body.encoding_format == "base64"))
+
+
+async def tokenize(served: Served, x: Exchange) -> None:
+    body = read(TokenizeBody, await x.body(served.max_body))
+    served.check_name(body.model)
+    if body.messages is not None and body.prompt is None:
+        variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
+        if body.tools:
+            variables["tools"] = body.tools
+        messages = [asking.message(m, i) for i, m in enumerate(body.messages)]
+        ids = await served.render(messages, variables)
+    elif body.prompt is not None and body.messages is None:
+        ids = served.texts.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [served.vocabulary(i)[0] for i in ids]
+    await x.json(told)
+
+
+async def detokenize(served: Served, x: Exchange) -> None:
+    body = read(DetokenizeBody, await x.body(served.max_body))
+    served.check_name(body.model)
+    served.check_ids(body.tokens, "tokens")
+    await x.json({"prompt": served.vocabulary.text(body.tokens)})
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+async def _text(served: Served, x: Exchange, shape: Shape, ids: list[list[int]], limit: int | None) -> None:
+    asked = shape.asked
+    for own in ids:
+        served.check_length(own, limit)
+    with served.record(x, asked.params, ids) as record:
+        shape.streams = served.submit(ids, asked.params, served.terms(asked.terms, x.tenant))
+        shape.ids = ids
+        text = _one(shape.streams, asked.params.n)
+        record.text = text
+        try:
+            await x.while_here(_answer(x, shape, text, record), text.close)
+        finally:
+            text.close()
+
+
+async def _answer(x: Exchange, shape: Shape, text: TextStream, record: Record) -> None:
+    pieces = await text.come()  # before the answer begins, as an error has a status of its own
+    record.came(pieces)
+    if shape.asked.stream:
+        await _stream(x, shape, text, pieces, record)
+        return
+    while pieces:
+        pieces = await text.come()
+        record.came(pieces)
+    await x.json(shape.whole())
+
+
+async def _stream(x: Exchange, shape: Shape, text: TextStream, pieces: list[Piece], record: Record) -> None:
+    """Every chunk leaves with the step that made it."""
+    await x.begin(200, SSE)
+    chunks = shape.opening()
+    open_ = {c.index: c for c in text.choices}
+    try:
+        while pieces:
+            chunks += [shape.piece(p) for p in pieces]
+            chunks += [shape.end(c) for c in _over(open_)]
+            await x.write(b"".join(map(answers.event, chunks)))
+            chunks = []
+            pieces = await text.come()
+            record.came(pieces)
+        chunks = [shape.end(c) for c in open_.values()]
+        if shape.asked.usage:
+            chunks.append(shape.last())
+    except HibachiError as e:
+        record.failed(e)
+        chunks = [body_of(as_refused(e))]
+    await x.write(b"".join(map(answers.event, chunks)) + answers.DONE, more=False)
+
+
+def _over(open_: dict[int, TextChoice]) -> list[TextChoice]:
+    """Those that have ended, and of which everything was read; they are no longer open."""
+    over = [c for c in open_.values() if c.over]
+    for choice in over:
+        del open_[choice.index]
+    return over
+
+
+def _one(streams: list[TextStream], n: int) -> TextStream:
+    """All continuations of all prompts as one stream, numbered as OpenAI does."""
+    if len(streams) == 1:
+        return streams[0]
+    choices = []
+    for p, stream in enumerate(streams):
+        for choice in stream.choices:
+            choice.index += p * n
+            choices.append(choice)
+    return TextStream("", [], choices, len(choices))

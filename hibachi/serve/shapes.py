@@ -1,0 +1,188 @@
+"""How the chunks and the whole answers of a request look, from the continuations that the engine writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hibachi.api import answers
+from hibachi.api.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatMessage,
+    ChatPiece,
+    CompletionAnswer,
+    CompletionChoice,
+    Delta,
+    Usage,
+    Vocabulary,
+)
+from hibachi.api.asking import Asked
+from hibachi.engine.textstream import Choice, Completion, Piece, TextChoice, TextStream
+from hibachi.errors import EngineClosed
+from hibachi.request import Finish
+
+
+class Shape:
+    """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued."""
+
+    prefix = object = ""
+
+    def __init__(self, asked: Asked, request: str, name: str, vocabulary: Vocabulary) -> None:
+        self.asked, self.name, self.vocabulary = asked, name, vocabulary
+        self.id, self.created = f"{self.prefix}-{request}", int(time.time())
+        self.streams: list[TextStream] = []
+        self.ids: list[list[int]] = []
+        self._lengths: dict[int, int] = {}  # characters written, by choice
+        self._given = asked.params.n
+
+    def usage(self) -> Usage:
+        """Of what has been read so far."""
+        new = sum(len(c.token_ids) for s in self.streams for c in s.choices)
+        cached = sum(s.tokens.reused for s in self.streams)
+        return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached)
+
+    def prompt_of(self, index: int) -> int:
+        """Which prompt a choice belongs to."""
+        return index // self._given
+
+    def opening(self) -> list[Any]:
+        """Chunks in front of all text; called when the first token is there."""
+        return []
+
+    def piece(self, p: Piece) -> Any:
+        raise NotImplementedError
+
+    def end(self, choice: TextChoice) -> Any:
+        raise NotImplementedError
+
+    def whole(self) -> Any:
+        raise NotImplementedError
+
+    def last(self) -> Any:
+        """The chunk that tells the usage."""
+        raise NotImplementedError
+
+    def _always(self) -> Usage | None:
+        return self.usage() if self.asked.usage_always else None
+
+    def _told(self, ids: list[int]) -> list[int] | None:
+        return ids if self.asked.token_ids else None
+
+    def _done(self) -> list[Completion]:
+        return [s.completion() for s in self.streams]
+
+
+class Completions(Shape):
+    prefix, object = "cmpl", "text_completion"
+
+    def opening(self) -> list[Any]:
+        if not self.asked.echo:
+            return []
+        return [self._answer([self._echo(c.index)]) for s in self.streams for c in s.choices]
+
+    def piece(self, p: Piece) -> Any:
+        if self.asked.unwritten:
+            return self._answer([CompletionChoice(p.index, "", None, None)])
+        most, scores = self.asked.logprobs, None
+        at = self._lengths.get(p.index, 0)
+        if most is not None and p.logprobs is not None:
+            scores = answers.completion_logprobs(p.token_ids, p.logprobs, most, self.vocabulary, at)
+        self._lengths[p.index] = at + len(p.text)
+        return self._answer([CompletionChoice(p.index, p.text, scores, None, None, self._told(p.token_ids))])
+
+    def end(self, choice: TextChoice) -> Any:
+        return self._answer([CompletionChoice(choice.index, "", None, reason_of(choice.finish_reason))])
+
+    def last(self) -> Any:
+        return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage())
+
+    def whole(self) -> Any:
+        choices = []
+        for p, done in enumerate(self._done()):
+            choices += [self._whole(p, done, c) for c in done.choices]
+        answer = self._answer(choices)
+        answer.usage = self.usage()
+        return answer
+
+    def _whole(self, p: int, done: Completion, c: Choice) -> CompletionChoice:
+        index = p * self._given + c.index % self._given
+        out = self._echo(index, done.prompt_logprobs) if self.asked.echo else CompletionChoice(index, "", None, None)
+        if not self.asked.unwritten:
+            if self.asked.logprobs is not None and c.logprobs is not None:
+                new = answers.completion_logprobs(
+                    c.token_ids, c.logprobs, self.asked.logprobs, self.vocabulary, len(out.text)
+                )
+                out.logprobs = new if out.logprobs is None else answers.joined(out.logprobs, new)
+            out.text += c.text
+            out.token_ids = self._told(c.token_ids)
+        out.finish_reason = "length" if self.asked.unwritten else reason_of(c.finish_reason)
+        if done.prompt_logprobs is not None and self.asked.prompt_scores:
+            out.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
+        if self.asked.token_ids:
+            out.prompt_token_ids = done.prompt_token_ids
+        return out
+
+    def _echo(self, index: int, scores: Any = None) -> CompletionChoice:
+        """The prompt, as the beginning of the text."""
+        p = self.prompt_of(index)
+        prompt = self.asked.prompts[p]
+        text = prompt if isinstance(prompt, str) else self.vocabulary.text(prompt)
+        self._lengths[index] = len(text)
+        found, most = None, self.asked.logprobs
+        scores = self.streams[p].tokens.prompt_logprobs if scores is None else scores
+        if most is not None and scores is not None:
+            found = answers.completion_logprobs(self.ids[p], scores, most, self.vocabulary)
+        return CompletionChoice(index, text, found, None)
+
+    def _answer(self, choices: Sequence[CompletionChoice]) -> CompletionAnswer:
+        return CompletionAnswer(self.id, self.object, self.created, self.name, list(choices), self._always())
+
+
+class Chats(Shape):
+    prefix, object = "chatcmpl", "chat.completion"
+
+    def opening(self) -> list[Any]:
+        first = Delta("assistant", "")
+        return [self._chunk([ChatPiece(c.index, first, None, None)]) for s in self.streams for c in s.choices]
+
+    def piece(self, p: Piece) -> Any:
+        found, most = None, self.asked.logprobs
+        if most is not None and p.logprobs is not None:
+            found = answers.chat_logprobs(p.token_ids, p.logprobs, most, self.vocabulary)
+        return self._chunk([ChatPiece(p.index, Delta(None, p.text), found, None, self._told(p.token_ids))])
+
+    def end(self, choice: TextChoice) -> Any:
+        return self._chunk([ChatPiece(choice.index, Delta(), None, reason_of(choice.finish_reason))])
+
+    def last(self) -> Any:
+        return self._chunk([], self.usage())
+
+    def whole(self) -> Any:
+        (done,) = self._done()
+        choices, most = [], self.asked.logprobs
+        for c in done.choices:
+            scores = c.logprobs if most is not None else None
+            found = None if scores is None else answers.chat_logprobs(c.token_ids, scores, most or 0, self.vocabulary)
+            message = ChatMessage("assistant", c.text)
+            reason = reason_of(c.finish_reason)
+            choices.append(ChatChoice(c.index, message, found, reason, self._told(c.token_ids)))
+        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage())
+        if done.prompt_logprobs is not None:
+            answer.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
+        answer.prompt_token_ids = self._told(done.prompt_token_ids)
+        return answer
+
+    def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer:
+        used = used or self._always()
+        return ChatAnswer(self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used)
+
+
+def reason_of(finish: Finish | None) -> str:
+    """As OpenAI says it. Raises EngineClosed for a text that was cut off."""
+    if finish is Finish.STOP:
+        return "stop"
+    if finish is Finish.LENGTH:
+        return "length"
+    raise EngineClosed("The server is shutting down, and this request was not done. Send it again.")
