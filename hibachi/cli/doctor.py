@@ -7,10 +7,11 @@ import importlib
 import os
 import platform
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.cli.options import deterministic_argument
-from hibachi.engine.autotune import choose, seconds_of, sizes_of, table
+from hibachi.engine.autotune import seconds_of, settle, table
 from hibachi.engine.llm import QUANTIZATIONS
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.files import locate, open_files
@@ -18,6 +19,10 @@ from hibachi.model.registry import arch_of
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load, why_missing
 
+_LEGEND = """\
+Milliseconds of a step, by operation: that of all layers, with so many rows, or
+rows x cached positions. error: the largest difference from the reference, of
+the largest number. dtype and buckets are judged by products and attention."""
 _EXTRAS = (
     ("tokenizers", "text"),
     ("minijinja", "text"),
@@ -34,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="say which kernels a model gets, and why: their times on its shapes")
     add("--backend", metavar="NAME", default="torch", help="with --model (default: torch)")
     add("--device", metavar="NAME", help="with --model")
-    add("--dtype", metavar="NAME", default="float32", help="with --model (default: float32)")
+    add("--dtype", metavar="NAME", help="with --model (default: the fastest that the checkpoint allows)")
     add("--autotune", metavar="S", default="full", help="with --model: seconds to measure (default: full, 20 seconds)")
     add("--quantization", choices=QUANTIZATIONS, help="with --model; auto: int8 is a candidate")
     deterministic_argument(parser)
@@ -68,17 +73,22 @@ def _model(args: argparse.Namespace) -> int:
         )
     backend = load(args.backend, device=args.device)
     invariant = bool(args.deterministic or (args.deterministic is None and backend.prefers_invariant))
-    choice = choose(
+    began = time.perf_counter()
+    choice = settle(
         backend,
-        sizes_of(arch, args.dtype),
+        arch,
+        args.dtype,
+        stored=files.dtype,
         deterministic=invariant,
         rounding=args.quantization in ("auto", "int8"),
         budget=seconds_of(args.autotune),
         refresh=True,
     )
-    print(f"{files.path}: {args.dtype} on {choice.backend.fingerprint()}")
+    print(f"{files.path}: {choice.dtype} on {choice.backend.fingerprint()}")
     print(f"deterministic: {'yes' if choice.backend.deterministic else 'no'}\n")
-    print(table(choice.trials) or f"The backend {args.backend} has one way to compute each operation here.")
+    if choice.trials:
+        print(f"{_LEGEND} Measured in {time.perf_counter() - began:.0f} s.\n")
+    print(table(choice.trials) or "Nothing was measured, so candidates are taken in their order (--autotune off).")
     return 0
 
 

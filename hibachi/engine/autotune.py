@@ -152,11 +152,22 @@ def settle(
             part = budget / len(allowed)
             choice = choose(backend, sizes_of(arch, trial.name), budget=part, refresh=True, alone=every or STEP, **how)
             measured[trial.name], trial.times = choice, _steps(choice.trials)
+            if not trial.times:
+                trial.why_not = _why_untimed(choice.trials)
         _rank(trials)
         _write(path, trials)
     taken = next((t.name for t in trials if t.why_not is None), "float32")
     choice = measured.get(taken) or choose(backend, sizes_of(arch, taken), budget=budget, alone=STEP, **how)
     return replace(choice, trials=trials + choice.trials)
+
+
+def _why_untimed(trials: Sequence[Trial]) -> str:
+    """Why a step's time is not known: no candidate for one of its parts was taken."""
+    taken = _taken(trials)
+    said = next(
+        (f"{t.operation}: {t.why_not}" for t in trials if t.operation in STEP and t.operation not in taken), None
+    )
+    return said or "nothing was measured"
 
 
 def _dtype(backend: ArrayBackend, name: str, stored: str | None) -> Candidate:

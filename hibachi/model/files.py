@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hibachi.model.hub import local_snapshot, parse_name
 from hibachi.model.text import Tokenizer
 from hibachi.model.weights import Checkpoint, Tensors
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TINY = Path(__file__).parent.parent / "data" / "tiny"
 
 
@@ -36,6 +39,15 @@ class ModelFiles:
     def tensors(self) -> Tensors:
         """The tensors by their names in the files; those of a GGUF file have canonical names."""
         return self.checkpoint() if self.gguf is None else self.gguf
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that most of its numbers are stored as; None: none of a dtype's, as they are quantized."""
+        tensors = self.tensors()
+        stored: Counter[str] = Counter()
+        for name in tensors:
+            stored[tensors.dtype(name)] += math.prod(tensors.shape(name))
+        return _DTYPES.get(stored.most_common(1)[0][0]) if stored else None
 
     def tokenizer(self, *, vocab_size: int | None = None) -> Tokenizer:
         """The model's tokenizer, whose ids must be below vocab_size. Raises InvalidModelFiles, MissingExtra."""

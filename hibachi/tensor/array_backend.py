@@ -51,6 +51,8 @@ class ArrayBackend:
     any_width: bool = False
     """Attention takes no longer over a block table that is wider than its sequences need. With `static_shapes` all
     tables are as wide as they may get then, and the engine makes programs of more sizes instead."""
+    buckets: tuple[int, int] | None = None
+    """The sizes that steps are padded to, as in `hibachi.plan.buckets`; None: see `ladder`."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
@@ -67,6 +69,18 @@ class ArrayBackend:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+
+    @property
+    def ladder(self) -> tuple[int, int]:
+        """`buckets`, or what suits most models: quarters for single tokens where tables have one width, else powers of
+        two, as each width is a program more."""
+        return self.buckets or ((4, 2) if self.any_width else (1, 1))
+
+    @property
+    def draw_rows(self) -> int | None:
+        """Rows that are drawn at once, exactly so many, as the bits of a draw may depend on it; None: any number.
+        Greedy tokens do not, and are taken of all rows at once."""
+        return self.step_tokens
 
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""

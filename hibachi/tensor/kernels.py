@@ -6,9 +6,11 @@ A package adds its own by an entry point in the group `hibachi.kernels`: a funct
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from hibachi.tensor.array_backend import ArrayBackend
@@ -21,6 +23,8 @@ OPERATIONS = {
     "sampling": ("best",),
 }
 """The methods of a backend that must come from one candidate, as they share a layout or are timed together."""
+LADDERS = {"powers": (1, 1), "halves": (2, 1), "quarters": (4, 2), "eighths": (8, 4)}
+"""Sizes that steps are padded to, see `hibachi.plan.buckets`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Candidate:
 
     source: a class that has its methods: of the backend's own family, or a plain one whose methods need nothing but
     those of an ArrayBackend. invariant: no result depends on the batch. rounds: weights lose digits, so it is taken
-    only where that is allowed. why_not: why it cannot be had here; None: it can.
+    only where that is allowed. why_not: why it cannot be had here; None: it can. needs: the module of a library without
+    which it cannot be had.
     """
 
     operation: str
@@ -38,6 +43,7 @@ class Candidate:
     invariant: bool = False
     rounds: bool = False
     why_not: str | None = None
+    needs: str | None = None
 
 
 def candidates(backend: ArrayBackend) -> list[Candidate]:
@@ -49,11 +55,47 @@ def candidates(backend: ArrayBackend) -> list[Candidate]:
         except Exception as e:  # a broken package must not take the working ones with it
             why = f"{type(e).__name__}: {e}"
             found += [Candidate(op, entry.name, ArrayBackend, why_not=why) for op in OPERATIONS]
-    return found
+    return [_without_library(c) for c in found]
+
+
+def _without_library(c: Candidate) -> Candidate:
+    if c.why_not is not None or c.needs is None:
+        return c
+    try:
+        there = find_spec(c.needs) is not None
+    except (ImportError, ValueError):  # of a package whose parent is not there, or is broken
+        there = False
+    return c if there else replace(c, why_not=f"{c.needs} is not installed")
+
+
+def own(backend: ArrayBackend, operation: str) -> Candidate:
+    """How this backend computes an operation that it has no candidates for."""
+    name = backend.name if backend.kernels == "default" else backend.kernels
+    return Candidate(operation, name, type(backend), invariant=backend.deterministic)
+
+
+def ladders(backend: ArrayBackend) -> list[Candidate]:
+    """The sizes that this backend's steps may be padded to, as candidates of the operation `buckets`. Each has but the
+    attribute `buckets`."""
+    why = None if backend.static_shapes else "shapes are not padded"
+    if backend.step_tokens is not None:
+        sizes = ", ".join(map(str, (backend.step_tokens, *backend.larger_steps)))
+        why = f"steps have fixed sizes: {sizes} tokens"
+    elif backend.static_decode:
+        why = "single tokens alone are padded, to powers of two"
+    sources = {name: type(name, (), {"buckets": ladder}) for name, ladder in LADDERS.items()}
+    return [Candidate("buckets", name, source, invariant=True, why_not=why) for name, source in sources.items()]
 
 
 def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBackend:
     """A backend like this one that takes each operation from its candidate; the others stay as they are."""
+    if (ladder := chosen.get("buckets")) is not None:
+        plain = compose(backend, {op: c for op, c in chosen.items() if op != "buckets"})
+        if ladder.source.buckets == plain.ladder:  # type: ignore[attr-defined]
+            return plain
+        padded = copy.copy(plain)
+        padded.buckets = ladder.source.buckets  # type: ignore[attr-defined]
+        return padded
     family = [c.source for c in chosen.values() if issubclass(c.source, type(backend))]
     base = max([type(backend), *family], key=lambda cls: len(cls.__mro__))
     own: dict[str, Any] = {}

@@ -319,9 +319,10 @@ def test_doctor_says_which_kernels_a_model_gets(run, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     status, out, err = run("doctor", "--model", "tiny", "--device", "cpu", "--autotune", "0.2s")
     assert status == 0 and not err
-    assert "deterministic: yes" in out and out.count("<- taken") == 4 and "depends on the batch" in out
-    assert "HIBACHI_NATIVE=0" in out and "prompt of 256" in out
-    status, out, err = run("doctor", "--model", "tiny", "--backend", "numpy")
-    assert status == 0 and "has one way to compute each operation" in out
+    assert "deterministic: yes" in out and out.count("<- taken") == 5 and "depends on the batch" in out
+    assert "HIBACHI_NATIVE=0" in out and "prompt of 256" in out and "shapes are not padded" in out
+    assert "float32" in out and "bfloat16" in out and "weights lose digits" in out
+    status, out, err = run("doctor", "--model", "tiny", "--backend", "numpy", "--autotune", "0.1s")
+    assert status == 0 and out.count("the only one") == 4 and "numpy has none" in out
     status, out, err = run("doctor", "--model", "tiny", "--autotune", "soon")
     assert status and "autotune must be 'off', 'full' or seconds" in err

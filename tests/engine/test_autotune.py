@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
+import sys
 import time
 
 import numpy as np
@@ -9,11 +12,12 @@ import pytest
 
 import hibachi
 from hibachi.engine import autotune
-from hibachi.engine.autotune import Sizes, choose, seconds_of, sizes_of, table
+from hibachi.engine.autotune import Sizes, Trial, choose, seconds_of, settle, sizes_of, table
+from hibachi.engine.stepcost import padded, rows_named
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
-from hibachi.tensor.kernels import Candidate
+from hibachi.tensor.kernels import LADDERS, Candidate
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 SIZES = Sizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
@@ -58,8 +62,8 @@ def linears(**sources):
     return [Candidate("linear", name, source, invariant=True) for name, source in sources.items()]
 
 
-def why(choice):
-    return {t.name: t.why_not for t in choice.trials}
+def why(choice, operation="linear"):
+    return {t.name: t.why_not for t in choice.trials if t.operation == operation}
 
 
 def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not():
@@ -105,6 +109,7 @@ def test_deterministic_means_invariant_candidates_or_an_error():
     found = [Candidate("linear", "varies", NumpyBackend), *linears(steady=Slow)]
     choice = choose(tunable(*found), SIZES, deterministic=True, budget=0.05)
     assert why(choice) == {"varies": "depends on the batch", "steady": None}
+    assert set(why(choice, "attention").values()) == {"depends on the batch"}  # of which there is none that is steady
     with pytest.raises(UnsupportedOperation):
         choose(tunable(found[0]), SIZES, deterministic=True)
 
@@ -127,6 +132,7 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
         choice = choose(backend, sizes_of(arch, "float32"), deterministic=deterministic, budget=0.2)
         taken = {t.operation: t.name for t in choice.trials if t.why_not is None}
         assert set(taken) == {"linear", "attention", "activations", "sampling"}
+        assert set(why(choice, "buckets").values()) == {"shapes are not padded"}
         assert all(t.error is not None and t.error < 1e-4 for t in choice.trials if t.times)
         assert choice.backend.deterministic or not deterministic
     params = hibachi.SamplingParams(temperature=0, max_tokens=24)
@@ -137,3 +143,190 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
             assert llm.deterministic
     assert texts[0] == texts[1]
     assert autotune._read(next((autotune.Path(autotune.os.environ["XDG_CACHE_HOME"]) / "hibachi").glob("*.json")))
+
+
+# ---- the sizes that steps are padded to ------------------------------------------------------------------------------
+
+
+class Static(Tunable):
+    """Like a library that compiles for each shape."""
+
+    static_shapes = any_width = True
+
+
+def times(each):
+    """Times of a step in which every token takes `each` milliseconds, beside 10 that are there whatever it holds."""
+    linear = {rows_named(n): 10 + each * n for n in (1, 16, 64, 256)} | {"head, 1": 0.0, "head, 64": 0.0}
+    attention = {f"{n} x 256": 0.0 for n in (1, 16, 64)} | {"prompt of 256": 0.0}
+    return {"linear": linear, "attention": attention}
+
+
+def test_finer_ladders_are_worth_their_programs_where_tokens_cost():
+    def judged(each):
+        found = {name: padded(times(each), ladder, 32, any_width=True) for name, ladder in LADDERS.items()}
+        assert [count for _, count in found.values()] == sorted(count for _, count in found.values())
+        return min(found, key=lambda name: np.prod(list(found[name][0].values())))
+
+    assert judged(0.0) == "powers" and judged(1.0) in ("quarters", "eighths")
+
+
+def test_the_price_of_padding_by_hand():
+    cost, count = padded(times(1.0), (1, 1), 32, any_width=True)
+    rows = [1, 2, 4, 4, *[8] * 4, *[16] * 8]
+    assert count == 7 + 4 and cost["1 to 16 rows"] == pytest.approx((10 + np.mean(rows)) * (1 + 11 * 5 / 3600))
+    tokens = [*[64] * 32, *[128] * 64, *[256] * 128, *[512] * 256]
+    assert cost["33 to 512 tokens"] == pytest.approx((10 + np.mean(tokens)) * (1 + 11 * 5 / 3600))
+    assert padded(times(1.0), (1, 1), 32, any_width=False)[1] == 4 * (5 + 4)  # 2, 8, 16, 32, 64
+    assert padded({"linear": {}}, (1, 1), 32, any_width=True) == ({}, 0)
+
+
+def test_a_library_that_compiles_gets_a_ladder_that_is_kept():
+    backend = Static()
+    backend.found = ()
+    choice = choose(backend, SIZES, deterministic=False, budget=0.05)
+    [taken] = [t for t in choice.trials if t.operation == "buckets" and t.why_not is None]
+    assert choice.backend.ladder == LADDERS[taken.name] and set(taken.times) and "programs" in taken.note
+    again = choose(backend, SIZES, deterministic=False, budget=0.05)
+    assert again.known and again.backend.ladder == choice.backend.ladder
+    assert backend.buckets is None  # the user's own object stays as it was
+    assert choose(NumpyBackend(), SIZES, deterministic=False, budget=0.05).trials == []  # there is nothing to choose
+
+
+def test_where_nothing_could_be_timed_the_ladder_stays():
+    class Fails(Static):
+        def attend(self, *args, **more):
+            raise RuntimeError("no memory")
+
+    choice = choose(Fails(), SIZES, deterministic=False, budget=0.05)
+    assert set(why(choice, "buckets").values()) == {"nothing was measured"} and choice.backend.buckets is None
+    assert "no memory" in table(choice.trials)
+
+
+# ---- the dtype -------------------------------------------------------------------------------------------------------
+
+ARCH = describe(locate("tiny")).arch
+
+
+def _known(dtype):
+    """float64 stands for it, as NumPy has none."""
+    return "float64" if dtype == "bfloat16" else dtype
+
+
+class Halves(Tunable):
+    """A library that knows bfloat16, and multiplies faster in it."""
+
+    waits = "float32"
+
+    def dtype(self, name):
+        return super().dtype(_known(name))
+
+    def put(self, a, dtype=None):
+        return super().put(a, _known(dtype))
+
+    def put_weight(self, w, dtype):
+        return super().put_weight(w, _known(dtype))
+
+    def zeros(self, shape, dtype):
+        return super().zeros(shape, _known(dtype))
+
+    def linear(self, x, w, b=None):
+        time.sleep(0.0005 * (self.waits == ("bfloat16" if x.dtype == np.float64 else "float32")))
+        return super().linear(x, w, b)
+
+
+class SlowHalves(Halves):
+    waits = "bfloat16"
+
+
+def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(cache):
+    def settled(backend, stored, dtype=None, **how):
+        return settle(backend, ARCH, dtype, stored=stored, deterministic=False, budget=0.05, **how)
+
+    choice = settled(Halves(), "bfloat16")
+    assert choice.dtype == "bfloat16" and "times the fastest" in why(choice, "dtype")["float32"]
+    again = settled(Halves(), "bfloat16")
+    assert again.dtype == "bfloat16" and again.trials == choice.trials  # as it is kept
+    assert settled(SlowHalves(), "bfloat16", refresh=True).dtype == "float32"
+    # Digits that the checkpoint has are not given up unasked.
+    choice = settled(Halves(), "float32")
+    assert choice.dtype == "float32" and "weights lose digits" in why(choice, "dtype")["bfloat16"]
+    assert settled(Halves(), None).dtype == settled(Halves(), "float16").dtype == "float32"
+    assert settled(Halves(), "float32", rounding=True).dtype == "bfloat16"
+    # Nor is what somebody asked for.
+    assert settled(Halves(), "bfloat16", "float32").dtype == "float32"
+    assert why(settled(NumpyBackend(), "bfloat16"), "dtype") == {"float32": None, "bfloat16": "numpy has none"}
+
+
+def test_without_time_the_dtype_is_float32():
+    choice = settle(Halves(), ARCH, None, stored="bfloat16", deterministic=False, budget=0.0)
+    assert choice.dtype == "float32" and choice.trials == []
+
+
+def test_a_model_is_loaded_in_the_dtype_that_was_the_fastest(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(locate("tiny"), folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w.to(torch.bfloat16) for name, w in weights.items()}, folder / "model.safetensors")
+    for fastest in ("float32", "bfloat16"):
+        monkeypatch.setattr(autotune, "_steps", lambda trials, fastest=fastest: {"1 row": 1.0})
+        monkeypatch.setattr(
+            autotune, "DTYPES", (fastest, *({"float32", "bfloat16"} - {fastest}))
+        )  # of equals, the first
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / fastest))
+        with hibachi.LLM(folder, backend="torch", device="cpu", autotune="0.1s") as llm:
+            assert llm.model.dtype == fastest
+            assert llm.generate("It is", hibachi.SamplingParams(max_tokens=2))[0].text
+
+
+# ---- candidates that need a library ----------------------------------------------------------------------------------
+
+
+def test_a_candidate_appears_with_its_library_and_falls_back_with_a_reason(monkeypatch, tmp_path):
+    def judged():
+        importlib.invalidate_caches()
+        kernel = [Candidate("linear", "fast", Quick, invariant=True, needs="fast_kernels")]
+        choice = choose(tunable(*linears(slow=Slow), *kernel), SIZES, deterministic=True, budget=0.05, refresh=True)
+        return why(choice)["fast"], choice.backend
+
+    class Quick(Tunable):
+        def linear(self, x, w, b=None):
+            import fast_kernels
+
+            return fast_kernels.finish(super().linear(x, w, b))
+
+    monkeypatch.syspath_prepend(tmp_path)
+    said, backend = judged()
+    assert said == "fast_kernels is not installed" and type(backend) is Slow
+    for code, reason in (
+        ("import libcuda_of_another_version", "ModuleNotFoundError: No module named 'libcuda_of_another_version'"),
+        ("def finish(y): raise RuntimeError('no such device')", "RuntimeError: no such device"),
+        ("def finish(y): return 2 * y", "its results are off"),
+        ("def finish(y): return y", None),
+    ):
+        (tmp_path / "fast_kernels.py").write_text(code)
+        sys.modules.pop("fast_kernels", None)
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        said, backend = judged()
+        assert (said is None) == (reason is None) and (reason is None or reason in said)
+        assert type(backend) is (Quick if reason is None else Slow)
+    sys.modules.pop("fast_kernels", None)
+
+
+def test_the_table_has_a_line_for_each_and_one_for_those_that_cannot_be_had():
+    shown = table(
+        [
+            Trial("linear", "a", {"1 row": 1.0, "64 rows": 1234.5}, 1e-4, None),
+            Trial("linear", "b", {}, None, "not installed"),
+            Trial("linear", "c", {}, None, "not installed"),
+            Trial("linear", "d", {"1 row": 2.0, "64 rows": 2000.0}, 2e-4, "2.00 times the fastest", "3 programs"),
+        ]
+    )
+    assert shown.splitlines() == [
+        "linear          1 row   64 rows  error",
+        "  a             1.000  1234.500  1e-04  <- taken",
+        "  b, c                                  not installed",
+        "  d             2.000  2000.000  2e-04  2.00 times the fastest (3 programs)",
+    ]
