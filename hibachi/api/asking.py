@@ -165,6 +165,8 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     changes["max_tokens"] = limit
     if body.include_stop_str_in_output:
         changes["include_stop"] = True
+    if body.seed is not None:
+        changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
     if body.logit_bias:
         changes["logit_bias"] = _bias(body.logit_bias)
     if logprobs is not None:

@@ -1,0 +1,311 @@
+"""OpenAI's routes: what is answered is what the engine says, and what is not served is refused by its name."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from hibachi import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny") as found:
+        yield found
+
+
+def events(response):
+    """The chunks of a stream, which must end as OpenAI's do."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *lines, end = [line for line in response.text.split("\n\n") if line]
+    assert end == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def stream(server, path, **body):
+    response = server.post(path, {"stream": True, **body})
+    assert response.status_code == 200, response.text
+    return events(response)
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+def test_the_models_served(server):
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["object"] == "model" and model["max_model_len"] == 512
+    assert server.client.get("/v1/models/tiny").json() == model
+    assert "tiny" in refused(server.client.get("/v1/models/other"), 404)["message"]
+
+
+def test_an_unknown_model_is_told_which_are_served(server):
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        error = refused(server.post(path, {**body, "model": "gpt-9"}), 404)
+        assert error["code"] == "model_not_found" and error["param"] == "model" and "tiny" in error["message"]
+
+
+def test_version(server):
+    from importlib.metadata import version
+
+    assert server.client.get("/version").json() == {"version": version("hibachi")}
+
+
+# ---- completions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_the_engine_says(server, llm):
+    answer = server.complete("It is a truth")
+    (expected,) = llm.generate("It is a truth", GREEDY)
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny" and answer["id"].startswith("cmpl-")
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"}
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 8, 12)
+
+
+def test_prompts_come_as_texts_and_as_token_ids(server, llm):
+    texts = ["It is a truth", "Emma"]
+    ids = [llm.tokenizer.encode(t) for t in texts]
+    expected = [c.text for c in llm.generate(texts, GREEDY)]
+    for prompt in (texts, ids, [texts[0], ids[1]]):
+        answer = server.complete(prompt)
+        assert [c["index"] for c in answer["choices"]] == [0, 1]
+        assert [c["text"] for c in answer["choices"]] == expected
+    assert server.complete(ids[0])["choices"][0]["text"] == expected[0]
+
+
+def test_n_continuations_of_each_prompt(server):
+    body = dict(temperature=1, seed=5, n=3)
+    answer = server.complete(["Emma", "Anne"], **body)
+    assert [c["index"] for c in answer["choices"]] == list(range(6))
+    alone = [server.complete(p, **body)["choices"] for p in ("Emma", "Anne")]
+    assert [c["text"] for c in answer["choices"]] == [c["text"] for some in alone for c in some]
+    assert len({c["text"] for c in answer["choices"]}) == 6
+    assert answer["usage"]["completion_tokens"] == 48
+
+
+def test_the_best_of_several(server, llm):
+    answer = server.complete("Emma", temperature=1, seed=5, n=2, best_of=4)
+    (expected,) = llm.generate("Emma", llm.default_params.with_(max_tokens=8, temperature=1, seed=5, n=2, best_of=4))
+    assert [c["text"] for c in answer["choices"]] == [c.text for c in expected.choices]
+    assert refused(server.post("/v1/completions", {"prompt": "a", "best_of": 2, "stream": True}))["param"] == "best_of"
+
+
+def test_a_stream_is_the_same_text_in_chunks(server):
+    body = dict(prompt=["It is a truth", "Emma"], temperature=0, max_tokens=12)
+    chunks = stream(server, "/v1/completions", **body, stream_options={"include_usage": True})
+    *chunks, last = chunks
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
+    texts, ends = {0: "", 1: ""}, {}
+    for chunk in chunks:
+        assert "usage" not in chunk
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        if choice["finish_reason"]:
+            ends[choice["index"]] = choice["finish_reason"]
+    whole = server.complete(**body)
+    assert [texts[0], texts[1]] == [c["text"] for c in whole["choices"]]
+    assert ends == {0: "length", 1: "length"} and last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def test_a_stop_string_ends_the_text(server):
+    whole = server.complete("It is a truth", max_tokens=20)["choices"][0]["text"]
+    word = whole.split()[3]
+    choice = server.complete("It is a truth", max_tokens=20, stop=word)["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["text"] == whole[: whole.index(word)]
+    kept = server.complete("It is a truth", max_tokens=20, stop=[word], include_stop_str_in_output=True)
+    assert kept["choices"][0]["text"] == whole[: whole.index(word)] + word
+
+
+def test_echo_and_logprobs_score_a_prompt(server, llm):
+    prompt = "It is a truth universally acknowledged"
+    ids = llm.tokenizer.encode(prompt)
+    for given in (prompt, ids):
+        (choice,) = server.complete(given, echo=True, logprobs=1, max_tokens=1)["choices"]
+        scores = choice["logprobs"]
+        assert choice["text"].startswith(prompt) and scores["token_logprobs"][0] is None
+        assert "".join(scores["tokens"]) == choice["text"] and len(scores["tokens"]) == len(ids) + 1
+        assert [choice["text"][a:].startswith(t) for a, t in zip(scores["text_offset"], scores["tokens"], strict=True)]
+        expected = llm.score(prompt[:5], prompt[5:])[0]
+        assert scores["token_logprobs"][2 : len(ids)] == pytest.approx(expected.logprobs, abs=1e-4)
+    (choice,) = server.complete(prompt, echo=True, max_tokens=0, logprobs=0)["choices"]
+    assert choice["text"] == prompt and len(choice["logprobs"]["tokens"]) == len(ids)
+    assert refused(server.post("/v1/completions", {"prompt": "a", "max_tokens": 0}))["param"] == "max_tokens"
+
+
+def test_a_stream_echoes_first(server):
+    chunks = stream(server, "/v1/completions", prompt="Emma", echo=True, max_tokens=3, temperature=0, logprobs=1)
+    assert chunks[0]["choices"][0]["text"] == "Emma" and chunks[0]["choices"][0]["logprobs"]["tokens"]
+    offsets = [c["choices"][0]["logprobs"]["text_offset"][0] for c in chunks if c["choices"][0]["logprobs"]]
+    assert offsets[0] == 0 and offsets == sorted(offsets) and len(set(offsets)) == 4
+
+
+def test_logprobs_are_those_of_the_engine(server, llm):
+    (choice,) = server.complete("Emma", logprobs=3, return_token_ids=True)["choices"]
+    (expected,) = llm.generate("Emma", GREEDY.with_(logprobs=3))
+    assert choice["token_ids"] == expected.token_ids
+    theirs = choice["logprobs"]
+    own = [by_id[i] for i, by_id in zip(expected.token_ids, expected.logprobs, strict=True)]
+    assert theirs["token_logprobs"] == pytest.approx(own, abs=1e-6)
+    assert all(len(top) == 3 for top in theirs["top_logprobs"])
+
+
+def test_half_a_letter_is_shown_as_bytes(server):
+    told = server.post("/tokenize", {"prompt": "a — b", "return_token_strs": True}).json()
+    assert told["count"] == len(told["tokens"]) and "bytes:\\xe2" in told["token_strs"]
+    assert server.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "a — b"}
+
+
+# ---- chats ---------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
+
+
+def test_a_chat_goes_through_the_template(server, llm):
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 8}
+    answer = server.post("/v1/chat/completions", body).json()
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT) + "<|im_start|>assistant\n"
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    (expected,) = llm.generate([ids], GREEDY)
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion" and answer["usage"]["prompt_tokens"] == len(ids)
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    parts = [{**CHAT[0]}, {"role": "user", "content": [{"type": "text", "text": "How do you do?"}]}]
+    again = server.post("/v1/chat/completions", {**body, "messages": parts, "max_completion_tokens": 8})
+    assert again.json()["choices"] == answer["choices"]
+    tokens = server.post("/tokenize", {"messages": CHAT}).json()["tokens"]
+    assert tokens == ids
+
+
+def test_a_chat_streams(server):
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    chunks = stream(server, "/v1/chat/completions", **body)
+    whole = server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    pieces = [c["choices"][0] for c in chunks[1:]]
+    assert "".join(p["delta"].get("content", "") for p in pieces) == whole["message"]["content"]
+    assert pieces[-1]["finish_reason"] == "length" and not any(p["finish_reason"] for p in pieces[:-1])
+    scores = [entry for p in pieces if p["logprobs"] for entry in p["logprobs"]["content"]]
+    assert scores == whole["logprobs"]["content"] and len(scores) == 8
+    assert all(len(s["top_logprobs"]) == 2 and bytes(s["bytes"]).decode() == s["token"] for s in scores)
+
+
+def test_tools_go_into_the_template(server):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {"messages": CHAT, "tools": [tool], "max_tokens": 1}
+    plain = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] > plain
+    body["tool_choice"] = "none"
+    assert server.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == plain
+    assert refused(server.post("/v1/chat/completions", body | {"tool_choice": "required"}))["param"] == "tool_choice"
+
+
+# ---- vectors -------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings(server, llm):
+    answer = server.post("/v1/embeddings", {"input": ["Emma", "Anne Elliot"]}).json()
+    expected = [e.embedding for e in llm.embed(["Emma", "Anne Elliot"])]
+    found = [np.array(d["embedding"], np.float32) for d in answer["data"]]
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 2
+    packed = server.post("/v1/embeddings", {"input": "Emma", "encoding_format": "base64"}).json()["data"][0][
+        "embedding"
+    ]
+    assert np.array_equal(np.frombuffer(base64.b64decode(packed), "<f4"), found[0])
+
+
+# ---- what is not served --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("suffix", "x"),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("nonsense", 1),
+        ("n", 1000),
+        ("logprobs", 100),
+        ("temperature", -1),
+        ("top_p", 2),
+        ("logit_bias", {"a": 1}),
+        ("stop", ["x"] * 100),
+        ("max_tokens", 10.5),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_what_is_not_served_is_refused_by_its_name(server, field, value):
+    error = refused(server.post("/v1/completions", {"prompt": "a", field: value}))
+    assert error["param"] == field and field in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "field, value", [("audio", {}), ("functions", []), ("top_logprobs", 2), ("modalities", ["audio"])]
+)
+def test_nor_in_chats(server, field, value):
+    error = refused(server.post("/v1/chat/completions", {"messages": CHAT, field: value}))
+    assert error["param"] == field and field in error["message"]
+
+
+def test_null_is_as_if_it_were_not_there(server):
+    nothing = {
+        f: None for f in ("suffix", "stop", "logprobs", "n", "response_format", "user", "seed", "stream_options")
+    }
+    assert server.complete("Emma", **nothing)["choices"] == server.complete("Emma")["choices"]
+
+
+def test_what_may_be_ignored_is(server):
+    from hibachi.api.bodies import IGNORED
+
+    assert server.complete("Emma", **{f: "x" for f in IGNORED})["choices"] == server.complete("Emma")["choices"]
+
+
+def test_the_official_client(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    whole = client.completions.create(model="tiny", prompt="Emma", max_tokens=6, temperature=0, logprobs=2)
+    chunks = client.completions.create(model="tiny", prompt="Emma", max_tokens=6, temperature=0, stream=True)
+    assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
+    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=6, temperature=0, n=2)
+    assert answer.choices[0].message.content == answer.choices[1].message.content
+    parts, used = "", None
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=6, temperature=0, stream=True, stream_options={"include_usage": True}
+    ):
+        parts += chunk.choices[0].delta.content or "" if chunk.choices else ""
+        used = chunk.usage or used
+    assert parts == answer.choices[0].message.content and used.completion_tokens == 6
+    vector = client.embeddings.create(model="tiny", input="Emma")  # it asks for base64
+    assert len(vector.data[0].embedding) == 256
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="a", suffix="b")
+    with client.completions.create(model="tiny", prompt="Emma", max_tokens=400, stream=True) as some:
+        next(iter(some))
+    raw = client.completions.with_raw_response.create(
+        model="tiny", prompt="a", max_tokens=1, extra_headers={"X-Request-Id": "mine-1"}
+    )
+    assert raw.headers["x-request-id"] == "mine-1"
