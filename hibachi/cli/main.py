@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from hibachi.cli import bench, chat, conformance, demo, doctor, generate, inspect, sim, verify
+from hibachi.cli import bench, chat, conformance, demo, doctor, generate, inspect, serve, sim, verify
 from hibachi.errors import HibachiError
 
 FAILED = 1
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, inspect, doctor, verify, conformance, sim, bench):
+    for module in (demo, generate, chat, serve, inspect, doctor, verify, conformance, sim, bench):
         title, _, rest = (module.__doc__ or "").partition("\n")
         sub = commands.add_parser(
             module.__name__.rpartition(".")[2],

@@ -42,6 +42,7 @@ class Facts:
     embed_size: int | None
     deterministic: bool
     fingerprint: str
+    dtype: str
     tokenizer: Any = None  # of a model of one's own, which has no files
 
 
@@ -158,6 +159,7 @@ class Child:
             getattr(model, "embed_size", None),
             engine.deterministic,
             engine._backend.fingerprint(),
+            engine._dtype,
             getattr(self._texts, "portable_tokenizer", None),
         )
 
@@ -230,7 +232,8 @@ class Child:
 
 def main(place: int) -> None:
     """place: the file descriptor of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a terminal or a service; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(place)
     try:
         texts = open_texts(**pipe.recv())

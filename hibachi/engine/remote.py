@@ -42,7 +42,8 @@ class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
     options: for `open_texts`. max_waiting, pause_after: as for `Service`; they are kept on this side. restart: begin
-    again in a new process when it dies; its requests fail all the same. Raises what making the model raises.
+    again in a new process when it dies; its requests fail all the same. A lost device is begun anew in the same one.
+    Raises what making the model raises.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class RemoteEngine(Closing):
         stall_after: float | None = STALL_AFTER,
         **options: Any,
     ) -> None:
-        self._spec = {"model": model, "stall_after": stall_after, **options}
+        anew = "on_failure" if restart else None
+        self._spec = {"model": model, "stall_after": stall_after, "restart": anew, **options}
         self._max_waiting, self._pause_after, self._restart = max_waiting, pause_after, restart
         self._stall_after = stall_after
         self._numbers = itertools.count()
@@ -76,7 +78,8 @@ class RemoteEngine(Closing):
         self._pipe, theirs = Pipe()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            script = f"from hibachi.engine.child import main; main({theirs.fileno()})"
+            deaf = "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN)"  # as the parent decides
+            script = f"{deaf}; from hibachi.engine.child import main; main({theirs.fileno()})"
             command = [sys.executable, "-c", script]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         try:
@@ -87,6 +90,10 @@ class RemoteEngine(Closing):
                 f"The engine's process ended before it was ready, with status {self._process.wait()}. Look at what it "
                 f"wrote; was it killed for want of memory?"
             ) from e
+        except BaseException:  # Ctrl-C while it loads
+            self._process.kill()
+            self._process.wait()
+            raise
         if word == "failed":
             self._process.wait()
             raise value

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import openai
+from hibachi.serve.access import tell
 from hibachi.serve.exchange import Exchange, Gone
 from hibachi.serve.state import Served
 
@@ -84,7 +85,7 @@ class Endpoint:
             finally:
                 tenants.running[x.tenant] -= 1
         except Gone:
-            pass
+            x.status = LEFT
         except Exception as e:
             refused = as_refused(e)
             if refused.status == 500:
@@ -93,6 +94,8 @@ class Endpoint:
                 await x.refuse(refused)
             else:
                 raise
+        finally:
+            tell(x, quiet=not self._keyed)
 
 
 def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...] = ()) -> Starlette:

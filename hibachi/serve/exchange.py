@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
 from hibachi.api.answers import encode
 from hibachi.api.errors import Refused, body_of
+from hibachi.serve.record import Record
 
 Message = MutableMapping[str, Any]
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -36,6 +38,9 @@ class Exchange:
         self.path: str = scope["path"]
         self.method: str = scope["method"]
         self.tenant = ""
+        self.came = time.monotonic()
+        self.status = 0  # of its answer
+        self.record: Record | None = None
         self.begun = False  # its answer
 
     @property
@@ -95,7 +100,7 @@ class Exchange:
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         if kind == b"text/event-stream; charset=utf-8":
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-        self.begun = True
+        self.begun, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool = True) -> None:

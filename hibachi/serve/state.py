@@ -132,7 +132,13 @@ class Served:
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:
-        return Record(params, sum(map(len, ids)), self.meter, x.tenant)
+        x.record = Record(params, sum(map(len, ids)), self.meter, x.tenant)
+        return x.record
+
+    @property
+    def open_requests(self) -> int:
+        """That have not been answered to the end."""
+        return self.tenants.running.total()
 
     # ---- how it is ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,267 @@
+"""The settings of `hibachi serve`: one list, from which come flags, the TOML file, HIBACHI_* and the table in the docs.
+
+A flag wins over the environment, that over the file, and the file over the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.engine.llm import QUANTIZATIONS
+from hibachi.errors import ConfigError
+
+PREFIX = "HIBACHI_"
+_SIZES = {"k": 10, "ki": 10, "m": 20, "mi": 20, "g": 30, "gi": 30}  # all of them powers of two, as memory is
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a setting takes. read: from a text, or a value of TOML; raises ValueError. metavar: "" for a switch."""
+
+    metavar: str
+    expected: str
+    read: Callable[[Any], Any]
+    many: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One of them. default: the value, or None: `otherwise` says what holds then."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    otherwise: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def key(self) -> str:
+        """In Python, and in the file as well."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.key.upper()
+
+    @property
+    def default_text(self) -> str:
+        if self.default is None:
+            return self.otherwise or "none"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+# ---- kinds ---------------------------------------------------------------------------------------------------------
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError
+    return given
+
+
+def text(metavar: str, expected: str = "a text") -> Kind:
+    return Kind(metavar, expected, _text)
+
+
+def texts(metavar: str) -> Kind:
+    def read(given: Any) -> tuple[str, ...]:
+        return tuple(map(_text, given.split() if isinstance(given, str) else given))
+
+    return Kind(metavar, "texts (in a variable, separated by blanks)", read, many=True)
+
+
+def integer(least: int, most: int | None = None) -> Kind:
+    def read(given: Any) -> int:
+        number = int(given) if isinstance(given, str) else given
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ValueError
+        if most is not None and number > most:
+            raise ValueError
+        return number
+
+    return Kind("N", f"an integer >= {least}" if most is None else f"an integer from {least} to {most}", read)
+
+
+def seconds(least: float = 0.0) -> Kind:
+    """From `least` on; 0.0 itself only where it means something, which is where a setting says so."""
+
+    def read(given: Any) -> float:
+        number = float(given) if isinstance(given, str) else given
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not least <= number < 1e9:
+            raise ValueError
+        return float(number)
+
+    return Kind("S", f"seconds >= {least:g}", read)
+
+
+def size() -> Kind:
+    def read(given: Any) -> int:
+        if isinstance(given, str):
+            word = given.strip().lower().removesuffix("b")
+            unit = word.lstrip("0123456789.")
+            given = int(float(word.removesuffix(unit)) * 2 ** (_SIZES[unit] if unit else 0))
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError
+        return given
+
+    return Kind("BYTES", "bytes, such as 1048576, 512M or 4G", read)
+
+
+def choice(*names: str) -> Kind:
+    def read(given: Any) -> str:
+        if given not in names:
+            raise ValueError
+        return str(given)
+
+    return Kind("|".join(names), f"one of {', '.join(names)}", read)
+
+
+def _switch(given: Any) -> bool:
+    return given if isinstance(given, bool) else _SWITCHES[given.lower()]
+
+
+SWITCH = Kind("", "true or false", _switch)
+
+# ---- the list ------------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, tuple[Setting, ...]] = {
+    "model": (
+        Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
+        Setting("served-model-name", texts("NAME"), None, "names that requests may call it", "as --model says"),
+        Setting("backend", text("NAME"), None, "numpy, torch, jax or another", "numpy"),
+        Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
+        Setting("dtype", text("NAME"), None, "to compute in", "float32, or what was measured to be faster"),
+        Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),
+        Setting("autotune", text("S"), None, "seconds to time kernels when a model is new: 1s, full, off", "1s"),
+        Setting("deterministic", SWITCH, None, "the same bits whoever shares the batch", "where that costs little"),
+        Setting("max-model-len", integer(2), None, "most tokens of a request, prompt included", "the model's"),
+        Setting("generation-config", text("auto|vllm|PATH"), "auto", "defaults of sampling: the model's, none, or of"
+                " another folder"),
+        Setting("chat-template", text("T"), None, "a file, the name of one of the model's, or Jinja source",
+                "the model's"),
+        Setting("seed", integer(0), None, "of requests that bring none", "random"),
+    ),
+    "engine": (
+        Setting("engine", choice("child", "own"), "child", "where it runs: a process of its own, or the server's"),
+        Setting("max-num-seqs", integer(1), 64, "requests that run at once"),
+        Setting("max-num-batched-tokens", integer(1), 2048, "tokens computed in a step"),
+        Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
+        Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
+        Setting("enable-prefix-caching", SWITCH, True, "requests share what they have in common at the beginning"),
+        Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, waiting-served, or one installed",
+                "fair with several keys, else priority"),
+        Setting("restart", SWITCH, False, "begin again when the engine's process dies or its device is lost"),
+        Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
+    ),
+    "address": (
+        Setting("host", text("NAME"), "127.0.0.1", "to listen on; 0.0.0.0: every network"),
+        Setting("port", integer(0, 65535), 8000, "0: any that is free"),
+        Setting("uds", text("FILE"), None, "listen on a Unix socket in place of host and port"),
+        Setting("ssl-certfile", text("FILE"), None, "serve HTTPS with this certificate"),
+        Setting("ssl-keyfile", text("FILE"), None, "its key", "in the same file"),
+    ),
+    "keys": (
+        Setting("api-key", texts("KEY"), None, "who sends one may ask; each is a tenant of its own", "anybody may"),
+        Setting("api-keys", text("FILE"), None, "a TOML file of tenants: their keys, priorities and limits"),
+    ),
+    "load": (
+        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
+        Setting("request-timeout", seconds(), 0.0, "for a request that names none; 0: any time"),
+        Setting("queue-timeout", seconds(), 0.0, "to wait, for a request that names none; 0: any time"),
+        Setting("pause-after", integer(0), 256, "unread tokens, after which a slow reader's request pauses; 0: never"),
+        Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
+        Setting("max-body-size", size(), "16M", "of a request"),
+        Setting("max-logprobs", integer(0), 20, "most log-probabilities beside each token"),
+        Setting("max-n", integer(1), 128, "most continuations of a prompt"),
+    ),
+    "reports": (
+        Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "whose names /metrics uses"),
+        Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
+    ),
+}  # fmt: skip
+SETTINGS = {s.key: s for group in GROUPS.values() for s in group}
+
+# ---- their values --------------------------------------------------------------------------------------------------
+
+
+def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> SimpleNamespace:
+    """The value of each setting, by its key. flags: those that were given; file: of the configuration.
+
+    Raises ConfigError, which names where a wrong value came from.
+    """
+    values = {key: s.kind.read(s.default) if s.default is not None else None for key, s in SETTINGS.items()}
+    for source in (_from_file(file), _from_environment(environment), _from_flags(flags)):
+        for key, given, where in source:
+            values[key] = _read(SETTINGS[key], given, where)
+    return SimpleNamespace(**values)
+
+
+def _from_file(file: str | None) -> Iterator[tuple[str, Any, str]]:
+    if file is None:
+        return
+    try:
+        read = tomllib.loads(Path(file).read_text())
+    except OSError as e:
+        raise ConfigError(f"--config {file}: {e.strerror}.") from e
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"--config {file}: expected TOML; {e}.") from e
+    for name, given in read.items():
+        key = name.replace("-", "_")
+        if key not in SETTINGS:
+            near = difflib.get_close_matches(key, SETTINGS, 1)
+            hint = f" Did you mean {SETTINGS[near[0]].name}?" if near else " `hibachi serve --help` lists them."
+            raise ConfigError(f"{file}: there is no setting {name}.{hint}")
+        yield key, given, f"{file}: {name}"
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    for key, setting in SETTINGS.items():
+        if given := environment.get(setting.variable):  # as with many tools, empty is as if it were not there
+            yield key, given, setting.variable
+
+
+def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    for key, given in flags.items():
+        yield key, given, SETTINGS[key].flag
+
+
+def _read(setting: Setting, given: Any, where: str) -> Any:
+    try:
+        return setting.kind.read(given)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
+        shown = "something else" if setting.name == "api-key" else repr(given)[:80]  # keys are not for logs
+        raise ConfigError(f"{where}: expected {setting.kind.expected}; got {shown}.") from None
+
+
+def misspelled(environment: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings and are none."""
+    known = {s.variable for s in SETTINGS.values()}
+    found = []
+    for name in environment:
+        if name.startswith(PREFIX) and name not in known and (near := difflib.get_close_matches(name, known, 1, 0.9)):
+            found.append(f"{name} is not a setting; {near[0]} is")
+    return found
+
+
+def table() -> str:
+    """All settings, in Markdown."""
+    lines = ["| flag | default | |", "|---|---|---|"]
+    for setting in SETTINGS.values():
+        metavar = setting.kind.metavar.replace("|", "\\|")
+        flag = f"--[no-]{setting.name}" if setting.kind is SWITCH else f"{setting.flag} {metavar}"
+        more = " ..." if setting.kind.many else ""
+        lines.append(f"| `{flag}{more}` | {setting.default_text} | {setting.help} |")
+    return "\n".join(lines)
