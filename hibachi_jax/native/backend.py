@@ -53,12 +53,15 @@ class NativeJaxBackend(JaxBackend):
     deterministic = True
     kernels = "native"
     native = True
-    draw_rows = _DRAWN
 
-    def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
-        super().__init__("cpu" if device is None else device)
+    def __init__(self, device: Any = None, native: bool | None = None) -> None:
+        super().__init__("cpu" if device is None and jax.default_backend() != "cpu" else device)
         self._library = library()
         self._slabs = Slabs()
+
+    @property
+    def draw_rows(self) -> int:
+        return _DRAWN
 
     def _computed(self, dtype: str) -> str:
         """The dtype that kernels compute this one in. Raises UnsupportedOperation."""
@@ -190,8 +193,7 @@ class NativeJaxBackend(JaxBackend):
         return place, most
 
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
-        tokens, heads, dim = x.shape
-        if cos.dtype != x.dtype or cos.shape != (tokens, 1, dim // 2) or x.dtype not in _COMPUTED:
+        if cos.dtype != x.dtype or cos.shape != (x.shape[0], 1, x.shape[2] // 2) or x.dtype not in _COMPUTED:
             return super().rope(x, cos, sin)
         return _call("rope", x.shape, x.dtype, x, cos, sin)
 

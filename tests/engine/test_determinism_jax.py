@@ -1,4 +1,5 @@
-"""JAX with steps of fixed shape: the bits of a request's tokens and log-probabilities, whoever shares its batch."""
+"""JAX with steps of fixed shape, and with native kernels: the bits of a request's tokens and log-probabilities, whoever
+shares its batch."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +25,27 @@ SHARED = 48  # tokens that every third prompt begins with, as far as it goes
 
 
 @pytest.fixture(scope="module")
-def fixed():
+def eight():
+    """Steps of fixed shape."""
     return JaxBackend().invariant()
+
+
+@pytest.fixture(scope="module", params=["fixed", pytest.param("native", marks=pytest.mark.slow)])
+def fixed(eight, request):
+    """All that are deterministic."""
+    backend = eight if request.param == "fixed" else JaxBackend("cpu", native=True)
+    assert backend.deterministic
+    return backend
 
 
 @pytest.fixture(scope="module")
 def tiny(fixed):
     return load_model(open_files(locate("tiny")), fixed)
+
+
+@pytest.fixture(scope="module")
+def tiny_eight(eight):
+    return load_model(open_files(locate("tiny")), eight)
 
 
 def prompts(vocab):
@@ -182,19 +197,19 @@ def runner(model, fixed, rows=ROWS):
     return CachedRunner(model, fixed, Scheduler(limits), table, sampler, "float32")
 
 
-def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny, fixed):
-    by_size = Altered(tiny, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    assert runner(tiny, fixed).sizes[0] == STEP_TOKENS
-    assert runner(by_size, fixed).sizes == (STEP_TOKENS,)
+def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, eight):
+    by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
+    assert runner(tiny_eight, eight).sizes[0] == STEP_TOKENS
+    assert runner(by_size, eight).sizes == (STEP_TOKENS,)
 
 
 @pytest.mark.slow
-def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny, fixed):
-    by_size = Altered(tiny, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    with engine(by_size, fixed, prefix_cache=False) as e:
-        some = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny_eight, eight):
+    by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
+    with engine(by_size, eight, prefix_cache=False) as e:
+        some = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
         together = results(some)
-        solo = [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
+        solo = [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
     assert together == solo
 
 
@@ -206,13 +221,13 @@ def test_these_tests_notice_a_model_whose_rows_look_at_each_other(tiny, fixed):
         assert together != [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
 
 
-def test_the_programs_are_compiled_before_the_first_request(tiny, fixed):
+def test_the_programs_are_compiled_before_the_first_request(tiny_eight, eight):
     """And no other ones of the model later, whatever comes."""
     seen = []
-    counted = Altered(tiny, lambda logits, x: seen.append(x.tok.shape[0]) or logits)  # called when it is traced
-    with engine(counted, fixed, max_prefill_tokens=24) as e:
+    counted = Altered(tiny_eight, lambda logits, x: seen.append(x.tok.shape[0]) or logits)  # called when it is traced
+    with engine(counted, eight, max_prefill_tokens=24) as e:
         at_start = list(seen)
-        results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))])
+        results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny_eight.vocab_size))])
     assert sorted(at_start) == [STEP_TOKENS, 32]
     assert seen == at_start
 
@@ -222,14 +237,14 @@ def test_the_programs_are_compiled_before_the_first_request(tiny, fixed):
 
 @pytest.mark.parametrize("special", [{}, dict(window=40), dict(softcap=5.0, scale=0.3)], ids=str)
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_attention_agrees_with_the_plain_kernel(special, block_size, fixed):
+def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
     loops, dense = JaxBackend(), JaxBackend()
     dense._loops = False  # as on accelerators
     blocks = 480 // block_size
     table = np.arange(1, 3 * blocks + 1, dtype=np.int32).reshape(3, blocks)
     start, q = np.array([300, 127, 0], np.int32), np.array([1, 2, 5], np.int32)
     outs = []
-    for b, tiles in ((dense, (1, 32)), (fixed, fixed.tiles), (loops, (1, 32)), (loops, (1, 4))):
+    for b, tiles in ((dense, (1, 32)), (eight, eight.tiles), (loops, (1, 32)), (loops, (1, 4))):
         rng = np.random.default_rng(0)
         random = lambda *shape: b.put(rng.standard_normal(shape), "float32")  # noqa: B023, E731
         spec = Paged(2, 16, 8)

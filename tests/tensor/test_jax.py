@@ -67,7 +67,7 @@ print(json.dumps([text[0].choices[0].text, hits, str(jax.config.jax_compilation_
 
 
 def test_a_second_process_reads_what_the_first_has_compiled(tmp_path):
-    cold, warm = (run(START, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2))
+    cold, warm = (run(START, XDG_CACHE_HOME=str(tmp_path), HIBACHI_NATIVE="0") for _ in range(2))
     assert cold[0] == warm[0] and cold[1] == 0 and warm[1] >= 2
     assert cold[2].startswith(str(tmp_path / "hibachi" / "jax"))
 
@@ -114,7 +114,7 @@ print(json.dumps([[list(map(int, t)) for t in tokens(sharded)] for sharded in (F
 
 
 def test_parameters_on_two_devices_give_the_same_tokens(tmp_path):
-    env = dict(XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_JAX_CACHE="0")
+    env = dict(XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_JAX_CACHE="0", HIBACHI_NATIVE="0")
     one, two = run(SHARDED, **env)
     assert one == two and len(one[0]) == 12
 
