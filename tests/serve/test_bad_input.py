@@ -1,0 +1,162 @@
+"""Whatever comes in: a clear refusal, no error of the server's own, no hang, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+
+import pytest
+
+from .test_streams import send
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+
+
+def raw(server, body, path="/v1/completions", kind="application/json"):
+    return server.client.post(path, content=body, headers={"Content-Type": kind})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"{",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": 99999999999999999999999999}',
+        b'{"prompt": "a", "max_tokens": -1}',
+        b'{"prompt": [99999999999999999999]}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": [1.5]}',
+        b'{"prompt": [true]}',
+        b'{"prompt": []}',
+        b'{"prompt": [[]]}',
+        b'{"prompt": [[1], "a", 2]}',
+        b'{"prompt": ""}',
+        b'{"prompt": null}',
+        b'{"prompt": {"a": 1}}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 50000 + b"]" * 50000 + b"}",
+        b'{"messages": ' + b'{"a":' * 50000 + b"1" + b"}" * 50000 + b"}",
+        b'{"messages": [{"role": 1, "content": "a"}]}',
+        b'{"messages": [{"content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        b'{"messages": [{"role": "user", "content": 7}]}',
+        b'{"messages": []}',
+        b'{"input": [], "dimensions": 3}',
+        b'{"tokens": [5000000]}',
+        b'{"tokens": [-1]}',
+        b'{"prompt": "a", "stop": [""]}',
+        b'{"prompt": "a", "logit_bias": {"99999": 1}}',
+        b'{"prompt": "a", "logit_bias": {"1": 1000}}',
+        b'{"prompt": "a", "allowed_token_ids": [99999]}',
+        b'{"prompt": "a", "bad_words": [""]}',
+        b'{"prompt": "a", "min_tokens": 50, "max_tokens": 5}',
+        b'{"prompt": "a", "priority": 1e400}',
+        b'{"prompt": "a", "timeout": -1}',
+    ],
+)
+def test_bodies_that_say_nothing(server, body):
+    for path in POSTS:
+        answer = raw(server, body, path)
+        if answer.status_code == 200:  # it meant something to this route
+            continue
+        assert answer.status_code in (400, 422), (path, answer.text)
+        assert answer.json()["error"]["message"]
+    assert server.complete("Emma")["choices"]
+
+
+def test_other_kinds_of_content(server):
+    for kind in ("text/plain", "application/xml", "multipart/form-data"):
+        assert raw(server, b'{"prompt": "a"}', kind=kind).status_code == 415
+    assert raw(server, b'{"prompt": "a", "max_tokens": 1}', kind="application/json; charset=utf-8").status_code == 200
+
+
+def test_too_long(server):
+    """Both numbers are told."""
+    answer = server.post("/v1/completions", {"prompt": [5] * 600})
+    assert answer.status_code == 400 and "600" in answer.text and "512" in answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = server.post("/v1/completions", {"prompt": [5] * 500, "max_tokens": 100})
+    assert answer.status_code == 400 and all(n in answer.text for n in ("100", "500", "512", "12"))
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "so " * 2000}]})
+    assert answer.status_code == 400 and "512" in answer.text
+    answer = server.post("/v1/embeddings", {"input": [5] * 600})
+    assert answer.status_code == 400 and "600" in answer.text
+    fits = server.post("/v1/completions", {"prompt": [5] * 500, "max_tokens": 12, "temperature": 0})
+    assert fits.status_code == 200
+
+
+def test_too_large(server):
+    small = server.served.max_body
+    server.served.max_body = 1000
+    try:
+        assert server.post("/v1/completions", {"prompt": "a" * 2000}).status_code == 413
+        chunks = (b'{"prompt": "', *[b"a" * 100] * 20, b'"}')
+        answer = server.client.post(
+            "/v1/completions", content=iter(chunks), headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code == 413
+    finally:
+        server.served.max_body = small
+    many = server.post("/v1/completions", {"prompt": ["a"] * 2000})
+    assert many.status_code == 400 and many.json()["error"]["param"] == "prompt"
+
+
+def test_routes_that_are_not_there(server):
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/v1/models/%00%ff/../x", 404),
+    ):
+        answer = server.client.request(method, path)
+        assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_random_bytes_in_the_place_of_fields(server):
+    """Mutated requests: none makes an error of the server's own."""
+    rng = random.Random(0)
+    good = [
+        {"prompt": "Emma", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "n": 1, "logprobs": 1},
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "top_p": 0.9, "stream": True},
+        {"input": ["a", "b"], "encoding_format": "float"},
+        {"tokens": [1, 2, 3]},
+    ]
+    values = [None, True, -1, 0, 1, 2**40, 1.5, "", "x", "\u0000", [], {}, [[]], [None], {"a": 1}, "💥" * 3, [1, "a"]]
+    for _ in range(300):
+        body = json.loads(json.dumps(rng.choice(good)))
+        for _ in range(rng.randint(1, 3)):
+            body[rng.choice([*body, "seed", "stream", "echo", "user", "stream_options"])] = rng.choice(values)
+        if body.get("n") == 2**40 or body.get("max_tokens") is None:
+            body["max_tokens"] = 2
+        answer = server.post(rng.choice(POSTS), body)
+        assert answer.status_code < 500, (body, answer.text)
+    assert server.complete("Emma")["choices"]
+
+
+def test_broken_http(server):
+    for data in (
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: abc\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 200,
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(10)
+            said = sock.recv(4096)
+            assert not said or b" 500 " not in said.split(b"\r\n")[0]
+    sock = send(server, {"prompt": "a", "max_tokens": 5, "stream": True})
+    sock.close()
+    assert server.complete("Emma")["choices"]
