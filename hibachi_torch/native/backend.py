@@ -13,7 +13,7 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.invariant import InvariantTorchBackend
 from hibachi_torch.native.build import library
-from hibachi_torch.native.memory import Slabs
+from hibachi_torch.native.memory import Slabs, zeros
 from hibachi_torch.native.program import ACTIVATIONS, Program, program
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -53,7 +53,7 @@ class _Kernels:
         self.linear_f32 = find("linear_bf16_f32" if suffix == "bf16" else "linear_f32", p, n, p, p, p, n, n, n)
         self.pack = find(f"pack_{suffix}", p, p, n, n)
         self.rows = find(f"rows_{suffix}", p, p, p, n, n)
-        self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 10)
+        self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 9, ctypes.c_int, p)
         self.rms_norm = find(f"rms_norm_{suffix}", p, n, p, p, n, n, f)
         self.rope = find(f"rope_{suffix}", p, n, p, p, p, n, n, n)
         self.best = find("best_f32", p, n, n, p, p)
@@ -84,6 +84,8 @@ class NativeTorchBackend(InvariantTorchBackend):
     multiple = 1
     kernels = "native"
     native = True
+    cascade = True
+    """Attention reads what several tokens see, such as a prefix that rows share, once for some of them."""
 
     def __init__(self, device: Any = "cpu", native: bool | None = None) -> None:
         super().__init__("cpu")
@@ -150,8 +152,8 @@ class NativeTorchBackend(InvariantTorchBackend):
         depth = 2 if wanted == "bfloat16" else 1
         spans, wide = -(-block_size // _LANES), -(-spec.v_dim // _LANES) * _LANES
         shape = (blocks, spec.kv_heads, spans)
-        keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
-        return keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size
+        keys = zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), self.dtype(wanted))
+        return keys, zeros((*shape, _LANES // depth, wide, depth), self.dtype(wanted)), block_size
 
     def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
         return *super().wipe(cache[:2], blocks), *cache[2:]
@@ -203,6 +205,7 @@ class NativeTorchBackend(InvariantTorchBackend):
             pos.data_ptr(),
             cu_q.data_ptr(),
             table.data_ptr(),
+            self.cascade,
             out.data_ptr(),
         )
         return out, cache

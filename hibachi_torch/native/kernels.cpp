@@ -34,13 +34,21 @@ static void attend(
     const int32_t* pos,
     const int32_t* cu_q,
     const int32_t* table,
+    bool cascade,
     typename T::Element* out
 ) {
   share(Write<T>{s, Layout<T>(s), k, v, keys, values, slot});
-  std::vector<Tile> work = tiles(s, cu_q);
   int64_t done = cu_q[s.rows], each = s.heads * s.v_dim;  // tokens after that are padding
   std::fill_n(out + done * each, (s.tokens - done) * each, typename T::Element{});
-  share(Attention<T>{s, Layout<T>(s), q, keys, values, pos, table, out, work});
+  std::vector<Tile> work;
+  const Attention<T> attention{s, Layout<T>(s), q, keys, values, pos, table, out, work};
+  if (cascade) {
+    const std::vector<Set> some = sets(s, cu_q, pos, table, at::get_num_threads(), work);
+    share(Cascade<T>{attention, some});
+  } else {
+    work = tiles(s, cu_q);
+    share(attention);
+  }
 }
 
 template <class T>
@@ -75,6 +83,12 @@ void hibachi_best_f32(const float* x, int64_t rows, int64_t columns, int32_t* pl
 
 int64_t hibachi_panel() { return WIDTH; }
 
+// How many sets of tiles attention makes of a step.
+int64_t hibachi_sets(const Sizes* s, const int32_t* cu_q, const int32_t* pos, const int32_t* table, int threads) {
+  std::vector<Tile> all;
+  return sets(*s, cu_q, pos, table, threads, all).size();
+}
+
 void hibachi_linear_f32(const float* x, int64_t stride, const float* w, const float* b, float* y, int64_t m, int64_t n, int64_t k) {
   linear<F32, F32>(x, stride, w, b, y, m, n, k);
 }
@@ -99,15 +113,15 @@ void hibachi_rows_bf16(const uint16_t* packed, const int32_t* at, uint16_t* out,
 }
 
 void hibachi_attend_f32(
-    const Sizes* s, const float* q, const float* k, const float* v, float* keys, float* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, float* out
+    const Sizes* s, const float* q, const float* k, const float* v, float* keys, float* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, int cascade, float* out
 ) {
-  attend<F32>(*s, q, k, v, keys, values, slot, pos, cu_q, table, out);
+  attend<F32>(*s, q, k, v, keys, values, slot, pos, cu_q, table, cascade, out);
 }
 
 void hibachi_attend_bf16(
-    const Sizes* s, const uint16_t* q, const uint16_t* k, const uint16_t* v, uint16_t* keys, uint16_t* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, uint16_t* out
+    const Sizes* s, const uint16_t* q, const uint16_t* k, const uint16_t* v, uint16_t* keys, uint16_t* values, const int32_t* slot, const int32_t* pos, const int32_t* cu_q, const int32_t* table, int cascade, uint16_t* out
 ) {
-  attend<Bf16>(*s, q, k, v, keys, values, slot, pos, cu_q, table, out);
+  attend<Bf16>(*s, q, k, v, keys, values, slot, pos, cu_q, table, cascade, out);
 }
 
 void hibachi_rms_norm_f32(const float* x, int64_t stride, const float* w, float* y, int64_t rows, int64_t dim, float eps) {

@@ -1,7 +1,8 @@
-"""Memory for weights that a step reads from end to end: large pages, which the processor looks up far less often."""
+"""Memory for what a step reads, weights and caches, in large pages, which the processor looks up far less often."""
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -9,6 +10,14 @@ import torch
 
 SLAB = 64 << 20  # bytes; NumPy asks the kernel for huge pages for what is this large
 ALIGNED = 64  # bytes: a cache line
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An array of zeros that begins on a cache line. Pages that nobody writes to take no memory."""
+    size = math.prod(shape) * dtype.itemsize
+    slab = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    at = -slab.data_ptr() % ALIGNED
+    return slab[at : at + size].view(dtype).view(shape)
 
 
 class Slabs:

@@ -44,6 +44,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((n, _i64) for n in ("tokens", "outputs", "rows", "blocks", "block_size", "heads", "kv_heads", "head_dim")),
+        ("cascade", _i64),
         *((n, _p) for n in ("slot", "pos", "cu_q", "table", "last")),
         *((n, _p) for n in ("buffers", "widths", "turns", "caches", "seconds")),
     ]
@@ -53,7 +54,7 @@ class Program:
     """The layers of a decoder. Made by `program`."""
 
     def __init__(self, decoder: Any, weight: type) -> None:
-        self._arch, self._params = decoder.arch, decoder.params
+        self._arch, self._params, self._cascade = decoder.arch, decoder.params, decoder.backend.cascade
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
         self._rounds = hasattr(weight, "scales")  # bytes
@@ -96,6 +97,7 @@ class Program:
         index = [_index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
         step = _Step(
             *(tokens, outputs, len(index[2]) - 1, index[3].shape[1], cache[0][2], a.heads, a.kv_heads, a.head_dim),
+            self._cascade,
             *(t.data_ptr() for t in index),
             *(ctypes.addressof(some) for some in (buffers, self._wide, turned, halves)),
             None if self.seconds is None else self.seconds.ctypes.data,

@@ -33,7 +33,7 @@ struct Op {
 };
 
 struct Step {
-  int64_t tokens, outputs, rows, blocks, block_size, heads, kv_heads, head_dim;
+  int64_t tokens, outputs, rows, blocks, block_size, heads, kv_heads, head_dim, cascade;
   const int32_t *slot, *pos, *cu_q, *table, *last;
   void* const* buffers;
   const int64_t* widths;      // elements of a row of each buffer
@@ -93,7 +93,7 @@ struct Take {
 };
 
 template <class T>
-static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& work, Team& team) {
+static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& work, const std::vector<Set>& some, Team& team) {
   using E = typename T::Element;
   const int64_t m = op.outputs ? s.outputs : s.tokens, from_width = s.widths[op.from], to_width = s.widths[op.to];
   E *from = static_cast<E*>(s.buffers[op.from]) + op.from_at, *to = static_cast<E*>(s.buffers[op.to]) + op.to_at;
@@ -120,8 +120,10 @@ static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& wor
       const E *k = from + s.heads * s.head_dim, *v = k + s.kv_heads * s.head_dim;
       return team.share(i, Write<T>{sizes, Layout<T>(sizes), k, v, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.slot});
     }
-    case ATTEND:
-      return team.share(i, Attention<T>{sizes, Layout<T>(sizes), from, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.pos, s.table, to, work});
+    case ATTEND: {
+      const Attention<T> attention{sizes, Layout<T>(sizes), from, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.pos, s.table, to, work};
+      return s.cascade ? team.share(i, Cascade<T>{attention, some}) : team.share(i, attention);
+    }
     case ACTIVATE:
       return team.share(i, Activate<T>{Activation(op.which), bool(op.gated), from, from_width, to, to_width, m, op.n});
     case ROUND:
@@ -141,7 +143,13 @@ static void step(const Step& s, const Op* ops, int64_t count) {
   Team team(count);
   Sizes sizes{};
   sizes.rows = s.rows, sizes.heads = s.heads, sizes.kv_heads = s.kv_heads;
-  const std::vector<Tile> work = tiles(sizes, s.cu_q);
+  sizes.blocks = s.blocks, sizes.block_size = s.block_size;
+  std::vector<Tile> work;
+  std::vector<Set> some;
+  if (s.cascade)
+    some = sets(sizes, s.cu_q, s.pos, s.table, at::get_num_threads(), work);
+  else
+    work = tiles(sizes, s.cu_q);
   for (int64_t i = 0, done = s.cu_q[s.rows]; i < count; i++)  // tokens after that are padding
     if (ops[i].kind == ATTEND) {
       const int64_t width = s.widths[ops[i].to];
@@ -153,7 +161,7 @@ static void step(const Step& s, const Op* ops, int64_t count) {
     team.assemble(omp_get_num_threads());
     double began = s.seconds ? omp_get_wtime() : 0;
     for (int64_t i = 0; i < count; i++) {
-      run<T>(s, ops[i], i, work, team);
+      run<T>(s, ops[i], i, work, some, team);
       team.wait();
       if (s.seconds && omp_get_thread_num() == 0) {
         const double now = omp_get_wtime();

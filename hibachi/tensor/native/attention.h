@@ -9,6 +9,11 @@
 // four at a time, with a running maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). The groups of four
 // begin at fixed positions and each query's numbers go through the same operations in the same order in any tile:
 // what others see beyond it counts as weights of zero, which change no bit.
+//
+// Tiles that see the same spans, of one prompt or of rows that share a prefix, may pass over these together, so that
+// each group is read once for all of them (cascade attention; Juravsky et al. 2024). No results of parts are merged: a
+// query takes its maximum and sum along, goes on by itself where the tables part, and has met the same groups in the
+// same order as alone.
 
 #pragma once
 
@@ -22,6 +27,7 @@ constexpr int QUERIES = REGISTERS / SPANS;  // in a tile
 #else
 constexpr int QUERIES = 2;
 #endif
+constexpr int TOGETHER = 24;  // queries of a set: what is kept of them stays in the first cache, beside a group
 
 struct Sizes {
   int64_t tokens, rows, heads, kv_heads, k_dim, v_dim, blocks, block_size;  // blocks: columns of the block table
@@ -92,6 +98,54 @@ static std::vector<Tile> tiles(const Sizes& s, const int32_t* cu_q) {
   return all;
 }
 
+// Tiles `begin` to before `end`, which see the first `groups` groups of spans alike.
+struct Set {
+  int32_t begin, end;
+  int64_t groups;
+};
+
+// The tiles, and sets of them, several for each of the threads. Tiles of a row are neighbours, and so are rows whose
+// tables begin alike; a set grows for as long as it saves more reads so.
+static std::vector<Set> sets(
+    const Sizes& s, const int32_t* cu_q, const int32_t* pos, const int32_t* table, int threads, std::vector<Tile>& all
+) {
+  const int64_t group = s.heads / s.kv_heads, spans = up(s.block_size, LANES);
+  auto less = [&](const Tile& a, const Tile& b) {
+    const int32_t *x = table + a.row * s.blocks, *y = table + b.row * s.blocks;
+    return a.row != b.row && std::lexicographical_compare(x, x + s.blocks, y, y + s.blocks);
+  };
+  auto seen = [&](const Tile& a) {  // groups that all of its tokens see to the end
+    const int64_t p = pos[a.first];
+    return (p / s.block_size * spans + p % s.block_size / LANES) / SPANS;
+  };
+  auto alike = [&](const Tile& a, const Tile& b) {
+    const int64_t most = std::min(seen(a), seen(b));
+    const int32_t *x = table + a.row * s.blocks, *end = x + std::min(s.blocks, up(most * SPANS, spans));
+    if (a.row == b.row) return most;
+    return std::min(most, (std::mismatch(x, end, table + b.row * s.blocks).first - x) * spans / SPANS);
+  };
+  Sizes one = s;  // key head
+  one.heads = group, one.kv_heads = 1;
+  std::vector<Tile> some = tiles(one, cu_q);
+  std::stable_sort(some.begin(), some.end(), less);
+  const int64_t most = std::min<int64_t>(TOGETHER, cu_q[s.rows] * s.heads / (4 * threads));
+  std::vector<Set> out;
+  for (size_t i = 0, j; i < some.size(); i = j) {
+    int64_t queries = some[i].tokens * some[i].heads, groups = seen(some[i]);
+    for (j = i + 1; j < some.size() && (queries += some[j].tokens * some[j].heads) <= most; j++) {
+      const int64_t fewer = std::min(groups, alike(some[j - 1], some[j])), tiles = j - i;
+      if (fewer * tiles <= groups * (tiles - 1)) break;
+      groups = fewer;
+    }
+    for (int32_t h = 0; h < s.kv_heads; h++) {
+      out.push_back({int32_t(all.size()), int32_t(all.size() + j - i), groups});
+      for (size_t t = i; t < j; t++)
+        all.push_back({some[t].row, some[t].first, some[t].tokens, h, int32_t(h * group + some[t].head), some[t].heads});
+    }
+  }
+  return out;
+}
+
 // Scores [N queries][S spans] of 16 positions each. Meanwhile what is needed next, `soon`, is fetched from memory.
 template <class T, int N, int S>
 static void score(
@@ -154,60 +208,87 @@ struct Attention {
   Element* out;
   const std::vector<Tile>& work;
 
+  // What is kept of queries between two groups.
+  struct Kept {
+    std::vector<Lane> lanes;
+    std::vector<float> sums;
+    int64_t position[TOGETHER];
+    Floats total[TOGETHER];
+    float most[TOGETHER];
+  };
+
   int64_t count() const { return work.size(); }
   int64_t batch(int) const { return 1; }
-  void operator()(int64_t i) const { run(work[i]); }
+  void operator()(int64_t i) const { run(&work[i], &work[i] + 1, 0); }
 
   int64_t span_of(int64_t position) const {
     return position / s.block_size * at.spans + position % s.block_size / LANES;
   }
 
-  int64_t first_span(int64_t position) const {
-    return s.window ? span_of(std::max<int64_t>(0, position - s.window + 1)) : 0;
+  int64_t first_group(int64_t position) const {
+    return s.window ? span_of(std::max<int64_t>(0, position - s.window + 1)) / SPANS : 0;
   }
 
-  void run(const Tile& tile) const {
-    const int n = tile.tokens * tile.heads;
-    thread_local std::vector<Lane> lanes;
-    thread_local std::vector<float> sums;
-    lanes.assign(n * at.k_depth, Lane{});
-    sums.assign(n * at.v_wide, 0.0f);
-    int64_t position[QUERIES];
-    Floats total[QUERIES] = {};
-    float most[QUERIES];
-    for (int r = 0; r < n; r++) {
-      int64_t t = tile.first + r / tile.heads, h = tile.head + r % tile.heads;
-      std::memcpy(lanes.data() + r * at.k_depth, q + t * s.q_stride + h * s.k_dim, s.k_dim * sizeof(Element));
-      position[r] = pos[t];
-      most[r] = -std::numeric_limits<float>::infinity();
+  // Tiles that see the groups before `alike` alike.
+  void run(const Tile* begin, const Tile* end, int64_t alike) const {
+    thread_local Kept kept;
+    int n = 0;
+    for (const Tile* tile = begin; tile < end; tile++) n += tile->tokens * tile->heads;
+    kept.lanes.assign(n * at.k_depth, Lane{});
+    kept.sums.assign(n * at.v_wide, 0.0f);
+    int r = 0;
+    int64_t from = 0;  // the first group that all of them see
+    for (const Tile* tile = begin; tile < end; tile++) {
+      from = std::max(from, first_group(pos[tile->first]));
+      each(*tile, [&](int64_t t, int64_t h) {
+        std::memcpy(kept.lanes.data() + r * at.k_depth, q + t * s.q_stride + h * s.k_dim, s.k_dim * sizeof(Element));
+        kept.position[r] = pos[t];
+        kept.most[r] = -std::numeric_limits<float>::infinity();
+        kept.total[r++] = Floats{};
+      });
     }
-    // Positions rise within a tile.
-    for (int64_t g = first_span(position[0]) / SPANS * SPANS, last = span_of(position[n - 1]); g <= last; g += SPANS)
-      group(tile, n, g, last, lanes.data(), position, most, total, sums.data());
-    for (int r = 0; r < n; r++) {
-      int64_t t = tile.first + r / tile.heads, h = tile.head + r % tile.heads;
-      Floats by = all(1.0f / sum(total[r]));
-      for (int64_t d = 0; d < s.v_dim; d += LANES) {
-        Floats y = load<Floats>(&sums[r * at.v_wide + d]) * by + 0.0f;  // no -0, which depends on added zeros
-        write_some<T>(out + (t * s.heads + h) * s.v_dim + d, y, s.v_dim - d);
-      }
+    if (end - begin > 1) {
+      alone(begin, end, 0, from, kept);
+      for (int64_t g = from; g < alike; g++) group(*begin, 0, n, g, span_of(kept.position[0]), kept);
+      from = std::max(from, alike);
+    }
+    alone(begin, end, from, std::numeric_limits<int64_t>::max(), kept);
+    r = 0;
+    for (const Tile* tile = begin; tile < end; tile++)
+      each(*tile, [&](int64_t t, int64_t h) {
+        Floats by = all(1.0f / sum(kept.total[r]));
+        for (int64_t d = 0; d < s.v_dim; d += LANES) {
+          Floats y = load<Floats>(&kept.sums[r * at.v_wide + d]) * by + 0.0f;  // no -0, which depends on added zeros
+          write_some<T>(out + (t * s.heads + h) * s.v_dim + d, y, s.v_dim - d);
+        }
+        r++;
+      });
+  }
+
+  // f of token and head of each query of a tile.
+  template <class F>
+  static void each(const Tile& tile, const F& f) {
+    for (int64_t t = tile.first; t < tile.first + tile.tokens; t++)
+      for (int64_t h = tile.head; h < tile.head + tile.heads; h++) f(t, h);
+  }
+
+  // The groups `from` to before `to` that tiles see, one tile after the other.
+  void alone(const Tile* begin, const Tile* end, int64_t from, int64_t to, Kept& kept) const {
+    for (int r = 0; begin < end; begin++) {
+      const int n = begin->tokens * begin->heads;
+      const int64_t last = span_of(kept.position[r + n - 1]);  // positions rise within a tile
+      for (int64_t g = std::max(from, first_group(kept.position[r])); g < std::min(to, last / SPANS + 1); g++)
+        group(*begin, r, r + n, g, last, kept);
+      r += n;
     }
   }
 
-  void group(
-      const Tile& tile,
-      int n,
-      int64_t first,
-      int64_t last,
-      const Lane* lanes,
-      const int64_t* position,
-      float* most,
-      Floats* total,
-      float* sums
-  ) const {
+  // Queries `begin` to before `end` see a group of the tile's row.
+  void group(const Tile& tile, int begin, int end, int64_t g, int64_t last, Kept& kept) const {
+    const int64_t first = g * SPANS;
     const int spans = std::min<int64_t>(SPANS, last + 1 - first);
     const Lane *k[SPANS], *v[SPANS], *next[SPANS];
-    int64_t begin[SPANS];
+    int64_t where[SPANS];
     int valid[SPANS];
     // Where the spans are, and the keys of the next ones, whose memory is fetched meanwhile.
     const int32_t* blocks = table + tile.row * s.blocks;
@@ -219,7 +300,7 @@ struct Attention {
       if (c < spans) {
         k[c] = next[c] = key;
         v[c] = reinterpret_cast<const Lane*>(values) + span * at.v_span;
-        begin[c] = block * s.block_size + inside * LANES;
+        where[c] = block * s.block_size + inside * LANES;
         valid[c] = std::min<int64_t>(LANES, s.block_size - inside * LANES);
       } else {
         next[c - spans] = key;
@@ -227,40 +308,46 @@ struct Attention {
       if (first + c == last || c - spans == SPANS - 1) break;
       if (++inside == at.spans) block++, inside = 0;
     }
-    Floats scores[QUERIES][SPANS];
-    with_constant<QUERIES>(n, [&](auto rows) {
-      with_constant<SPANS>(spans, [&](auto wide) { score<T, rows, wide>(lanes, at.k_depth, k, v, scores); });
-    });
-    Element weights[QUERIES][SPANS * LANES];
-    float old[QUERIES];
-    for (int r = 0; r < n; r++) old[r] = weigh(position[r], begin, valid, spans, scores[r], most[r], total[r], weights[r]);
+    Element weights[TOGETHER][SPANS * LANES];
+    float old[TOGETHER];
+    const int some = up(end - begin, up(end - begin, QUERIES));
+    for (int a = begin; a < end; a += some) {
+      const int n = std::min(some, end - a);
+      Floats scores[QUERIES][SPANS];
+      with_constant<QUERIES>(n, [&](auto rows) {
+        with_constant<SPANS>(spans, [&](auto wide) {
+          score<T, rows, wide>(kept.lanes.data() + a * at.k_depth, at.k_depth, k, v, scores);
+        });
+      });
+      with_constant<SPANS>(spans, [&](auto wide) {
+        for (int r = a; r < a + n; r++)
+          old[r] = weigh<wide>(kept.position[r], where, valid, scores[r - a], kept.most[r], kept.total[r], weights[r]);
+      });
+    }
     for (int64_t d = 0; d < at.v_wide; d += 4 * LANES) {
       const Lane *part[SPANS], *soon[SPANS];
       for (int c = 0; c < spans; c++) part[c] = v[c] + d, soon[c] = next[c] + d;
-      with_constant<QUERIES>(n, [&](auto rows) {
-        with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
-          mix<T, rows, wide>(weights, old, part, soon, spans, at.v_wide, sums + d);
+      for (int a = begin; a < end; a += some)
+        with_constant<QUERIES>(std::min(some, end - a), [&](auto rows) {
+          with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
+            mix<T, rows, wide>(weights + a, old + a, part, soon, spans, at.v_wide, kept.sums.data() + a * at.v_wide + d);
+          });
         });
-      });
     }
   }
 
   // Scores to weights, and what the sums so far count now.
+  template <int S>
   float weigh(
-      int64_t position, const int64_t* begin, const int* valid, int spans, Floats* scores, float& most, Floats& total, Element* weights
+      int64_t position, const int64_t* where, const int* valid, Floats* scores, float& most, Floats& total, Element* weights
   ) const {
     const float none = -std::numeric_limits<float>::infinity();
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Floats high = all(none);
-    for (int c = 0; c < spans; c++) {
+    for (int c = 0; c < S; c++) {
       Floats x = scores[c] * s.scale;
       if (s.softcap != 0.0f) x = tanh(x / s.softcap) * s.softcap;
-      // Lanes from `low` to before `end` are seen.
-      int64_t end = std::clamp<int64_t>(position + 1 - begin[c], 0, valid[c]);
-      int64_t low = s.window ? std::clamp<int64_t>(position - s.window + 1 - begin[c], 0, LANES) : 0;
-      if (low > 0 || end < LANES) x = (lane >= (int)low) & (lane < (int)end) ? x : all(none);
-      scores[c] = x;
-      high = larger(x, high);
+      scores[c] = seen(x, position, where[c], valid[c]);
+      high = larger(scores[c], high);
     }
     float before = most;
     most = std::max(most, largest(high));
@@ -270,12 +357,35 @@ struct Attention {
       old = exp(all(before - zero))[0];
       total = total * old;
     }
-    for (int c = 0; c < spans; c++) {
-      Floats w = T::rounded(exp(scores[c] - zero));
-      T::write(weights + c * LANES, w);
-      total += w;
-    }
+    Floats w[S];
+    for (int c = 0; c < S; c++) w[c] = T::put(weights + c * LANES, exp(scores[c] - zero));
+    for (int c = 0; c < S; c++) total += w[c];
     return old;
+  }
+
+  // Scores of a span that begins at `where`, of which `valid` positions are used.
+  Floats seen(Floats x, int64_t position, int64_t where, int valid) const {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    // Lanes from `low` to before `end`.
+    int64_t end = std::clamp<int64_t>(position + 1 - where, 0, valid);
+    int64_t low = s.window ? std::clamp<int64_t>(position - s.window + 1 - where, 0, LANES) : 0;
+    if (low == 0 && end == LANES) return x;
+    return (lane >= (int)low) & (lane < (int)end) ? x : all(-std::numeric_limits<float>::infinity());
+  }
+};
+
+// Attention of sets of tiles.
+template <class T>
+struct Cascade {
+  const Attention<T> attention;
+  const std::vector<Set>& sets;
+
+  int64_t count() const { return sets.size(); }
+  int64_t batch(int) const { return 1; }
+
+  void operator()(int64_t i) const {
+    const Tile* tiles = attention.work.data();
+    attention.run(tiles + sets[i].begin, tiles + sets[i].end, sets[i].groups);
   }
 };
 

@@ -92,10 +92,12 @@ inline Floats exp(Floats x) {
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
     p = fma(p, r, all(c));
   p = fma(p * r, r, r) + 1.0f;
-  Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  Floats y = p * (Floats)power;
-  y = x < -87.0f ? Floats{} : y;
-  return x != x ? x : y;
+#ifdef AVX512
+  Floats y = (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  Floats y = p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+#endif
+  return x < -87.0f ? Floats{} : y;  // of NaN, p is NaN
 }
 
 inline Floats sigmoid(Floats x) {
@@ -119,6 +121,7 @@ struct F32 {
   static Floats read(const Element* p) { return load<Floats>(p); }
   static void write(Element* p, Floats v) { store(p, v); }
   static Floats rounded(Floats v) { return v; }
+  static Floats put(Element* p, Floats v) { return store(p, v), v; }
 };
 
 // bfloat16, as its 16 bits; sums are float32.
@@ -152,11 +155,18 @@ struct Bf16 {
   static Floats read(const Element* p) { return wide(load<__m256i>(p)); }
   static void write(Element* p, Floats v) { store(p, narrow(v)); }
   static Floats rounded(Floats v) { return wide(narrow(v)); }
+
+  static Floats put(Element* p, Floats v) {  // writes, and returns what was written
+    const __m256i n = narrow(v);
+    store(p, n);
+    return wide(n);
+  }
 #else
   typedef uint16_t Halves __attribute__((vector_size(32)));
   static Floats read(const Element* p) { return (Floats)(__builtin_convertvector(load<Halves>(p), Words) << 16); }
   static void write(Element* p, Floats v) { store(p, __builtin_convertvector(bits(v), Halves)); }
   static Floats rounded(Floats v) { return (Floats)(bits(v) << 16); }
+  static Floats put(Element* p, Floats v) { return write(p, v), rounded(v); }
 #endif
 
   static Words bits(Floats v) {  // to the nearest, ties to even; NaN stays NaN
