@@ -8,6 +8,7 @@ depends on: machine, versions, threads, candidates and shapes.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -37,7 +38,8 @@ BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
 DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
 STEP = ("linear", "attention")  # what a step is judged by
 ROWS = (1, 16, 64, 256)  # of the products that are timed
-_COLD = 128 << 20  # bytes of weights that take turns, as in a step they come from memory
+_BEHIND = 3  # times the fastest
+_COLD = 64 << 20  # bytes of weights that take turns, as in a step they come from memory
 _BLOCK = 16
 NEAR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-8}  # of the largest number
 _ROUNDED = 6e-2  # where weights lose digits
@@ -252,11 +254,14 @@ def _measure(
     tried = sum(len(some) for op, some in allowed.items() if op in timed)
     for operation in OPERATIONS:
         made: list[Trial] = []
+        ready: list[_Ready] = []
         for c in [c for c in found if c.operation == operation]:
             trial = _unfit(c, deterministic, rounding)
             if c in allowed.get(operation, []) and operation in timed:
-                trial = _try(backend, c, sizes, budget / tried)
+                trial, cases = _prepare(backend, c, sizes)
+                ready += cases
             made.append(trial)
+        _time(ready, budget / tried)
         _rank(made)
         if [t.why_not for t in made] == [None]:
             made[0].note = "the only one"
@@ -312,35 +317,56 @@ def _mean(times: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.inf
 
 
-def _try(backend: ArrayBackend, candidate: Candidate, sizes: Sizes, seconds: float) -> Trial:
+@dataclass(slots=True)
+class _Ready:
+    """A candidate that is right, and the calls that are to be timed."""
+
+    trial: Trial
+    backend: ArrayBackend
+    cases: Cases
+
+
+def _prepare(backend: ArrayBackend, candidate: Candidate, sizes: Sizes) -> tuple[Trial, list[_Ready]]:
     trial = Trial(candidate.operation, candidate.name, {}, None, None)
     try:
         made = compose(backend, {candidate.operation: candidate})
         with made.guard():
             trial.error = _CHECKS[candidate.operation](made, sizes)
             limit = _ROUNDED if candidate.rounds else NEAR.get(sizes.dtype, 1e-4)
-            if not trial.error <= limit:
-                trial.why_not = f"its results are off by {trial.error:.1e}, more than {limit:.0e}"
-                return trial
-            cases = _CASES[candidate.operation](made, sizes)
-            for case, (call, times) in cases.items():
-                trial.times[case] = 1e3 * times * _best(made, call, seconds / len(cases))
+            if trial.error <= limit:
+                return trial, [_Ready(trial, made, _CASES[candidate.operation](made, sizes))]
+            trial.why_not = f"its results are off by {trial.error:.1e}, more than {limit:.0e}"
     except Exception as e:  # whatever a kernel does here, there are others
         trial.why_not = f"{type(e).__name__}: {e}"
-    return trial
+    return trial, []
 
 
-def _best(backend: ArrayBackend, call: Callable[[], Any], seconds: float) -> float:
-    """The shortest time of a call, in seconds, after one that does not count."""
-    least, end = math.inf, time.perf_counter() + seconds
-    backend.get(call())
-    while True:
-        began = time.perf_counter()
-        backend.get(call())
-        now = time.perf_counter()
-        least = min(least, now - began)
-        if now > end:
-            return least
+def _time(ready: list[_Ready], seconds: float) -> None:
+    """Fill in the times of the candidates for one operation: the shortest of each case, in milliseconds. seconds: for
+    each candidate. They take turns, so that what disturbs the machine disturbs them alike; who is far behind is out."""
+    for case in list(ready[0].cases) if ready else []:
+        least: dict[int, float] = {}
+        end = time.perf_counter() + len(ready) * seconds / len(ready[0].cases)
+        racing = ready
+        for turn in itertools.count():
+            for each in [r for r in racing if r.trial.why_not is None]:
+                call, times = each.cases[case]
+                try:
+                    with each.backend.guard():
+                        began = time.perf_counter()
+                        each.backend.get(call())
+                        took = 1e3 * times * (time.perf_counter() - began)
+                except Exception as e:
+                    each.trial.why_not, each.trial.times = f"{type(e).__name__}: {e}", {}
+                    continue
+                if turn:  # the first call does not count: it may compile, and its memory is new
+                    each.trial.times[case] = min(took, each.trial.times.get(case, math.inf))
+                    least[id(each)] = each.trial.times[case]
+            if turn:
+                best = min(least.values(), default=0.0)
+                racing = [r for r in racing if least.get(id(r), math.inf) < _BEHIND * best]
+                if time.perf_counter() > end or not racing:
+                    break
 
 
 # ---- what is called ------------------------------------------------------------------------------------------------
