@@ -1,13 +1,18 @@
 """Score and sample an exported tiny model and write its model card; train.py calls it."""
 
+import collections
 import json
+import textwrap
 
 import torch
 from model import Llama, bits_per_character, encode, read
 from safetensors.torch import load_file
+from texts import PARTS, SOURCES, works
 from tokenizers import Tokenizer
 
 CONTEXT, STRIDE = 512, 128  # of the score
+# The settings of a training, as the card repeats them.
+SETTINGS = ("steps", "batch_tokens", "lr", "decay", "share", "last_share", "dropout", "weight_decay", "threads", "seed")
 TEMPERATURE, TOP_P, SAMPLE_TOKENS = 0.8, 0.95, 120
 PROMPTS = (  # written down before the model was trained; the seed of a sample is its prompt's index
     "It was a fine morning in October, and",
@@ -87,29 +92,40 @@ text or output of any other model.
 
 ## Data
 
-Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them.
-Trained on: {texts}; {characters} characters, {tokens} tokens. Held out whole, never trained on:
-`{held_out}`. No novel is split between the two.{note}
+Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them:
+{texts}; {characters} characters, {tokens} tokens. Held out whole, never trained on: `{held_out}`. No novel
+is split between the two.{note}
+
+Beside them, {works} other texts in the public domain, {more_characters} characters: English prose and old
+translations (the year is the translation's), from the packages named (`texts.csv` and `texts.py` beside the training
+script unpack them). Those that seemed nearest to Austen count twice, which makes {more_tokens} tokens.
+
+| Author | Text | Year | Characters | Counted | Package |
+|---|---|---:|---:|---:|---|
+{more}
+
+{shared}
 
 The text is cleaned first (`clean` in `model.py`): the hard-wrapped lines of a paragraph are joined, runs of
 blanks become one blank, underscores (italics) go, paragraphs are separated by an empty line.
 
 ## Training
 
-{steps} steps of {batch_tokens} tokens, {passes:.1f} passes over the text, on {threads} thread(s) of a CPU:
-{cpu:.0f} minutes of CPU time, {wall:.0f} minutes by the clock (other work shared the machine). Windows of
-{short} tokens for the first {short_part:.0%} of the steps, of {context} tokens after. Muon for the matrices,
-weight decay {weight_decay}; AdamW for the embedding and the norms; learning rate {lr}, constant at first and
-falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout}; bf16 autocast;
-seed {seed}.
+{steps} steps of {batch_tokens} tokens on {threads} thread(s) of a CPU: {novel_passes:.1f} passes over the novels,
+{more_passes:.1f} over the other texts, {cpu:.0f} minutes of CPU time, {wall:.0f} minutes by the clock (other work
+shared the machine). Windows of {short} tokens for the first {short_part:.0%} of the steps, of {context} tokens after.
+Muon for the matrices, weight decay {weight_decay}; AdamW for the embedding and the norms; learning rate {lr},
+constant at first and falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout} while it
+falls; bf16 autocast; seed {seed}. The novels have {share:.0%} of every batch while the rate is constant; their part
+rises linearly to {last_share:.0%} while it falls.
 
 | Step | Training loss (nats per token, with dropout) | Held-out probe (bits per character) |
 |---:|---:|---:|
 {log}
 
 The probe is the first {probe} tokens of the held-out novel in windows that do not overlap, so that most of
-its tokens see less context than in the score below. The settings were picked after looking at the probe of
-a few shorter runs; nothing else was fitted to the held-out novel.
+its tokens see less context than in the score below. Settings of earlier, shorter runs on the novels alone were
+picked after looking at it; nothing else was fitted to the held-out novel.
 
 ## Score
 
@@ -129,18 +145,17 @@ number, temperature {temperature}, nucleus {top_p}, at most {sample_tokens} toke
 
 ## Limits
 
-It knows five novels by one author and nothing else. Many of its sentences are grammatical, not all, and they
-seldom make sense together. It follows no instructions, states no facts, repeats the views of its period, and can
-reproduce phrases of its training text. Any text can be encoded, but other than English prose of the kind it
-fares badly. It hardly ever ends a text of its own accord, having seen the end of so few: limit the number
-of tokens, or stop at an empty line. Positions from {context} on were never trained.
+It knows five novels by one author and a shelf of other old books, nothing else. Many of its sentences are
+grammatical, not all, and they seldom make sense together. It follows no instructions, states no facts, repeats the
+views of its period, and can reproduce phrases of its training text. Any text can be encoded, but other than English
+prose of the kind it fares badly. It hardly ever ends a text of its own accord, having seen the end of so few: limit
+the number of tokens, or stop at an empty line. Positions from {context} on were never trained.
 
 ## Making it again
 
-    python examples/tiny_model/train.py --text {texts_plain} \\
-        --held-out {held_out} --work WORK --out OUT \\
-        --steps {steps} --batch-tokens {batch_tokens} --lr {lr} --decay {decay} \\
-        --dropout {dropout} --weight-decay {weight_decay} --threads {threads} --seed {seed}
+With the novels in the current folder and the other texts unpacked to `TEXTS`:
+
+{command}
     python examples/tiny_model/train.py --held-out {held_out} --work WORK --out OUT --card
 
 Another kind of CPU or version of torch rounds differently, and the score moves a little.
@@ -153,6 +168,9 @@ def write_card(work, out, held_out, note=""):
     bits, tokens, characters = score(tokenizer, model, held_out)
     state = torch.load(work / "checkpoint.pt", weights_only=True)
     facts, config = state["facts"], json.loads((out / "config.json").read_text(encoding="utf-8"))
+    counted = collections.Counter(name for name, _ in facts["more"])
+    known = {work["file"]: work for work in works()}
+    lengths = dict(facts["more"])
     numbers = {
         "parameters": f"{facts['parameters']:,}",
         "megabytes": (out / "model.safetensors").stat().st_size / 1e6,
@@ -162,10 +180,16 @@ def write_card(work, out, held_out, note=""):
         "held_out_tokens": f"{tokens:,}",
         "held_out_characters": f"{characters:,}",
         "texts": ", ".join(f"`{name}`" for name in facts["texts"]),
-        "texts_plain": " ".join(facts["texts"]),
+        "works": len(counted),
+        "more": "\n".join(row(known.get(name), name, lengths[name], n) for name, n in counted.items()),
+        "more_characters": f"{sum(lengths.values()):,}",
+        "more_tokens": f"{facts['more_tokens']:,}",
+        "shared": shared(facts["shared"]),
+        "command": command(facts, held_out.name),
         "characters": f"{facts['characters']:,}",
         "tokens": f"{facts['tokens']:,}",
-        "passes": state["step"] * facts["batch_tokens"] / facts["tokens"],
+        "novel_passes": facts["passes"][0],
+        "more_passes": facts["passes"][1],
         "wall": state["wall"] / 60,
         "cpu": state["cpu"] / 60,
         "log": "\n".join(f"| {step} | {loss:.3f} | {probe:.3f} |" for step, loss, probe in thin(state["log"])),
@@ -180,6 +204,35 @@ def write_card(work, out, held_out, note=""):
     }
     (out / "README.md").write_text(CARD.format(**(config | facts | numbers)), encoding="utf-8")
     print(f"{bits:.4f} bits per character; wrote {out / 'README.md'}")
+
+
+def row(work, name, characters, times):
+    """A row of the table of the other texts."""
+    if work is None:
+        return f"| | `{name}` | | {characters:,} | {times} | |"
+    package, part = SOURCES[work["source"]][0], PARTS.get(work["source"])
+    title = work["title"] + (f" ({part})" if part and "federalist" not in name and "chekhov" not in name else "")
+    return f"| {work['author']} | {title} | {work['year']} | {characters:,} | {times} | `{package}` |"
+
+
+def shared(windows):
+    """A sentence on what the training texts have in common with the held-out novel."""
+    some = ", ".join(f"`{name}` ({n} windows)" for name, n in windows.items())
+    return "Windows of 60 letters, one at every letter, that stand in the held-out novel too: " + (
+        f"none, but for {some}." if some else "none."
+    )
+
+
+def command(facts, held_out):
+    """The command that trains the model, over as many lines as it needs."""
+    options = {
+        "text": " ".join(facts["texts"]),
+        "more": " ".join(f"TEXTS/{name}.txt" for name, _ in facts["more"]),
+        "held-out": f"{held_out} --work WORK --out OUT",
+    } | {key.replace("_", "-"): facts[key] for key in SETTINGS}
+    words = " ".join(f"--{key} {value}" for key, value in options.items())
+    lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(["    python examples/tiny_model/train.py", *(f"        {line}" for line in lines)])
 
 
 def thin(log):
