@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
     NOT_FINITE,
     Flight,
@@ -55,6 +56,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
+        self.tally = Tally()
         self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._advanced = False  # states of some rows were stepped, and stored
@@ -135,10 +137,11 @@ class CachedRunner:
         try:
             with self.backend.guard():
                 x = self._inputs(plan.rows, plan.start, plan.q, plan.emit, _drawn(plan, before))
-                out, self.cache = self._step(self.model.params, self.cache, x)
+                out = self._call_model(x)
                 check_output(out, self.backend, (x.last.shape[0], self.sampler.vocab_size), self.name)
-                drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
-                read = self.backend.fetch(drawn)
+                with self.tally:
+                    drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
+                    read = self.backend.fetch(drawn)
         except Exception as e:
             if not self._donating:
                 self.cache = held
@@ -152,7 +155,7 @@ class CachedRunner:
         """Wait for a step. Raises StepFailed."""
         plan, idx, jobs = flight.plan, flight.idx, flight.jobs
         try:
-            with self.backend.guard():
+            with self.backend.guard(), self.tally:
                 tokens, ok = flight.read() if len(idx) else (np.zeros(0, np.int32), np.ones(0, bool))
         except Exception as e:
             if flight.cache is not None:
@@ -239,8 +242,12 @@ class CachedRunner:
         if (self._unscored[rows] > start).any():
             return self._scored(plan, idx, rows, start, q, emit)
         x = self._inputs(rows, start, q, emit)
-        out, self.cache = self._step(self.model.params, self.cache, x)
-        return self._part(plan, idx[emit], out, x)
+        return self._part(plan, idx[emit], self._call_model(x), x)
+
+    def _call_model(self, x: StepInputs[Array]) -> Array:
+        with self.tally:
+            out, self.cache = self._step(self.model.params, self.cache, x)
+        return out
 
     def _in_calls(self, plan: StepPlan, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """`_paged` in calls of few shapes. The outputs of several are awaited together."""
@@ -251,7 +258,7 @@ class CachedRunner:
         for mine, at, n in self._calls(rows, start, q):
             last = emit[mine] & (at + n == end[mine])
             x = self._inputs(rows[mine], at, n, last)
-            out, self.cache = self._step(self.model.params, self.cache, x)
+            out = self._call_model(x)
             scoring = bool((self._unscored[rows[mine]] > at).any())
             if scoring or last.any():
                 call = (idx[mine], at, n, last) if scoring else None
@@ -294,7 +301,7 @@ class CachedRunner:
             mine = mine[np.argsort(piece[mine] != 1, kind="stable")]  # single-token rows first, as in a plan
             last = emit[mine] & (left[mine] == piece[mine])
             x = self._inputs(rows[mine], at[mine], piece[mine], last)
-            out, self.cache = self._step(self.model.params, self.cache, x)
+            out = self._call_model(x)
             parts.append(self._part(plan, idx[mine[last]], out, x, (idx[mine], at[mine], piece[mine], last)))
             at += piece
             left -= piece
@@ -319,12 +326,14 @@ class CachedRunner:
         if drawn is not None:
             self.table.window(rows[:0], int(packed.pos.max()) + 1)  # tokens to come have a place
         tokens = self.table.values[rows[packed.seg], packed.pos]
+        wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
         if static or self._pads:
             packed = self._pad(packed, q, scoring) if static else self._fill(packed, q)
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
+        self.tally.call(len(tokens), wanted)
         names = [f.name for f in fields(Packed)]
         arrays = [tokens, *(getattr(packed, name) for name in names)]
         if drawn is not None:
@@ -416,13 +425,15 @@ class CachedRunner:
                 out, faults = self._score(plan, out, *call)
             if not n:
                 return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
-            drawn = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
+            with self.tally:
+                drawn = self.sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
             part = drawn_part(idx, drawn, jobs, plan.end[idx], self.backend)
             part.faults |= faults
             return part
         kind = "f" if self.table.values.dtype.kind == "f" else "i"
         check_output(out, self.backend, (wanted, *self.table.shape), self.name, kind=kind)
-        tokens = self.backend.get(out)[:n]
+        with self.tally:
+            tokens = self.backend.get(out)[:n]
         bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
         batch = out if wanted == n else out[:n, ...]
         return Part(idx, tokens, batch, stopped(jobs, tokens, batch, self.backend), bad)
@@ -442,7 +453,8 @@ class CachedRunner:
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
         tokens[places] = self.table.values[rows[row], position]
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
-        found = self.sampler.logprobs(out, tokens, wanted.tolist())
+        with self.tally:
+            found = self.sampler.logprobs(out, tokens, wanted.tolist())
         faults: dict[int, HibachiError] = {}
         for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):
             scores = jobs[i].scores
@@ -483,7 +495,8 @@ class CachedRunner:
             x = self._inputs(rows[mine], at[mine], each, last)
             place = np.full(x.row.shape[0], size, np.int32)
             place[: len(mine)] = mine
-            out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
+            with self.tally:
+                out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
             work = [caches[i] for i in self.states]
             self.cache = [
                 c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)

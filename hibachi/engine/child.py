@@ -1,7 +1,7 @@
 """An engine in a process of its own: what runs in there. `hibachi.engine.remote` starts it and talks to it.
 
     parent -> child    ("run", number, ...) ("cancel" | "pause" | "resume", number) ("ask", call, what, ...) ("stop",)
-    child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats)
+    child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats, meters)
                        ("answer", call, fine, value)
 
 All that a step brings goes in one message. The child ends when the parent does, as nobody holds the other end then.
@@ -224,7 +224,8 @@ class Child:
     def _beat(self) -> None:
         try:
             while True:
-                self._outbox.send(("beat", self._engine.health(), self._engine.stats()))
+                engine = self._engine
+                self._outbox.send(("beat", engine.health(), engine.stats(), engine.meters()))
                 time.sleep(BEAT)
         except OSError:  # the parent is gone
             return

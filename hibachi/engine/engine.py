@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ import numpy as np
 
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
+from hibachi.engine.meters import Meters
 from hibachi.engine.recorder import Recorder
 from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, InvalidModelOutput, OutOfCapacity
@@ -27,6 +28,7 @@ log = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
 MOST_INVALID = 3  # steps in a row in which no output was valid
+MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,10 @@ class Engine:
         self._paused: set[Job] = set()
         self._pausing = False  # has anybody a consumer that is waited for?
         self._counts = _Counts()
+        limits = scheduler.limits
+        self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)
+        self._worked = 0.0  # what the runner's tally said when this step began
+        self._memory_at = -MEMORY_EVERY
         self._restart = restart
         self._lost = 0  # devices, since a step last succeeded
         self._invalid = 0  # steps in a row in which every row had an invalid output
@@ -116,6 +122,15 @@ class Engine:
             evictions=sum(kept.evictions for kept in (pool, scheduler.checkpoints) if kept),
             **asdict(scheduler.counts),
             **asdict(self._counts),
+        )
+
+    def meters(self) -> Meters:
+        """A snapshot, asked from any thread."""
+        own, tally, backend, now = self._meters, self.runner.tally, self.runner.backend, time.monotonic()
+        if now - self._memory_at >= MEMORY_EVERY:
+            self._memory_at, own.memory = now, backend.memory()
+        return replace(
+            own, prefill=own.prefill.copy(), decode=own.decode.copy(), computed=tally.computed, padding=tally.padding
         )
 
     @property
@@ -159,7 +174,7 @@ class Engine:
 
     def step(self) -> bool:
         """One step; False if there was nothing to compute."""
-        began, now = time.perf_counter(), time.monotonic()
+        began, now = self._begin(), time.monotonic()
         self._expire(now)
         if self._paused and (sent := self.scheduler.make_room()):
             self.recorder.note("room", sent)
@@ -181,7 +196,7 @@ class Engine:
         if flight is not None:
             if not self._land(flight, plan, began, cache_lost=failed is not None and failed.cache_lost):
                 return True
-            began = time.perf_counter()
+            began = self._begin()
         if failed is not None:
             self._recover(failed, plan)
         elif launched is None and flight is not None and not self.scheduler.holds(plan).all():
@@ -190,6 +205,10 @@ class Engine:
             self._run(plan, began)
         self._flight = launched
         return True
+
+    def _begin(self) -> float:
+        self._worked = self.runner.tally.seconds
+        return time.perf_counter()
 
     def _run(self, plan: StepPlan, began: float) -> None:
         """A step from its beginning to its end."""
@@ -215,9 +234,15 @@ class Engine:
             self._save(kept)
         else:
             self._lost = 0
-        counts.step_seconds += time.perf_counter() - began
+        counts.step_seconds += (seconds := time.perf_counter() - began)
+        self._measure(plan, seconds)
         self.moved = time.monotonic()
         self._check_outputs(plan, outcome)
+
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
+        phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
+        phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)
 
     # ---- a step in flight ---------------------------------------------------------------------------------------
 
@@ -311,6 +336,7 @@ class Engine:
         """Go on after a step that did not happen, if there is one. Raises EngineFailed if that is not possible."""
         cause = failed.__cause__
         assert cause is not None
+        self._meters.failed += 1
         if plan is not None:
             self._roll_back(plan, failed.why)
         if failed.why == "device":

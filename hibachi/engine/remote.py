@@ -25,6 +25,7 @@ from hibachi.engine.custom import is_own
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.loops import Wakeups
+from hibachi.engine.meters import Meters
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, QueueFull
@@ -68,6 +69,7 @@ class RemoteEngine(Closing):
         self._refusal: Callable[[], Exception] | None = None
         self._closing = False
         self._health, self._stats, self._heard = Health("idle", "No request has come yet."), Stats(), time.monotonic()
+        self._meters = Meters()
         self.restarts, self._lost = 0, 0
         self.facts = self._begin()
 
@@ -118,7 +120,7 @@ class RemoteEngine(Closing):
                 self._deliver(*rest, wakeups)
                 wakeups.post()
             elif word == "beat":
-                self._health, self._stats = rest
+                self._health, self._stats, self._meters = rest
             elif word == "answer":
                 call, fine, value = rest
                 if (waiting := self._answers.pop(call, None)) is not None:
@@ -283,6 +285,10 @@ class RemoteEngine(Closing):
     def stats(self) -> Stats:
         """As of the last sign of life, at most a moment ago."""
         return self._stats
+
+    def meters(self) -> Meters:
+        """Likewise."""
+        return self._meters
 
     def health(self) -> Health:
         refusal, silent = self._refusal, time.monotonic() - self._heard

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from hibachi.engine.job import Job, stopped
+from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
 from hibachi.errors import (
     HibachiError,
@@ -65,6 +66,7 @@ class Runner(Protocol):
     """Turns plans into tokens, for one rung of the ladder."""
 
     backend: ArrayBackend
+    tally: Tally
 
     def admit(self, seq: Seq) -> None:
         """The sequence has a row now."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from hibachi.engine.cached import CachedRunner
 from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Part, check_output
 from hibachi.engine.stream import Channel
 from hibachi.errors import NotDeterministic
@@ -84,6 +85,7 @@ class _Probe:
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_waiting=None, prefill=None)
         self._runner: Any = copy.copy(runner)
+        self._runner.tally = Tally()
         self._runner.limits, self._runner.sampler, self._runner._part = limits, None, self._part
         self._runner._embeds, self._runner._unscored = {}, np.zeros(limits.rows, np.int32)
         self._runner.table = TokenTable(limits.rows, (), np.int32)

@@ -11,6 +11,7 @@ from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
 from hibachi.engine.loops import in_thread
+from hibachi.engine.meters import Meters
 from hibachi.engine.runner import Runner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
@@ -76,6 +77,10 @@ class Service(Closing):
     def stats(self) -> Stats:
         """A snapshot: waiting, running, steps, tokens, free blocks."""
         return self._worker.stats() if self._worker else Stats(max_batch_size=self.max_batch_size)
+
+    def meters(self) -> Meters:
+        """What its steps were like since the start: histograms of rows, tokens and times; padding."""
+        return self._worker.meters() if self._worker else Meters(limit=self.max_batch_size)
 
     def health(self) -> Health:
         """How the engine is, asked from any thread, also while a forward pass hangs."""

@@ -14,6 +14,7 @@ from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.loops import give_way, in_thread
 from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of
+from hibachi.engine.meters import Meters
 from hibachi.engine.stream import amerge, merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import InvalidRequest
@@ -249,6 +250,10 @@ class Texts(Closing):
 
     def stats(self) -> Stats:
         return self.engine.stats()
+
+    def meters(self) -> Meters:
+        """What the engine's steps were like since the start: histograms of rows, tokens and times; padding."""
+        return self.engine.meters()
 
     def health(self) -> Health:
         """How the engine is, asked from any thread, also while a forward pass hangs."""

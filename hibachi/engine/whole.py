@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.scheduler import StepPlan
@@ -36,7 +37,7 @@ class WholeRunner:
         self.forward = model.logits if sampler else model.forward
         self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
-        self.wait = Awaiter()
+        self.wait, self.tally = Awaiter(), Tally()
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
@@ -66,15 +67,19 @@ class WholeRunner:
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
             shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
-            out = self.wait(self._call(shown, shown_lengths))
+            self.tally.call(len(shown_rows) * width, int(lengths.sum()))
+            with self.tally:
+                out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
                 check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
-                drawn = self.sampler.draw(out, jobs, rows, lengths)
+                with self.tally:
+                    drawn = self.sampler.draw(out, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
             kind = "f" if self.table.values.dtype.kind == "f" else "i"
             check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=kind)
             out = out if len(shown_rows) == n else out[:n, ...]
-            tokens = self.backend.get(out)
+            with self.tally:
+                tokens = self.backend.get(out)
             bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
             return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
 
@@ -135,7 +140,7 @@ class FeedforwardRunner:
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         self.model, self.backend = model, backend
         self.name = f"{type(model).__name__}.forward"
-        self.wait = Awaiter()
+        self.wait, self.tally = Awaiter(), Tally()
 
     def admit(self, seq: Seq) -> None:
         pass
@@ -152,7 +157,8 @@ class FeedforwardRunner:
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
-        with self.backend.guard():
+        self.tally.call(len(idx), len(idx))
+        with self.backend.guard(), self.tally:
             out = self.wait(self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)]))))
         if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
             check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)

@@ -16,6 +16,7 @@ from typing import Any
 from hibachi.engine.engine import Command, Engine, Stats
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
+from hibachi.engine.meters import Meters
 from hibachi.errors import EngineClosed, EngineFailed, QueueFull
 from hibachi.request import Finish
 
@@ -48,6 +49,9 @@ class Worker:
 
     def stats(self) -> Stats:
         return self._engine.stats()
+
+    def meters(self) -> Meters:
+        return self._engine.meters()
 
     def add(self, job: Job) -> None:
         """Queue a request. Raises QueueFull, EngineClosed or EngineFailed."""

@@ -1,0 +1,130 @@
+"""What an engine counts as it steps: histograms and counters, in plain numbers that can be pickled.
+
+One thread writes, without locks. Others may read at any time: they see every number as it is or was a moment ago.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+
+def decades(first: float, last: float, steps: Sequence[float] = (1, 2, 3, 5, 7)) -> tuple[float, ...]:
+    """Bounds `first`, ... `last`: in each power of ten, these multiples of it."""
+    found = [float(f"{step}e{power}") for power in range(-9, 10) for step in steps]  # exact decimals, as they are shown
+    return tuple(x for x in found if first <= x <= last)
+
+
+class Histogram:
+    """How many values were at most each of `bounds`, and above the one before; the last count is of those above all."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def copy(self) -> Histogram:
+        other = Histogram(self.bounds)
+        other.counts, other.sum = self.counts.copy(), self.sum
+        return other
+
+    def __add__(self, other: Histogram) -> Histogram:
+        """Of the same bounds: the values of both."""
+        both = Histogram(self.bounds)
+        both.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        both.sum = self.sum + other.sum
+        return both
+
+
+ROWS = tuple(2.0**n for n in range(11))  # to 1024
+TOKENS = tuple(2.0**n for n in range(15))  # to 16384
+TENTHS = tuple(n / 10 for n in range(1, 11))
+STEP_TIME = decades(5e-5, 10)
+
+
+class Steps:
+    """Of the steps of one phase. Times are in seconds."""
+
+    __slots__ = ("host", "model", "occupancy", "rows", "seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.rows = Histogram(ROWS)  # requests in a step
+        self.tokens = Histogram(TOKENS)  # computed in a step, padding left out
+        self.occupancy = Histogram(TENTHS)  # rows, as a share of the most that there may be
+        self.seconds = Histogram(STEP_TIME)
+        self.model = Histogram(STEP_TIME)  # of these, in the model's forward pass and the sampler
+        self.host = Histogram(STEP_TIME)  # of these, the rest
+
+    def add(self, rows: int, tokens: int, limit: int, seconds: float, model: float) -> None:
+        self.rows.add(rows)
+        self.tokens.add(tokens)
+        self.occupancy.add(rows / limit)
+        self.seconds.add(seconds)
+        self.model.add(model)
+        self.host.add(max(seconds - model, 0.0))
+
+    def copy(self) -> Steps:
+        other = Steps()
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name).copy())
+        return other
+
+
+@dataclass(slots=True)
+class Meters:
+    """prefill: steps with tokens of prompts (perhaps beside others); decode: steps of one new token for each row.
+
+    Where the backend is asynchronous (CUDA, JAX), `model` is how long the engine was busy launching the model and
+    waiting for its tokens. With overlapping steps, what the host does meanwhile is hidden behind the device: `host` is
+    then how long the host worked, and less than that was lost.
+    """
+
+    prefill: Steps = field(default_factory=Steps)
+    decode: Steps = field(default_factory=Steps)
+    failed: int = 0  # steps that did not happen
+    computed: int = 0  # tokens that the model was given, padding among them
+    padding: int = 0  # of these, padding: nobody wanted them
+    limit: int = 0  # rows
+    block_size: int = 0  # tokens of a cache block
+    memory: tuple[int, int] | None = None  # of the device: free and total bytes; None: unknown
+
+    @property
+    def host_share(self) -> float:
+        """The share of the steps' time that was spent outside the model and the sampler."""
+        seconds = self.prefill.seconds.sum + self.decode.seconds.sum
+        return (self.prefill.host.sum + self.decode.host.sum) / seconds if seconds else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the tokens given to the model that was padding."""
+        return self.padding / self.computed if self.computed else 0.0
+
+
+class Tally:
+    """What a runner notes of its calls: `with tally:` around the model and the sampler."""
+
+    __slots__ = ("_began", "computed", "padding", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds, self.computed, self.padding, self._began = 0.0, 0, 0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += perf_counter() - self._began
+
+    def call(self, tokens: int, wanted: int) -> None:
+        """A call of the model with so many tokens, so many of which are no padding."""
+        self.computed += tokens
+        self.padding += tokens - wanted
