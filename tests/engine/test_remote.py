@@ -1,0 +1,278 @@
+"""An engine in a process of its own: the same answers, and what its death is to its streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from hibachi import LLM, SamplingParams
+from hibachi.engine.custom import is_own, open_texts
+from hibachi.engine.remote import RemoteLLM
+from hibachi.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineFailed,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
+from hibachi.request import Finish, Terms
+
+PARAMS = SamplingParams(max_tokens=20, seed=3)
+LONG = PARAMS.with_(max_tokens=500, ignore_eos=True)
+
+
+def until(true, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def here():
+    with LLM("tiny") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def there():
+    with RemoteLLM("tiny", max_waiting=8) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0},
+        {"n": 3},
+        {"n": 2, "best_of": 4},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"stop": ["the"]},
+        {"bad_words": ["the"]},
+        {"stop": ["the"], "include_stop": True, "min_tokens": 5},
+    ],
+)
+def test_it_answers_as_an_engine_here_does(here, there, changes):
+    params = PARAMS.with_(**changes)
+    ours, theirs = (llm.generate(["It is a truth", [5, 6, 7]], params) for llm in (here, there))
+    assert ours == theirs
+
+
+def test_so_do_vectors_scores_and_streams(here, there):
+    ours, theirs = (llm.embed(["Emma", "Anne Elliot"]) for llm in (here, there))
+    assert all(np.array_equal(a.embedding, b.embedding) for a, b in zip(ours, theirs, strict=True))
+    assert here.score("It is", " a truth") == there.score("It is", " a truth")
+    ours, theirs = ("".join(piece.text for piece in llm.stream("Emma", PARAMS)) for llm in (here, there))
+    assert ours == theirs
+    embeds = np.random.default_rng(0).normal(size=(4, 256)).astype(np.float32)
+    ours, theirs = (llm.generate({"prompt_embeds": embeds}, PARAMS)[0].text for llm in (here, there))
+    assert ours == theirs
+    assert there.dump()["events"] and there.engine.deterministic == here.deterministic
+
+
+def test_what_is_wrong_is_said_at_the_call(there):
+    for prompt, params, error in (
+        ([5] * 600, PARAMS, PromptTooLong),
+        ([99999], PARAMS, InvalidRequest),
+        ("a", PARAMS.with_(allowed_token_ids=[99999]), InvalidRequest),
+    ):
+        with pytest.raises(error):
+            there.stream(prompt, params)
+    with pytest.raises(InvalidRequest, match="embed"):
+        there.generate({"prompt_embeds": np.zeros((3, 7), np.float32)}, PARAMS)
+    assert there.generate("a", PARAMS)[0].token_ids
+
+
+def test_the_queue_is_bounded_and_closing_makes_room(there):
+    rows = there.engine.facts.limits.rows
+    streams = [there.stream("a", LONG) for _ in range(rows + 8)]
+    with pytest.raises(QueueFull, match=f"fewer than {rows + 8}"):
+        there.stream("a", LONG)
+    streams.pop().close()
+    streams.append(there.stream("a", LONG))
+    for stream in streams:
+        stream.close()
+    until(lambda: there.stats().running == 0 and there.stats().free_blocks == there.stats().blocks)
+
+
+def test_a_deadline_ends_a_stream_with_its_error(there):
+    with pytest.raises(TimeoutError, match="late"):
+        there.generate("a", LONG, terms=Terms(timeout=0.01))
+
+
+def test_a_consumer_that_is_behind_pauses_its_request():
+    with RemoteLLM("tiny", pause_after=8) as llm:
+        stream = llm.stream("a", LONG)
+        until(lambda: llm.health().paused == 1)
+        came = llm.stats().new_tokens
+        assert came < 400
+        assert sum(len(piece.token_ids) for piece in stream) == 500
+
+
+def test_when_it_joined_and_what_it_reused_are_known(there):
+    before = time.monotonic()
+    stream = there.stream("It is a truth universally acknowledged, that a single man in possession", PARAMS)
+    list(stream)
+    again = there.stream("It is a truth universally acknowledged, that a single man in possession", PARAMS)
+    list(again)
+    assert before < stream.tokens.started < time.monotonic()
+    assert again.tokens.reused >= 16 and again.tokens.reused % 16 == 0
+
+
+# ---- its end -------------------------------------------------------------------------------------------------------
+
+
+def test_its_death_reaches_every_stream():
+    with RemoteLLM("tiny") as llm:
+        streams = [llm.stream("a", LONG) for _ in range(3)]
+        next(streams[0].tokens)
+        os.kill(llm.engine.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineFailed, match="signal 9"):
+                list(stream)
+        assert llm.health().state == "failed" and not llm.health().ok
+        with pytest.raises(EngineFailed):
+            llm.stream("a", PARAMS)
+        with pytest.raises(EngineFailed):
+            llm.dump()
+
+
+def test_it_begins_again_if_it_may():
+    with RemoteLLM("tiny", restart=True) as llm:
+        for n in (1, 2):
+            stream = llm.stream("a", LONG)
+            next(stream.tokens)
+            os.kill(llm.engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineFailed, match="started again"):
+                stream.tokens.collect()
+            until(lambda n=n: llm.engine.restarts == n and llm.health().ok)
+            assert llm.generate("a", PARAMS)[0].token_ids
+
+
+def test_one_that_hangs_is_found_out():
+    with RemoteLLM("tiny", stall_after=0.5) as llm:
+        assert llm.health().ok
+        os.kill(llm.engine.pid, signal.SIGSTOP)
+        until(lambda: llm.health().state == "stalled")
+        os.kill(llm.engine.pid, signal.SIGCONT)
+        until(lambda: llm.health().ok)
+
+
+def test_closing_ends_streams_and_the_process():
+    llm = RemoteLLM("tiny")
+    stream = llm.stream("a", LONG)
+    next(stream.tokens)
+    llm.close()
+    assert stream.finish_reason is Finish.CLOSED or stream.finish_reason is Finish.CANCELLED
+    assert llm.engine._process.poll() is not None and llm.health().state == "closed"
+    with pytest.raises(EngineClosed):
+        llm.stream("a", PARAMS)
+    llm.close()
+
+
+def test_draining_finishes_what_runs():
+    with RemoteLLM("tiny") as llm:
+        stream = llm.stream("a", LONG)
+        assert not llm.drain(0.01)
+        with pytest.raises(EngineClosed, match="draining"):
+            llm.stream("a", PARAMS)
+        assert llm.drain(30) and len(stream.tokens.collect()) == 500
+
+
+def test_it_does_not_outlive_its_parent():
+    script = (
+        "from hibachi.engine.remote import RemoteLLM; import os; llm = RemoteLLM('tiny');"
+        "print(llm.engine.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    child = int(done.stdout)
+
+    def gone():
+        try:
+            with open(f"/proc/{child}/stat") as file:
+                return file.read().split()[2] == "Z"
+        except OSError:
+            return True
+
+    until(gone)
+
+
+def test_what_making_the_model_raises_is_raised_here():
+    with pytest.raises(ConfigError, match="no-such-place"):
+        RemoteLLM("./no-such-place")
+    with pytest.raises(ConfigError, match="policy"):
+        RemoteLLM("tiny", policy="none of them")
+
+
+# ---- models of one's own -------------------------------------------------------------------------------------------
+
+OWN = '''
+import numpy as np
+
+class Letters:
+    """Says the next letter of the alphabet."""
+
+    vocab_size, max_model_len = 26, 64
+
+    class tokenizer:
+        encode = staticmethod(lambda text: [ord(c) - 97 for c in text])
+        decode = staticmethod(lambda ids: "".join(chr(97 + i) for i in ids))
+
+    def logits(self, tokens, lengths):
+        return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
+
+class Mute(Letters):
+    tokenizer = None
+
+class Forward:
+    def forward(self, tokens):
+        return tokens[:, -1]
+
+def broken():
+    raise RuntimeError("no such weights")
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "letters.py").write_text(OWN)
+    return f"{tmp_path}/letters.py"
+
+
+@pytest.mark.parametrize("make", (open_texts, RemoteLLM))
+def test_a_class_of_ones_own_is_served(own, make):
+    with make(f"{own}:Letters") as texts:
+        (out,) = texts.generate("abc", SamplingParams(temperature=0, max_tokens=5))
+        assert out.text == "defgh" and out.token_ids == [3, 4, 5, 6, 7]
+        (out,) = texts.generate([[25]], SamplingParams(temperature=0, max_tokens=9, stop=["cd"]))
+        assert out.text == "ab"
+        with pytest.raises(InvalidRequest, match="0 to 25"):
+            texts.generate("a-z", PARAMS)
+    with make(f"{own}:Mute") as texts:
+        (out,) = texts.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=2))
+        assert out.text == "" and out.token_ids == [3, 4]
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            texts.generate("ab", PARAMS)
+    for name, said in (("Forward", "logits"), ("broken", "no such weights"), ("Nobody", "Nobody")):
+        with pytest.raises(ConfigError, match=said):
+            make(f"{own}:{name}")
+    with pytest.raises(ConfigError, match="quantization"):
+        make(f"{own}:Letters", quantization="int8")
+
+
+def test_what_names_a_class(tmp_path):
+    assert is_own("pkg.module:Class") and is_own("some/file.py:make")
+    assert not is_own("tiny") and not is_own("org/name") and not is_own("C:\\models\\x y")
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    assert not is_own(str(folder))
