@@ -82,16 +82,18 @@ static ffi::Error call_attend(
       size(q, 0), size(cu_q, 0) - 1, heads, kv_heads, k_dim, v_dim, size(table, 1), block_size,
       heads * k_dim, kv_heads * k_dim, kv_heads * v_dim, window, scale, softcap,
   };
-  const int32_t* ends = data<int32_t>(cu_q);
+  const int32_t *ends = data<int32_t>(cu_q), *places = data<int32_t>(pos), *blocks = data<int32_t>(table);
   return by_dtype(q, [&](auto type) {
     using T = decltype(type);
     using E = typename T::Element;
     const Layout<T> at(s);
     share(pool, Write<T>{s, at, data<E>(k), data<E>(v), data<E>(keys), data<E>(values), data<int32_t>(slot)});
-    const std::vector<Tile> work = tiles(s, ends);
     const int64_t done = ends[s.rows], each = heads * v_dim;  // tokens after that are padding
     std::fill_n(data<E>(out) + done * each, (s.tokens - done) * each, E{});
-    share(pool, Attention<T>{s, at, data<E>(q), data<E>(keys), data<E>(values), data<int32_t>(pos), data<int32_t>(table), data<E>(out), work});
+    std::vector<Tile> work;
+    const Attention<T> attention{s, at, data<E>(q), data<E>(keys), data<E>(values), places, blocks, data<E>(out), work};
+    const std::vector<Set> some = sets(s, ends, places, blocks, std::max<int64_t>(1, pool.num_threads()), work);
+    share(pool, Cascade<T>{attention, some});
   });
 }
 
