@@ -17,6 +17,7 @@ from hibachi.bench.work import Request, totals
 from hibachi.errors import ConfigError
 
 _PERCENTS = (50, 90, 99)
+_ALIKE = {"q8_0": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,14 @@ class Slo:
     itl: float = 0.05
 
     def kept(self, a: Answer) -> bool:
-        if not a.times or a.times[0] - a.due > self.ttft:
+        if not a.times:
             return False
-        return len(a.times) < 2 or (a.times[-1] - a.times[0]) / (len(a.times) - 1) <= self.itl
+        between = (a.times[-1] - a.times[0]) / (len(a.times) - 1) if len(a.times) > 1 else None
+        return self.holds(a.times[0] - a.due, between)
+
+    def holds(self, ttft: float, between: float | None) -> bool:
+        """between: tokens, on average; None: there was but one."""
+        return ttft <= self.ttft and (between is None or between <= self.itl)
 
 
 def figures(requests: Sequence[Request], ran: Ran, slo: Slo | None = None) -> dict[str, Any]:
@@ -73,9 +79,17 @@ def _percentiles(values: Iterable[float]) -> dict[str, float] | None:
     return {f"p{p}": float(v) for p, v in zip(_PERCENTS, at, strict=True)}
 
 
+def dtype_of(run: dict[str, Any]) -> str:
+    """What a run's matrices were kept in: "int8" where they were quantized, else the dtype that it computed in."""
+    about = run.get("about") or {}
+    quantized = about.get("quantization") or ("int8" if "int8" in str(about.get("kernels")) else "none")
+    return str(run["dtype"] if quantized == "none" else quantized)
+
+
 def record(process: Process, work: str, turn: int, of: dict[str, Any], rate: float | None = None) -> dict[str, Any]:
     """One run as it is written to JSON."""
     s = process.setup
+    dtype = dtype_of({"dtype": s.dtype, "about": process.about})
     return {
         "engine": process.label,
         "version": process.version,
@@ -84,7 +98,8 @@ def record(process: Process, work: str, turn: int, of: dict[str, Any], rate: flo
         "work": work,
         "rate": rate,
         "turn": turn,
-        "dtype": s.dtype,
+        "dtype": dtype,
+        "computes": s.dtype,
         "rows": s.rows,
         "threads": s.threads,
         "prefix_cache": s.prefix_cache,
@@ -115,14 +130,20 @@ class Summary:
     @property
     def what(self) -> tuple[str, str, int, str, float]:
         """What can be compared."""
-        return self.model, self.dtype, self.threads, self.work, self.rate or 0.0
+        return self.model, self.numbers, self.threads, self.work, self.rate or 0.0
+
+    @property
+    def numbers(self) -> str:
+        """The dtype under one name: llama.cpp has its own for eight bits."""
+        return _ALIKE.get(self.dtype, self.dtype)
 
 
 def summarise(runs: Iterable[dict[str, Any]]) -> list[Summary]:
     """The runs by engine and work, in the order in which they came."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in runs:
-        key = tuple(run.get(k) for k in ("engine", "version", "model", "dtype", "threads", "work", "rate"))
+        named = run | {"dtype": dtype_of(run)}
+        key = tuple(named.get(k) for k in ("engine", "version", "model", "dtype", "threads", "work", "rate"))
         groups.setdefault(key, []).append(run)
     return [_summary(key, group) for key, group in groups.items()]
 

@@ -14,8 +14,10 @@ from hibachi.bench.profile import Profile
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.request import SamplingParams
 
-ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128)
+CONTEXTS = (128, 256, 512, 1024, 2048)
+FULL_ROWS, FULL_CONTEXTS, FULL_ROUNDS = (*ROWS, 129, 256), (*CONTEXTS, 4096), 3
+SEVERAL = 4  # rows, beside a single one, that all contexts are measured with
 CLIFF = 0.2
 
 
@@ -61,11 +63,11 @@ def measure(
     rows: Sequence[int] = ROWS,
     contexts: Sequence[int] = CONTEXTS,
     new_tokens: int = 16,
-    rounds: int = 3,
+    rounds: int = 1,
     seed: int = 0,
     told: Callable[[Point], Any] = lambda point: None,
 ) -> list[Point]:
-    """All rows at the shortest context, and all contexts with the middle one of rows and with one row.
+    """All rows at the shortest context, and all contexts with the fewest rows and with SEVERAL, or the most below it.
 
     The prompts differ, so no cache is shared. What the engine has no room for is left out. Rounds go through all
     sizes one after the other, so that other work on the machine meets them alike; each size has the best of its
@@ -77,7 +79,7 @@ def measure(
     if not contexts or not rows:
         return []
     sizes = [(r, contexts[0]) for r in rows]
-    for r in sorted({rows[0], rows[len(rows) // 2]}):
+    for r in sorted({rows[0], next((r for r in rows if r >= SEVERAL), rows[-1])}):
         sizes += [(r, c) for c in contexts[1:]]
     rng, profile = np.random.default_rng(seed), Profile(engine)
     best: dict[tuple[int, int], float] = {}

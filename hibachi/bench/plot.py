@@ -12,18 +12,18 @@ import numpy as np
 from hibachi.bench.figures import Summary, summarise
 from hibachi.bench.growth import Cliff, Point
 from hibachi.bench.profile import PARTS, Step, kinds
-from hibachi.bench.report import bounds_of, ours
+from hibachi.bench.report import Bounds, bound_of, bounds_of, ours
 from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
 
 _OURS, _PEER = COLOURS[1], "#8fa7b8"
 _MOST_STEPS = 300  # columns of the picture of a profile
 
 
-def _figure(width: float, height: float) -> Any:
+def figure_of(width: float, height: float) -> Any:
     return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: str | Path) -> None:
+def save(figure: Any, path: str | Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
@@ -39,52 +39,70 @@ def plot_results(documents: Sequence[dict[str, Any]], path: str | Path) -> None:
     with library().rc_context(LOOK):
         columns = min(3, max(1, panels))
         lines = max(1, -(-panels // columns))
-        figure = _figure(1.2 + 3.4 * columns, 0.6 + 2.5 * lines)
+        bars = max(
+            [sum((s.model, s.threads, s.work, s.rate) == (*key, None) for s in found) for key in offline], default=0
+        )
+        figure = figure_of(0.6 + 4.3 * columns, 0.4 + lines * max(2.5, 0.6 + 0.4 * bars))
+        several = len({(model, threads) for model, threads, _ in (*offline, *online)}) > 1
         axes = iter(figure.subplots(lines, columns, squeeze=False).ravel().tolist())
         for key in offline:
+            panel = next(axes)
+            panel.set_title(_title(*key, several=several, what="tokens/s"))
             _bars(
-                next(axes),
+                panel,
                 [s for s in found if (s.model, s.threads, s.work) == key and s.rate is None],
-                limits.get(key[2]),
+                limits,
             )
         for key in online:
             mine = [s for s in found if (s.model, s.threads, s.work) == key and s.rate is not None]
-            for name, title in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
-                _over_rate(next(axes), mine, name, f"{key[2]}: {title}, p50 and p99")
+            for name, title in (("ttft", "time to first token"), ("itl", "time between tokens")):
+                panel = next(axes)
+                panel.set_title(_title(*key, several=several, what=title))
+                _over_rate(panel, mine, name)
         for rest in axes:
             rest.set_visible(False)
-        _save(figure, path)
+        save(figure, path)
 
 
-def _bars(panel: Any, found: Sequence[Summary], limit: float | None) -> None:
+def _title(model: str, threads: int, work: str, *, several: bool, what: str) -> str:
+    """several: there are panels of other models, or other numbers of threads."""
+    return f"{work}: {what}" + (f" ({model}, {threads} thread{'s' * (threads != 1)})" if several else "")
+
+
+def _bars(panel: Any, found: Sequence[Summary], limits: Bounds) -> None:
     rates = [s.values["tokens_per_second"] for s in found]
     names = [f"{s.engine}\n{s.dtype}" for s in found]
     panel.barh(range(len(found)), rates, color=[_OURS if ours(s) else _PEER for s in found], height=0.6)
     for i, (s, rate) in enumerate(zip(found, rates, strict=True)):
         mark = " (contended)" if s.contended == s.runs else ""
         panel.text(rate, i, f" {rate:,.0f}{mark}", va="center", fontsize=8)
-    if limit is not None:
-        panel.axvline(limit, color="#333333", linestyle=":", linewidth=1)
-        panel.text(limit, -0.5, "bound ", ha="right", va="bottom", fontsize=7)
-    panel.set_yticks(range(len(found)), names)
+    each = [bound_of(limits, s) for s in found]
+    for limit in dict.fromkeys(rate for rate in each if rate is not None):
+        mine = [i for i, rate in enumerate(each) if rate == limit]  # beside the bars that it bounds
+        panel.plot([limit] * 2, [mine[0] - 0.45, mine[-1] + 0.45], color="#333333", linestyle=":", linewidth=1)
+        panel.text(limit, mine[0] - 0.45, "bound ", ha="right", va="bottom", fontsize=7)
+    panel.set_yticks(range(len(found)), names, fontsize=8)
     panel.set_ylim(len(found) - 0.4, -0.6)
-    panel.set_xlim(0, 1.35 * max([*rates, limit or 0.0]))
+    room = 1.7 if any(s.contended == s.runs for s in found) else 1.3  # beside the bars, for what is written there
+    panel.set_xlim(0, room * max(rate for rate in [*rates, *each] if rate is not None))
     panel.grid(axis="y", visible=False)
-    panel.set_title(f"{found[0].work}: tokens/s")
 
 
-def _over_rate(panel: Any, found: Sequence[Summary], name: str, title: str) -> None:
+def _over_rate(panel: Any, found: Sequence[Summary], name: str) -> None:
     for i, engine in enumerate(dict.fromkeys(s.engine for s in found)):
         mine = sorted((s for s in found if s.engine == engine), key=lambda s: s.rate or 0.0)
         for percent, style in (("p50", "-"), ("p99", "--")):
             values = [s.values.get(f"{name}.{percent}", np.nan) for s in mine]
             label = engine if percent == "p50" else None
-            panel.plot([s.rate for s in mine], values, style, marker="o", markersize=3, color=COLOURS[i], label=label)
+            colour = COLOURS[i % len(COLOURS)]
+            panel.plot([s.rate for s in mine], values, style, marker="o", markersize=3, color=colour, label=label)
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda value, _: seconds(value))
-    panel.set_xlabel("requests a second")
-    panel.set_title(title)
-    panel.legend(frameon=False, fontsize=7)
+    panel.set_xlabel("requests a second (dashed: p99, else p50)")
+    engines = len({s.engine for s in found})
+    bottom, top = panel.get_ylim()
+    panel.set_ylim(top=top * (top / bottom) ** (0.15 * engines))  # above the lines, for the names
+    panel.legend(frameon=False, fontsize=7, loc="upper left")
 
 
 def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
@@ -93,7 +111,7 @@ def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
     found = kinds(steps)
     colour = dict(zip(PARTS, [*COLOURS, "#aa3377", "#bbbbbb"], strict=True))
     with library().rc_context(LOOK):
-        figure = _figure(9.6, 5.6)
+        figure = figure_of(9.6, 5.6)
         by_kind, over_time = figure.subplots(2, 1, height_ratios=(1, 1.5))
         for i, kind in enumerate(found):
             left, total = 0.0, sum(kind.parts.values())
@@ -121,7 +139,7 @@ def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
         over_time.set_title("Milliseconds of each step, from the first on")
         figure.legend(*by_kind.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        _save(figure, path)
+        save(figure, path)
 
 
 def _median_ms(part: str, steps: Sequence[Step]) -> float:
@@ -132,7 +150,7 @@ def plot_growth(points: Sequence[Point], cliffs: Sequence[Cliff], title: str, pa
     """Tokens a second over rows, milliseconds of a step over context; cliffs are marked."""
     check_format(path)
     with library().rc_context(LOOK):
-        figure = _figure(9.6, 3.9)
+        figure = figure_of(9.6, 3.9)
         by_rows, by_context = figure.subplots(1, 2)
         context = min(p.context for p in points)
         line = sorted((p for p in points if p.context == context), key=lambda p: p.rows)
@@ -157,4 +175,4 @@ def plot_growth(points: Sequence[Point], cliffs: Sequence[Cliff], title: str, pa
             elif cliff.along == "context":
                 by_context.plot(b.context, 1e3 * b.seconds, "^", color="#000000", markersize=8)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-        _save(figure, path)
+        save(figure, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hibachi.bench.figures import Summary, summarise
@@ -25,10 +25,24 @@ def best_peer(s: Summary, all_of_them: Iterable[Summary], name: str, *, least: b
     return (min if least else max)(found) if found else None
 
 
-def bounds_of(documents: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Bounds by work, where the ceilings were measured on a quiet machine: others are too low to say anything."""
+Bounds = Mapping[tuple[str, str | None, str], float]
+"""Tokens a second by model, dtype (None: not said) and work."""
+
+
+def bounds_of(documents: Sequence[dict[str, Any]]) -> Bounds:
+    """The bounds whose ceilings were measured on a quiet machine: others are too low to say anything."""
     quiet = [d for d in documents if not d.get("ceilings", {}).get("contended")]
-    return {title: rate for d in quiet for title, rate in d.get("bounds", {}).items()}
+    return {
+        (model, d.get("ceilings", {}).get("dtype"), title): rate
+        for d in quiet
+        for model in {run["model"] for run in d["runs"]}
+        for title, rate in d.get("bounds", {}).items()
+    }
+
+
+def bound_of(limits: Bounds, s: Summary) -> float | None:
+    """The bound of such runs."""
+    return limits.get((s.model, s.numbers, s.work), limits.get((s.model, None, s.work)))
 
 
 def tables(documents: Sequence[dict[str, Any]]) -> list[tuple[str, Row, list[Row]]]:
@@ -40,7 +54,7 @@ def tables(documents: Sequence[dict[str, Any]]) -> list[tuple[str, Row, list[Row
         mine = [s for s in found if (s.model, s.threads) == (model, threads)]
         mine.sort(key=lambda s: (s.work, s.rate or 0.0))
         title = f"{model}, {threads} thread{'s' * (threads != 1)}"
-        rows = [_offline(s, mine, limits.get(s.work)) for s in mine if s.rate is None]
+        rows = [_offline(s, mine, bound_of(limits, s)) for s in mine if s.rate is None]
         if rows:
             out.append((f"{title}: all requests at once", OFFLINE, rows))
         rows = [_online(s, mine) for s in mine if s.rate is not None]

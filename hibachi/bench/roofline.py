@@ -19,7 +19,7 @@ from hibachi.model.arch import Arch
 from hibachi.model.arch import shapes as tensor_shapes
 from hibachi.tensor.array_backend import ArrayBackend
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
 ROWS = (1, 16, 64, 256)
 _READ = 256 << 20  # bytes: more than a cache holds
 _COLD = 64 << 20  # bytes of weights that take turns, so that they come from memory as in a step
@@ -91,12 +91,14 @@ def bound(
     *,
     shared: int = 0,
     known: int = 0,
+    weights: str | None = None,
 ) -> Bound:
-    """For a decoder without experts, all requests at once. shared: tokens that all prompts begin with and that are
-    computed once; known: of these, those that are computed already."""
+    """For a decoder without experts, all requests at once. dtype: of keys and values, and of matrices unless `weights`
+    names another; the few scales of int8 are left out. shared: tokens that all prompts begin with and that are computed
+    once; known: of these, those that are computed already."""
     size, peak = BYTES[dtype], max(ceilings.products.values())
     body, head = _weights(arch)
-    read = (body + head) * size / ceilings.bandwidth
+    read = (body + head) * BYTES[weights or dtype] / ceilings.bandwidth
     token = 2 * len(arch.layers) * arch.kv_heads * arch.head_dim * size  # bytes of keys and values
     prompts = shared - known + sum(len(r.prompt) - shared for r in requests)
     prefill = max(read, (2 * body * prompts + 2 * head * len(requests)) / peak)

@@ -151,11 +151,16 @@ def document(runs: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     }
 
 
-def ceilings(backend: str, dtype: str, arch: Arch) -> dict[str, Any]:
-    """The measured ceilings of this machine as JSON, with who else was at it."""
+def ceilings(backend: str, dtype: str, arch: Arch, quantization: str | None = None) -> dict[str, Any]:
+    """The measured ceilings of this machine as JSON, with who else was at it. quantization: "int8": of such weights.
+
+    Raises UnsupportedOperation where there are none.
+    """
     watch = Watch(os.getpid())
     size = (2 * arch.intermediate, arch.hidden_size)
     plain = resolve(backend)
+    if quantization is not None:
+        plain = plain.quantized(quantization)
     found = roofline.measure(plain, dtype, size)
     for c in candidates(plain):  # the best that any of its kernels reaches
         if c.operation == "linear" and c.why_not is None and not c.rounds:
@@ -163,7 +168,8 @@ def ceilings(backend: str, dtype: str, arch: Arch) -> dict[str, Any]:
             for rows, rate in more.products.items():
                 found.products[rows] = max(found.products[rows], rate)
     use = watch.use()
-    return {**found.as_json(), "dtype": dtype, "backend": backend, "others": use.others, "contended": use.contended}
+    named = {"dtype": quantization or dtype, "computes": dtype, "backend": backend}
+    return {**found.as_json(), **named, "others": use.others, "contended": use.contended}
 
 
 def bounds(session: Session, works: Sequence[str], arch: Arch, limits: dict[str, Any]) -> dict[str, float]:
@@ -179,7 +185,9 @@ def bounds(session: Session, works: Sequence[str], arch: Arch, limits: dict[str,
         if name == "W2":
             titles = {"W2 cold": (512, 0), "W2 warm": (512, 512), "W2 off": (0, 0)}
         for title, (shared, known) in titles.items():
-            limit = roofline.bound(arch, requests, found, limits["dtype"], rows, shared=shared, known=known)
+            limit = roofline.bound(
+                arch, requests, found, limits["computes"], rows, shared=shared, known=known, weights=limits["dtype"]
+            )
             out[title] = limit.tokens_per_second
     return out
 

@@ -20,9 +20,13 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
-    add("--dtype", metavar="NAME", help="to compute in (default: float32)")
+    add("--dtype", metavar="NAME", help="to compute in (default: float32, or as measured: see --autotune)")
     quantization_argument(parser)
-    add("--autotune", metavar="S", help="seconds to time kernels when a model is new: 1s, full, off (default: 1s)")
+    add(
+        "--autotune",
+        metavar="S",
+        help="seconds to time kernels and dtypes when a model is new: 1s, full, off (default: 1s)",
+    )
     deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hibachi.bench import plot
 from hibachi.bench.growth import Cliff, Point
 from hibachi.bench.plot import plot_growth, plot_profile, plot_results
 from hibachi.bench.profile import Step
@@ -101,3 +102,39 @@ def test_pictures(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("a.png", "b.png", "c.png"))
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
         plot_results([offline()], tmp_path / "a.pdf")
+
+
+def test_int8_is_called_so_and_compared_with_eight_bits():
+    about = {"kernels": "native int8", "quantization": "int8"}
+    some = document(
+        run(dtype="bfloat16", tokens_per_second=100.0),
+        run(dtype="bfloat16", engine="hibachi (torch, native int8)", about=about, tokens_per_second=150.0),
+        run(dtype="q8_0", engine="llamacpp", tokens_per_second=120.0),
+        ceilings={"dtype": "int8", "computes": "bfloat16", "contended": False},
+        bounds={"W1": 300.0},
+    )
+    [table] = tables([some])
+    assert column(table, "dtype")["hibachi (torch, native int8)"] == "int8"
+    assert column(table, "to best peer")["hibachi (torch, native int8)"] == "1.25x"
+    # The bound is that of int8, and of this model.
+    assert column(table, "of bound") == {
+        "hibachi (numpy)": "",
+        "hibachi (torch, native int8)": "50%",
+        "llamacpp": "40%",
+    }
+    other = document(run(model="other", tokens_per_second=100.0))
+    assert [column(t, "of bound")["hibachi (numpy)"] for t in tables([some, other])] == ["", ""]
+
+
+def test_titles_lie_inside_the_picture(tmp_path, monkeypatch):
+    """However many panels and peers there are."""
+    drawn = []
+    monkeypatch.setattr(plot, "save", lambda figure, path: drawn.append(figure))
+    peers = [run(engine=name, tokens_per_second=90.0) for name in ("vllm", "openvino", "transformers", "llamacpp")]
+    plot_results([offline(), document(*peers), document(run(model="a-rather-long-name")), online()], tmp_path / "a.png")
+    [figure] = drawn
+    figure.canvas.draw()
+    for panel in figure.axes:
+        if panel.get_visible():
+            box = panel.title.get_window_extent() if panel.title.get_text() else panel._left_title.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height

@@ -57,3 +57,11 @@ def test_ceilings_are_measured(library, monkeypatch):
     found = roofline.measure(resolve(library), "float32", (256, 64))
     assert found.bandwidth > 1e7 and list(found.products) == [1, 16, 64, 256]
     assert min(found.products.values()) > 1e5
+
+
+def test_weights_of_eight_bits_are_half_of_what_is_read():
+    limits = Ceilings(bandwidth=1e9, products={1: 1e15})
+    requests = [Request(0, 0.0, [5] * 10, 4)]
+    found = bound(ARCH, requests, limits, "bfloat16", 1, weights="int8")
+    cached = 2 * KV * (11 + 12 + 13) / 1e9  # keys and values stay as they are
+    assert found.seconds == pytest.approx(4 * (BODY + HEAD) / 1e9 + cached)

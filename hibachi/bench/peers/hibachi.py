@@ -26,7 +26,8 @@ class Engine:
             **options,
         )
         self.version = version("hibachi")
-        self.about = {**self.llm.backend.versions(), "kernels": self.llm.backend.kernels}
+        backend = self.llm.backend
+        self.about = {**backend.versions(), "kernels": backend.kernels, "quantization": backend.quantization}
         self.profile = None
         if wants_profile:
             from hibachi.bench.profile import Profile
