@@ -141,7 +141,10 @@ def _session_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the works (default: 0)")
     add("--prefix-cache", action="store_true", help="for works that are files")
     add("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hibachi.LLM, as JSON")
-    peers = parser.add_argument_group("peers", f"Engines: {', '.join(e for e in engines() if e != OURS)}.")
+    peers = parser.add_argument_group(
+        "peers",
+        f"All compute in --dtype, float32 unless you say so. Engines: {', '.join(e for e in engines() if e != OURS)}.",
+    )
     add = peers.add_argument
     add("--peer", action="append", default=[], metavar="ENGINE[=PYTHON]", help="and the interpreter that has it")
     add("--peer-model", action="append", default=[], metavar="ENGINE=PATH", help="the model in its own format")
@@ -197,10 +200,12 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     if fitting_only:
         works = [name for name in works if session.fits(session.make(name, 1))]
     more: dict[str, Any] = {}
-    quantised = args.quantization not in (None, "none")  # the bound is that of weights in the dtype
-    decoder = None if args.no_bound or quantised else decoder_of(path)
-    if decoder is not None:
-        limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder)
+    decoder = None if args.no_bound or args.no_hibachi else decoder_of(path)
+    if decoder is not None and args.quantization == "auto":
+        print("There is no bound with --quantization auto, which may keep the dtype or take int8.", flush=True)
+    elif decoder is not None:
+        quantization = "int8" if args.quantization == "int8" else None
+        limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder, quantization)
         more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
         print(_ceilings(limits), flush=True)
     runs: list[dict[str, Any]] = []
@@ -292,8 +297,13 @@ def growing(args: argparse.Namespace) -> int:
     """the cost of decoding over rows and context, and where it jumps
 
     A cliff: more rows give over 20 % less tokens a second, or a longer context
-    costs over 20 % more than the contexts before it say.
+    costs over 20 % more than the contexts before it say. By default a minute or
+    two with 135M parameters on two cores. --full: up to 256 rows, contexts up
+    to 4,096 and three rounds, ten times as long.
     """
+    args.rows = args.rows or list(growth.FULL_ROWS if args.full else growth.ROWS)
+    args.contexts = args.contexts or list(growth.FULL_CONTEXTS if args.full else growth.CONTEXTS)
+    args.rounds = (growth.FULL_ROUNDS if args.full else 1) if args.rounds is None else args.rounds
     if min([*args.rows, *args.contexts, args.rounds]) < 1:
         args.parser.error("rows, contexts and rounds must be at least 1")
     if args.plot:
@@ -342,9 +352,10 @@ def _point(p: growth.Point) -> None:
 def _growth_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=list(growth.ROWS), metavar="N", help="(default: 1 to 256)")
-    add("--contexts", nargs="+", type=int, default=list(growth.CONTEXTS), metavar="N", help="(default: 128 to 4096)")
-    add("--rounds", type=int, default=3, metavar="N", help="the best of so many counts (default: 3)")
+    add("--full", action="store_true", help="all that --rows, --contexts and --rounds leave open, and slowly")
+    add("--rows", nargs="+", type=int, metavar="N", help="(default: 1 to 128)")
+    add("--contexts", nargs="+", type=int, metavar="N", help="(default: 128 to 2048)")
+    add("--rounds", type=int, metavar="N", help="the best of so many counts (default: 1)")
     add("--cache-mib", type=int, default=4096, metavar="N", help="for keys and values, at most (default: 4096)")
     add("--out", metavar="FILE", help="write all points as JSON")
     add("--plot", metavar="FILE", help="draw them, as .png or .svg")
