@@ -44,7 +44,7 @@ RULES = {
     "hibachi/serve": Rule(
         f"{BELOW_ENGINE} engine api serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
-    "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench"),
+    "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/peers": Rule(
         "public engine bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""

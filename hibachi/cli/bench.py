@@ -24,6 +24,7 @@ from hibachi.bench.process import OURS, Setup, engines
 from hibachi.bench.profile import from_json, table
 from hibachi.bench.randommodel import SHAPES, write_model
 from hibachi.bench.session import Session, bounds, ceilings, decoder_of, document
+from hibachi.cli import benchserve
 from hibachi.cli.options import model_arguments
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
 from hibachi.engine.llm import LLM
@@ -48,6 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         (throughput, _throughput_arguments),
         (latency, _latency_arguments),
         (compare, _compare_arguments),
+        (benchserve.serve, benchserve.arguments),
         (growing, _growth_arguments),
         (fit, _fit_arguments),
         (model, _model_arguments),
