@@ -24,10 +24,11 @@ log = logging.getLogger("hibachi.serve")
 def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
     """The model, loaded and warm. Raises what making a model raises, and ConfigError."""
     tenants = tenants_of(settings) if tenants is None else tenants
-    template = _template(settings.chat_template)
+    template, defaults = _template(settings.chat_template), _defaults(settings.generation_config)
     texts = (RemoteLLM if settings.engine == "child" else open_texts)(settings.model, **options(settings, tenants))
     try:
-        texts.default_params = _defaults(settings, texts.default_params)
+        own = texts.default_params if defaults is None else defaults
+        texts.default_params = own if settings.seed is None else own.with_(seed=settings.seed)
         served = Served(
             texts,
             settings.served_model_name or (settings.model,),
@@ -129,16 +130,15 @@ def _template(given: str | None) -> str | None:
     return given
 
 
-def _defaults(settings: SimpleNamespace, own: SamplingParams) -> SamplingParams:
-    """Of requests that do not say how to sample. Raises ConfigError."""
-    which = settings.generation_config
+def _defaults(which: str) -> SamplingParams | None:
+    """Of requests that do not say how to sample; None: as the model's files say. Raises ConfigError."""
+    if which == "auto":
+        return None
     if which == "vllm":
-        own = SamplingParams()
-    elif which != "auto":
-        folder = Path(which).parent if Path(which).name == "generation_config.json" else Path(which)
-        if not (folder / "generation_config.json").is_file():
-            raise ConfigError(
-                f"--generation-config {which}: expected auto, vllm, or a folder with a generation_config.json."
-            )
-        own = SamplingParams(**generation_defaults(folder))
-    return own if settings.seed is None else own.with_(seed=settings.seed)
+        return SamplingParams()
+    folder = Path(which).parent if Path(which).name == "generation_config.json" else Path(which)
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--generation-config {which}: expected auto, vllm, or a folder with a generation_config.json."
+        )
+    return SamplingParams(**generation_defaults(folder))

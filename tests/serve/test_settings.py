@@ -1,0 +1,373 @@
+"""Settings: from flags, the environment, a file or the default; that each reaches its place; keys and tenants."""
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hibachi.cli import main
+from hibachi.cli.main import parser
+from hibachi.errors import ConfigError
+from hibachi.request import SamplingParams
+from hibachi.serve import opened as opening
+from hibachi.serve.keys import tenants_of
+from hibachi.serve.settings import GROUPS, SETTINGS, SWITCH, misspelled, settle
+from hibachi.serve.tenants import Tenant
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def log_as_before():
+    """`hibachi serve` decides where its log goes, which is not for the tests after these."""
+    loggers = [logging.getLogger(name) for name in ("hibachi", "uvicorn.error")]
+    before = [(log.handlers, log.propagate, log.level) for log in loggers]
+    yield
+    for log, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
+
+
+def settings(**flags):
+    return settle(flags, {})
+
+
+def as_file(tmp_path, text, name="serve.toml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+# ---- where values come from ------------------------------------------------------------------------------------------
+
+# A value other than the default for each setting: as text, and what becomes of it.
+GIVEN = {
+    "model": ("m", "m"),
+    "served_model_name": ("a b", ("a", "b")),
+    "backend": ("torch", "torch"),
+    "device": ("cuda:1", "cuda:1"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "quantization": ("int8", "int8"),
+    "autotune": ("off", "off"),
+    "deterministic": ("true", True),
+    "max_model_len": ("77", 77),
+    "generation_config": ("vllm", "vllm"),
+    "chat_template": ("chatml", "chatml"),
+    "seed": ("5", 5),
+    "engine": ("own", "own"),
+    "max_num_seqs": ("3", 3),
+    "max_num_batched_tokens": ("100", 100),
+    "block_size": ("32", 32),
+    "kv_cache_memory_bytes": ("1.5GiB", 3 << 29),
+    "enable_prefix_caching": ("no", False),
+    "scheduling_policy": ("fcfs", "fcfs"),
+    "restart": ("1", True),
+    "stall_after": ("2.5", 2.5),
+    "host": ("::1", "::1"),
+    "port": ("0", 0),
+    "uds": ("s.sock", "s.sock"),
+    "ssl_certfile": ("c.pem", "c.pem"),
+    "ssl_keyfile": ("k.pem", "k.pem"),
+    "api_key": ("k1 k2", ("k1", "k2")),
+    "api_keys": ("keys.toml", "keys.toml"),
+    "max_num_queued_reqs": ("9", 9),
+    "request_timeout": ("8", 8.0),
+    "queue_timeout": ("7", 7.0),
+    "pause_after": ("6", 6),
+    "drain_timeout": ("5", 5.0),
+    "max_body_size": ("2k", 2048),
+    "max_logprobs": ("4", 4),
+    "max_n": ("2", 2),
+    "metric_names": ("vllm", "vllm"),
+    "log_level": ("debug", "debug"),
+}
+
+
+def test_there_are_at_most_forty_flags_and_each_is_tried_here():
+    commands = parser()._subparsers._group_actions[0].choices
+    flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
+    assert len(flags) <= 40
+    assert {a.dest for a in flags} == {*SETTINGS, "config"}
+    assert GIVEN.keys() == SETTINGS.keys()
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """taken(*args): the settings that the command hands to the server."""
+    found = []
+
+    def call(*args):
+        module = SimpleNamespace(serve=lambda settings, remarks: found.append(settings) or 0)
+        monkeypatch.setitem(sys.modules, "hibachi.serve.run", module)
+        assert main(["serve", *args]) == 0
+        return found.pop()
+
+    for setting in SETTINGS.values():
+        monkeypatch.delenv(setting.variable, raising=False)
+    return call
+
+
+@pytest.mark.parametrize("key", GIVEN)
+def test_a_setting_comes_from_a_flag_a_variable_or_a_file_in_this_order(key, taken, tmp_path, monkeypatch):
+    setting, (text, value) = SETTINGS[key], GIVEN[key]
+    default = getattr(taken(), key)
+    assert default != value
+    flags = [setting.flag, *(text.split() if setting.kind.many else [text])]
+    if setting.kind is SWITCH:
+        flags = [setting.flag if value else f"--no-{setting.name}"]
+    assert getattr(taken(*flags), key) == value
+
+    monkeypatch.setenv(setting.variable, text)
+    assert getattr(taken(), key) == value
+    monkeypatch.delenv(setting.variable)
+
+    if isinstance(value, bool):
+        written, other = str(value).lower(), str(not value).lower()
+    elif isinstance(value, (int, float)):
+        written, other = repr(value), repr(value + 1)
+    else:
+        written, other = repr(list(value) if isinstance(value, tuple) else value), '["other"]'
+        other = other if setting.kind.many else '"other"'
+    for name in (setting.name, key):
+        assert getattr(taken("--config", as_file(tmp_path, f"{name} = {written}\n")), key) == value
+
+    if setting.kind.metavar.count("|") == 0 or key == "generation_config":  # the flag wins over all, and so on down
+        file = as_file(tmp_path, f"{key} = {other}\n")
+        assert getattr(taken("--config", file), key) not in (value, default) or setting.kind is SWITCH
+        monkeypatch.setenv(setting.variable, text)
+        assert getattr(taken("--config", file), key) == value
+        if setting.kind is SWITCH:
+            flags[0] = f"--no-{setting.name}" if value else setting.flag
+            assert getattr(taken("--config", file, *flags), key) is not value
+
+
+def test_the_model_may_stand_without_a_flag(taken):
+    assert taken("m").model == taken("--model", "m").model == "m"
+    assert taken("m", "--model", "m").model == "m"
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--port", "x"], "hibachi: --port: expected an integer from 0 to 65535; got 'x'.\n"),
+        (["--port", "65536"], "--port: expected an integer from 0 to 65535; got '65536'."),
+        (["--engine", "both"], "--engine: expected one of child, own; got 'both'."),
+        (["--max-num-seqs", "0"], "--max-num-seqs: expected an integer >= 1; got '0'."),
+        (["--request-timeout", "nan"], "--request-timeout: expected seconds >= 0; got 'nan'."),
+        (["--max-body-size", "1X"], "--max-body-size: expected bytes, such as 1048576, 512M or 4G; got '1X'."),
+        (["--host", ""], "--host: expected a text; got ''."),
+        (["a", "--model", "b"], "Two models were given: a and --model b."),
+        (["--config", "no/such.toml"], "--config no/such.toml: No such file"),
+        (["--api-keys", "no/such.toml"], "--api-keys no/such.toml: No such file"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile is the key of --ssl-certfile, which is missing."),
+        (["--ssl-certfile", "no/such"], "--ssl-certfile no/such"),
+        (["--chat-template", "no/such.jinja", "--port", "0"], "no/such.jinja: there is no such file"),
+        (["--generation-config", "no/such", "--engine", "own", "--port", "0"], "expected auto, vllm, or a folder"),
+        (["--scheduling-policy", "luck", "--engine", "own", "--port", "0"], "No policy is called 'luck'"),
+        (["--uds", "no/such/socket"], "--uds no/such/socket: no such file"),
+    ],
+)
+def test_a_wrong_value_is_explained_in_a_line(args, message, capsys):
+    assert main(["serve", *args]) == 1
+    out, err = capsys.readouterr()
+    assert message in err and err.splitlines()[-1].startswith("hibachi: ") and not out
+    assert "Traceback" not in err
+
+
+def test_errors_name_the_variable_or_the_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"^HIBACHI_PORT: expected an integer .* got 'x'\.$"):
+        settle({}, {"HIBACHI_PORT": "x"})
+    for text, message in (
+        ("port = 'x'", r"serve.toml: port: expected an integer"),
+        ("max-num-seqs = true", r"serve.toml: max-num-seqs: expected an integer >= 1; got True"),
+        ("restart = 1", r"serve.toml: restart: expected true or false; got 1"),
+        ("served-model-name = [1]", r"serve.toml: served-model-name: expected texts"),
+        ("prot = 1", r"serve.toml: there is no setting prot\. Did you mean port\?"),
+        ("[server]\nport = 1", r"serve.toml: there is no setting server"),
+        ("port =", r"serve.toml: expected TOML; "),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settle({}, {}, as_file(tmp_path, text))
+
+
+def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
+    assert settle({}, {"HIBACHI_PORT": ""}).port == 8000
+    [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_NATIVE": "0", "HIBACHI_PORT": "1", "PATH": ""})
+    assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
+
+
+def test_no_error_shows_a_key(tmp_path):
+    for call in (
+        lambda: settle({}, {}, as_file(tmp_path, 'api-key = [5, "secret"]')),
+        lambda: tenants_of(settings(api_keys=as_file(tmp_path, "[a]\nkey = 'secret'\n[b]\nkey = 'secret'"))),
+        lambda: tenants_of(settings(api_keys=as_file(tmp_path, "[a]\nkey = ['secret']\nkeys = 'secret'"))),
+        lambda: tenants_of(settings(api_keys=as_file(tmp_path, "a = 'secret'"))),
+    ):
+        with pytest.raises(ConfigError) as e:
+            call()
+        assert "secret" not in str(e.value)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve"]) == 1
+    err = capsys.readouterr().err
+    assert "`hibachi serve` needs the package 'uvicorn'" in err and "pip install '.[serve]'" in err
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_api_key_is_a_tenant(tmp_path):
+    tenants = tenants_of(settings(api_key=["one", "two"]))
+    assert tenants.admit(b"Bearer one") == "key1" and tenants.admit(b"Bearer two") == "key2"
+    text = """
+        [team-a]
+        key = "three"
+        priority = -5
+        max_requests = 2
+        [team-b]
+        keys = ["four", "five"]
+    """
+    tenants = tenants_of(settings(api_key=["one"], api_keys=as_file(tmp_path, text)))
+    assert [tenants.admit(f"Bearer {k}".encode()) for k in ("one", "three", "four", "five")] == [
+        "key1",
+        "team-a",
+        "team-b",
+        "team-b",
+    ]
+    assert tenants.of("team-a") == Tenant(-5, 2) and tenants.of("team-b") == Tenant() and tenants.of("key1") is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "there is no tenant in it"),
+        ("[a]", "expected key = "),
+        ("[a]\nkey = ''", "expected key = "),
+        ("[a]\nkeys = []", "expected key = "),
+        ("[a]\nkey = 'k'\nlimit = 3", "a: limit is not known. Expected key, keys, priority, max_requests."),
+        ("[a]\nkey = 'k'\npriority = 1.5", "a: priority must be an integer; got 1.5"),
+        ("[a]\nkey = 'k'\nmax_requests = 0", "a: max_requests must be an integer >= 1; got 0"),
+        ("[a]\nkey = 'k'\nmax_requests = true", "a: max_requests must be an integer >= 1; got True"),
+        ("[a", "expected TOML"),
+    ],
+)
+def test_a_wrong_file_of_keys_is_explained(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=r"keys\.toml") as e:
+        tenants_of(settings(api_keys=as_file(tmp_path, text, "keys.toml")))
+    assert message in str(e.value)
+
+
+# ---- that they reach their places ------------------------------------------------------------------------------------
+
+
+def test_settings_become_options_of_the_engine():
+    every = settle({key: text.split() if SETTINGS[key].kind.many else text for key, (text, _) in GIVEN.items()}, {})
+    tenants = tenants_of(settings(api_key=["a", "b"]))
+    options = opening.options(every, tenants)
+    assert options == dict(
+        backend="torch",
+        device="cuda:1",
+        dtype="bfloat16",
+        quantization="int8",
+        autotune="off",
+        deterministic=True,
+        max_model_len=77,
+        max_batch_size=3,
+        max_batch_tokens=100,
+        block_size=32,
+        cache_bytes=3 << 29,
+        prefix_cache=False,
+        policy="fcfs",
+        max_waiting=9,
+        pause_after=6,
+        restart="on_failure",
+        stall_after=2.5,
+    )
+    child = opening.options(settings(restart=True, stall_after="0", pause_after="0"), tenants)
+    assert child["restart"] is True and child["stall_after"] is None and "pause_after" not in child
+    assert child["policy"] == "fair"
+    assert "policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
+
+
+@pytest.fixture
+def opened():
+    """opened(**flags): what is served then. All with the engine in this process."""
+    served = []
+
+    def make(**flags):
+        served.append(opening.opened(settings(engine="own", **flags)))
+        return served[-1]
+
+    yield make
+    for each in served:
+        each.texts.close()
+
+
+def test_settings_reach_the_model_that_is_served(opened, model_copy):
+    served = opened(
+        served_model_name=["a", "b"],
+        max_model_len="77",
+        max_num_seqs="3",
+        max_num_batched_tokens="100",
+        block_size="32",
+        kv_cache_memory_bytes="1M",
+        seed="5",
+        request_timeout="8",
+        queue_timeout="7",
+        max_body_size="2k",
+        max_logprobs="4",
+        max_n="2",
+        chat_template="{{ messages[0].content }}!",
+        api_key=["k"],
+        max_num_queued_reqs="9",
+        enable_prefix_caching="off",
+    )
+    assert served.names == ("a", "b") and served.root == "tiny" and served.max_len == 77
+    assert (served.timeout, served.queue_timeout, served.max_body) == (8.0, 7.0, 2048)
+    assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
+    assert served.tenants.admit(b"Bearer k") == "key1"
+    assert served.texts.default_params.seed == 5
+    limits = opening.limits(served.texts)
+    assert (limits.rows, limits.budget, limits.max_len, limits.block_size) == (3, 100, 77, 32)
+    assert served.texts.stats().prefix_queries == 0  # nothing is looked for
+    assert served.texts.stats().steps >= 2  # it is warm
+
+
+def test_defaults_of_sampling_come_from_where_the_setting_says(opened, model_copy, tmp_path):
+    folder = str(model_copy({"generation_config.json": lambda _: b'{"temperature": 0.3, "top_p": 0.9}'}))
+    assert opened(model=folder).texts.default_params == SamplingParams(temperature=0.3, top_p=0.9)
+    assert opened(model=folder, generation_config="vllm").texts.default_params == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    for place in (tmp_path, tmp_path / "generation_config.json"):
+        assert opened(model=folder, generation_config=str(place)).texts.default_params == SamplingParams(top_k=7)
+
+
+def test_a_chat_template_may_be_a_file_a_name_or_source(opened, tmp_path):
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert opened(chat_template=source).chat_template == source
+    assert opened(chat_template=as_file(tmp_path, source, "t.jinja")).chat_template == source
+    with pytest.raises(ConfigError, match="chat-template"):
+        opened(chat_template="{% for %}")
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_page_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("serving_tables", ROOT / "docs" / "serving_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = (ROOT / "docs" / "serving.md").read_text()
+    assert tables.written(page) == page, "run: python docs/serving_tables.py"
+
+
+def test_every_setting_says_what_it_is_in_a_line():
+    for group in GROUPS.values():
+        for s in group:
+            assert s.help and "\n" not in s.help and len(s.help) < 100
+            assert s.default is None or s.kind.read(s.default) is not None
