@@ -24,6 +24,7 @@ def candidates(backend: JaxBackend) -> list[Candidate]:
     from hibachi_jax.native.build import compiled
 
     found = [Candidate(op, "xla", JaxBackend) for op in OPERATIONS]
+    found += [Candidate("attention", "pallas", JaxBackend, why_not="for TPUs; this is the CPU")]
     why = _KEPT_APART if os.environ.get("HIBACHI_NATIVE") == "0" else _WIDE if jax.config.jax_enable_x64 else None
     why = why or compiled.why_not_yet()
     if why is not None:

@@ -117,9 +117,10 @@ class TorchBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     def candidates(self) -> Sequence[Candidate]:
-        from hibachi_torch.kernels import candidates  # it imports this module
+        from hibachi_torch.kernels import candidates  # they import this module
+        from hibachi_torch.libraries import libraries
 
-        return candidates(self) if self._undecided else ()
+        return [*candidates(self), *libraries(self)] if self._undecided else ()
 
     def invariant(self) -> ArrayBackend:
         if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace

@@ -41,7 +41,6 @@ ROWS = (1, 16, 64, 256)  # of the products that are timed
 _FORMAT = 2  # of what is kept; another one where other cases are timed
 _BEHIND = 3  # times the fastest
 _COLD = 64 << 20  # bytes of weights that take turns, as in a step they come from memory
-_BLOCK = 16
 NEAR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-8}  # of the largest number
 _ROUNDED = 6e-2  # where weights lose digits
 
@@ -405,12 +404,13 @@ def _linear_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
 
 def _inputs(b: ArrayBackend, starts: list[int], each: list[int], shared: int = 0) -> tuple[StepInputs[Any], int]:
     """A step's inputs, and the blocks that it needs. shared: blocks that all rows begin with."""
-    n, width = len(starts), -(-max(s + q for s, q in zip(starts, each, strict=True)) // _BLOCK)
+    size = b.block_size
+    n, width = len(starts), -(-max(s + q for s, q in zip(starts, each, strict=True)) // size)
     table = np.arange(1, 1 + n * width, dtype=np.int32).reshape(n, width)
     table[:, :shared] = table[0, :shared]
     every = np.ones(n, bool)
     packed = lower(
-        np.arange(n), np.array(starts, np.int32), np.array(each, np.int32), every, table, _BLOCK, tiles=b.tiles
+        np.arange(n), np.array(starts, np.int32), np.array(each, np.int32), every, table, size, tiles=b.tiles
     )
     names = [f.name for f in fields(packed)]
     arrays = b.put_all([np.zeros(sum(each), np.int32), *(getattr(packed, name) for name in names)])
@@ -422,7 +422,7 @@ def _attend(b: ArrayBackend, sizes: Sizes, starts: list[int], each: list[int], s
     spec = Paged(sizes.kv_heads, sizes.head_dim, sizes.head_dim, dtype=sizes.dtype)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     q, k, v = (b.put(_random(sum(each), n, sizes.head_dim, seed=i), sizes.dtype) for i, n in enumerate(heads))
-    held = [b.make_cache(spec, blocks=blocks, block_size=_BLOCK, rows=1, dtype=sizes.dtype)]
+    held = [b.make_cache(spec, blocks=blocks, block_size=b.block_size, rows=1, dtype=sizes.dtype)]
     step = b.compile(b.attend, donate=(3,))
 
     def attend() -> Any:
@@ -437,7 +437,7 @@ def _attention_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
         "1 x 256": ([255], [1], 0),
         "16 x 256": ([255] * 16, [1] * 16, 0),
         "64 x 256": ([255] * 64, [1] * 64, 0),
-        "64, 240 shared": ([255] * 64, [1] * 64, 240 // _BLOCK),
+        "64, 240 shared": ([255] * 64, [1] * 64, 240 // size),
         "prompt of 256": ([0], [256], 0),
     }
     return {name: (_attend(b, sizes, *step), sizes.layers) for name, step in steps.items()}

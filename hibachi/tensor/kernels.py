@@ -55,10 +55,11 @@ def candidates(backend: ArrayBackend) -> list[Candidate]:
         except Exception as e:  # a broken package must not take the working ones with it
             why = f"{type(e).__name__}: {e}"
             found += [Candidate(op, entry.name, ArrayBackend, why_not=why) for op in OPERATIONS]
-    return [_without_library(c) for c in found]
+    return [without_library(c) for c in found]
 
 
-def _without_library(c: Candidate) -> Candidate:
+def without_library(c: Candidate) -> Candidate:
+    """The candidate, with a reason if the library that it needs is missing. Nothing is imported."""
     if c.why_not is not None or c.needs is None:
         return c
     try:

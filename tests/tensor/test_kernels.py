@@ -7,7 +7,16 @@ import pytest
 
 from hibachi.tensor import kernels
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.kernels import OPERATIONS, Candidate, candidates, compose, fitting
+from hibachi.tensor.kernels import (
+    LADDERS,
+    OPERATIONS,
+    Candidate,
+    candidates,
+    compose,
+    fitting,
+    ladders,
+    without_library,
+)
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 
@@ -102,5 +111,35 @@ def test_pytorch_has_candidates_on_the_cpu_only_where_nothing_is_decided():
     assert {c.operation for c in found} == set(OPERATIONS)
     native = [c for c in found if c.name == "native"]
     assert len(native) == len(OPERATIONS) and all("HIBACHI_NATIVE=0" in c.why_not for c in native)
+    others = {c.name: c.why_not for c in found if c.name in ("flash-attn", "flashinfer", "FlexAttention")}
+    assert len(others) == 3 and all(others.values()) and "for CUDA" in others["flash-attn"]
     assert not candidates(TorchBackend("cpu", native=False))
     assert not candidates(TorchBackend(torch.device("meta")))
+
+
+def test_a_candidate_without_its_library_says_so():
+    def why(needs, why_not=None):
+        return without_library(Candidate("linear", "theirs", Stranger, needs=needs, why_not=why_not)).why_not
+
+    assert why("numpy") is None and why(None) is None
+    assert why("no_such_library") == "no_such_library is not installed"
+    assert why("no_such_library.part") == "no_such_library.part is not installed"
+    assert why("no_such_library", "for CUDA") == "for CUDA"
+
+
+def test_the_sizes_that_steps_are_padded_to_are_a_choice_too():
+    class Static(NumpyBackend):
+        static_shapes = True
+
+    class Fixed(Static):
+        step_tokens, larger_steps = 8, (32,)
+
+    found = {c.name: c for c in ladders(Static())}
+    backend = Static()
+    fine = compose(backend, {"buckets": found["eighths"]})
+    assert fine.ladder == LADDERS["eighths"] and type(fine) is Static and backend.ladder == LADDERS["powers"]
+    assert compose(backend, {"buckets": found["powers"]}) is backend
+    both = compose(backend, {"buckets": found["halves"], "linear": Candidate("linear", "doubled", Doubled)})
+    assert both.ladder == LADDERS["halves"] and "doubled" in both.kernels
+    assert {c.why_not for c in ladders(NumpyBackend())} == {"shapes are not padded"}
+    assert {c.why_not for c in ladders(Fixed())} == {"steps have fixed sizes: 8, 32 tokens"}
