@@ -16,6 +16,7 @@ import pytest
 
 import hibachi
 from hibachi.cli.main import parser
+from hibachi.serve.app import ROUTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -82,11 +83,12 @@ def test_the_example_of_the_readme_does_the_same_on_every_backend():
 
 def test_the_pages_have_the_examples_that_they_should():
     count = {page_id(page): len(list(programs(page))) for page in PAGES}
-    assert count["README.md"] == 4  # NumPy, PyTorch, JAX, a language model
+    assert count["README.md"] == 5  # NumPy, PyTorch, JAX, a language model, a model to be served
     assert count["docs/models.md"] >= 10
     assert count["docs/backends.md"] >= 3
 
 
+SERVED = {path for _, path, _, _ in ROUTES} | {"/metrics"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 
 
@@ -100,6 +102,9 @@ def check_command(line):
         assert words[1] in targets
     elif words[0] == "hibachi":
         parser().parse_args(words[1:])  # exits for an unknown command or option
+    elif words[0] == "curl":
+        [url] = (w for w in words if w.startswith("http://127.0.0.1:8000/"))
+        assert url.removeprefix("http://127.0.0.1:8000") in SERVED
     elif words[:2] == ["pip", "install"]:
         for place in (w for w in words[2:] if not w.startswith("-")):
             folder, _, extras = place.partition("[")

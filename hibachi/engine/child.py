@@ -24,7 +24,7 @@ from hibachi.engine.custom import open_texts
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.stream import Channel
-from hibachi.errors import EngineFailed, HibachiError
+from hibachi.errors import ConfigError, EngineFailed, HibachiError
 from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
 
@@ -43,7 +43,7 @@ class Facts:
     deterministic: bool
     fingerprint: str
     dtype: str
-    tokenizer: Any = None  # of a model of one's own, which has no files
+    tokenizer: bytes | None = None  # pickled, of a model of one's own, which has no files
 
 
 class Outbox:
@@ -140,6 +140,17 @@ def _portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def _pickled(tokenizer: Any) -> bytes | None:
+    """Raises ConfigError."""
+    try:
+        return None if tokenizer is None else pickle.dumps(tokenizer)
+    except Exception as e:
+        raise ConfigError(
+            f"The model's tokenizer cannot go to the process that reads prompts: {type(e).__name__}: {e}. Make it one "
+            f"that pickle takes, or run the engine in the same process (engine=own)."
+        ) from e
+
+
 class Child:
     """Obeys the parent. `serve` returns when there is nothing more to do."""
 
@@ -160,11 +171,11 @@ class Child:
             engine.deterministic,
             engine._backend.fingerprint(),
             engine._dtype,
-            getattr(self._texts, "portable_tokenizer", None),
+            _pickled(getattr(self._texts, "portable_tokenizer", None)),
         )
 
-    def serve(self) -> None:
-        self._outbox.send(("ready", self.facts()))
+    def serve(self, facts: Facts) -> None:
+        self._outbox.send(("ready", facts))
         threading.Thread(target=self._beat, name="hibachi-beat", daemon=True).start()
         while True:
             try:
@@ -239,13 +250,14 @@ def main(place: int) -> None:
     try:
         texts = open_texts(**pipe.recv())
         child = Child(pipe, texts)
+        facts = child.facts()
     except (EOFError, KeyboardInterrupt):
         return
     except BaseException as e:
         pipe.send(("failed", _portable(e)))
         raise SystemExit(1) from e
     try:
-        child.serve()
+        child.serve(facts)
     finally:
         texts.close()
         sys.stdout.flush()

@@ -69,9 +69,9 @@ class OwnTexts(Texts):
 
 def _make(model: str) -> Any:
     """The object that a name stands for. Raises ConfigError."""
-    place, _, name = model.rpartition(":")
+    name = model.rpartition(":")[2]
     try:
-        found = getattr(_module(place), name)
+        found = getattr(module_of(model), name)
         return found() if isinstance(found, type) or callable(found) else found
     except ConfigError:
         raise
@@ -82,7 +82,9 @@ def _make(model: str) -> Any:
         ) from e
 
 
-def _module(place: str) -> Any:
+def module_of(model: str) -> Any:
+    """Where the class stands. Raises ConfigError, or what reading it raises."""
+    place = model.rpartition(":")[0]
     if not place.endswith(".py"):
         if "" not in sys.path:
             sys.path.insert(0, "")  # as `python -m` would have it

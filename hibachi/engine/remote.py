@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 from hibachi.engine.admission import check_ids, check_params
 from hibachi.engine.child import Facts
 from hibachi.engine.closing import Closing
-from hibachi.engine.custom import is_own
+from hibachi.engine.custom import is_own, module_of
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.loops import Wakeups
@@ -332,6 +333,16 @@ def _draining() -> EngineClosed:
     return EngineClosed("The engine is draining and takes no new requests. Make a new one.")
 
 
+def _unpickled(tokenizer: bytes | None, model: str) -> Any:
+    """Its class may stand in the module of the model, which only the engine's process has read so far."""
+    assert tokenizer is not None
+    try:
+        return pickle.loads(tokenizer)
+    except ModuleNotFoundError:
+        module_of(model)
+        return pickle.loads(tokenizer)
+
+
 class RemoteLLM(Texts):
     """`LLM`, or a model of one's own, with its engine in another process. Texts are made here.
 
@@ -346,7 +357,7 @@ class RemoteLLM(Texts):
         facts = engine.facts
         try:
             if is_own(model):
-                tokenizer, params = facts.tokenizer, SamplingParams()
+                tokenizer, params = _unpickled(facts.tokenizer, model), SamplingParams()
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)

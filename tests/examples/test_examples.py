@@ -1,10 +1,12 @@
 """Every program in examples/ runs from anywhere and prints what it should."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -25,6 +27,7 @@ COVERED = {
     "music_codebooks",
     "paged_attention",
     "recurrent_state",
+    "served_letters",
     "time_series",
 }
 
@@ -127,3 +130,24 @@ def test_llm_stream_streams_two_texts_and_drops_one(tmp_path):
     assert "* As soon as breakfast was over, they " in out
     assert re.search(r"\* greedy: .+, ended by (length|stop)", out)
     assert float(re.search(r"first token: (-[\d.]+)", out)[1]) < 0
+
+
+def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tmp_path):
+    file, readme = EXAMPLES / "served_letters.py", (EXAMPLES.parent / "README.md").read_text()
+    assert f"```python\n{file.read_text()}```" in readme
+    assert len(file.read_text().splitlines()) <= 30
+    body = re.search(r"served_letters.py:Letters\ncurl -N \S+/v1/completions --json '(.*)'", readme)[1]
+    command = [sys.executable, "-m", "hibachi", "serve", f"{file}:Letters", "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            url = re.search(r"on (http://\S+) ", server.stderr.readline())[1]
+            headers = {"Content-Type": "application/json"}
+            with urlopen(Request(f"{url}/v1/completions", body.encode(), headers), timeout=30) as answer:
+                events = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
+        finally:
+            server.terminate()
+            assert server.wait(20) == 0
+    assert events.pop() == "[DONE]"
+    letters = [json.loads(event)["choices"][0]["text"] for event in events]
+    assert f"`{''.join(letters)}`" in readme
+    assert len([letter for letter in letters if letter]) >= 8

@@ -21,7 +21,10 @@ SHORT = {"prompt": PROMPT, "max_tokens": 3}
 
 
 class Process:
-    """A server. `tidings`: the line that says where it listens; `log`: the lines on standard error until now."""
+    """A server. `tidings`: the line that says where it listens; `log`: the lines on standard error until now. deaf: with
+    the next line nobody reads them any more."""
+
+    deaf = False
 
     def __init__(self, *args):
         env = {
@@ -30,20 +33,25 @@ class Process:
         self.popen = subprocess.Popen(
             [*COMMAND, *args], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=env
         )
-        self.log, self._more = [], threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.log, self._more, self._connections = [], threading.Condition(), []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self):
-        for line in self.popen.stderr:
+        while (line := self.popen.stderr.readline()) and not self.deaf:
             with self._more:
                 self.log.append(line)
                 self._more.notify_all()
+        if self.deaf:
+            self.popen.stderr.close()
+        with self._more:
+            self._more.notify_all()
 
     def wait_for(self, text, seconds=30):
         """The first line with this text."""
         found = lambda: next((line for line in self.log if text in line), None)  # noqa: E731
         with self._more:
-            assert self._more.wait_for(lambda: found() or self.popen.poll() is not None, seconds), self.log
+            assert self._more.wait_for(lambda: found() or not self._reader.is_alive(), seconds), self.log
             assert found() is not None, self.log
             return found()
 
@@ -58,19 +66,31 @@ class Process:
 
     def ask(self, method, path, body=None, key=None, **headers):
         """(status, headers, body)"""
-        connection = http.client.HTTPConnection("127.0.0.1", int(self.port), timeout=20)
-        answer = _send(connection, method, path, body, key, headers)
+        answer = _send(self._connect(), method, path, body, key, headers)
         return answer.status, answer.headers, answer.read().decode()
 
     def stream(self, body, key=None):
         """The answer, as it comes."""
-        connection = http.client.HTTPConnection("127.0.0.1", int(self.port), timeout=20)
-        return _send(connection, "POST", "/v1/completions", body, key, {})
+        return _send(self._connect(), "POST", "/v1/completions", body, key, {})
+
+    def _connect(self):
+        self._connections.append(http.client.HTTPConnection("127.0.0.1", int(self.port), timeout=20))
+        return self._connections[-1]
 
     def end(self, number=signal.SIGTERM):
         """The exit status."""
         self.popen.send_signal(number)
-        return self.popen.wait(20)
+        status = self.popen.wait(20)
+        self._reader.join()  # until the last line
+        return status
+
+    def clear(self):
+        self.popen.kill()
+        self.popen.wait()
+        self._reader.join()
+        self.popen.stderr.close()
+        for connection in self._connections:
+            connection.close()
 
 
 def _send(connection, method, path, body, key, headers):
@@ -112,8 +132,7 @@ def start():
 
     yield call
     for process in made:
-        process.popen.kill()
-        process.popen.wait()
+        process.clear()
 
 
 @pytest.mark.parametrize("engine", ["child", "own"])
@@ -141,7 +160,7 @@ def test_a_server_serves_and_drains(start, engine):
     *_, last, done = events(text + answer.read().decode())
     assert json.loads(last)["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
     assert server.popen.wait(20) == 0
-
+    server._reader.join()
     log = "".join(server.log)
     line = server.wait_for("id=mine")
     assert re.search(
@@ -270,11 +289,12 @@ def test_https_and_a_log_that_nobody_reads(start, tmp_path):
     subprocess.run(["openssl", "req", *how.split(), *files], check=True, capture_output=True)
     server = start("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--engine", "own").ready()
     assert " on https://127.0.0.1:" in server.tidings
-    server.popen.stderr.close()
+    server.deaf = True
     context = ssl.create_default_context(cafile=str(cert))
     for _ in range(3):
         connection = http.client.HTTPSConnection("127.0.0.1", int(server.port), timeout=20, context=context)
-        assert _send(connection, "POST", "/v1/completions", SHORT, None, {}).status == 200
+        answer = _send(connection, "POST", "/v1/completions", SHORT, None, {})
+        assert answer.status == 200 and answer.read()
         connection.close()
     assert server.end() == 0
 
