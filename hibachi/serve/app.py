@@ -48,6 +48,7 @@ async def flight(served: Served, x: Exchange) -> None:
 
 
 async def about(served: Served, x: Exchange) -> None:
+    """The version of hibachi."""
     await x.json({"version": version("hibachi")})
 
 
@@ -70,12 +71,12 @@ ROUTES: tuple[tuple[str, str, Handler, bool], ...] = (
 class Endpoint:
     """A route on ASGI. Errors become answers here, and nowhere else."""
 
-    def __init__(self, served: Served, handler: Handler, keyed: bool) -> None:
-        self._served, self._handler, self._keyed = served, handler, keyed
+    def __init__(self, served: Served, path: str, handler: Handler, keyed: bool) -> None:
+        self._served, self._path, self._handler, self._keyed = served, path, handler, keyed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         served, x = self._served, Exchange(scope, receive, send)
-        tenants = served.tenants
+        tenants, refused = served.tenants, None
         try:
             if self._keyed:
                 x.tenant = tenants.admit(x.headers.get(b"authorization"))
@@ -95,13 +96,14 @@ class Endpoint:
             else:
                 raise
         finally:
+            served.meter.answered(x.method, self._path, x.status, refused, x.record)
             tell(x, quiet=not self._keyed)
 
 
 def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...] = ()) -> Starlette:
     """more: further routes."""
     routes = [
-        Route(path, Endpoint(served, handler, keyed), methods=[method])
+        Route(path, Endpoint(served, path, handler, keyed), methods=[method])
         for method, path, handler, keyed in (*ROUTES, *more)
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})

@@ -1,36 +1,209 @@
-"""Figures for Prometheus at /metrics."""
+"""Figures for Prometheus at /metrics: what became of the requests, and how the engine is."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TypeAlias
 
+import prometheus_client
+
+from hibachi.api.errors import Refused
+from hibachi.engine.meters import Histogram, Meters, decades
+from hibachi.errors import HibachiError
 from hibachi.serve.exchange import Exchange
-from hibachi.serve.record import Meter, NoMeter
+from hibachi.serve.record import Record
+from hibachi.serve.series import NAMES, page
 from hibachi.serve.state import Served
 
-NAMES = ("hibachi", "vllm", "tgi")
-PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
+log = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"
+PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
+TEXT_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})  # a refusal elsewhere is no lost request for text
+WHOLE = ("stop", "length")
+
+LATENCY = decades(5e-4, 300)
+BETWEEN = decades(5e-5, 10)
+SIZES = tuple(float(2**n) for n in range(18))  # to 131072 tokens
+FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 16.0, 20.0, 32.0, 64.0, 128.0)
 
 
-def metrics_for(served: Served, names: str = "hibachi") -> tuple[Meter, Routes]:
+def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, Routes]:
     """What counts (it is `served.meter` from now on), and the route that tells, for `application(served, more=routes)`.
 
-    names: whose names the series bear, one of `NAMES`.
+    names: whose names the series bear: "hibachi", "vllm" or "tgi"; what has no equal there keeps ours.
     """
-    meter, began = NoMeter(), time.monotonic()
-    served.meter = meter
+    assert names in NAMES, names
+    began = time.monotonic()
+    served.meter = meter = RequestMeter(sorted({name for _, name in served.tenants.keys}))
+    # A thread of its own: it neither holds up the streams nor waits behind those who embed.
+    reader = ThreadPoolExecutor(1, "hibachi-metrics")
 
-    async def metrics(served: Served, x: Exchange) -> None:
-        text = (
-            "# HELP hibachi_info The version.\n# TYPE hibachi_info gauge\n"
-            f'hibachi_info{{version="{version("hibachi")}"}} 1\n'
-            "# HELP hibachi_uptime_seconds Seconds since the server began.\n# TYPE hibachi_uptime_seconds gauge\n"
-            f"hibachi_uptime_seconds {time.monotonic() - began:.3f}\n"
-        )
-        await x.answer(text.encode(), PLAIN)
+    def text() -> bytes:
+        return page(View(served, meter, began), names).encode() + _others()
+
+    async def metrics(_: Served, x: Exchange) -> None:
+        await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text), PLAIN)
 
     return meter, (("GET", "/metrics", metrics, False),)
+
+
+def _others() -> bytes:
+    """What prometheus-client collects of the process, and what a model of one's own may count there."""
+    try:
+        return prometheus_client.generate_latest(prometheus_client.REGISTRY)
+    except Exception:
+        log.exception("a collector registered with prometheus_client failed")
+        return b""
+
+
+class View:
+    """One look at everything. It waits for nobody: where the engine is another process, it is its last sign of life."""
+
+    def __init__(self, served: Served, requests: RequestMeter, began: float) -> None:
+        texts, engine = served.texts, served.texts.engine
+        self.served, self.requests = served, requests
+        self.health, self.stats = texts.health(), texts.stats()
+        self.engine: Meters = texts.meters()
+        self.uptime = time.monotonic() - began
+        self.restarts = self.health.restarts + getattr(engine, "restarts", 0)
+        facts = getattr(engine, "facts", None)  # of an engine in another process
+        self.memory_free, self.memory_size = self.engine.memory or (None, None)
+        self.resident = {("server",): _resident(os.getpid())}
+        if facts is not None:
+            self.resident["engine",] = _resident(engine.pid)
+        self.resident = {key: size for key, size in self.resident.items() if size is not None}
+        fingerprint, dtype = (
+            (engine._backend.fingerprint(), engine._dtype) if facts is None else (facts.fingerprint, facts.dtype)
+        )
+        library, device, *_ = fingerprint.split("; ")
+        self.about = {
+            "version": version("hibachi"),
+            "model": served.names[0],
+            "backend": library,
+            "device": device,
+            "dtype": dtype,
+            "deterministic": str(engine.deterministic).lower(),
+            "engine": "server" if facts is None else "child",
+        }
+
+
+def _resident(pid: int) -> int | None:
+    """Bytes of memory that a process holds; None: this system does not tell, or there is no such process."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return None
+
+
+class RequestMeter:
+    """Counts on the event loop; read from another thread.
+
+    tenants: whose names may be labels. Times of whole answers are of those that ended by themselves; the others ended
+    with whoever waited for them.
+    """
+
+    def __init__(self, tenants: list[str] | None = None) -> None:
+        self.open: set[Record] = set()
+        self.arrived = self.prompt_tokens = self.cached_tokens = self.generated = 0
+        self.finished = {(reason,): 0 for reason in (*WHOLE, "cancelled", "error", "closed")}
+        self.rejected: Counter[tuple[str, str]] = Counter()
+        self.http: Counter[tuple[str, str, str]] = Counter()
+        self.first, self.total, self.preparation, self.queue, self.prefill, self.decode, self.inference = (
+            Histogram(LATENCY) for _ in range(7)
+        )
+        self.between, self.per_token = Histogram(BETWEEN), Histogram(BETWEEN)
+        self.prompt_sizes, self.answer_sizes, self.cached_sizes, self.max_tokens = (Histogram(SIZES) for _ in range(4))
+        self.n = Histogram(FEW)
+        self._tenants = {name: [0, 0, 0] for name in tenants or ()}
+
+    @property
+    def streams(self) -> int:
+        return sum(record.stream for record in list(self.open))
+
+    def by_tenant(self, place: int) -> dict[tuple[str, ...], int]:
+        """0: requests, 1: prompt tokens, 2: generated tokens."""
+        return {(name,): counts[place] for name, counts in self._tenants.items()}
+
+    # ---- what records tell -------------------------------------------------------------------------------------
+
+    def begun(self, record: Record) -> None:
+        self.arrived += 1
+        self.open.add(record)
+        self.n.add(record.params.n)
+        if record.params.max_tokens is not None:
+            self.max_tokens.add(record.params.max_tokens)
+        self.preparation.add(record.queued - record.arrival)
+
+    def came(self, record: Record, tokens: int, now: float, since: float | None) -> None:
+        self.generated += tokens
+        if since is not None:
+            self.between.add((now - since) / tokens, tokens)
+            return
+        if record.first is None:
+            self._began(record, now)
+        if tokens > 1:  # together with the first
+            self.between.add(0.0, tokens - 1)
+
+    def _began(self, record: Record, now: float) -> None:
+        """The first token."""
+        self.first.add(now - record.arrival)
+        if (started := record.started) is not None:
+            self.queue.add(max(started - record.queued, 0.0))
+            self.prefill.add(now - started)
+        cached = record.reused
+        self.prompt_tokens += record.prompt_tokens
+        self.cached_tokens += cached
+        self.cached_sizes.add(cached)
+
+    def ended(self, record: Record) -> None:
+        self.open.discard(record)
+        if record.text is None:
+            return  # refused: counted when it is answered
+        assert record.end is not None
+        reason = _reason(record)
+        self.finished[reason,] += 1
+        if (counts := self._tenants.get(record.tenant)) is not None:
+            for place, n in enumerate((1, record.prompt_tokens, record.tokens)):
+                counts[place] += n
+        if reason not in WHOLE:
+            return
+        if record.first is None:  # its first token ended it, and was not sent
+            self._began(record, record.end)
+        self.total.add(record.end - record.arrival)
+        if record.started is not None:
+            self.inference.add(record.end - record.started)
+        first = record.end if record.first is None else record.first
+        decode = 0.0 if record.last is None else record.last - first
+        self.decode.add(decode)
+        self.prompt_sizes.add(record.prompt_tokens)
+        self.answer_sizes.add(record.tokens)
+        if (more := record.tokens - record.continuations) > 0:
+            self.per_token.add(decode * record.continuations / more)
+
+    def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
+        self.http[method, route, str(status)] += 1
+        if refused is None or route not in TEXT_ROUTES or (record is not None and record.text is not None):
+            return
+        self.rejected[refused.code or refused.kind, str(refused.status)] += 1
+        self.arrived += record is None
+
+
+def _reason(record: Record) -> str:
+    """Why a request ended, with all its continuations."""
+    reasons = set(record.reasons)
+    if isinstance(record.error, HibachiError) or "error" in reasons:
+        return "closed" if "closed" in reasons else "error"
+    for reason in ("closed", "cancelled"):
+        if reason in reasons:
+            return reason
+    if not reasons:
+        return "cancelled"
+    return "length" if "length" in reasons else "stop"

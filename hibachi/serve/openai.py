@@ -19,16 +19,19 @@ SSE = b"text/event-stream; charset=utf-8"
 
 
 async def models(served: Served, x: Exchange) -> None:
+    """The names that are served."""
     await x.json(answers.models(served.names, served.created, served.max_len, served.root))
 
 
 async def model(served: Served, x: Exchange) -> None:
+    """One of them."""
     name = x.params["model"]
     served.check_name(name)
     await x.json(answers.model(name, served.created, served.max_len, served.root))
 
 
 async def completions(served: Served, x: Exchange) -> None:
+    """Complete prompts: texts or token ids, one or several."""
     body = read(CompletionBody, await x.body(served.max_body))
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
@@ -37,6 +40,7 @@ async def completions(served: Served, x: Exchange) -> None:
 
 
 async def chat(served: Served, x: Exchange) -> None:
+    """Answer a conversation, in the model's chat template."""
     body = read(ChatBody, await x.body(served.max_body))
     name = served.check_name(body.model)
     asked = asking.chat(body, served.texts.default_params, served.bounds)
@@ -46,6 +50,7 @@ async def chat(served: Served, x: Exchange) -> None:
 
 
 async def embeddings(served: Served, x: Exchange) -> None:
+    """A vector for each input."""
     body = read(EmbeddingBody, await x.body(served.max_body))
     name = served.check_name(body.model)
     ids = [served.encode(p, "input") for p in asking.embedding(body, served.bounds)]
@@ -58,6 +63,7 @@ async def embeddings(served: Served, x: Exchange) -> None:
 
 
 async def tokenize(served: Served, x: Exchange) -> None:
+    """Token ids of a text, or of a conversation."""
     body = read(TokenizeBody, await x.body(served.max_body))
     served.check_name(body.model)
     if body.messages is not None and body.prompt is None:
@@ -77,6 +83,7 @@ async def tokenize(served: Served, x: Exchange) -> None:
 
 
 async def detokenize(served: Served, x: Exchange) -> None:
+    """The text of token ids."""
     body = read(DetokenizeBody, await x.body(served.max_body))
     served.check_name(body.model)
     served.check_ids(body.tokens, "tokens")
@@ -94,7 +101,7 @@ async def _text(served: Served, x: Exchange, shape: Shape, ids: list[list[int]],
         shape.streams = served.submit(ids, asked.params, served.terms(asked.terms, x.tenant))
         shape.ids = ids
         text = _one(shape.streams, asked.params.n)
-        record.text = text
+        record.text, record.stream = text, asked.stream
         try:
             await x.while_here(_answer(x, shape, text, record), text.close)
         finally:

@@ -7,18 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hibachi.api.errors import Refused
 from hibachi.engine.textstream import Piece, TextStream
 from hibachi.request import SamplingParams
 
 
 class Meter(Protocol):
-    """What looks at records."""
+    """What looks at records, and at answers."""
 
     def begun(self, record: Record) -> None: ...
 
-    def came(self, record: Record, tokens: int, now: float, since: float | None) -> None: ...
+    def came(self, record: Record, tokens: int, now: float, since: float | None) -> None:
+        """Tokens of one continuation came together. since: when others of it last came; None: these are its first."""
+        ...
 
     def ended(self, record: Record) -> None: ...
+
+    def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
+        """Any request over HTTP, of a known route; record: if it was one for text, and got so far."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -30,31 +37,43 @@ class Record:
     meter: Meter
     tenant: str = ""
     arrival: float = field(default_factory=time.monotonic)
+    queued: float = field(default_factory=time.monotonic)  # read, checked and tokenized
+    stream: bool = False
     text: TextStream | None = None
     first: float | None = None  # when its first token came
     last: float | None = None
     end: float | None = None
     tokens: int = 0
     error: BaseException | None = None
+    _latest: dict[int, float] = field(default_factory=dict)  # when each continuation last got tokens
 
     def came(self, pieces: Sequence[Piece]) -> None:
-        count = sum(len(p.token_ids) for p in pieces)
-        if not count:
-            return
-        now = time.monotonic()
-        self.tokens += count
-        self.meter.came(self, count, now, self.last)
-        if self.first is None:
-            self.first = now
-        self.last = now
+        now, latest = time.monotonic(), self._latest
+        for piece in pieces:
+            if count := len(piece.token_ids):
+                self.meter.came(self, count, now, latest.get(piece.index))
+                latest[piece.index] = self.last = now
+                self.tokens += count
+                if self.first is None:
+                    self.first = now
 
     def failed(self, error: BaseException) -> None:
         self.error = error
 
     @property
+    def continuations(self) -> int:
+        """That have got tokens."""
+        return len(self._latest)
+
+    @property
     def started(self) -> float | None:
         """When it joined the batch."""
         return None if self.text is None else self.text.tokens.started
+
+    @property
+    def reused(self) -> int:
+        """Tokens of its prompts that were found in the cache."""
+        return 0 if self.text is None else sum(c.tokens.reused for c in self.text.choices[:: self.params.runs])
 
     @property
     def reasons(self) -> list[str]:
@@ -84,4 +103,7 @@ class NoMeter:
         pass
 
     def ended(self, record: Record) -> None:
+        pass
+
+    def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
         pass

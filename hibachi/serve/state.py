@@ -132,7 +132,7 @@ class Served:
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:
-        x.record = Record(params, sum(map(len, ids)), self.meter, x.tenant)
+        x.record = Record(params, sum(map(len, ids)), self.meter, x.tenant, arrival=x.came)
         return x.record
 
     @property
