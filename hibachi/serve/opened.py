@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.api.bodies import Bounds
-from hibachi.engine.custom import open_texts
+from hibachi.engine.custom import is_own, open_texts
 from hibachi.engine.remote import RemoteEngine, RemoteLLM
 from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
@@ -57,7 +57,7 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
         device=settings.device,
         dtype=settings.dtype,
         quantization=settings.quantization,
-        autotune=settings.autotune,
+        autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
         deterministic=settings.deterministic,
         max_model_len=settings.max_model_len,
         max_batch_size=settings.max_num_seqs,

@@ -22,6 +22,7 @@ from hibachi.serve.state import Served
 
 log = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted
+KEPT = 75  # seconds an idle connection stays open: longer than balancers keep theirs, so that it is they who close
 CLOSING = 15.0  # seconds for the engine to end
 FLUSHING = 2  # seconds for slow readers to fetch the end of their answers
 
@@ -37,6 +38,7 @@ def server_of(served: Served, metric_names: str, patience: float, certificate: d
         ws="none",
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=KEPT,
         timeout_graceful_shutdown=FLUSHING,
         **certificate,
     )
