@@ -38,7 +38,7 @@ BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
 DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
 STEP = ("linear", "attention")  # what a step is judged by
 ROWS = (1, 16, 64, 256)  # of the products that are timed
-_FORMAT = 2  # of what is kept; another one where other cases are timed
+_FORMAT = 3  # of what is kept; another one where other cases are timed
 _BEHIND = 3  # times the fastest
 _COLD = 64 << 20  # bytes of weights that take turns, as in a step they come from memory
 NEAR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-8}  # of the largest number
@@ -437,7 +437,7 @@ def _attention_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
         "1 x 256": ([255], [1], 0),
         "16 x 256": ([255] * 16, [1] * 16, 0),
         "64 x 256": ([255] * 64, [1] * 64, 0),
-        "64, 240 shared": ([255] * 64, [1] * 64, 240 // size),
+        "64, 240 shared": ([255] * 64, [1] * 64, 240 // b.block_size),
         "prompt of 256": ([0], [256], 0),
     }
     return {name: (_attend(b, sizes, *step), sizes.layers) for name, step in steps.items()}
