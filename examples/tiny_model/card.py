@@ -94,7 +94,7 @@ text or output of any other model.
 
 Novels by Jane Austen (1775-1817), in the public domain, as Debian's package `r-cran-janeaustenr` has them:
 {texts}; {characters} characters, {tokens} tokens. Held out whole, never trained on: `{held_out}`. No novel
-is split between the two.{note}
+is split between the two.
 
 Beside them, {works} other texts in the public domain, {more_characters} characters: English prose and old
 translations (the year is the translation's), from the packages named (`texts.csv` and `texts.py` beside the training
@@ -117,7 +117,7 @@ shared the machine). Windows of {short} tokens for the first {short_part:.0%} of
 Muon for the matrices, weight decay {weight_decay}; AdamW for the embedding and the norms; learning rate {lr},
 constant at first and falling linearly to zero over the last {decay:.0%} of the steps; dropout {dropout} while it
 falls; bf16 autocast; seed {seed}. The novels have {share:.0%} of every batch while the rate is constant; their part
-rises linearly to {last_share:.0%} while it falls.
+rises linearly to {last_share:.0%} while it falls.{note}
 
 | Step | Training loss (nats per token, with dropout) | Held-out probe (bits per character) |
 |---:|---:|---:|

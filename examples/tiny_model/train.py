@@ -246,7 +246,7 @@ def main():
     parser.add_argument("--eval", action="store_true", help="only score the exported model")
     parser.add_argument("--samples", action="store_true", help="only print samples of the exported model")
     parser.add_argument("--card", action="store_true", help="only write the model card, score and samples in it")
-    parser.add_argument("--note", default="", help="a sentence for the card: how the held-out novel was chosen")
+    parser.add_argument("--note", default="", help="a sentence for the card, on the training")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop this run after so long")
     parser.add_argument("--threads", type=int, default=1)

@@ -82,7 +82,7 @@ def test_in_a_terminal_answers_stream_and_control_c_stops_only_the_answer(model,
     with Terminal("chat", "--model", str(model), "--temperature", "0", "--max-tokens", "400") as terminal:
         assert "Ctrl-D ends the conversation" in terminal.read(until="> ")
         write(terminal, "Good morning.\n")
-        terminal.read(until=answers[0])
+        terminal.read(until=answers[0].replace("\n", "\r\n"))
         terminal.process.send_signal(signal.SIGINT)
         terminal.read(until="(stopped)\r\n\r\n> ")
         write(terminal, "half a li")
