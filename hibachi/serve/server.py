@@ -94,7 +94,8 @@ class Server(uvicorn.Server):
         except TimeoutError:
             log.error("the engine has not ended within %g s", CLOSING)
             self._abandon(1)
-        self.should_exit = True
+        finally:
+            self.should_exit = True
 
     def _abandon(self, status: int) -> NoReturn:
         engine = self._served.texts.engine
