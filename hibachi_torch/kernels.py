@@ -26,8 +26,9 @@ def candidates(backend: TorchBackend) -> list[Candidate]:
     why = _KEPT_APART if os.environ.get("HIBACHI_NATIVE") == "0" else compiled.why_not_yet()
     if why is not None:
         return found + [Candidate(op, "native", TorchBackend, why_not=why) for op in OPERATIONS]
-    from hibachi_torch.native.backend import NativeTorchBackend
+    from hibachi_torch.native.backend import ApartTorchBackend, NativeTorchBackend
     from hibachi_torch.native.int8 import Int8TorchBackend
 
+    found += [Candidate("attention", "native apart", ApartTorchBackend, invariant=True)]
     found += [Candidate(op, "native", NativeTorchBackend, invariant=True) for op in OPERATIONS]
     return [*found, Candidate("linear", "native int8", Int8TorchBackend, invariant=True, rounds=True)]

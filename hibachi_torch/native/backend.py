@@ -267,6 +267,12 @@ class NativeTorchBackend(InvariantTorchBackend):
         return program(decoder, PackedWeight)
 
 
+class ApartTorchBackend(NativeTorchBackend):
+    """Attention reads for each token by itself: what `cascade` is compared with."""
+
+    cascade = False
+
+
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """x [..., dim] as rows that lie equally far apart: an array that holds them and how many elements that is."""
     if x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 import numpy as np
@@ -17,7 +18,8 @@ from hibachi_torch.native.build import compiled  # noqa: E402
 
 if compiled.why_missing():
     pytest.skip(str(compiled.why_missing()), allow_module_level=True)
-from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
+from hibachi_torch.native.backend import ApartTorchBackend, NativeTorchBackend, _sizes  # noqa: E402
+from hibachi_torch.native.build import library  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 NEAR = {"float32": 2e-6, "bfloat16": 5e-3}  # of the largest number; bfloat16 has 8 bits
@@ -439,3 +441,136 @@ def test_nobody_waits_for_the_compiler(monkeypatch, tmp_path):
     assert "hibachi_torch.native.build.compiled.why_missing()" in command[-1] and how["start_new_session"]
     monkeypatch.undo()
     assert compiled.why_not_yet() is None  # this machine has them
+
+
+# ---- what several tokens see alike ---------------------------------------------------------------------------------
+
+
+class Shared:
+    """A cache of random keys and values, and rows whose tables begin with blocks of others.
+
+    prefixes: for each row (which prefix, blocks of it that the row's table begins with, positions cached, new tokens).
+    """
+
+    def __init__(self, rows, *, block_size, dtype, heads=6, kv_heads=2, dim=16):
+        self.rows, self.block_size, self.dtype = rows, block_size, dtype
+        self.sizes = heads, kv_heads, dim
+        random = np.random.default_rng(5)
+        width = max(-(-(start + q) // block_size) for _, _, start, q in rows)
+        most = max(shared for _, shared, _, _ in rows)
+        prefixes = 1 + max(which for which, *_ in rows)
+        free = iter(random.permutation(np.arange(1, 1 + prefixes * most + len(rows) * width)).tolist())
+        common = [[next(free) for _ in range(most)] for _ in range(prefixes)]
+        table = [common[which][:shared] + [next(free) for _ in range(width - shared)] for which, shared, *_ in rows]
+        self.table = np.array(table, np.int32)
+        self.blocks = 1 + int(self.table.max())
+        shape = (self.blocks, block_size)
+        self.k, self.v = (normal(*shape, kv_heads, dim, seed=i, dtype=dtype) for i in (1, 2))
+
+    def inputs(self, backend, table):
+        start, q = (np.array([row[i] for row in self.rows], np.int32) for i in (2, 3))
+        n = len(self.rows)
+        packed = lower(np.arange(n), start, q, np.ones(n, bool), table, self.block_size)
+        return StepInputs(
+            tok=None, **{f.name: backend.put(getattr(packed, f.name)) for f in dataclasses.fields(packed)}
+        )
+
+    def run(self, backend, table, **special):
+        """Attention where the tokens of the cache lie in the blocks of `table`."""
+        heads, kv_heads, dim = self.sizes
+        blocks = 1 + int(table.max())
+        spec = Paged(kv_heads, dim, dim)
+        cache = backend.make_cache(spec, blocks=blocks, block_size=self.block_size, rows=1, dtype=self.dtype)
+        # Filled by a row that writes every block.
+        every = np.arange(blocks, dtype=np.int32)[None]
+        fill = lower(
+            np.zeros(1, int),
+            np.zeros(1, np.int32),
+            np.int32([blocks * self.block_size]),
+            np.ones(1, bool),
+            every,
+            self.block_size,
+        )
+        x = StepInputs(tok=None, **{f.name: backend.put(getattr(fill, f.name)) for f in dataclasses.fields(fill)})
+        source = np.zeros(blocks, int)
+        source[table] = self.table  # which of the original blocks each one is a copy of
+        k, v = (t[source].flatten(0, 1) for t in (self.k, self.v))
+        _, cache = backend.attend(k[:, :1].repeat(1, heads, 1), k, v, cache, x, window=1)
+        x = self.inputs(backend, table)
+        at = [
+            (self.table[row, p // self.block_size], p % self.block_size)
+            for row, p in zip(x.seg.tolist(), x.pos.tolist(), strict=True)
+        ]
+        new = tuple(torch.tensor(at).T)
+        q = normal(len(at), heads, dim, seed=3, dtype=self.dtype)
+        return backend.attend(q, self.k[new], self.v[new], cache, x, **special)[0]
+
+    def sets(self, backend, table):
+        """How many sets of tiles there are for two threads."""
+        heads, kv_heads, dim = self.sizes
+        x = self.inputs(backend, table)
+        sizes = _sizes(
+            len(x.pos), len(self.rows), heads, kv_heads, dim, dim, table.shape[1], self.block_size, *[0] * 4, 1.0, 0.0
+        )
+        arrays = (x.cu_q, x.pos, x.block_table)
+        return library().hibachi_sets(ctypes.byref(sizes), *(ctypes.c_void_p(t.data_ptr()) for t in arrays), 2)
+
+    def apart(self):
+        """The same tokens with no block in two tables."""
+        return np.arange(1, 1 + self.table.size, dtype=np.int32).reshape(self.table.shape)
+
+
+def companies(size):
+    """Rows (which prefix, blocks shared, positions cached, new tokens) for blocks of `size` positions."""
+    return {
+        "one prefix": [(0, 9, 9 * size + 3 * i, 1) for i in range(20)],
+        "three prefixes": [(i % 3, 5 + i % 3 * 2, 9 * size + i, 1) for i in range(21)],
+        "rows that leave early": [(0, (9, 2, 5, 0)[i % 4], 9 * size + i, 1) for i in range(20)],
+        "short rows": [(0, min(9, i), i * size, 1) for i in range(1, 20)],
+        "prompts beside": [(0, 6, 6 * size, 1)] * 9
+        + [(0, 6, 6 * size, 33), (1, 4, 4 * size + 1, 40), (1, 4, 5 * size, 7)],
+        "a prompt": [(0, 0, 0, 150)],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("company", companies(1))
+@pytest.mark.parametrize("size", (16, 4, 5, 40))
+def test_a_shared_prefix_changes_no_bit(native, size, company, dtype):
+    """Rows that share blocks against the same rows with copies of them, each by itself."""
+    shared = Shared(companies(size)[company], block_size=size, dtype=dtype)
+    apart = shared.apart()
+    for special in ({}, dict(window=70), dict(window=3 * size + 1, softcap=3.0)):
+        want = shared.run(ApartTorchBackend("cpu"), apart, **special)
+        for table in (shared.table, apart):
+            assert torch.equal(shared.run(native, table, **special), want)
+        assert torch.equal(shared.run(ApartTorchBackend("cpu"), shared.table, **special), want)
+
+
+@pytest.mark.parametrize("heads", ((4, 4), (14, 1), (8, 2)), ids=str)
+def test_a_shared_prefix_changes_no_bit_whatever_the_heads(native, threads, heads):
+    shared = Shared(companies(16)["three prefixes"], block_size=16, dtype="bfloat16", heads=heads[0], kv_heads=heads[1])
+    want = shared.run(ApartTorchBackend("cpu"), shared.apart())
+    assert torch.equal(shared.run(native, shared.table), want)
+
+
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+def test_numbers_of_a_row_that_are_not_finite_do_not_reach_those_that_share_its_prefix(native, value):
+    rows = [(0, 9, 150 + i, 1) for i in range(20)]
+    shared = Shared(rows, block_size=16, dtype="bfloat16")
+    want = shared.run(native, shared.table)
+    shared.v[shared.table[3, 9]] = value  # of the row's own
+    got = shared.run(native, shared.table)
+    others = torch.arange(20) != 3
+    assert not got[3].isfinite().any() and torch.equal(got[others], want[others])
+
+
+def test_rows_that_share_a_prefix_are_found(native):
+    """Sets hold up to 24 queries, here 12 tokens of 2 heads for each key head; without a prefix each has its own."""
+    shared = Shared(companies(16)["one prefix"] * 3, block_size=16, dtype="bfloat16", heads=4)
+    assert shared.sets(native, shared.apart()) == 2 * 60
+    assert shared.sets(native, shared.table) == 2 * 5
+    three = Shared(companies(16)["three prefixes"] * 3, block_size=16, dtype="bfloat16", heads=4)
+    assert 2 * 6 <= three.sets(native, three.table) <= 2 * 9
+    few = Shared([(0, 9, 150, 1)] * 2, block_size=16, dtype="bfloat16", heads=4)
+    assert few.sets(native, few.table) == 4  # as many as keep the threads busy

@@ -146,6 +146,9 @@ static std::vector<Set> sets(
   return out;
 }
 
+// From memory to the second cache. The first one waits for too few lines at a time: so it is a quarter faster.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // Scores [N queries][S spans] of 16 positions each. Meanwhile what is needed next, `soon`, is fetched from memory.
 template <class T, int N, int S>
 static void score(
@@ -159,7 +162,7 @@ static void score(
   for (int64_t d = 0; d < depth; d++)
     for (int c = 0; c < S; c++) {
       Words k = load<Words>(keys[c] + d * LANES);
-      __builtin_prefetch(soon[c] + d * LANES);
+      fetch(soon[c] + d * LANES);
       for (int r = 0; r < N; r++) sums[r][c] = T::multiply(sums[r][c], k, q[r * depth + d]);
     }
   for (int r = 0; r < N; r++)
@@ -185,7 +188,7 @@ static void mix(
       Words v[C];
       for (int c = 0; c < C; c++) {
         v[c] = load<Words>(values[s] + i * wide + c * LANES);
-        __builtin_prefetch(soon[s] + i * wide + c * LANES);
+        fetch(soon[s] + i * wide + c * LANES);
       }
       for (int r = 0; r < N; r++) {
         auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
@@ -218,8 +221,8 @@ struct Attention {
   };
 
   int64_t count() const { return work.size(); }
-  int64_t batch(int) const { return 1; }
-  void operator()(int64_t i) const { run(&work[i], &work[i] + 1, 0); }
+  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (16 * threads)); }
+  void operator()(int64_t i) const { run(work.data() + i, work.data() + i + 1, 0); }
 
   int64_t span_of(int64_t position) const {
     return position / s.block_size * at.spans + position % s.block_size / LANES;
@@ -249,7 +252,7 @@ struct Attention {
     }
     if (end - begin > 1) {
       alone(begin, end, 0, from, kept);
-      for (int64_t g = from; g < alike; g++) group(*begin, 0, n, g, span_of(kept.position[0]), kept);
+      for (int64_t g = from; g < alike; g++) group(begin, 0, n, g, span_of(kept.position[0]), 0, kept);
       from = std::max(from, alike);
     }
     alone(begin, end, from, std::numeric_limits<int64_t>::max(), kept);
@@ -278,24 +281,29 @@ struct Attention {
       const int n = begin->tokens * begin->heads;
       const int64_t last = span_of(kept.position[r + n - 1]);  // positions rise within a tile
       for (int64_t g = std::max(from, first_group(kept.position[r])); g < std::min(to, last / SPANS + 1); g++)
-        group(*begin, r, r + n, g, last, kept);
+        group(begin, r, r + n, g, last, begin + 1 < end ? from : 0, kept);
       r += n;
     }
   }
 
-  // Queries `begin` to before `end` see a group of the tile's row.
-  void group(const Tile& tile, int begin, int end, int64_t g, int64_t last, Kept& kept) const {
+  // Queries `begin` to before `end` see a group of the tile's row. The tile after it will begin with group `from` or
+  // later.
+  void group(const Tile* tile, int begin, int end, int64_t g, int64_t last, int64_t from, Kept& kept) const {
     const int64_t first = g * SPANS;
     const int spans = std::min<int64_t>(SPANS, last + 1 - first);
     const Lane *k[SPANS], *v[SPANS], *next[SPANS];
     int64_t where[SPANS];
     int valid[SPANS];
-    // Where the spans are, and the keys of the next ones, whose memory is fetched meanwhile.
-    const int32_t* blocks = table + tile.row * s.blocks;
-    int64_t block = first, inside = 0;
-    if (at.spans > 1) block = first / at.spans, inside = first % at.spans;  // divisions are slow
-    for (int c = 0; c < 2 * SPANS; c++) {
-      int64_t span = (blocks[block] * s.kv_heads + tile.kv_head) * at.spans + inside;
+    // Where the spans are, and the keys of the next ones, perhaps of the next tile, whose memory is fetched meanwhile.
+    const Tile* of = tile;
+    int64_t block, inside;
+    auto place = [&](int64_t span) {
+      block = span, inside = 0;
+      if (at.spans > 1) block = span / at.spans, inside = span % at.spans;  // divisions are slow
+    };
+    place(first);
+    for (int c = 0; c < spans + SPANS && block < s.blocks; c++) {
+      const int64_t span = (table[of->row * s.blocks + block] * s.kv_heads + of->kv_head) * at.spans + inside;
       const Lane* key = reinterpret_cast<const Lane*>(keys) + span * at.k_span;
       if (c < spans) {
         k[c] = next[c] = key;
@@ -305,8 +313,12 @@ struct Attention {
       } else {
         next[c - spans] = key;
       }
-      if (first + c == last || c - spans == SPANS - 1) break;
-      if (++inside == at.spans) block++, inside = 0;
+      if (first + c == last) {
+        if (++of == work.data() + work.size()) break;
+        place(std::max(from, first_group(pos[of->first])) * SPANS);
+      } else if (++inside == at.spans) {
+        block++, inside = 0;
+      }
     }
     Element weights[TOGETHER][SPANS * LANES];
     float old[TOGETHER];
@@ -381,7 +393,7 @@ struct Cascade {
   const std::vector<Set>& sets;
 
   int64_t count() const { return sets.size(); }
-  int64_t batch(int) const { return 1; }
+  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (16 * threads)); }  // neighbours, see `group`
 
   void operator()(int64_t i) const {
     const Tile* tiles = attention.work.data();
