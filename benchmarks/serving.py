@@ -251,7 +251,9 @@ def stream(args) -> None:
                     )
             for kind, values in rates.items():
                 rate, chunks, used, own = (median(v) for v in zip(*values, strict=True))
-                said = f" in {chunks:8.0f} chunks/s; server {1e6 * used:4.0f}, generator {1e6 * own:3.0f} µs of CPU a chunk"
+                said = (
+                    f" in {chunks:8.0f} chunks/s; CPU a chunk: server {1e6 * used:4.0f}, generator {1e6 * own:3.0f} µs"
+                )
                 print(f"  {title:10} {kind:6} {rate:8.0f} tokens/s{said if used else ''}", flush=True)
 
 
