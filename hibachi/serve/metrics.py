@@ -40,13 +40,13 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, R
     names: whose names the series bear: "hibachi", "vllm" or "tgi"; what has no equal there keeps ours.
     """
     assert names in NAMES, names
-    began = time.monotonic()
+    began, about = time.monotonic(), _about(served)
     served.meter = meter = RequestMeter(sorted({name for _, name in served.tenants.keys}))
     # A thread of its own: it neither holds up the streams nor waits behind those who embed.
     reader = ThreadPoolExecutor(1, "hibachi-metrics")
 
     def text() -> bytes:
-        return page(View(served, meter, began), names).encode() + _others()
+        return page(View(served, meter, about, began), names).encode() + _others()
 
     async def metrics(_: Served, x: Exchange) -> None:
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text), PLAIN)
@@ -66,32 +66,35 @@ def _others() -> bytes:
 class View:
     """One look at everything. It waits for nobody: where the engine is another process, it is its last sign of life."""
 
-    def __init__(self, served: Served, requests: RequestMeter, began: float) -> None:
+    def __init__(self, served: Served, requests: RequestMeter, about: dict[str, str], began: float) -> None:
         texts, engine = served.texts, served.texts.engine
-        self.served, self.requests = served, requests
+        self.served, self.requests, self.about = served, requests, about
         self.health, self.stats = texts.health(), texts.stats()
         self.engine: Meters = texts.meters()
         self.uptime = time.monotonic() - began
         self.restarts = self.health.restarts + getattr(engine, "restarts", 0)
         facts = getattr(engine, "facts", None)  # of an engine in another process
-        self.memory_free, self.memory_size = self.engine.memory or (None, None)
-        self.resident = {("server",): _resident(os.getpid())}
-        if facts is not None:
-            self.resident["engine",] = _resident(engine.pid)
-        self.resident = {key: size for key, size in self.resident.items() if size is not None}
-        fingerprint, dtype = (
-            (engine._backend.fingerprint(), engine._dtype) if facts is None else (facts.fingerprint, facts.dtype)
-        )
-        library, device, *_ = fingerprint.split("; ")
-        self.about = {
-            "version": version("hibachi"),
-            "model": served.names[0],
-            "backend": library,
-            "device": device,
-            "dtype": dtype,
-            "deterministic": str(engine.deterministic).lower(),
-            "engine": "server" if facts is None else "child",
-        }
+        memory: tuple[int | None, int | None] = self.engine.memory or (None, None)
+        self.memory_free, self.memory_size = memory
+        pids = {"server": os.getpid()} | ({} if facts is None else {"engine": engine.pid})
+        sizes = {(name,): _resident(pid) for name, pid in pids.items()}
+        self.resident = {key: size for key, size in sizes.items() if size is not None}
+
+
+def _about(served: Served) -> dict[str, str]:
+    engine = served.texts.engine
+    facts = getattr(engine, "facts", None)
+    fingerprint = engine._backend.fingerprint() if facts is None else facts.fingerprint
+    library, device, *_ = fingerprint.split("; ")
+    return {
+        "version": version("hibachi"),
+        "model": served.names[0],
+        "backend": library,
+        "device": device,
+        "dtype": engine._dtype if facts is None else facts.dtype,
+        "deterministic": str(engine.deterministic).lower(),
+        "engine": "server" if facts is None else "child",
+    }
 
 
 def _resident(pid: int) -> int | None:

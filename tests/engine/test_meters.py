@@ -1,0 +1,232 @@
+"""What an engine counts as it steps: against what it did, here and in another process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
+from hibachi.engine.meters import Histogram, Meters, Steps, decades
+from hibachi.engine.remote import RemoteLLM
+
+from .models import Background
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def until(true, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+# ---- histograms ------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_is_counted_where_it_is_at_most_the_bound():
+    h = Histogram((1, 2, 5))
+    for value in (0, 1, 1.5, 2, 5, 5.1):
+        h.add(value)
+    h.add(2, times=3)
+    assert h.counts == [2, 5, 1, 1] and h.count == 9
+    assert h.sum == pytest.approx(0 + 1 + 1.5 + 2 + 5 + 5.1 + 6)
+
+
+def test_copies_and_sums_stand_alone():
+    h = Histogram((1, 2))
+    h.add(1)
+    copy, both = h.copy(), h + h
+    h.add(3)
+    assert copy.counts == [1, 0, 0] and both.counts == [2, 0, 0] and both.sum == 2 and h.counts == [1, 0, 1]
+    with pytest.raises(ValueError):
+        h + Histogram((1,))
+
+
+def test_bounds_are_exact_decimals():
+    assert decades(1e-4, 3e-3) == (0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.002, 0.003)
+
+
+def test_meters_can_be_pickled():
+    meters = Meters(failed=3, memory=(1, 2))
+    meters.decode.add(3, 4, 8, 0.5, 0.25)
+    other = pickle.loads(pickle.dumps(meters))
+    assert other.decode.tokens.sum == 4 and other.decode.host.sum == 0.25 and other.failed == 3
+    assert other.host_share == 0.5 and other.padding_share == 0.0 and Meters().host_share == 0.0
+    assert len(pickle.dumps(meters)) < 4096  # four times a second
+
+
+# ---- an engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[LLM, RemoteLLM], ids=["own", "child"])
+def texts(request):
+    pytest.importorskip("tokenizers")
+    with request.param("tiny", max_batch_size=8, max_batch_tokens=64) as found:
+        yield found
+
+
+def settled(texts):
+    """Figures in which all that has ended is counted: a child tells them now and then."""
+    seen = []
+
+    def still():
+        seen.append((texts.stats(), texts.meters().computed))
+        return len(seen) > 40 and len(set(map(repr, seen[-40:]))) == 1
+
+    until(still)
+    return texts.stats(), texts.meters()
+
+
+def phases(meters):
+    return meters.prefill, meters.decode
+
+
+def test_rows_tokens_and_times_are_those_of_the_steps(texts):
+    before, was = settled(texts)
+    prompts = [[i + 3] * n for i, n in enumerate((40, 3, 7, 100, 2, 5, 9, 11, 4, 6))]
+    texts.generate(prompts, GREEDY)
+    stats, meters = settled(texts)
+
+    def gained(name, of=lambda h: h.sum):
+        return [of(getattr(s, name)) - of(getattr(w, name)) for s, w in zip(phases(meters), phases(was), strict=True)]
+
+    new = 10 * 12
+    assert stats.new_tokens - before.new_tokens == new
+    assert sum(gained("rows", lambda h: h.count)) == stats.steps - before.steps
+    # Each token but the last of each is computed once: prompts in chunks, and what was generated.
+    assert sum(gained("tokens")) == sum(map(len, prompts)) + new - 10
+    assert meters.computed - was.computed == sum(gained("tokens")) and meters.padding == was.padding
+    assert sum(gained("occupancy")) == pytest.approx(sum(gained("rows")) / 8)
+    assert gained("tokens")[1] == gained("rows")[1]  # one for each row
+    assert gained("tokens")[0] >= sum(map(len, prompts))
+    for seconds, model, host in zip(gained("seconds"), gained("model"), gained("host"), strict=True):
+        assert seconds == pytest.approx(model + host) and min(seconds, model, host) > 0
+    assert sum(gained("seconds")) == pytest.approx(stats.step_seconds - before.step_seconds)
+    assert 0 < meters.host_share < 1
+    assert meters.limit == 8 and meters.block_size == 16 and meters.failed == 0
+
+
+def test_snapshots_do_not_move(texts):
+    first = texts.meters()
+    count = first.decode.rows.count
+    texts.generate([[5, 6]], GREEDY)
+    until(lambda: texts.meters().decode.rows.count > count)
+    assert first.decode.rows.count == count
+
+
+def test_they_may_be_read_while_it_steps(texts):
+    """By several threads, again and again: figures only grow."""
+    over = threading.Event()
+
+    def read():
+        last, n = (0, 0.0, 0), 0
+        while not over.is_set():
+            m = texts.meters()
+            now = (m.decode.rows.count, m.decode.seconds.sum, m.computed)
+            assert all(a <= b for a, b in zip(last, now, strict=True))
+            last, n = now, n + 1
+            time.sleep(0.001)  # not to keep the engine from stepping
+        return n
+
+    readers = [Background(read) for _ in range(3)]
+    texts.generate([[i + 3] for i in range(8)], GREEDY.with_(max_tokens=200))
+    over.set()
+    assert min(reader.result() for reader in readers) > 10
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+class Longest:
+    """Level 1: the most likely token is the length; remembers what it was shown."""
+
+    vocab_size = 64
+
+    def __init__(self):
+        self.shapes = []
+
+    def logits(self, tokens, lengths):
+        self.shapes.append(tokens.shape)
+        return np.eye(self.vocab_size)[lengths]
+
+
+def test_shorter_rows_that_are_filled_up_are_padding():
+    model = Longest()
+    with AutoregressiveBatchInference(model, max_model_len=60, backend="numpy", padding_token=0) as engine:
+        streams = [engine.run(np.arange(1, n + 1), max_new_tokens=6) for n in (3, 10, 20)]
+        for stream in streams:
+            stream.collect()
+        meters = engine.meters()
+    shown = sum(rows * width for rows, width in model.shapes)
+    wanted = sum(n + i for n in (3, 10, 20) for i in range(6))
+    assert meters.computed == shown and meters.padding == shown - wanted > 0
+    assert meters.padding_share == pytest.approx((shown - wanted) / shown)
+    assert meters.block_size == 0  # no cache
+
+
+def test_what_a_backend_pads_to_few_shapes_is_padding():
+    pytest.importorskip("jax")
+    pytest.importorskip("tokenizers")
+    shapes = []
+    with LLM("tiny", backend="jax", max_batch_size=4, autotune="off") as llm:
+        runner = llm.engine._runner
+        call = runner._call_model
+        runner._call_model = lambda x: shapes.append(x.tok.shape[0]) or call(x)
+        llm.generate([[5] * n for n in (3, 9, 4)], GREEDY)
+        meters = llm.meters()
+    wanted = 3 + 9 + 4 + 3 * 11
+    assert meters.computed == sum(shapes) > wanted == meters.computed - meters.padding
+    assert meters.prefill.tokens.sum + meters.decode.tokens.sum == wanted
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+class Fails:
+    """Level 0. Memory runs out in the first step, after a while."""
+
+    def __init__(self):
+        self.left = 1
+
+    def forward(self, tokens):
+        if self.left:
+            self.left -= 1
+            time.sleep(0.2)
+            raise MemoryError
+        return tokens[:, -1] + 1
+
+
+def test_steps_that_failed_are_counted_and_their_time_is_nobodys():
+    with AutoregressiveBatchInference(Fails(), max_model_len=60, backend="numpy") as engine:
+        assert len(engine.run(np.arange(5), max_new_tokens=4).collect()) == 4
+        meters, steps = engine.meters(), engine.stats().steps
+    assert meters.failed == 1
+    assert meters.prefill.rows.count + meters.decode.rows.count == steps
+    assert meters.prefill.model.sum + meters.decode.model.sum < 0.2
+
+
+def test_checks_are_not_counted():
+    pytest.importorskip("tokenizers")
+    with LLM("tiny", deterministic=True) as llm:
+        assert llm.meters().computed == 0
+        assert llm.selfcheck() and llm.meters().computed == 0
+
+
+def test_steps_that_overlap_are_measured_too():
+    pytest.importorskip("tokenizers")
+    with LLM("tiny", overlap=True, deterministic=False) as llm:
+        llm.generate([[5, 6], [7]], GREEDY)
+        stats, meters = llm.stats(), llm.meters()
+    steps = [*phases(meters)]
+    assert sum(s.rows.count for s in steps) == stats.steps
+    assert 0 < sum(s.model.sum for s in steps) <= sum(s.seconds.sum for s in steps)
+
+
+def test_an_engine_that_nobody_asked_anything_has_meters():
+    with AutoregressiveBatchInference(Longest(), max_model_len=60, max_batch_size=5) as engine:
+        assert engine.meters().limit == 5 and isinstance(engine.meters().decode, Steps)
