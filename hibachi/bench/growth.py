@@ -69,9 +69,10 @@ def measure(
 ) -> list[Point]:
     """All rows at the shortest context, and all contexts with the fewest rows and with SEVERAL, or the most below it.
 
-    The prompts differ, so no cache is shared. What the engine has no room for is left out. Rounds go through all
-    sizes one after the other, so that other work on the machine meets them alike; each size has the best of its
-    medians. told: called with each point of the last round.
+    The rows of a step share nothing. Each has one prompt for all sizes, cut to the context, so that an engine with a
+    prefix cache computes it once; what is timed are the steps that decode. What the engine has no room for is left out.
+    Rounds go through all sizes one after the other, so that other work on the machine meets them alike; each size has
+    the best of its medians. told: called with each point of the last round.
     """
     room = engine.max_model_len - new_tokens
     contexts = sorted(c for c in contexts if c <= room)
@@ -82,13 +83,13 @@ def measure(
     for r in sorted({rows[0], next((r for r in rows if r >= SEVERAL), rows[-1])}):
         sizes += [(r, c) for c in contexts[1:]]
     rng, profile = np.random.default_rng(seed), Profile(engine)
+    texts = rng.integers(0, vocab_size, (rows[-1], contexts[-1] - 1), np.int32)
     best: dict[tuple[int, int], float] = {}
     for turn in range(rounds):
         for r, c in sizes:
             profile.clear()
             params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-            prompts = rng.integers(0, vocab_size, (r, c - 1), np.int32)
-            for stream in [engine.run(prompt, params) for prompt in prompts]:
+            for stream in [engine.run(text[: c - 1], params) for text in texts[:r]]:
                 for _ in stream:
                     pass
             times = [s.total for s in profile.steps if s.rows == s.tokens == r]

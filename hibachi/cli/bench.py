@@ -299,9 +299,9 @@ def growing(args: argparse.Namespace) -> int:
     """the cost of decoding over rows and context, and where it jumps
 
     A cliff: more rows give over 20 % less tokens a second, or a longer context
-    costs over 20 % more than the contexts before it say. By default a minute or
-    two with 135M parameters on two cores. --full: up to 256 rows, contexts up
-    to 4,096 and three rounds, ten times as long.
+    costs over 20 % more than the contexts before it say. By default one or two
+    minutes with 135M parameters on two cores. --full: up to 256 rows, contexts
+    up to 4,096 and three rounds, some four times as long.
     """
     args.rows = args.rows or list(growth.FULL_ROWS if args.full else growth.ROWS)
     args.contexts = args.contexts or list(growth.FULL_CONTEXTS if args.full else growth.CONTEXTS)
@@ -314,7 +314,7 @@ def growing(args: argparse.Namespace) -> int:
         Path(args.out).open("ab").close()
     longest = describe(locate(args.model)).context
     limit = args.max_model_len or min(max(args.contexts) + 16, longest or max(args.contexts) + 16)
-    sizes = {"max_model_len": limit, "max_batch_size": max(args.rows), "prefix_cache": False}
+    sizes = {"max_model_len": limit, "max_batch_size": max(args.rows)}
     with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **_options(args)) as llm:
         backend = llm.backend.versions()
         print(f"{args.model} on {backend['library']} ({backend['device']})\n\n   rows  context     a step   tokens/s")
