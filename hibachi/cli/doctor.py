@@ -30,6 +30,10 @@ _EXTRAS = (
     ("transformers", "hf"),
     ("huggingface_hub", "hf"),
     ("matplotlib", "plot"),
+    ("starlette", "serve"),
+    ("uvicorn", "serve"),
+    ("msgspec", "serve"),
+    ("prometheus_client", "serve"),
     ("pytest", "test"),
 )
 
