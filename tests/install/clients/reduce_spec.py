@@ -1,0 +1,97 @@
+"""Reduce OpenAI's OpenAPI document to the routes that are served: reduce_spec.py IN OUT MODEL [--served].
+
+Every model that a request names becomes MODEL, as others get 404 and nothing else would be tried. --served: requests
+also lose the fields that are refused by name, so that more of them are answered with text.
+
+Two things are mended, in which the document contradicts itself or what OpenAI's service answers:
+- it gives no media type to streamed completions, although `stream` is described;
+- with `echo`, the first token has nothing in front of it: its log-probability is null.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import yaml
+
+ROUTES = {
+    "/models": ("get",),
+    "/models/{model}": ("get",),
+    "/completions": ("post",),
+    "/chat/completions": ("post",),
+    "/embeddings": ("post",),
+}
+REQUESTS = ("CreateCompletionRequest", "CreateChatCompletionRequest", "CreateEmbeddingRequest")
+REFUSED = (
+    *("suffix", "response_format", "audio", "functions", "function_call", "reasoning_effort", "verbosity"),
+    *("web_search_options", "modalities", "moderation", "dimensions", "tool_choice", "tools"),
+)
+PREFIX = "#/components/"
+
+
+def reduced(spec: dict[str, Any], model: str, *, served: bool) -> dict[str, Any]:
+    paths = {path: {m: spec["paths"][path][m] for m in methods} for path, methods in ROUTES.items()}
+    for parameter in paths["/models/{model}"]["get"]["parameters"]:
+        parameter["schema"] = {"type": "string", "enum": [model]}
+    schemas = spec["components"]["schemas"]
+    for name in REQUESTS:
+        for properties in _properties(schemas[name]):
+            if "model" in properties:
+                properties["model"] = {"type": "string", "enum": [model]}
+            for field in REFUSED if served else ():
+                properties.pop(field, None)
+    _mend(paths, schemas)
+    used: dict[str, Any] = {}
+    _collect(paths, spec, used)
+    kept = {"openapi": spec["openapi"], "info": {"title": "served", "version": "1"}, "paths": paths}
+    return _plain(kept | {"components": used})
+
+
+def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
+    content = paths["/completions"]["post"]["responses"]["200"]["content"]
+    content["text/event-stream"] = content["application/json"]
+    choice = schemas["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]
+    (scores,) = [s for s in choice["logprobs"]["anyOf"] if "properties" in s]
+    for field in ("token_logprobs", "top_logprobs"):
+        items = scores["properties"][field]["items"]
+        items["type"] = [items["type"], "null"]
+
+
+def _properties(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [schema["properties"]] if "properties" in schema else []
+    return found + [p for part in schema.get("allOf", ()) for p in _properties(part)]
+
+
+def _collect(node: Any, spec: dict[str, Any], used: dict[str, Any]) -> None:
+    """What is referred to, and what that refers to."""
+    if isinstance(node, list):
+        for item in node:
+            _collect(item, spec, used)
+    elif isinstance(node, dict):
+        to = node.get("$ref")
+        if isinstance(to, str) and to.startswith(PREFIX):
+            kind, name = to.removeprefix(PREFIX).split("/")
+            if name not in used.setdefault(kind, {}):
+                used[kind][name] = spec["components"][kind][name]
+                _collect(used[kind][name], spec, used)
+        for value in node.values():
+            _collect(value, spec, used)
+
+
+def _plain(node: Any) -> Any:
+    """Without the vendor's extensions, which hold long examples."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node]
+    if isinstance(node, dict):
+        return {str(k): _plain(v) for k, v in node.items() if not str(k).startswith("x-")}
+    return node
+
+
+if __name__ == "__main__":
+    source, target, model, *more = sys.argv[1:]
+    with open(source) as file:
+        whole = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    with open(target, "w") as file:
+        json.dump(reduced(whole, model, served="--served" in more), file, indent=1, default=str)
