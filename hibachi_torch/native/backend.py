@@ -55,6 +55,7 @@ class _Kernels:
         self.rows = find(f"rows_{suffix}", p, p, p, n, n)
         self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 9, ctypes.c_int, p)
         self.rms_norm = find(f"rms_norm_{suffix}", p, n, p, p, n, n, f)
+        self.layer_norm = find(f"layer_norm_{suffix}", p, n, p, p, p, n, n, f)
         self.rope = find(f"rope_{suffix}", p, n, p, p, p, n, n, n)
         self.best = find("best_f32", p, n, n, p, p)
         self.activate = find(f"activate_{suffix}", ctypes.c_int, p, n, p, n, n, ctypes.c_int)
@@ -222,6 +223,18 @@ class NativeTorchBackend(InvariantTorchBackend):
         kernels.rms_norm(rows.data_ptr(), stride, w.contiguous().data_ptr(), y.data_ptr(), y.numel() // dim, dim, eps)
         return y
 
+    def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
+        kernels = self._of.get(x.dtype)
+        if kernels is None or w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
+            return super().layer_norm(x, w, b, eps)
+        rows, stride = _rows(x)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        dim = x.shape[-1]
+        w, b = w.contiguous(), None if b is None else b.contiguous()
+        bias = None if b is None else b.data_ptr()
+        kernels.layer_norm(rows.data_ptr(), stride, w.data_ptr(), bias, y.data_ptr(), y.numel() // dim, dim, eps)
+        return y
+
     def best(self, x: Array) -> tuple[Array, Array] | None:
         if x.dtype != torch.float32 or not 0 < x.shape[1] < 2**31:
             return None
@@ -243,6 +256,9 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     def silu(self, x: Array) -> Array:
         return self._activate("silu", x, gated=False)
+
+    def gelu(self, x: Array) -> Array:
+        return self._activate("gelu", x, gated=False)
 
     def gelu_tanh(self, x: Array) -> Array:
         return self._activate("gelu_tanh", x, gated=False)

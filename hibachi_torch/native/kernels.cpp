@@ -59,6 +59,13 @@ static void rms_norm(
 }
 
 template <class T>
+static void layer_norm(
+    const typename T::Element* x, int64_t stride, const typename T::Element* w, const typename T::Element* b, typename T::Element* y, int64_t rows, int64_t dim, float eps
+) {
+  share(LayerNorm<T>{{x, stride, 1, dim}, w, b, {y, dim, 1, dim}, rows, dim, eps});
+}
+
+template <class T>
 static void rope(
     const typename T::Element* x, int64_t stride, const typename T::Element* cos, const typename T::Element* sin, typename T::Element* y, int64_t tokens, int64_t heads, int64_t dim
 ) {
@@ -130,6 +137,14 @@ void hibachi_rms_norm_f32(const float* x, int64_t stride, const float* w, float*
 
 void hibachi_rms_norm_bf16(const uint16_t* x, int64_t stride, const uint16_t* w, uint16_t* y, int64_t rows, int64_t dim, float eps) {
   rms_norm<Bf16>(x, stride, w, y, rows, dim, eps);
+}
+
+void hibachi_layer_norm_f32(const float* x, int64_t stride, const float* w, const float* b, float* y, int64_t rows, int64_t dim, float eps) {
+  layer_norm<F32>(x, stride, w, b, y, rows, dim, eps);
+}
+
+void hibachi_layer_norm_bf16(const uint16_t* x, int64_t stride, const uint16_t* w, const uint16_t* b, uint16_t* y, int64_t rows, int64_t dim, float eps) {
+  layer_norm<Bf16>(x, stride, w, b, y, rows, dim, eps);
 }
 
 void hibachi_rope_f32(const float* x, int64_t stride, const float* cos, const float* sin, float* y, int64_t tokens, int64_t heads, int64_t dim) {

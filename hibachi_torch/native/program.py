@@ -11,10 +11,10 @@ from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.cache import StepInputs
 from hibachi_torch.native.build import library
 
-RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8 = range(9)
+RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED = range(9)  # buffers, each with a row for every token
 ROUNDED = 9  # rows as bytes
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.h
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
     ROUND: "linear",
@@ -23,6 +23,7 @@ _PARTS = {
     ATTEND: "attention",
     ROPE: "attention",
     RMS_NORM: "norms",
+    LAYER_NORM: "norms",
 }
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -135,9 +136,12 @@ class Program:
             self._add(TAKE, H, h)
             self._add(TAKE, MIXED, mixed)
             self._after_last = True
-        self._joined(layer, "o", mixed, h, "attn_post_norm")
+        if not a.parallel:
+            self._joined(layer, "o", mixed, h, "attn_post_norm")
         inner = self._linear(layer, "gate_up", self._norm("mlp_norm", layer, h, NORMED), WIDE)
         self._add(ACTIVATE, inner, INNER, which=ACTIVATIONS[a.activation], gated=a.gated, n=a.intermediate)
+        if a.parallel:  # both have read the same h
+            self._joined(layer, "o", mixed, h, "attn_post_norm")
         self._joined(layer, "down", INNER, h, "mlp_post_norm")
 
     def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
@@ -151,10 +155,12 @@ class Program:
         """The buffer that holds the result: `source` if there is no such norm."""
         if name not in layer:
             return source
-        w = layer[name].contiguous()
-        self._kept.append(w)
-        more = dict(n=len(w), groups=1) | more
-        self._add(RMS_NORM, source, to, from_at=at, to_at=at, w=w.data_ptr(), number=self._arch.norm_eps, **more)
+        kind = LAYER_NORM if self._arch.norm == "layer" else RMS_NORM
+        w, b = layer[name].contiguous(), layer.get(f"{name}_bias")
+        b = None if b is None else b.contiguous()
+        self._kept += [w, b]
+        more = dict(n=len(w), groups=1, b=None if b is None else b.data_ptr()) | more
+        self._add(kind, source, to, from_at=at, to_at=at, w=w.data_ptr(), number=self._arch.norm_eps, **more)
         return to
 
     def _linear(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
@@ -184,13 +190,12 @@ def program(decoder: Any, weight: type) -> Program | None:
     dtype = params["norm"].dtype
     matrices = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
     fits = (
-        a.norm == "rms"
-        and not a.parallel
-        and a.activation in ACTIVATIONS
+        a.activation in ACTIVATIONS
         and not any(layer.experts for layer in a.layers)
         and all(type(w) is weight and w.dtype == dtype and not w.shape[1] % 2 for w in matrices)
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)
-        and (a.residual_scale == 1.0 or a.norms == "before")
+        and (a.residual_scale == 1.0 or (a.norms == "before" and not a.parallel))
+        and not (a.parallel and a.norms != "before")
     )
     return Program(decoder, weight) if fits else None
 

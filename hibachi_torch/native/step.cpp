@@ -17,7 +17,7 @@
 
 namespace hibachi {
 
-enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8 };
+enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM };
 
 // As in program.py. A buffer holds a row for each token, or for each token whose output is wanted.
 struct Op {
@@ -110,6 +110,8 @@ static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& wor
   switch (op.kind) {
     case RMS_NORM:
       return team.share(i, RmsNorm<T>{{from, from_width, op.groups, op.n}, w, {to, to_width, op.groups, op.n}, m, op.n, op.number, added, added_width});
+    case LAYER_NORM:
+      return team.share(i, LayerNorm<T>{{from, from_width, op.groups, op.n}, w, static_cast<const E*>(op.b), {to, to_width, op.groups, op.n}, m, op.n, op.number, added, added_width});
     case LINEAR:
       return team.share(i, Linear<T, T>{from, from_width, reinterpret_cast<const typename T::Lane*>(w), static_cast<const E*>(op.b), to, to_width, m, op.n, op.k, op.scale, added, added_width});
     case ROPE: {

@@ -271,6 +271,23 @@ def test_rms_norm_is_that_of_the_formula(native, threads, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("dim", (1, 16, 33, 576))
+def test_layer_norm_is_that_of_the_formula(native, threads, dim, biased, dtype):
+    for x in (
+        normal(5, dim, dtype=dtype) * 3 + 7,
+        normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim],
+        normal(2, 3, dim, dtype=dtype),
+    ):
+        w, b = normal(dim, seed=1, dtype=dtype), normal(dim, seed=2, dtype=dtype) if biased else None
+        f = x.double() - x.double().mean(-1, keepdim=True)
+        want = f / (f.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.double()
+        near(native.layer_norm(x, w, b, 1e-5), want if b is None else want + b.double(), dtype)
+        one = torch.cat([native.layer_norm(row[None], w, b, 1e-5) for row in x])
+        assert torch.equal(one, native.layer_norm(x, w, b, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", (2, 16, 64, 70))
 def test_rope_turns_pairs(native, threads, dim, dtype):
     x, angle = normal(9, 7, dim, dtype=dtype)[:, 1:4], normal(9, 1, dim // 2, seed=1)
@@ -281,10 +298,11 @@ def test_rope_turns_pairs(native, threads, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ("silu", "gelu_tanh"))
+@pytest.mark.parametrize("name", ("silu", "gelu_tanh", "gelu"))
 def test_activations_are_those_of_torch(native, threads, name, dtype):
     x = torch.cat([normal(6, 2 * 33, dtype=dtype) * 4, torch.full((1, 66), -1e4, dtype=getattr(torch, dtype))])
-    torchs = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh")}
+    gelu = torch.nn.functional.gelu
+    torchs = {"silu": torch.nn.functional.silu, "gelu": gelu, "gelu_tanh": lambda t: gelu(t, approximate="tanh")}
     want = torchs[name](x.double())
     near(getattr(native, name)(x), want, dtype)
     near(getattr(native, name)(x[:, 33:]), want[:, 33:], dtype)

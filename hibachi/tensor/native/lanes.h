@@ -111,6 +111,15 @@ inline Floats tanh(Floats x) {
   return x < 0.0f ? -t : t;
 }
 
+// The normal distribution function, by the error function's formula 7.1.26 of Abramowitz & Stegun. Error below 3e-7.
+inline Floats normal(Floats x) {
+  Floats z = (x < 0.0f ? -x : x) * 0.707106781f;
+  Floats t = 1.0f / fma(z, all(0.3275911f), all(1.0f)), series = all(1.061405429f);
+  for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) series = fma(series, t, all(c));
+  Floats tail = 0.5f * series * t * exp(-(z * z));
+  return x < 0.0f ? tail : 1.0f - tail;
+}
+
 // float32.
 struct F32 {
   using Element = float;

@@ -52,6 +52,45 @@ struct RmsNorm {
   }
 };
 
+// y = (x - mean) / sqrt(variance + eps) * w + b, plus `added` after rounding. Sums are formed as in RmsNorm.
+template <class T>
+struct LayerNorm {
+  using Element = typename T::Element;
+
+  Pieces<const Element> x;
+  const Element *w, *b;  // b: or nullptr
+  Pieces<Element> y;
+  int64_t rows, dim;
+  float eps;
+  const Element* added = nullptr;
+  int64_t added_stride = 0;
+
+  int64_t count() const { return rows * x.groups; }
+  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / dim); }
+
+  void operator()(int64_t i) const {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Element *from = x(i), *more = added + i * added_stride;
+    Element* to = y(i);
+    Floats sums = {}, squares = {};
+    for (int64_t d = 0; d < dim; d += LANES) sums += read_some<T>(from + d, dim - d);
+    const Floats mean = all(sum(sums) / dim);
+    for (int64_t d = 0; d < dim; d += LANES) {
+      Floats v = read_some<T>(from + d, dim - d) - mean;
+      if (dim - d < LANES) v = lane < int(dim - d) ? v : Floats{};
+      squares = fma(v, v, squares);
+    }
+    Floats by = all(1.0f / std::sqrt(sum(squares) / dim + eps));
+    for (int64_t d = 0; d < dim; d += LANES) {
+      int n = std::min<int64_t>(LANES, dim - d);
+      Floats v = (read_some<T>(from + d, n) - mean) * by * read_some<T>(w + d, n);
+      if (b) v += read_some<T>(b + d, n);
+      if (added) v = T::rounded(v) + read_some<T>(more + d, n);
+      write_some<T>(to + d, v, n);
+    }
+  }
+};
+
 // Rotary position embedding of `heads` pieces of a row, each of the first 2 * half elements; y may be x.
 template <class T>
 struct Rope {
@@ -120,10 +159,11 @@ struct Best {
   }
 };
 
-enum Activation { SILU, GELU_TANH };
+enum Activation { SILU, GELU_TANH, GELU };
 
 inline Floats activate(Activation which, Floats v) {
   if (which == SILU) return v * sigmoid(v);
+  if (which == GELU) return v * normal(v);
   return 0.5f * v * (1.0f + tanh(0.797884561f * fma(0.044715f * v * v, v, v)));
 }
 
