@@ -4,14 +4,9 @@ The scripts print what they were answered as JSON; it must be what the engine sa
 the transcripts are shown.
 """
 
-import importlib.util
 import json
 import math
-import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,40 +15,15 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
-for _name in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
-    if importlib.util.find_spec(_name) is None:
-        pytest.skip(f"{_name} is not installed", allow_module_level=True)
+from .venvs import environment, run
 
 pytestmark = pytest.mark.install
 
-ROOT = Path(__file__).parents[2]
 CLIENTS = Path(__file__).parent / "clients"
 FOLDER = Path(hibachi.__file__).parent / "data" / "tiny"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
 LENGTH = 12
-
-
-@pytest.fixture(scope="module")
-def url():
-    """Of a server."""
-    command = [sys.executable, "-m", "hibachi", "serve", "tiny", "--chat-template", TEMPLATE, "--port", "0"]
-    server = subprocess.Popen([*command, "--log-level", "warning"], stderr=subprocess.PIPE, text=True)
-    try:
-        said = ""
-        while "on http" not in said:
-            line = server.stderr.readline()
-            assert line, said
-            said += line
-        yield re.search(r" on (http://[\d.]+:\d+) ", said)[1]
-    finally:
-        server.terminate()
-        _, rest = server.communicate(timeout=60)
-    assert server.returncode == 0 and "Traceback" not in rest, rest
 
 
 @pytest.fixture(scope="module")
@@ -79,29 +49,6 @@ def expected(llm):
         "embedding_of_ids": vector.embedding,
         "models": ["tiny"],
     }
-
-
-@pytest.fixture
-def home(tmp_path):
-    yield tmp_path
-    shutil.rmtree(tmp_path)
-
-
-def run(*command, cwd, **env):
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cwd), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_COLOR": "1"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=1200, env=os.environ | offline | env
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    return done.stdout
-
-
-def environment(home, *packages):
-    """Its folder of programs."""
-    run(sys.executable, "-m", "venv", home / "venv", cwd=home)
-    pip = [home / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet"]
-    run(*pip, *packages, cwd=home, PIP_CONSTRAINT=str(ROOT / "constraints.txt"))
-    return home / "venv" / "bin"
 
 
 def asked(url):
@@ -131,7 +78,7 @@ def check(name, output, expected):
         (["langchain-openai", "tokenizers"], "langchain_flow.py"),
         (["llm"], "llm_flow.py"),
     ],
-    ids=lambda v: v[0] if isinstance(v, list) else "",
+    ids=["litellm", "langchain-openai", "llm"],
 )
 def test_a_client_in_python(url, home, expected, packages, script):
     programs = environment(home, *packages)

@@ -1,11 +1,12 @@
-"""Reduce OpenAI's OpenAPI document to the routes that are served: reduce_spec.py IN OUT MODEL [--served].
+"""Reduce OpenAI's OpenAPI document to the routes that are served: reduce_spec.py IN OUT MODEL [--answered].
 
-Every model that a request names becomes MODEL, as others get 404 and nothing else would be tried. --served: requests
-also lose the fields that are refused by name, so that more of them are answered with text.
+Every model that a request names becomes MODEL, as others get 404 and nothing else would be tried. --answered: requests
+also lose what is refused by name, and stay small, so that more of them are answered with text.
 
-Two things are mended, in which the document contradicts itself or what OpenAI's service answers:
+Mended is where the document says other than OpenAI's service does, or than itself:
 - it gives no media type to streamed completions, although `stream` is described;
-- with `echo`, the first token has nothing in front of it: its log-probability is null.
+- with `echo`, the first token has nothing in front of it: its log-probability is null;
+- with `encoding_format` base64, a vector is a string.
 """
 
 from __future__ import annotations
@@ -26,12 +27,32 @@ ROUTES = {
 REQUESTS = ("CreateCompletionRequest", "CreateChatCompletionRequest", "CreateEmbeddingRequest")
 REFUSED = (
     *("suffix", "response_format", "audio", "functions", "function_call", "reasoning_effort", "verbosity"),
-    *("web_search_options", "modalities", "moderation", "dimensions", "tool_choice", "tools"),
+    *("web_search_options", "modalities", "moderation", "dimensions", "tool_choice", "tools", "best_of", "logit_bias"),
+    *("stream_options", "prompt_cache_options"),
 )
+_SOME = {"minItems": 1, "maxItems": 8}
+TEXT = {"type": "string", "minLength": 1, "maxLength": 100}
+SMALL = {
+    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+    "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
+    "n": {"type": "integer", "minimum": 1, "maximum": 3},
+    "prompt": {
+        "anyOf": [TEXT, {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 2047}, **_SOME}]
+    },
+    "messages": {
+        "type": "array",
+        **_SOME,
+        "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": TEXT},
+        },
+    },
+}
 PREFIX = "#/components/"
 
 
-def reduced(spec: dict[str, Any], model: str, *, served: bool) -> dict[str, Any]:
+def reduced(spec: dict[str, Any], model: str, *, answered: bool) -> dict[str, Any]:
     paths = {path: {m: spec["paths"][path][m] for m in methods} for path, methods in ROUTES.items()}
     for parameter in paths["/models/{model}"]["get"]["parameters"]:
         parameter["schema"] = {"type": "string", "enum": [model]}
@@ -40,8 +61,10 @@ def reduced(spec: dict[str, Any], model: str, *, served: bool) -> dict[str, Any]
         for properties in _properties(schemas[name]):
             if "model" in properties:
                 properties["model"] = {"type": "string", "enum": [model]}
-            for field in REFUSED if served else ():
-                properties.pop(field, None)
+            if answered:
+                for field in REFUSED:
+                    properties.pop(field, None)
+                properties |= {field: SMALL[field] for field in SMALL.keys() & properties.keys()}
     _mend(paths, schemas)
     used: dict[str, Any] = {}
     _collect(paths, spec, used)
@@ -57,6 +80,8 @@ def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
     for field in ("token_logprobs", "top_logprobs"):
         items = scores["properties"][field]["items"]
         items["type"] = [items["type"], "null"]
+    vector = schemas["Embedding"]["properties"]
+    vector["embedding"] = {"anyOf": [vector["embedding"], {"type": "string"}]}
 
 
 def _properties(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,4 +119,4 @@ if __name__ == "__main__":
     with open(source) as file:
         whole = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     with open(target, "w") as file:
-        json.dump(reduced(whole, model, served="--served" in more), file, indent=1, default=str)
+        json.dump(reduced(whole, model, answered="--answered" in more), file, indent=1, default=str)

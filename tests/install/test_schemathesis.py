@@ -1,0 +1,47 @@
+"""schemathesis with OpenAI's own description of its API, over the routes that are served: it finds nothing.
+
+Two runs: with requests as the document describes them, most of which say something that is refused; and with those
+that are answered. Together at least 2,000 examples.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from .venvs import environment, run
+
+pytestmark = pytest.mark.install
+
+HERE = Path(__file__).parent
+SPEC = Path(os.environ.get("HIBACHI_OPENAPI", HERE.parents[2] / "shared" / "data" / "openapi" / "openai-openapi.yaml"))
+CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
+
+
+def test_openai_s_description_of_its_api_holds(url, home):
+    if not SPEC.is_file():
+        pytest.skip("OpenAI's OpenAPI document is not here; HIBACHI_OPENAPI may name the file")
+    programs = environment(home, "schemathesis")
+    generated, accepted = 0, 0
+    for more in ([], ["--answered"]):
+        report = _examine(programs, url, home, *more)
+        generated += report["test_cases"]["generated"]
+        accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
+    print(f"\n{generated} examples, of which {accepted} were valid and answered")
+    assert generated >= 2000 and accepted >= 200
+
+
+def _examine(programs, url, home, *more):
+    schema, report = home / "openapi.json", home / "report.json"
+    run(programs / "python", HERE / "clients" / "reduce_spec.py", SPEC, schema, "tiny", *more, cwd=home)
+    told = run(
+        *[programs / "schemathesis", "run", schema, "--url", f"{url}/v1", "--checks", CHECKS, "--continue-on-failure"],
+        *["--max-examples", 50, "--seed", 1, "--no-color", "--report", "json", "--report-json-path", report],
+        *["--request-timeout", 60, "--warnings", "off"],
+        cwd=home,
+    )
+    print(f"\n{told}")
+    found = json.loads(report.read_text())
+    assert found["test_cases"]["unique_failures"] == 0 and not found["errors"]
+    return found
