@@ -82,7 +82,7 @@ def test_requirements_have_a_lower_bound_and_no_upper_one():
     lists = [PROJECTS["hibachi"]["project"]["dependencies"], *settings("hibachi")["extras"].values()]
     lists += [settings("hibachi-torch")["needs"], settings("hibachi-jax")["needs"]]
     needs = [need for listed in lists for need in listed]
-    assert [need for need in needs if not re.fullmatch(r"[\w-]+>=[\d.]+", need)] == []
+    assert [need for need in needs if not re.fullmatch(r"[\w-]+(\[[\w,]+\])?>=[\d.]+", need)] == []
 
 
 def test_our_backends_are_entry_points_of_the_core_only():
