@@ -28,6 +28,10 @@ def test_openai_s_description_of_its_api_holds(url, home):
         report = _examine(programs, url, home, *more)
         generated += report["test_cases"]["generated"]
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
+        chunks = run(
+            programs / "python", HERE / "clients" / "check_streams.py", home / "openapi.json", f"{url}/v1", cwd=home
+        )
+        print(chunks)
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
     assert generated >= 2000 and accepted >= 200
 

@@ -6,13 +6,16 @@ also lose what is refused by name, and stay small, so that more of them are answ
 Mended is where the document says other than OpenAI's service does, or than itself:
 - it gives no media type to streamed completions, although `stream` is described;
 - with `echo`, the first token has nothing in front of it: its log-probability is null;
-- with `encoding_format` base64, a vector is a string.
+- with `encoding_format` base64, a vector is a string;
+- the pieces of a text's stream have no finish_reason before the last;
+- `nullable` is a word of OpenAPI 3.0, and the document is of 3.1.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from typing import Any
 
 import yaml
@@ -73,13 +76,16 @@ def reduced(spec: dict[str, Any], model: str, *, answered: bool) -> dict[str, An
 
 
 def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
-    content = paths["/completions"]["post"]["responses"]["200"]["content"]
-    content["text/event-stream"] = content["application/json"]
     choice = schemas["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]
     (scores,) = [s for s in choice["logprobs"]["anyOf"] if "properties" in s]
     for field in ("token_logprobs", "top_logprobs"):
         items = scores["properties"][field]["items"]
         items["type"] = [items["type"], "null"]
+    content = paths["/completions"]["post"]["responses"]["200"]["content"]
+    piece = deepcopy(schemas["CreateCompletionResponse"])
+    piece["properties"]["choices"]["items"]["properties"]["finish_reason"]["nullable"] = True
+    schemas["CompletionPiece"] = piece
+    content["text/event-stream"] = {"schema": {"$ref": "#/components/schemas/CompletionPiece"}}
     vector = schemas["Embedding"]["properties"]
     vector["embedding"] = {"anyOf": [vector["embedding"], {"type": "string"}]}
 
@@ -106,11 +112,14 @@ def _collect(node: Any, spec: dict[str, Any], used: dict[str, Any]) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """Without the vendor's extensions, which hold long examples."""
+    """In the words of 3.1, and without the vendor's extensions, which hold long examples."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if isinstance(node, dict):
-        return {str(k): _plain(v) for k, v in node.items() if not str(k).startswith("x-")}
+        plain = {str(k): _plain(v) for k, v in node.items() if not str(k).startswith("x-")}
+        if plain.pop("nullable", False) is True:
+            return {"anyOf": [plain, {"type": "null"}]}
+        return plain
     return node
 
 
