@@ -122,7 +122,7 @@ def test_lm_eval_scores_as_the_engine_does(url, home, llm):
                 assert (answer[1] in (True, "True")) == score.greedy
     for sample in samples["hibachi_rolling"]:
         text = sample["arguments"]["gen_args_0"]["arg_0"]
-        (score,) = llm.score([[llm.tokenizer.eos_id]], [llm.tokenizer.encode(text)])
+        (score,) = llm.score([[llm.eos_ids[0]]], [llm.tokenizer.encode(text)])
         (answer,) = sample["filtered_resps"]
         assert float(answer[0] if isinstance(answer, list) else answer) == pytest.approx(score.logprob, abs=1e-3)
     params = SamplingParams(temperature=0, max_tokens=16, stop=["."])

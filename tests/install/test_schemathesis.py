@@ -24,8 +24,8 @@ def test_openai_s_description_of_its_api_holds(url, home):
         pytest.skip("OpenAI's OpenAPI document is not here; HIBACHI_OPENAPI may name the file")
     programs = environment(home, "schemathesis")
     generated, accepted = 0, 0
-    for more in ([], ["--answered"]):
-        report = _examine(programs, url, home, *more)
+    for examples, more in ((20, []), (100, ["--answered"])):
+        report = _examine(programs, url, home, examples, *more)
         generated += report["test_cases"]["generated"]
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
         chunks = run(
@@ -36,12 +36,12 @@ def test_openai_s_description_of_its_api_holds(url, home):
     assert generated >= 2000 and accepted >= 200
 
 
-def _examine(programs, url, home, *more):
+def _examine(programs, url, home, examples, *more):
     schema, report = home / "openapi.json", home / "report.json"
     run(programs / "python", HERE / "clients" / "reduce_spec.py", SPEC, schema, "tiny", *more, cwd=home)
     told = run(
         *[programs / "schemathesis", "run", schema, "--url", f"{url}/v1", "--checks", CHECKS, "--continue-on-failure"],
-        *["--max-examples", 50, "--seed", 1, "--no-color", "--report", "json", "--report-json-path", report],
+        *["--max-examples", examples, "--seed", 1, "--no-color", "--report", "json", "--report-json-path", report],
         *["--request-timeout", 60, "--warnings", "off"],
         cwd=home,
     )

@@ -1,4 +1,4 @@
-"""Chunks of streams against the reduced document, as schemathesis leaves them alone: check_streams.py DOCUMENT URL."""
+"""The data in every kind of stream against the reduced document: check_streams.py DOCUMENT URL."""
 
 import json
 import sys

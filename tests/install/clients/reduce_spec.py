@@ -7,6 +7,8 @@ Mended is where the document says other than OpenAI's service does, or than itse
 - it gives no media type to streamed completions, although `stream` is described;
 - with `echo`, the first token has nothing in front of it: its log-probability is null;
 - with `encoding_format` base64, a vector is a string;
+- a stream's schema is that of the data in an event, and schemathesis takes it for the event's (check_streams.py
+  looks at the data);
 - the pieces of a text's stream have no finish_reason before the last;
 - `nullable` is a word of OpenAPI 3.0, and the document is of 3.1.
 """
@@ -52,6 +54,7 @@ SMALL = {
         },
     },
 }
+PIECES = ("CreateChatCompletionStreamResponse", "CompletionPiece")
 PREFIX = "#/components/"
 
 
@@ -70,7 +73,7 @@ def reduced(spec: dict[str, Any], model: str, *, answered: bool) -> dict[str, An
                 properties |= {field: SMALL[field] for field in SMALL.keys() & properties.keys()}
     _mend(paths, schemas)
     used: dict[str, Any] = {}
-    _collect(paths, spec, used)
+    _collect([paths, *({"$ref": f"{PREFIX}schemas/{name}"} for name in PIECES)], spec, used)
     kept = {"openapi": spec["openapi"], "info": {"title": "served", "version": "1"}, "paths": paths}
     return _plain(kept | {"components": used})
 
@@ -81,11 +84,12 @@ def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
     for field in ("token_logprobs", "top_logprobs"):
         items = scores["properties"][field]["items"]
         items["type"] = [items["type"], "null"]
-    content = paths["/completions"]["post"]["responses"]["200"]["content"]
     piece = deepcopy(schemas["CreateCompletionResponse"])
     piece["properties"]["choices"]["items"]["properties"]["finish_reason"]["nullable"] = True
     schemas["CompletionPiece"] = piece
-    content["text/event-stream"] = {"schema": {"$ref": "#/components/schemas/CompletionPiece"}}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+    for path in ("/completions", "/chat/completions"):
+        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     vector = schemas["Embedding"]["properties"]
     vector["embedding"] = {"anyOf": [vector["embedding"], {"type": "string"}]}
 
