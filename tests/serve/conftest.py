@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from hibachi.engine.custom import open_texts  # noqa: E402
 from hibachi.engine.remote import RemoteLLM  # noqa: E402
 from hibachi.engine.texts import Texts  # noqa: E402
 from hibachi.serve.app import application  # noqa: E402
+from hibachi.serve.metrics import metrics_for  # noqa: E402
 from hibachi.serve.state import Served  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
@@ -28,6 +28,25 @@ CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+SLOW = '''
+import time
+import numpy as np
+
+class Slow:
+    """Says the next byte, twenty times a second or less: what is asked of it is not done soon on any machine."""
+
+    vocab_size, max_model_len = 256, 512
+
+    class tokenizer:
+        encode = staticmethod(lambda text: list(text.encode()))
+        decode = staticmethod(lambda ids: bytes(ids).decode("latin-1"))
+
+    def logits(self, tokens, lengths):
+        time.sleep(0.05)
+        return np.eye(256, dtype=np.float32)[(tokens[:, -1] + 1) % 256] * 10
+'''
 
 
 class Site:
@@ -53,8 +72,10 @@ class Site:
 
 @contextmanager
 def site(texts: Texts, **settings: Any) -> Iterator[Site]:
+    metric_names = settings.pop("metric_names", "hibachi")
     served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_len", 512), **settings)
-    config = uvicorn.Config(application(served), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    _, routes = metrics_for(served, metric_names)
+    config = uvicorn.Config(application(served, routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -83,13 +104,9 @@ def server(texts: Texts) -> Iterator[Site]:
         yield here
 
 
-@pytest.fixture
-def tiny_copy(tmp_path: Path) -> Path:
-    """A folder with the tiny model, to change."""
-    import shutil
-
-    import hibachi
-
-    to = tmp_path / "tiny"
-    shutil.copytree(Path(hibachi.__file__).parent / "data" / "tiny", to)
-    return to
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory: Any) -> str:
+    """The name of a model that takes its time."""
+    file = tmp_path_factory.mktemp("slow") / "slow.py"
+    file.write_text(SLOW)
+    return f"{file}:Slow"
