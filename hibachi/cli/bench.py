@@ -317,7 +317,8 @@ def growing(args: argparse.Namespace) -> int:
     sizes = {"max_model_len": limit, "max_batch_size": max(args.rows)}
     with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **_options(args)) as llm:
         backend = llm.backend.versions()
-        print(f"{args.model} on {backend['library']} ({backend['device']})\n\n   rows  context     a step   tokens/s")
+        print(f"{args.model} in {llm.model.dtype} on {llm.backend.fingerprint()}")
+        print("\n   rows  context     a step   tokens/s")
         points = growth.measure(
             llm.engine, _vocabulary(llm), rows=args.rows, contexts=args.contexts, rounds=args.rounds, told=_point
         )
