@@ -33,7 +33,7 @@ def test_openai_s_description_of_its_api_holds(url, home):
         )
         print(chunks)
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
-    assert generated >= 2000 and accepted >= 200
+    assert generated >= 2000 and accepted >= 100  # else hardly anything was answered
 
 
 def _examine(programs, url, home, examples, *more):
