@@ -138,8 +138,9 @@ class Channel(Generic[T]):
             self._waiters.append(waiter)
 
     def unlisten(self, waiter: Waiter) -> None:
-        with suppress(ValueError):  # it was woken
-            self._waiters.remove(waiter)
+        if waiter in self._waiters:  # else it was woken; asked first, as the error of `remove` would say all of it
+            with suppress(ValueError):  # woken just now, by another thread
+                self._waiters.remove(waiter)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block this thread until there is an item or the end; False after `timeout` seconds."""
