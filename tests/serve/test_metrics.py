@@ -201,7 +201,8 @@ def test_a_full_queue_and_tenants(which, slow_model):
     keys = {name: {"Authorization": f"Bearer k-{name}"} for name in ("anne", "emma", "nobody")}
     with ENGINES[which](slow_model, max_batch_size=1, max_waiting=7) as texts, site(texts, tenants=tenants) as here:
         with here.client.stream("POST", "/v1/completions", json=many, headers=keys["anne"]) as busy:
-            next(busy.iter_lines())
+            lines = busy.iter_lines()  # without it, the client would leave
+            next(lines)
             assert here.post("/v1/completions", long, headers=keys["emma"]).status_code == 429
         until(lambda: not scrape(here)["hibachi_requests_open"])
         until(lambda: at_rest(here))
@@ -225,7 +226,7 @@ def test_a_full_queue_and_tenants(which, slow_model):
 
 def test_hits_of_the_cache_are_counted_in_tokens(server):
     """V-37."""
-    words = server.texts.tokenizer.encode("Mr. Knightley walked across the wet lawn before breakfast. " * 12)[:200]
+    words = server.texts.tokenizer.encode("Mr. Knightley walked across the wet lawn before breakfast. " * 40)[:200]
     server.complete(words)
     before = calm(server)
     reported = 0
