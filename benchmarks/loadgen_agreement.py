@@ -3,17 +3,20 @@
     .venv/bin/python benchmarks/loadgen_agreement.py --peer vllm=PYTHON --peer aiperf=COMMAND --tokenizer FOLDER
 
 A peer is `vllm bench serve`, named by an interpreter that has vllm, or aiperf, named by its command. Both load a
-tokenizer, which changes nothing that is measured. The server is `hibachi serve tiny` without a prefix cache; requests
-come at a constant rate. Expected: medians within 10 %.
+tokenizer, which changes nothing that is measured. The server has a model whose steps take 20 ms, most of which it
+sleeps, so that the processors that the generators take do not change what they are to measure. Requests come at a
+constant rate. Expected: medians within 10 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -22,7 +25,18 @@ from statistics import median
 from hibachi.bench import load, work
 
 sys.path.insert(0, str(Path(__file__).parent))
-server = import_module("serving").server
+serving = import_module("serving")
+
+
+class Steady(serving.Free):
+    """The next letter, after 20 ms."""
+
+    def logits(self, tokens, lengths):
+        time.sleep(0.02)
+        return super().logits(tokens, lengths)
+
+
+STEADY = f"{Path(__file__)}:Steady"
 
 VLLM = """
 import argparse, sys
@@ -111,24 +125,33 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--engine", choices=("own", "child"), default="child")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="add the runs to those of before, and show all")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the server with it
     peers = dict(each.split("=", 1) for each in args.peer)
     made = load.Random(args.input, args.new)
     asks = list(islice(made.asks(load.arrivals("constant", None, 0)), args.requests))
     texts = [load.text(a.prompt) for a in asks]
     runs: dict[str, list[dict[str, float]]] = {"hibachi": [], **{name: [] for name in peers}}
-    with tempfile.TemporaryDirectory() as name, server("tiny", args.engine, "--no-enable-prefix-caching") as one:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        serving.server(STEADY, args.engine, "--served-model-name", "tiny") as one,
+    ):
         folder = Path(name)
         work.write([work.Request(a.id, 0.0, list(a.prompt), a.new) for a in asks], folder / "work.jsonl")
         lines = {"vllm": [{"prompt": t} for t in texts], "aiperf": [{"text": t} for t in texts]}
         for peer, each in lines.items():
             (folder / f"{peer}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in each))
         for _ in range(args.repeat):
+            time.sleep(2)  # the one before is still being cleared away
             runs["hibachi"].append(ours(args, one.url, folder))
             for peer, command in peers.items():
+                time.sleep(2)
                 runs[peer].append(PEERS[peer](args, one.url, folder, command))
-    print(f"{args.requests} requests, {args.rate:g} a second, {args.input} words in, {args.new} tokens out, on tiny;")
-    print(f"medians of {args.repeat} alternating runs; times in ms; hibachi's over the peer's in brackets\n")
+            if args.keep:
+                args.keep.write_text(json.dumps(runs))
+    print(f"{args.requests} requests, {args.rate:g} a second, {args.input} words in, {args.new} out, steps of 20 ms;")
+    print(f"medians of {len(runs['hibachi'])} alternating runs; times in ms; hibachi's over the peer's in brackets\n")
     print(f"{'':12}{'hibachi':>10}" + "".join(f"{peer:>20}" for peer in peers))
     for name in SHOWN:
         mine = median(r[name] for r in runs["hibachi"])

@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +38,7 @@ from hibachi.bench import load, loadreport, work
 from hibachi.bench.client import Client, Url
 from hibachi.bench.load import Ask, Form
 from hibachi.bench.loadgen import Generator, Reading, Sample, run
-from hibachi.bench.machine import Watch
+from hibachi.bench.machine import CONTENDED, Watch
 from hibachi.bench.wire import BadAnswer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
@@ -131,7 +133,7 @@ class Server:
             return answer.read().decode()
 
     def load(self, asks, **options):
-        """(figures, processor seconds of the server) of a run."""
+        """(figures, processor seconds of the server) of a run. Says so if others used the machine meanwhile."""
 
         async def inner():
             client = Client(Url.of(self.url))
@@ -142,7 +144,11 @@ class Server:
 
         watch = Watch(self.pid)
         loaded = run(inner())
-        return loadreport.figures(loaded), watch.use().cpu_seconds
+        use = watch.use()
+        others = use.others - loaded.cpu / use.seconds / os.cpu_count()
+        if use.seconds > 1 and others > 3 * CONTENDED:
+            print(f"  (others used {others:.0%} of the machine in the next run)", flush=True)
+        return loadreport.figures(loaded), use.cpu_seconds
 
     def gauge(self, name: str) -> float:
         return sum(float(x) for x in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", self.get("/metrics"), re.M))
@@ -221,6 +227,7 @@ def overhead(args) -> None:
                     cpu[kind].append(of["cpu_seconds"] / of["chunks"])
             for kind, rate in found.items() if turn else ():
                 rates[kind].append(rate)
+            print("  " + ", ".join(f"{kind} {rate:.1f}" for kind, rate in found.items()), flush=True)
     print(
         f"overhead: W1 (64 streams) on {Path(args.model).name}, {args.backend} {args.dtype}, medians of {args.repeat}"
     )
@@ -386,5 +393,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--hangups", type=int, default=10000)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the servers with it
     for name in args.parts or PARTS:
         PARTS[name](args)

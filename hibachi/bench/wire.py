@@ -185,10 +185,10 @@ class Events:
         """The data of the events that have come whole; lines of one event joined by line feeds."""
         whole = not (self._rest or self._data or self._after_cr)
         if whole and data.startswith(b"data: ") and data.endswith(b"\n\n") and b"\r" not in data:  # nearly always
-            parts = data[:-2].split(b"\n\n")
-            if all(p.startswith(b"data: ") and b"\n" not in p for p in parts):
+            parts = data[6:-2].split(b"\n\ndata: ")
+            if data.count(b"\n") == 2 * len(parts):
                 self._first = False
-                return [p[6:] for p in parts]
+                return parts
         return self._any(data)
 
     def _any(self, data: bytes) -> list[bytes]:
