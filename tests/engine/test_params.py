@@ -98,7 +98,7 @@ def test_runs_are_the_sequences_that_it_takes():
         (dict(best_of=3), "one stream, so n and best_of must be 1; got n=1, best_of=3"),
         (dict(allowed_token_ids=[3, 10]), "allowed_token_ids must name token ids from 0 to 9 .*; got 10"),
         (dict(logit_bias={11: 1.0}), "logit_bias must name token ids from 0 to 9 .*; got 11"),
-        (dict(prompt_logprobs=1), r"prompt_logprobs needs a model with a cache \(level 2\).*level 1"),
+        (dict(prompt_logprobs=1), r"prompt_logprobs needs a model with a cache \(level 2\).*for one without"),
     ],
     ids=str,
 )
