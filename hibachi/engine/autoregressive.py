@@ -240,7 +240,7 @@ class AutoregressiveBatchInference(Service):
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
             seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
-        self._scheduler.limits.fit(seq.prompt_len, seq.max_new)
+        self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
