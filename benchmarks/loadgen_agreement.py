@@ -133,6 +133,8 @@ def main() -> None:
     asks = list(islice(made.asks(load.arrivals("constant", None, 0)), args.requests))
     texts = [load.text(a.prompt) for a in asks]
     runs: dict[str, list[dict[str, float]]] = {"hibachi": [], **{name: [] for name in peers}}
+    if args.keep and args.keep.exists():
+        runs |= json.loads(args.keep.read_text())
     with (
         tempfile.TemporaryDirectory() as name,
         serving.server(STEADY, args.engine, "--served-model-name", "tiny") as one,

@@ -191,13 +191,17 @@ def plot(samples: Sequence[Sample], of: dict[str, Any], title: str, path: str | 
 
 def _shares(panel: Any, found: dict[str, Sequence[float]]) -> None:
     """The share of requests that took at most so long."""
-    for colour, (label, values) in zip((COLOURS[1], COLOURS[0]), found.items(), strict=True):
-        if len(values):
-            x = np.maximum(np.quantile(values, np.linspace(0, 1, 201)), 1e-6)
-            panel.plot(x, np.linspace(0, 100, 201), label=label, color=colour, linewidth=1.6)
+    found = {label: values for label, values in found.items() if len(values)}
+    for colour, (label, values) in zip((COLOURS[1], COLOURS[0]), found.items(), strict=False):
+        x = np.maximum(np.quantile(values, np.linspace(0, 1, 201)), 1e-6)
+        panel.plot(x, np.linspace(0, 100, 201), label=label, color=colour, linewidth=1.6)
     panel.set_xscale("log")
+    if found:  # chunks that came together are no reason to show microseconds
+        panel.set_xlim(left=0.8 * max(1e-6, min(float(np.quantile(v, 0.03)) for v in found.values())))
+    low, high = panel.get_xlim()
+    few = high < 500 * low
     panel.xaxis.set_major_formatter(lambda value, _: seconds(value))
-    panel.xaxis.set_minor_formatter(lambda value, _: seconds(value) if f"{value:e}"[0] in "25" else "")
+    panel.xaxis.set_minor_formatter(lambda value, _: seconds(value) if few and f"{value:e}"[0] in "25" else "")
     panel.tick_params(axis="x", which="minor", labelsize=8)
     panel.set_ylabel("% within")
     panel.set_ylim(0, 101)
