@@ -31,9 +31,9 @@ serving = import_module("serving")
 class Steady(serving.Free):
     """The next letter, after 20 ms."""
 
-    def logits(self, tokens, lengths):
+    def step(self, params, cache, x):
         time.sleep(0.02)
-        return super().logits(tokens, lengths)
+        return super().step(params, cache, x)
 
 
 STEADY = f"{Path(__file__)}:Steady"

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi import Paged
 from hibachi.bench import load, loadreport, work
 from hibachi.bench.client import Client, Url
 from hibachi.bench.load import Ask, Form
@@ -58,26 +59,30 @@ class Free:
 
     tokenizer = Tokenizer()
     vocab_size, max_model_len, eos_ids = len(LETTERS), 512, ()
+    params = None
     _next = np.roll(np.eye(len(LETTERS), dtype=np.float32), 1, axis=1)
 
-    def logits(self, tokens, lengths):
-        return self._next[tokens[:, -1]]
+    def cache_spec(self):  # so that one step serves all rows; nothing is kept in it
+        return [Paged(kv_heads=1, k_dim=1, v_dim=1)]
+
+    def step(self, params, cache, x):
+        return self._next[x.tok[x.last].reshape(-1)], cache
 
 
 class Slow(Free):
     """The same, two steps a second."""
 
-    def logits(self, tokens, lengths):
+    def step(self, params, cache, x):
         time.sleep(0.5)
-        return super().logits(tokens, lengths)
+        return super().step(params, cache, x)
 
 
 class Paced(Free):
     """The same, with a step of 5 ms, so that tokens of a stream come one by one."""
 
-    def logits(self, tokens, lengths):
+    def step(self, params, cache, x):
         time.sleep(0.005)
-        return super().logits(tokens, lengths)
+        return super().step(params, cache, x)
 
 
 FREE, PACED, SLOW = (f"{Path(__file__)}:{kind.__name__}" for kind in (Free, Paced, Slow))
