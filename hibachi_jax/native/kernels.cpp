@@ -8,9 +8,9 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "norms.h"
 #include "share.h"
 #include "small.h"
+#include "softmax.h"
 
 namespace ffi = xla::ffi;
 
@@ -112,7 +112,8 @@ static ffi::Error call_layer_norm(ffi::ThreadPool pool, Array x, Array w, ffi::R
   return by_dtype(x, [&](auto type) {
     using T = decltype(type);
     using E = typename T::Element;
-    share(pool, LayerNorm<T>{data<E>(x), data<E>(w), b.has_value() ? data<E>(*b) : nullptr, data<E>(y), rows, dim, eps});
+    const E* added = b.has_value() ? data<E>(*b) : nullptr;
+    share(pool, LayerNorm<T>{{data<E>(x), dim, 1, dim}, data<E>(w), added, {data<E>(y), dim, 1, dim}, rows, dim, eps});
   });
 }
 

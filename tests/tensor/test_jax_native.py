@@ -17,14 +17,15 @@ from hibachi import LLM, Paged, SamplingParams, State, StepInputs, UnsupportedOp
 from hibachi.plan.lower import lower
 from hibachi.tensor.kernels import OPERATIONS, compose
 
+from .native import skip_without
+
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from hibachi_jax import JaxBackend  # noqa: E402
 from hibachi_jax.native.build import compiled, target  # noqa: E402
 
-if compiled.why_missing():
-    pytest.skip(str(compiled.why_missing()), allow_module_level=True)
+skip_without(compiled)
 from hibachi_jax.native.backend import NativeJaxBackend, PackedWeight  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")

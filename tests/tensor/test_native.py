@@ -11,13 +11,14 @@ import pytest
 from hibachi import Paged, StepInputs
 from hibachi.plan.lower import lower
 
+from .native import skip_without
+
 torch = pytest.importorskip("torch")
 from hibachi.tensor.native import build  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.native.build import compiled  # noqa: E402
 
-if compiled.why_missing():
-    pytest.skip(str(compiled.why_missing()), allow_module_level=True)
+skip_without(compiled)
 from hibachi_torch.native.backend import ApartTorchBackend, NativeTorchBackend, _sizes  # noqa: E402
 from hibachi_torch.native.build import library  # noqa: E402
 

@@ -13,11 +13,12 @@ from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
 from hibachi.plan.lower import lower
 
+from .native import skip_without
+
 torch = pytest.importorskip("torch")
 from hibachi_torch.native.build import compiled  # noqa: E402
 
-if compiled.why_missing():
-    pytest.skip(str(compiled.why_missing()), allow_module_level=True)
+skip_without(compiled)
 from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
 from hibachi_torch.native.int8 import Int8TorchBackend  # noqa: E402
 

@@ -1,4 +1,4 @@
-// Layer norms and softmax: functions of whole rows.
+// Softmax: a function of whole rows.
 
 #pragma once
 
@@ -11,39 +11,6 @@ inline Floats only(Floats v, int n, float other) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return n >= LANES ? v : lane < n ? v : all(other);
 }
-
-// y = (x - mean) / sqrt(variance + eps) * w + b, of rows that lie one after another.
-template <class T>
-struct LayerNorm {
-  using Element = typename T::Element;
-
-  const Element *x, *w, *b;  // b: or nullptr
-  Element* y;
-  int64_t rows, dim;
-  float eps;
-
-  int64_t count() const { return rows; }
-  int64_t batch(int) const { return std::max<int64_t>(1, 32768 / dim); }
-
-  void operator()(int64_t i) const {
-    const Element* from = x + i * dim;
-    Floats sums = {}, squares = {};
-    for (int64_t d = 0; d < dim; d += LANES) sums += read_some<T>(from + d, std::min<int64_t>(LANES, dim - d));
-    const float mean = sum(sums) / dim;
-    for (int64_t d = 0; d < dim; d += LANES) {
-      const int n = std::min<int64_t>(LANES, dim - d);
-      Floats v = only(read_some<T>(from + d, n) - mean, n, 0.0f);
-      squares = fma(v, v, squares);
-    }
-    const Floats by = all(1.0f / std::sqrt(sum(squares) / dim + eps));
-    for (int64_t d = 0; d < dim; d += LANES) {
-      const int n = std::min<int64_t>(LANES, dim - d);
-      Floats v = T::rounded((read_some<T>(from + d, n) - mean) * by) * read_some<T>(w + d, n);
-      if (b) v = T::rounded(v) + read_some<T>(b + d, n);
-      write_some<T>(y + i * dim + d, v, n);
-    }
-  }
-};
 
 // y = exp(x - max(x)) / its sum, of rows that lie one after another. A NaN makes the whole row NaN.
 template <class T>
