@@ -181,12 +181,12 @@ class Engine:
             self._suspend(sent)
         plan = self.scheduler.schedule(now)
         self.recorder.note("plan", plan, now)
+        self._suspend(self.scheduler.preempted)
         flight, self._flight = self._flight, None
         if plan is None:
             if flight is not None:
                 self._land(flight, None, began)
             return flight is not None
-        self._suspend(plan.preempted)
         for seq in plan.fresh:
             self.runner.admit(seq)
             channel = seq.owner.channel

@@ -139,6 +139,7 @@ class Scheduler:
         self._end = np.zeros(rows, np.int32)
         self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
         self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
+        self._torn = np.zeros(rows, np.int32)  # `done` when a step was taken back, which may have written behind it
         self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -149,7 +150,7 @@ class Scheduler:
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._deadlines: list[tuple[float, int, Seq]] = []
         self._ripe = 64  # length at which they are looked through
-        self._sent: Sent = []  # preempted since the last plan
+        self.preempted: Sent = []  # who lost its row in the last `schedule`, also where no plan came of it
         self._stuck: tuple[Seq, int] | None = None  # who found too few blocks, and how many there were
         self._numbers = 0
         self._steps = 0
@@ -311,6 +312,7 @@ class Scheduler:
         same = self._generation[plan.rows] == plan.generation
         self._computed[plan.rows[same]] = plan.start[same]
         self._known[plan.rows[same]] -= plan.emit[same]
+        self._torn[plan.rows[same]] = self._done[plan.rows[same]]
         return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
 
     def forget(self) -> Sent:
@@ -328,7 +330,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. now: of the clock that `add` was given."""
         self._steps += 1
-        preempted = False
+        self.preempted = []
         while True:
             if self._left:
                 self._refresh()
@@ -354,8 +356,7 @@ class Scheduler:
             sent = self._grow(seqs, rows, end, self._capacity[rows])
             if not sent:
                 break
-            self._sent += sent
-            preempted = True
+            self.preempted += sent
         published: list[Published] = []
         if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
             # (What no plan notes could not be rolled back.)
@@ -367,7 +368,7 @@ class Scheduler:
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
-        if self.waiting and left > 0 and self._free_rows and not preempted:
+        if self.waiting and left > 0 and self._free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self._known[rows]).tolist()]
             fresh = self._admit(left, at_work, published, restores)
         if fresh:
@@ -385,7 +386,6 @@ class Scheduler:
                 return None
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
-        sent, self._sent = self._sent, []
         emit = end == self._known[rows]
         self._computed[rows] = end
         self._known[rows] += emit
@@ -397,7 +397,7 @@ class Scheduler:
             q=q,
             emit=emit,
             generation=self._generation[rows],
-            preempted=sent,
+            preempted=self.preempted,
             published=published,
             restores=restores,
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
@@ -531,7 +531,7 @@ class Scheduler:
             self._known[row] = self._done[row] = seq.length
             self._computed[row] = self._settled[row] = hit
             self._end[row] = seq.end
-            self._emitted[row] = False
+            self._emitted[row], self._torn[row] = False, 0
             if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
@@ -714,7 +714,8 @@ class Scheduler:
             if self._emitted[row]:
                 done = int(self._done[row])
                 settled = max(settled, done - 1)
-                sound = settled // size if self._known[row] > done else len(seq.blocks)
+                clean = self._known[row] == done != self._torn[row]  # it was written to in steps that succeeded alone
+                sound = len(seq.blocks) if clean else settled // size
             if seq.published > settled // size:  # what a step in flight computes: nobody will hear how it went
                 self.pool.withdraw(seq.blocks[settled // size : seq.published])
             self.pool.release(seq.blocks, sound=sound)

@@ -12,7 +12,7 @@ from hibachi.plan.blocks import BlockPool
 from hibachi.plan.policy import Fair, Priority
 from hibachi.plan.scheduler import Scheduler
 
-from . import test_bounds, test_facts, test_properties
+from . import test_bounds, test_facts, test_properties, test_scheduler
 from .world import drive, random_request, random_world
 
 SEEDS = 400
@@ -70,12 +70,15 @@ MUTANTS = [
     Mutant("chunks before decode rows", Scheduler, "_share",
            "single = np.flatnonzero(want == 1)[: self.budget]", "single = np.flatnonzero(want == 0)", ""),
     Mutant("somebody starts in a step that preempted", Scheduler, "schedule",
-           "preempted = True", "preempted = False", "started in a step that preempted"),
+           "self._free_rows and not self.preempted", "self._free_rows", "started in a step that preempted"),
     Mutant("the generation is not bumped", Scheduler, "_vacate",
            "self._generation[row] += 1", "pass", ""),
     Mutant("what is in flight counts as sound", Scheduler, "_vacate",
-           "sound = settled // size if self._known[row] > done else len(seq.blocks)", "sound = len(seq.blocks)",
+           "clean = self._known[row] == done != self._torn[row]", "clean = done != self._torn[row]",
            "was not wiped", seed=125),
+    Mutant("what a step wrote that was taken back counts as sound", Scheduler, "_vacate",
+           "clean = self._known[row] == done != self._torn[row]", "clean = self._known[row] == done", "",
+           test_scheduler.test_blocks_that_a_step_wrote_to_before_it_was_taken_back_are_overwritten),
     Mutant("sharers are not sent back when the writer failed", Scheduler, "fail",
            "tainted.intersection(s.blocks)", "False", "innocent", seed=189),
     Mutant("blocks of who failed stay known", Scheduler, "fail",

@@ -374,3 +374,44 @@ def test_forget_computes_everything_again_and_nothing_twice():
     assert s.step() == {"a": (0, 4, False), "b": (0, 4, False)}  # a knows 5 tokens: 3 and two that it drew
     assert s.step() == {"a": (4, 1, True), "b": (4, 3, True)}
     assert s.step() == {"a": (5, 1, True), "b": (7, 1, True)}
+
+
+# ---- who lost a row -----------------------------------------------------------------------------------------------
+
+
+def test_who_lost_its_row_is_named_though_no_plan_came_of_it():
+    """At once, not by the plan in which it starts again: its tokens are put away before anybody asks for them."""
+    s = Checked(rows=2, blocks=3, block_size=4)
+    s.new("a", 4, max_new=1)
+    b = s.new("b", 4, max_new=4)
+    first, said = s.plan()
+    assert said == {"a": (0, 4, True), "b": (0, 4, True)}
+    row = b.row
+    assert s.plan() == (None, {}) and s.preempted == [(b, row)]  # a has all its tokens, and b finds no block
+    assert s.done(first) == {"a": Finish.LENGTH}
+    plan, said = s.plan()
+    assert said == {"b": (0, 4, True)} and plan.fresh == [b] and plan.preempted == s.preempted == []
+
+
+def test_blocks_that_a_step_wrote_to_before_it_was_taken_back_are_overwritten():
+    """It may have left NaN behind the last token: a later holder's attention would read them at hidden positions."""
+    s = Checked(rows=2, blocks=8, block_size=4)
+    a = s.new("a", 2, max_new=5)
+    s.step()
+    plan, said = s.plan()
+    assert said == {"a": (2, 1, True)} and s.pool is not None
+    s.rollback(plan)
+    (block,) = a.blocks
+    s.drop(a)
+    assert s.pool.dirty == [block]
+
+
+def test_blocks_are_sound_again_after_the_next_step():
+    s = Checked(rows=2, blocks=8, block_size=4)
+    a = s.new("a", 2, max_new=5)
+    s.step()
+    plan, _ = s.plan()
+    s.rollback(plan)
+    s.step()
+    s.drop(a)
+    assert s.pool is not None and s.pool.dirty == []

@@ -240,12 +240,12 @@ class World:
         plan = s.schedule(self.now)
         self.check()
         must = [r for r in must if r.seq.row >= 0]
+        self.send_back(s.preempted)
         if plan is None:
             assert not must, "a decode row did not get its token"
             return False
         self.steps += 1
         self.judge(plan, order, must)
-        self.send_back(plan.preempted)
         for seq in plan.fresh:
             self.enter(seq)
         for seq, emits in zip(plan.seqs, plan.emit.tolist(), strict=True):
@@ -270,7 +270,7 @@ class World:
             prompts = sum(n for seq, n in zip(plan.seqs, q, strict=True) if n > 1 or seq in fresh)
             assert prompts <= limits.prefill, "more of prompts than the cap allows"
         mine = [seq for seq, _ in plan.preempted if not seq.paused]
-        assert self.depth > 1 or not (mine and fresh), "somebody started in a step that preempted"
+        assert not (mine and fresh), "somebody started in a step that preempted"
         first = next((seq for seq in order if not seq.paused), None)
         assert first is None or first not in mine, "the first in the order of service was preempted"
         if plan.fresh and self.calls % self.every == 0:
