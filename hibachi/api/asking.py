@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,8 +104,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise _no("chat_template", "The server decides it (--chat-template)")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
-    _check_count("messages", body.messages, bounds.messages)
-    asked.messages = [message(m, i) for i, m in enumerate(body.messages)]
+    asked.messages = conversation(body.messages, bounds)
     asked.template = dict(body.chat_template_kwargs or {})
     asked.template["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
@@ -188,6 +188,18 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
     )
+
+
+def conversation(given: Sequence[dict[str, Any]], bounds: Bounds) -> list[dict[str, Any]]:
+    """Messages for a template. Raises Refused."""
+    if not given:
+        raise Refused(
+            'messages is empty: send at least one, such as {"role": "user", "content": "Hello"}.',
+            param="messages",
+            code="empty_array",
+        )
+    _check_count("messages", given, bounds.messages)
+    return [message(m, i) for i, m in enumerate(given)]
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:

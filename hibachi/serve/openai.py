@@ -70,8 +70,7 @@ async def tokenize(served: Served, x: Exchange) -> None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             variables["tools"] = body.tools
-        messages = [asking.message(m, i) for i, m in enumerate(body.messages)]
-        ids = await served.render(messages, variables)
+        ids = await served.render(asking.conversation(body.messages, served.bounds), variables)
     elif body.prompt is not None and body.messages is None:
         ids = served.texts.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:

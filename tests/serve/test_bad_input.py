@@ -72,6 +72,15 @@ def test_bodies_that_say_nothing(server, body):
     assert server.complete("Emma")["choices"]
 
 
+def test_a_conversation_without_messages(server):
+    """Whatever the template would make of it."""
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": []})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == "messages" and error["code"] == "empty_array"
+        assert "send at least one" in error["message"]
+
+
 def test_other_kinds_of_content(server):
     for kind in ("text/plain", "application/xml", "multipart/form-data"):
         assert raw(server, b'{"prompt": "a"}', kind=kind).status_code == 415
