@@ -2,9 +2,10 @@
 
 overhead  64 streams on --model, in this order again and again: the engine alone, the server with the engine in its own
           process, the server with the engine in a child. Expected: at most 10 % less tokens/s than alone.
-stream    128 connections, on the shipped model and on one that costs nothing; the generator runs on the same cores.
-          Expected: 20k tokens/s where the model costs nothing. Tokens that come while a stream
-          is being written share its next chunk.
+stream    128 connections, on the shipped model (NumPy, and --backend in --dtype), on one whose steps take 5 ms, and on
+          one that costs nothing; the generator runs on the same cores. Expected: 8k tokens/s on the shipped model with
+          --backend torch, 20k where it costs nothing. Tokens that come while a stream is being written share its next
+          chunk.
 first     the time to the first token of one request at a time, beside the engine's own. Expected: 5 ms more at most.
 idle      2,000 streams that get a token every half second: memory of each. Expected: 100 KB at most.
 leak      10,000 requests, 30 % of which hang up in the middle: memory and free blocks, before and after.
@@ -245,10 +246,16 @@ def overhead(args) -> None:
 def stream(args) -> None:
     print("stream: 128 connections, 16 tokens in, 128 out; generator and server on the same cores")
     letters = len(LETTERS)
-    for model, vocab, title in (("tiny", 1000, "tiny"), (PACED, letters, "5 ms steps"), (FREE, letters, "no model")):
+    for model, how, vocab, title in (
+        ("tiny", {"backend": "numpy"}, 1000, "tiny, numpy"),
+        ("tiny", {"backend": args.backend, "dtype": args.dtype}, 1000, f"tiny, {args.backend} {args.dtype}"),
+        (PACED, {}, letters, "5 ms steps"),
+        (FREE, {}, letters, "no model"),
+    ):
+        flags = [word for name, value in how.items() for word in (f"--{name}", value)]
         with ExitStack() as stack:
-            engine = stack.enter_context(alone(model, {"max_batch_size": 128}))
-            servers = {k: stack.enter_context(server(model, k, "--max-num-seqs", "128")) for k in KINDS}
+            engine = stack.enter_context(alone(model, {"max_batch_size": 128} | how))
+            servers = {k: stack.enter_context(server(model, k, "--max-num-seqs", "128", *flags)) for k in KINDS}
             rates: dict[str, list[Any]] = {"alone": [], "own": [], "child": []}
             for turn in range(args.repeat):
                 asks = same(128, 16, 128, vocab, turn)
@@ -266,7 +273,7 @@ def stream(args) -> None:
                 said = (
                     f" in {chunks:8.0f} chunks/s; CPU a chunk: server {1e6 * used:4.0f}, generator {1e6 * own:3.0f} µs"
                 )
-                print(f"  {title:10} {kind:6} {rate:8.0f} tokens/s{said if used else ''}", flush=True)
+                print(f"  {title:20} {kind:6} {rate:8.0f} tokens/s{said if used else ''}", flush=True)
 
 
 def first(args) -> None:
