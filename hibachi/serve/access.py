@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from hibachi.serve.exchange import Exchange
 
+_LONGEST = 200  # characters of a path
 log = logging.getLogger("hibachi.request")
 
 
@@ -19,7 +20,7 @@ def tell(x: Exchange, *, quiet: bool = False) -> None:
 
 
 def line(x: Exchange, now: float) -> str:
-    words = [x.method, quote(x.path, safe="/:@+,="), str(x.status)]
+    words = [x.method, quote(x.path, safe="/:@+,=")[:_LONGEST], str(x.status)]
     record = x.record
     if record is not None:
         words.append(f"prompt={record.prompt_tokens} new={record.tokens}")

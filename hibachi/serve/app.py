@@ -110,10 +110,14 @@ def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...]
 
 
 async def _no_route(request: Any, error: Exception) -> Any:
-    from starlette.responses import JSONResponse
-
     assert isinstance(error, HTTPException)
-    what = "allows no such method" if error.status_code == 405 else "does not exist"
-    refused = Refused(f"{request.method} {request.url.path}: this route {what}.", status=error.status_code)
-    body = {"error": {"message": str(refused), "type": refused.kind, "param": None, "code": "not_found"}}
-    return JSONResponse(body, refused.status, dict(error.headers or {}))
+    status, headers = error.status_code, dict(error.headers or {})
+    what = "allows no such method" if status == 405 else "does not exist"
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        x = Exchange(scope, receive, send)
+        told = f"{x.method} {x.path[:200]}: this route {what}."
+        await x.refuse(Refused(told, status=status, code="not_found", headers=headers))
+        tell(x)
+
+    return answer

@@ -32,7 +32,7 @@ async def model(served: Served, x: Exchange) -> None:
 
 async def completions(served: Served, x: Exchange) -> None:
     """Complete prompts: texts or token ids, one or several."""
-    body = read(CompletionBody, await x.body(served.max_body))
+    body = read(CompletionBody, await served.body(x))
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
     ids = [served.encode(p, "prompt", special=asked.special) for p in asked.prompts]
@@ -41,7 +41,7 @@ async def completions(served: Served, x: Exchange) -> None:
 
 async def chat(served: Served, x: Exchange) -> None:
     """Answer a conversation, in the model's chat template."""
-    body = read(ChatBody, await x.body(served.max_body))
+    body = read(ChatBody, await served.body(x))
     name = served.check_name(body.model)
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
@@ -51,7 +51,7 @@ async def chat(served: Served, x: Exchange) -> None:
 
 async def embeddings(served: Served, x: Exchange) -> None:
     """A vector for each input."""
-    body = read(EmbeddingBody, await x.body(served.max_body))
+    body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
     ids = [served.encode(p, "input") for p in asking.embedding(body, served.bounds)]
     for own in ids:
@@ -64,7 +64,7 @@ async def embeddings(served: Served, x: Exchange) -> None:
 
 async def tokenize(served: Served, x: Exchange) -> None:
     """Token ids of a text, or of a conversation."""
-    body = read(TokenizeBody, await x.body(served.max_body))
+    body = read(TokenizeBody, await served.body(x))
     served.check_name(body.model)
     if body.messages is not None and body.prompt is None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
@@ -83,7 +83,7 @@ async def tokenize(served: Served, x: Exchange) -> None:
 
 async def detokenize(served: Served, x: Exchange) -> None:
     """The text of token ids."""
-    body = read(DetokenizeBody, await x.body(served.max_body))
+    body = read(DetokenizeBody, await served.body(x))
     served.check_name(body.model)
     served.check_ids(body.tokens, "tokens")
     await x.json({"prompt": served.vocabulary.text(body.tokens)})

@@ -40,6 +40,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             tenants=tenants,
             timeout=settings.request_timeout or None,
             queue_timeout=settings.queue_timeout or None,
+            arrival=settings.arrival_timeout or None,
         )
         warm(served)
     except BaseException:

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
 
 from hibachi.engine.remote import RemoteEngine
 from hibachi.serve.app import application
+from hibachi.serve.arriving import Arriving
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.signals import end
 from hibachi.serve.state import Served
@@ -37,6 +39,7 @@ def server_of(served: Served, metric_names: str, patience: float, certificate: d
         lifespan="off",
         ws="none",
         server_header=False,
+        http=partial(Arriving, seconds=served.arrival),  # type: ignore[arg-type]  # anything that makes a protocol
         backlog=BACKLOG,
         timeout_keep_alive=KEPT,
         timeout_graceful_shutdown=FLUSHING,
@@ -77,7 +80,7 @@ class Server(uvicorn.Server):
         """In good order; when called again, at once."""
         if self._draining is not None:
             self._abandon(128 + number)
-        self._served.draining = True
+        self._served.drain()
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:

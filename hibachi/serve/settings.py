@@ -181,6 +181,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
         Setting("request-timeout", seconds(), 0.0, "for a request that names none; 0: any time"),
         Setting("queue-timeout", seconds(), 0.0, "to wait, for a request that names none; 0: any time"),
+        Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
         Setting("pause-after", integer(0), 256, "unread tokens, after which a slow reader's request pauses; 0: never"),
         Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
         Setting("max-body-size", size(), "16M", "of a request"),

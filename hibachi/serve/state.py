@@ -26,8 +26,8 @@ class Served:
     """A model being served.
 
     names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
-    of one of the model's, or Jinja source; None: the model's own. waiting: most requests that may wait; None: any
-    number. timeout: seconds for a request that names none.
+    of one of the model's, or Jinja source; None: the model's own. timeout: seconds for a request that names none.
+    arrival: seconds for a body to come.
     """
 
     texts: Texts
@@ -40,6 +40,7 @@ class Served:
     tenants: Tenants = field(default_factory=Tenants)
     timeout: float | None = None
     queue_timeout: float | None = None
+    arrival: float | None = None
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -48,6 +49,36 @@ class Served:
         self.vocabulary = Vocabulary(
             self.texts.tokenizer.token_bytes, lambda ids: self.texts.tokenizer.decode(ids, skip_special_tokens=False)
         )
+        self._arriving: set[asyncio.Timeout] = set()
+
+    # ---- bodies ------------------------------------------------------------------------------------------------
+
+    async def body(self, x: Exchange) -> bytes:
+        """All of it. Raises Refused, Gone, and EngineClosed if the server shuts down before it is here."""
+        self.check_open()
+        try:
+            async with asyncio.timeout(self.arrival) as limit:
+                self._arriving.add(limit)
+                try:
+                    return await x.body(self.max_body)
+                finally:
+                    self._arriving.discard(limit)
+        except TimeoutError:
+            self.check_open()
+            raise Refused(
+                f"The body did not come within {self.arrival:g} seconds. Send it faster, or less of it.",
+                status=408,
+                kind="timeout_error",
+                code="arrival_timeout",
+                headers={"Connection": "close"},
+            ) from None
+
+    def drain(self) -> None:
+        """From now on nothing new is taken, and what has not come whole is new."""
+        self.draining = True
+        for limit in self._arriving:
+            if not limit.expired():
+                limit.reschedule(0.0)
 
     # ---- checks ------------------------------------------------------------------------------------------------
 

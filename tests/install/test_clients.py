@@ -92,6 +92,7 @@ def test_the_official_client_for_node(url, home, expected):
             pytest.skip(f"{program} is not installed")
     (home / "package.json").write_text("{}")
     run("npm", "install", "--no-audit", "--no-fund", "--silent", "openai", cwd=home)
+    print("\n" + run("npm", "ls", "openai", cwd=home).split()[-1])
     script = shutil.copy(CLIENTS / "node_flow.mjs", home)
     check("openai for Node", run("node", script, asked(url), cwd=home), expected)
 

@@ -1,11 +1,13 @@
 """Environments of their own for programs that are not ours."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+VERSIONS = "import importlib.metadata as m, sys; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep=', ')"
 
 
 def run(*command, cwd, **env):
@@ -18,8 +20,11 @@ def run(*command, cwd, **env):
 
 
 def environment(home, *packages):
-    """Its folder of programs."""
+    """Its folder of programs. Says which versions it has of what was asked for."""
     run(sys.executable, "-m", "venv", home / "venv", cwd=home)
     pip = [home / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet"]
     run(*pip, *packages, cwd=home, PIP_CONSTRAINT=str(ROOT / "constraints.txt"))
+    names = [re.split(r"[^\w-]", package)[0] for package in packages]
+    told = run(home / "venv" / "bin" / "python", "-c", VERSIONS, *names, cwd=home)
+    print(f"\n{told.strip()}")
     return home / "venv" / "bin"

@@ -127,7 +127,19 @@ def test_routes_that_are_not_there(server):
         ("GET", "/v1/models/%00%ff/../x", 404),
     ):
         answer = server.client.request(method, path)
-        assert answer.status_code == status and answer.json()["error"]["message"]
+        assert answer.status_code == status and answer.json()["error"]["message"] and answer.headers["x-request-id"]
+
+
+def test_routes_that_are_not_there_are_logged(server, caplog):
+    """Once, and briefly."""
+    with caplog.at_level("INFO", "hibachi.request"):
+        for path in ("/nope", "/" + "ü" * 5000, "/health"):
+            server.client.get(path, headers={"X-Request-Id": "mine"})
+        server.client.delete("/v1/models")
+    lines = [r.getMessage() for r in caplog.records if r.name == "hibachi.request"]
+    assert [line.split()[0] + " " + line.split()[2] for line in lines] == ["GET 404", "GET 404", "DELETE 405"]
+    assert lines[0].startswith("GET /nope 404 total=") and lines[0].endswith(" id=mine")
+    assert max(map(len, lines)) < 300
 
 
 def test_random_bytes_in_the_place_of_fields(server):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -169,9 +170,77 @@ def test_a_server_serves_and_drains(start, engine):
     assert re.search(
         r"POST /v1/completions 200 prompt=\d+ new=3 ttft=\d+\.\d+s total=\d+\.\d+s id=mine tenant=key1", line
     )
-    assert "new=400" in log and " 401 total=" in log and " 503 prompt=" in log
+    assert "new=400" in log and " 401 total=" in log and " 503 total=" in log
     assert "GET /ready" not in log and "Traceback" not in log
     assert "truth" not in log and "sesame" not in log
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+
+
+@contextmanager
+def connected(server, data=b""):
+    with socket.create_connection(("127.0.0.1", int(server.port)), timeout=20) as sock:
+        sock.sendall(data)
+        yield sock
+
+
+def rest(sock):
+    """What comes until the server closes the connection."""
+    said = b""
+    with suppress(ConnectionResetError):
+        while data := sock.recv(4096):
+            said += data
+    return said.decode()
+
+
+def _until(sock, end):
+    said = ""
+    while not said.endswith(end):
+        said += (data := sock.recv(4096)).decode()
+        assert data, said
+    return said
+
+
+def test_what_has_not_come_whole_does_not_hold_up_the_end(start):
+    """Neither half a body nor half the headers; what runs goes on to its end."""
+    server = start().ready()
+    with connected(server, HEAD + b'{"prompt": ') as body, connected(server, HEAD[:30]) as head:
+        answer = server.stream(LONG)
+        text = first(answer)
+        began = time.monotonic()
+        server.popen.send_signal(signal.SIGTERM)
+        said = rest(body)
+        assert said.startswith("HTTP/1.1 503 ") and '"code":"shutting_down"' in said and "retry-after" in said.lower()
+        assert rest(head) == ""
+        assert '"finish_reason":"length"' in text + answer.read().decode()
+        assert server.popen.wait(20) == 0
+        assert time.monotonic() - began < 10  # of the 25 that a request has
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_a_request_that_does_not_come_in_time(start, slow_model):
+    server = start("--arrival-timeout", "0.5", "--engine", "own", model=slow_model).ready()
+    ready = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connected(server) as silent, connected(server, HEAD[:30]) as half, connected(server, HEAD) as body:
+        assert rest(silent) == rest(half) == ""
+        said = rest(body)
+        assert said.startswith("HTTP/1.1 408 ") and '"code":"arrival_timeout"' in said and "0.5 seconds" in said
+    with connected(server, ready[:-1]) as sock, pytest.raises(OSError):
+        for _ in range(100):  # byte by byte is no faster
+            time.sleep(0.05)
+            sock.sendall(b"a")
+    with connected(server) as sock:
+        for _ in range(2):
+            sock.sendall(ready)
+            assert "HTTP/1.1 200 " in _until(sock, '"ok"}')
+            time.sleep(0.8)  # idle: that is allowed
+        sock.sendall(ready[:10])
+        assert rest(sock) == ""
+    answer = server.stream({"prompt": "a", "max_tokens": 30, "stream": True})  # at most twenty a second
+    began, text = time.monotonic(), answer.read().decode()
+    assert time.monotonic() - began > 0.6 and '"finish_reason":"length"' in text
+    assert server.end() == 0 and "Traceback" not in "".join(server.log)
 
 
 def test_what_is_not_done_in_time_is_cut_off(start):

@@ -76,6 +76,7 @@ GIVEN = {
     "max_num_queued_reqs": ("9", 9),
     "request_timeout": ("8", 8.0),
     "queue_timeout": ("7", 7.0),
+    "arrival_timeout": ("3", 3.0),
     "pause_after": ("6", 6),
     "drain_timeout": ("5", 5.0),
     "max_body_size": ("2k", 2048),
