@@ -122,7 +122,8 @@ class CachedRunner:
             return False
         idx = np.flatnonzero(plan.emit)
         jobs = jobs_of(plan, idx)
-        if any(job.channel.pause_after is not None or (job.stop and job.stop.where) for job in jobs):
+        # Two tokens may come before a consumer that is behind is noticed: of the step in flight, and of this one.
+        if any(not job.channel.takes(2) or (job.stop and job.stop.where) for job in jobs):
             return False
         return self.sampler.plain(jobs, plan.rows[idx], plan.end[idx])
 

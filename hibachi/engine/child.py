@@ -115,6 +115,9 @@ class OutChannel(Channel[Any]):
     def full(self) -> bool:
         return self._held and not self.paused
 
+    def takes(self, n: int) -> bool:
+        return not self._held
+
     @property
     def _low(self) -> bool:
         return not self._held

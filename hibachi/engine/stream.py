@@ -85,6 +85,10 @@ class Channel(Generic[T]):
         """As much lies unread as may, and nobody has paused yet."""
         return self.pause_after is not None and len(self.buffer) >= self.pause_after and not self._drained
 
+    def takes(self, n: int) -> bool:
+        """May n more items come before the engine must ask whether we are `full`?"""
+        return self.pause_after is None or len(self.buffer) + n <= self.pause_after
+
     @property
     def paused(self) -> bool:
         return bool(self._drained)

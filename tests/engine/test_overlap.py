@@ -143,13 +143,23 @@ def test_no_step_is_made_for_rows_at_their_limit(serve):
     assert backend.steps == 5
 
 
-def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve):
+@pytest.mark.parametrize("bound", [1, 2, 3, 8])
+def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
     backend = Late()
-    engine = served(serve, backend, pause_after=3)
+    engine = served(serve, backend, pause_after=bound)
     stream = engine.run([1, 2], GREEDY, max_new_tokens=30)
-    until(lambda: engine.health().paused == 1)
-    assert len(stream._channel.buffer if hasattr(stream, "_channel") else []) <= 3
+    until(lambda: engine.health().paused == 1 and engine._worker._engine._flight is None)
+    assert len(stream._channel.buffer) == bound
+    assert backend.ahead == bound - 1
     assert list(stream) == expected([1, 2], 30)
+    finish(engine)
+
+
+def test_a_bound_that_is_far_keeps_nobody_waiting(serve):
+    backend = Late()
+    engine = served(serve, backend, pause_after=64)
+    assert list(engine.run([1, 2], GREEDY, max_new_tokens=20)) == expected([1, 2], 20)
+    assert backend.ahead >= 18
 
 
 @pytest.mark.parametrize("seeded", [False, True])
