@@ -199,12 +199,16 @@ class Engine:
             began = self._begin()
         if failed is not None:
             self._recover(failed, plan)
-        elif launched is None and flight is not None and not self.scheduler.holds(plan).all():
-            self._roll_back(plan, "others have ended")  # it was made for them as well
+        elif launched is None and flight is not None and not self._stands(plan):
+            self._roll_back(plan, "others have ended or wait")  # it was made for them as well
         elif launched is None:
             self._run(plan, began)
         self._flight = launched
         return True
+
+    def _stands(self, plan: StepPlan) -> bool:
+        """Is nobody in the plan gone, or waiting for a consumer, since it was made?"""
+        return bool(self.scheduler.holds(plan).all()) and not (self._paused and any(seq.paused for seq in plan.seqs))
 
     def _begin(self) -> float:
         self._worked = self.runner.tally.seconds
