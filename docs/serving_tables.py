@@ -1,14 +1,20 @@
-"""Writes the tables of serving.md from the code: every setting, every route, and the fields that change nothing.
+"""Writes the tables of serving.md from the code: every setting, every route, and the fields of requests.
 
 python docs/serving_tables.py
 """
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
-from hibachi.api.bodies import IGNORED
+import msgspec
+
+from hibachi.api.asking import REFUSED
+from hibachi.api.bodies import IGNORED, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from hibachi.serve.app import ROUTES
+from hibachi.serve.metrics import PATH
 from hibachi.serve.settings import table
 
 PAGE = Path(__file__).parent / "serving.md"
@@ -19,7 +25,34 @@ def routes() -> str:
         f"| {method} | `{path}` | {'yes' if keyed else 'no'} | {_about(handler)} |"
         for method, path, handler, keyed in ROUTES
     ]
+    rows.append(f"| GET | `{PATH}` | no | figures for Prometheus |")
     return "\n".join(["| | route | takes a key | |", "|---|---|---|---|", *rows])
+
+
+def fields() -> str:
+    text, chat = _fields(CompletionBody), _fields(ChatBody)
+    both = [name for name in text if name in chat]
+    rows = {
+        "both completions": both,
+        "`/v1/completions`": [name for name in text if name not in both],
+        "`/v1/chat/completions`": [name for name in chat if name not in both],
+        "`/v1/embeddings`": _fields(EmbeddingBody),
+        "`/tokenize`": _fields(TokenizeBody),
+        "`/detokenize`": _fields(DetokenizeBody),
+    }
+    return "\n".join(["| | fields |", "|---|---|", *(f"| {route} | {_code(names)} |" for route, names in rows.items())])
+
+
+def _fields(body: type[msgspec.Struct]) -> list[str]:
+    return [f.name for f in msgspec.structs.fields(body) if f.name not in {*IGNORED, *REFUSED}]
+
+
+def _list(names: Iterable[str]) -> str:
+    return textwrap.fill(_code(names) + ".", 124)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _about(handler: object) -> str:
@@ -30,7 +63,9 @@ def _about(handler: object) -> str:
 TABLES = {
     "settings": table,
     "routes": routes,
-    "ignored fields": lambda: ", ".join(f"`{name}`" for name in IGNORED) + ".",
+    "fields": fields,
+    "ignored fields": lambda: _list(IGNORED),
+    "refused fields": lambda: _list(REFUSED),
 }
 
 

@@ -14,13 +14,14 @@ from hibachi.errors import InvalidRequest
 from hibachi.request import SamplingParams, Terms
 
 _LATER = "Guided decoding is not served yet"
-_REFUSED = {
+REFUSED = {
     "suffix": "Insertion is not served",
     "guided_json": _LATER,
     "guided_regex": _LATER,
     "guided_choice": _LATER,
     "guided_grammar": _LATER,
     "structured_outputs": _LATER,
+    "chat_template": "The server decides it (--chat-template)",
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
@@ -100,8 +101,6 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     if body.tool_choice not in (None, "none", "auto"):
         raise _no("tool_choice", f"{_LATER}, so a tool cannot be demanded: 'auto' and 'none' are")
-    if body.chat_template is not None:
-        raise _no("chat_template", "The server decides it (--chat-template)")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
     asked.messages = conversation(body.messages, bounds)
@@ -140,7 +139,7 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
 
 
 def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None) -> Asked:
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if getattr(body, name, UNSET) not in (UNSET, None):
             raise _no(name, why)
     form = body.response_format

@@ -24,6 +24,7 @@ from hibachi.serve.state import Served
 
 log = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"
+PATH = "/metrics"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 TEXT_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})  # a refusal elsewhere is no lost request for text
 WHOLE = ("stop", "length")
@@ -51,7 +52,7 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, R
     async def metrics(_: Served, x: Exchange) -> None:
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text), PLAIN)
 
-    return meter, (("GET", "/metrics", metrics, False),)
+    return meter, (("GET", PATH, metrics, False),)
 
 
 def _others() -> bytes:

@@ -27,6 +27,12 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
     template, defaults = _template(settings.chat_template), _defaults(settings.generation_config)
     texts = (RemoteLLM if settings.engine == "child" else open_texts)(settings.model, **options(settings, tenants))
     try:
+        if template is not None and "{" not in template and template not in texts.tokenizer.chat_templates:
+            known = ", ".join(texts.tokenizer.chat_templates) or "none"
+            raise ConfigError(
+                f"--chat-template {settings.chat_template}: expected a file, Jinja source, or the name of one of the "
+                f"model's templates, of which there are: {known}."
+            )
         own = texts.default_params if defaults is None else defaults
         texts.default_params = own if settings.seed is None else own.with_(seed=settings.seed)
         served = Served(

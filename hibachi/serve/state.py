@@ -138,6 +138,13 @@ class Served:
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         """Ids of a conversation. In a thread, as a template may take its time."""
         tokenizer = self.texts.tokenizer
+        if self.chat_template is None and not tokenizer.chat_templates:
+            raise Refused(
+                "This model has no chat template: send a prompt to /v1/completions. The server can be started with "
+                "a template for it (--chat-template).",
+                param="messages",
+                code="no_chat_template",
+            )
         more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
         text = await asyncio.to_thread(tokenizer.render_chat, messages, **given, **more)

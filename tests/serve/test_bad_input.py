@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from .conftest import site
 from .test_streams import send
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
@@ -79,6 +80,14 @@ def test_a_conversation_without_messages(server):
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "messages" and error["code"] == "empty_array"
         assert "send at least one" in error["message"]
+
+
+def test_a_chat_with_a_model_that_has_no_template(texts):
+    with site(texts) as here:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            error = here.post(path, {"messages": [{"role": "user", "content": "a"}]}).json()["error"]
+            assert error["code"] == "no_chat_template" and error["param"] == "messages"
+            assert "/v1/completions" in error["message"] and "--chat-template" in error["message"]
 
 
 def test_other_kinds_of_content(server):

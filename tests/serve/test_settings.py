@@ -354,6 +354,8 @@ def test_a_chat_template_may_be_a_file_a_name_or_source(opened, tmp_path):
     assert opened(chat_template=as_file(tmp_path, source, "t.jinja")).chat_template == source
     with pytest.raises(ConfigError, match="chat-template"):
         opened(chat_template="{% for %}")
+    with pytest.raises(ConfigError, match=r"--chat-template toolz: .* of which there are: none"):
+        opened(chat_template="toolz")
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
