@@ -35,7 +35,7 @@ def test_the_commands_are_answered(here):
         done = subprocess.run([*words, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "-N" in words:
-            assert done.stdout.count("data: {") >= 8 and done.stdout.endswith("data: [DONE]\n\n")
+            assert done.stdout.count("data: {") >= 2 and done.stdout.endswith("data: [DONE]\n\n")
         else:
             assert json.loads(done.stdout)
 
