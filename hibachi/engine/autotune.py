@@ -219,6 +219,9 @@ def choose(
     taken = {t.operation: t.name for t in trials if t.why_not is None}
     offered = kernels | {op: some for op, some in allowed.items() if op == "buckets"}
     chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
+    if chosen:
+        said = ", ".join(f"{op} {c.name}" for op, c in chosen.items())
+        _log.info("Chosen for %s%s: %s.", sizes.dtype, ", as kept" if known else " by timing them", said)
     return Choice(compose(plain, chosen), sizes.dtype, trials, known, bool(kernels))
 
 

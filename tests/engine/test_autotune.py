@@ -66,9 +66,12 @@ def why(choice, operation="linear"):
     return {t.name: t.why_not for t in choice.trials if t.operation == operation}
 
 
-def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not():
+def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not(caplog):
+    """V-35: one is slower by sleeping, one is broken."""
+    caplog.set_level("INFO", logger="hibachi")
     backend = tunable(*linears(slow=Slow, wrong=Wrong, broken=Broken, plain=NumpyBackend))
     choice = choose(backend, SIZES, deterministic=True, budget=0.05)
+    assert "by timing them: linear plain" in caplog.text
     said = why(choice)
     assert said["plain"] is None and "times the fastest" in said["slow"]
     assert "off by 1.0e-03" in said["wrong"] and said["broken"] == "RuntimeError: no such instruction"
