@@ -7,17 +7,19 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-from hibachi.cli import bench, chat, conformance, demo, doctor, generate, inspect, serve, sim, verify
 from hibachi.errors import HibachiError
 
+COMMANDS = ("demo", "generate", "chat", "serve", "inspect", "doctor", "verify", "conformance", "sim", "bench")
 FAILED = 1
 INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
 BROKEN_PIPE = 141  # and one whose reader went away
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """only: the one command that is parsed, so that the others need not be imported; another word: all of them."""
     top = argparse.ArgumentParser(
         prog="hibachi",
         description="Continuous batching for any autoregressive model.",
@@ -26,25 +28,27 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (demo, generate, chat, serve, inspect, doctor, verify, conformance, sim, bench):
+    for name in (only,) if only in COMMANDS else COMMANDS:
+        module = import_module(f"hibachi.cli.{name}")
         title, _, rest = (module.__doc__ or "").partition("\n")
         sub = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            name,
             help=title,
             description=f"{title[:1].upper()}{title[1:]}.\n{rest}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         module.arguments(sub)
-        sub.set_defaults(run=module.run, parser=sub)
+        sub.set_defaults(run=module.run, parser=sub, command=name)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader went away."""
     _mend_streams()
-    args, rest = parser().parse_known_args(argv)
-    if rest and args.run is not conformance.run:
+    words = sys.argv[1:] if argv is None else argv
+    args, rest = parser(words[0] if words else None).parse_known_args(words)
+    if rest and args.command != "conformance":
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from hibachi.errors import ConfigError
 from hibachi.plan.policy import Fair, Fcfs, Policy, Priority, WaitingServed
+from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.policies"
 SHIPPED: dict[str, Callable[[], Policy]] = {

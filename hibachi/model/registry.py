@@ -6,7 +6,6 @@ import difflib
 import importlib
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +20,7 @@ from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.discover import resolve
+from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.models"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError, HibachiError
 from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.backends"
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
 from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.kernels"
 OPERATIONS = {

@@ -136,7 +136,9 @@ class Preempting(Scheduler):
         if running and self._steps % 3 == 2:
             seq = running[self._steps % len(running)]
             self.times[seq] += 1
-            self._sent.append(self._preempt(seq))
+            seq, row = self._preempt(seq)
+            table = self._key_of.args[0]
+            seq.owner.history = table.kept(row, seq.length)  # as the engine does with those it is told of
         return super().schedule(now)
 
 
