@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -15,7 +15,6 @@ from hibachi.tensor.installed import entry_points
 GROUP = "hibachi.backends"
 
 
-@cache
 def _found() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=GROUP)}
 
