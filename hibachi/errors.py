@@ -14,6 +14,7 @@ HibachiError
 ├── EngineError
 │   ├── EngineClosed                         the engine was closed
 │   ├── NotDeterministic                     with deterministic=True, the model's bits depend on the batch all the same
+│   ├── InternalError                        a defect of hibachi ended this one request; see __cause__
 │   ├── EngineFailed                         the device, the model or the engine's loop failed; see __cause__
 │   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
 ├── BackendError
@@ -94,6 +95,10 @@ class EngineClosed(EngineError):
 
 class EngineFailed(EngineError):
     """The device, the model for every request, or the engine's own loop failed; the original is `__cause__`."""
+
+
+class InternalError(EngineError):
+    """A defect of hibachi ended this one request; the original is `__cause__`. Others go on. Please report it."""
 
 
 class NotDeterministic(EngineError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.faults import Theirs
 from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
@@ -56,7 +57,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
-        self.tally = Tally()
+        self.tally, self.theirs = Tally(), Theirs()
         self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._advanced = False  # states of some rows were stepped, and stored
@@ -93,6 +94,13 @@ class CachedRunner:
             for i in self.states
         ]
 
+    def adopt(self, scheduler: Scheduler) -> None:
+        self.block_table = scheduler.block_table
+        self.rebuild(keep=False)
+
+    def interrupt(self) -> None:
+        pass  # a step is not awaited
+
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
         self.table.fill(seq.row, job.tokens)
@@ -106,7 +114,7 @@ class CachedRunner:
     def run(self, plan: StepPlan) -> Outcome:
         self._advanced = False
         try:
-            return Outcome(*isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend))
+            return isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend, self.theirs)
         except StepFailed as e:
             # Unlike keys and values, states cannot go back: rows that were run apart are one step further.
             e.cache_lost |= self._advanced
@@ -143,7 +151,7 @@ class CachedRunner:
                 with self.tally:
                     drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
-        except Exception as e:
+        except BaseException as e:
             if not self._donating:
                 self.cache = held
             elif not self.backend.usable(self.cache):
@@ -230,7 +238,7 @@ class CachedRunner:
             with self.backend.guard():
                 run = self._recurrent if self.states else self._paged
                 return run(plan, idx, rows, start, q, emit)
-        except Exception as e:
+        except BaseException as e:
             if not self._donating:
                 self.cache = before  # what an asynchronous call returned may be its error
             elif not self.backend.usable(self.cache):
@@ -246,7 +254,7 @@ class CachedRunner:
         return self._part(plan, idx[emit], self._call_model(x), x)
 
     def _call_model(self, x: StepInputs[Array]) -> Array:
-        with self.tally:
+        with self.tally, self.theirs:
             out, self.cache = self._step(self.model.params, self.cache, x)
         return out
 
@@ -334,7 +342,10 @@ class CachedRunner:
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
-        self.tally.call(len(tokens), wanted)
+        shapes = None
+        if self.backend.static_shapes:
+            shapes = (len(tokens), packed.block_table.shape, packed.tile_q.shape, len(packed.last))
+        self.tally.call(len(tokens), wanted, shapes)
         names = [f.name for f in fields(Packed)]
         arrays = [tokens, *(getattr(packed, name) for name in names)]
         if drawn is not None:
@@ -496,8 +507,9 @@ class CachedRunner:
             x = self._inputs(rows[mine], at[mine], each, last)
             place = np.full(x.row.shape[0], size, np.int32)
             place[: len(mine)] = mine
-            with self.tally:
-                out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
+            placed = self.backend.put(place)
+            with self.tally, self.theirs:
+                out, caches = self._step(self.model.params, self._with(work), placed, x)
             work = [caches[i] for i in self.states]
             self.cache = [
                 c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.faults import said
 from hibachi.engine.stream import Channel
 from hibachi.errors import InvalidRequest
 from hibachi.plan.sequence import Seq
@@ -96,8 +97,8 @@ def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBacken
     try:
         hit = where(batch)
         hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
-    except Exception as e:
-        raise InvalidRequest(f"The stop predicate raised {type(e).__name__}: {e}") from e
+    except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+        raise InvalidRequest(f"The stop predicate raised {said(e)}") from e
     if hit.shape != (n,):
         raise InvalidRequest(
             f"The stop predicate must return one bool for each of {n} rows, shape ({n},); got shape {hit.shape}. "

@@ -13,9 +13,10 @@ import numpy as np
 
 from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
+from hibachi.engine.faults import said
 from hibachi.engine.job import Job, TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
-from hibachi.request import SamplingParams
+from hibachi.request import MOST_INT, SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -86,7 +87,7 @@ class RowEdits:
         self._always[row] = bool(
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
-        self._until[row] = start + params.min_tokens if self._stop_tokens(job) else 0
+        self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
         self._kept.pop(row, None)
         if not self._always[row] and not self._until[row]:
             return
@@ -181,8 +182,8 @@ class RowEdits:
         name = getattr(processor, "__qualname__", type(processor).__qualname__)
         try:
             out = processor(list(output), logits)
-        except Exception as e:
-            raise InvalidRequest(f"The logits processor {name} raised {type(e).__name__}: {e}") from e
+        except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+            raise InvalidRequest(f"The logits processor {name} raised {said(e)}") from e
         shape = tuple(getattr(out, "shape", ()))
         if not self.backend.owns(out) or shape != (self.vocab_size,):
             raise InvalidRequest(

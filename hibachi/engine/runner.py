@@ -6,23 +6,18 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds, said
 from hibachi.engine.job import Job, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
-from hibachi.errors import (
-    HibachiError,
-    InvalidModelOutput,
-    InvalidRequest,
-    ModelError,
-    ModelFault,
-    NonFiniteOutput,
-)
-from hibachi.plan.scheduler import StepPlan
+from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput
+from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -48,6 +43,13 @@ class Outcome:
 
     parts: list[Part]
     faults: dict[int, HibachiError]  # by place in the plan
+    short: bool = False  # memory ran out for rows that then succeeded apart
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        self.parts += other.parts
+        self.faults |= other.faults
+        self.short |= other.short
+        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +69,10 @@ class Runner(Protocol):
 
     backend: ArrayBackend
     tally: Tally
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        """Go on with another scheduler, of the same limits, under which nothing has run yet."""
+        ...
 
     def admit(self, seq: Seq) -> None:
         """The sequence has a row now."""
@@ -100,6 +106,10 @@ class Runner(Protocol):
         """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
         ...
 
+    def interrupt(self) -> None:
+        """End an `async def` call of the model, and begin no other. Called from any thread."""
+        ...
+
     def close(self) -> None:
         """Called once, in the engine's thread."""
         ...
@@ -119,60 +129,70 @@ class Launcher(Protocol):
 
 
 class StepFailed(Exception):
-    """The step did not happen, and no row is to blame; the library's error is `__cause__`.
+    """The step did not happen, and no single row is to blame; the library's error is `__cause__`.
 
     why: "memory" ran out, the "device" is lost, or just the "cache", which was given away to a call that failed.
-    cache_lost: re-running rows would compute on nothing.
+    cache_lost: re-running rows would compute on nothing. alone: for "memory", the place in the plan of the row for
+    which there was none when it ran by itself.
     """
 
-    def __init__(self, why: Literal["memory", "device", "cache"], *, cache_lost: bool) -> None:
+    def __init__(
+        self, why: Literal["memory", "device", "cache"], *, cache_lost: bool, alone: int | None = None
+    ) -> None:
         super().__init__(why)
-        self.why, self.cache_lost = why, cache_lost
+        self.why, self.cache_lost, self.alone = why, cache_lost, alone
 
 
-def raise_for_all(e: Exception, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
-    """Raise StepFailed if this error is none of a row's.
+def raise_for_all(e: BaseException, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
+    """Raise StepFailed if the whole step failed rather than one request.
 
     Not by the caller itself: a frame that names its own error would keep it alive, and the arrays of all its frames.
     """
-    if backend.fatal(e):
+    if holds(backend.fatal, e):
         raise StepFailed("device", cache_lost=True) from e
-    if backend.out_of_memory(e):
-        raise StepFailed("memory", cache_lost=cache_lost) from e
     if cache_lost:
-        raise StepFailed("cache", cache_lost=True) from e
+        raise StepFailed("memory" if holds(backend.out_of_memory, e) else "cache", cache_lost=True) from e
 
 
-def isolate(
-    call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, tries: int = 2
-) -> tuple[list[Part], dict[int, HibachiError]]:
+def isolate(call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, theirs: Theirs, tries: int = 2) -> Outcome:
     """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone. Raises StepFailed.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
-    Guilty is who fails twice, the second time alone: a model that fails once harms nobody. g guilty rows of n cost at
-    most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty.
+    A row is guilty if it fails twice, the second time alone: a model that fails once harms no request. g guilty rows of
+    n cost at most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty. Where memory
+    runs out, halves need less of it; a row that has none by itself fails the step.
 
-    Halves keep the order of `idx`; a call gets its rows in the plan's.
+    The model may raise anything, SystemExit and CancelledError as well: no signal comes to the engine's thread.
+    theirs: what the model raised last. Halves keep the order of `idx`; a call gets its rows in the plan's.
     """
     try:
         part = call(np.sort(idx))
     except StepFailed:
         raise
-    except Exception as e:
+    except BaseException as e:
         raise_for_all(e, backend)
-        if len(idx) == 1 and tries == 1:
-            return [], {int(idx[0]): as_fault(e)}
-        half = len(idx) // 2
-        parts, faults = isolate(call, idx[:half], backend, 1) if half else ([], {})
-        more_parts, more_faults = isolate(call, idx[half:], backend, 1)
-        if not faults and not more_faults:
-            then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
-            log.warning("%d rows failed together and %s: %r", len(idx), then, e)
-        return parts + more_parts, faults | more_faults
-    faults = dict(part.faults)
-    if part.bad is not None and part.bad.any():
-        faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
-    return [part], faults
+        failed = e  # the rows run again outside of this handler, which would keep the arrays of its frames alive
+    else:
+        faults = dict(part.faults)
+        if part.bad is not None and part.bad.any():
+            faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+        return Outcome([part], faults)
+    short = holds(backend.out_of_memory, failed)
+    if len(idx) == 1 and tries == 1:
+        if short:
+            raise StepFailed("memory", cache_lost=False, alone=int(idx[0])) from failed
+        return Outcome([], {int(idx[0]): as_fault(failed, theirs)})
+    drop_frames(failed)
+    theirs.raised = None
+    half = len(idx) // 2
+    both = Outcome([], {}, short and half > 0)
+    if half:
+        both += isolate(call, idx[:half], backend, theirs, 1)
+    both += isolate(call, idx[half:], backend, theirs, 1)
+    if not both.faults and not both.short:
+        then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
+        log.warning("%d rows failed together and %s: %s", len(idx), then, said(failed))
+    return both
 
 
 def writers_first(plan: StepPlan) -> Any:
@@ -195,34 +215,42 @@ NOT_FINITE = (
 )
 
 
-def as_fault(e: Exception) -> HibachiError:
-    if isinstance(e, (ModelFault, InvalidRequest)):  # InvalidRequest: of a stop predicate
-        return e
-    fault = ModelError(f"The model raised {type(e).__name__}: {e}")
-    fault.__cause__ = e
-    return fault
-
-
 class Awaiter:
     """Runs `async def forward` to its end, on an event loop of the engine's own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.Runner | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._over = False
 
     def __call__(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
             return result
+        if self._over:
+            if inspect.iscoroutine(result):
+                result.close()
+            raise EngineClosed("The engine is closed, and awaits its model no more. Make a new one.")
         if self._loop is None:
             self._loop = asyncio.Runner()
-        return self._loop.run(_await(result))
+        try:
+            return self._loop.run(self._await(result))
+        finally:
+            self._task = None
+
+    async def _await(self, awaitable: Any) -> Any:
+        self._task = asyncio.current_task()
+        return await awaitable
+
+    def interrupt(self) -> None:
+        """Cancel what is awaited, and await nothing more. Called from any thread."""
+        self._over = True
+        if (task := self._task) is not None:
+            with suppress(RuntimeError):  # the loop has just been closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def check_output(

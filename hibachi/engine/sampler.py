@@ -58,7 +58,7 @@ class RowSampler:
         params, row = job.sampling, job.seq.row
         self._path[row] = path_of(params, self.vocab_size)
         self._temperature[row], self._seed[row] = params.temperature, job.seed
-        self._top_k[row], self._top_p[row] = max(params.top_k, 0), params.top_p
+        self._top_k[row], self._top_p[row] = min(max(params.top_k, 0), self.vocab_size), params.top_p
         self._min_p[row], self._typical_p[row] = params.min_p, params.typical_p
         self._edits.admit(job)
 

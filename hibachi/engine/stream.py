@@ -80,6 +80,10 @@ class Channel(Generic[T]):
             own.post()
         return True
 
+    def renew(self) -> None:
+        """After a fork, where the thread that held the lock may be gone."""
+        self._ending = threading.RLock()
+
     @property
     def full(self) -> bool:
         """As much lies unread as may, and nobody has paused yet."""

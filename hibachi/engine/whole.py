@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.faults import Theirs
 from hibachi.engine.job import Job, TokenTable, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
 from hibachi.engine.sampler import RowSampler
-from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -37,7 +38,13 @@ class WholeRunner:
         self.forward = model.logits if sampler else model.forward
         self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
-        self.wait, self.tally = Awaiter(), Tally()
+        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        pass  # nothing of a scheduler is kept here
+
+    def interrupt(self) -> None:
+        self.wait.interrupt()
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
@@ -55,9 +62,7 @@ class WholeRunner:
             groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
         outcome = Outcome([], {})
         for idx in groups:
-            parts, faults = isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend)
-            outcome.parts += parts
-            outcome.faults |= faults
+            outcome += isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend, self.theirs)
         return outcome
 
     def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
@@ -67,8 +72,9 @@ class WholeRunner:
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
             shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
-            self.tally.call(len(shown_rows) * width, int(lengths.sum()))
-            with self.tally:
+            shapes = (len(shown_rows), width) if self.backend.static_shapes else None
+            self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
+            with self.tally, self.theirs:
                 out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
                 check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
@@ -140,7 +146,13 @@ class FeedforwardRunner:
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         self.model, self.backend = model, backend
         self.name = f"{type(model).__name__}.forward"
-        self.wait, self.tally = Awaiter(), Tally()
+        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        pass  # nothing of a scheduler is kept here
+
+    def interrupt(self) -> None:
+        self.wait.interrupt()
 
     def admit(self, seq: Seq) -> None:
         pass
@@ -151,15 +163,17 @@ class FeedforwardRunner:
             groups.setdefault((seq.owner.prompt.shape, seq.owner.prompt.dtype), []).append(i)
         outcome = Outcome([], {})
         for members in groups.values():
-            parts, faults = isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend)
-            outcome.parts += parts
-            outcome.faults |= faults
+            outcome += isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend, self.theirs)
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
-        self.tally.call(len(idx), len(idx))
+        batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
+        shapes = (batch.shape, batch.dtype) if self.backend.static_shapes else None
+        self.tally.call(len(idx), len(idx), shapes)
         with self.backend.guard(), self.tally:
-            out = self.wait(self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)]))))
+            x = self.backend.put(batch)
+            with self.theirs:
+                out = self.wait(self.model.forward(x))
         if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
             check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
         bad = None

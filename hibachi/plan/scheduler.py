@@ -146,6 +146,7 @@ class Scheduler:
         self._running: list[Seq] = []  # in the order of service
         self._rows: Index = np.zeros(0, np.intp)  # their rows
         self._left = False  # somebody left `_running`
+        self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._deadlines: list[tuple[float, int, Seq]] = []
@@ -155,6 +156,16 @@ class Scheduler:
         self._numbers = 0
         self._steps = 0
         self.waiting = 0  # without those who were cancelled in the queue
+
+    def fresh(self, policy: Policy) -> Scheduler:
+        """An empty scheduler of the same limits, whose counters go on."""
+        new = Scheduler(self.limits, policy, self._key_of)
+        new.counts = self.counts
+        if new.pool and self.pool:
+            new.pool.evictions = self.pool.evictions
+        if new.checkpoints and self.checkpoints:
+            new.checkpoints.evictions = self.checkpoints.evictions
+        return new
 
     @property
     def running(self) -> int:
@@ -181,6 +192,7 @@ class Scheduler:
         self._numbers += 1
         seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len
         seq.rank = self.policy.rank(seq)
+        self._queue(seq)  # a policy that raises has queued nothing
         for time in (seq.start_by, seq.deadline):
             if time is not None:
                 heapq.heappush(self._deadlines, (time, seq.number, seq))
@@ -188,7 +200,6 @@ class Scheduler:
             self._deadlines = [item for item in self._deadlines if item[2].finish is None]
             heapq.heapify(self._deadlines)
             self._ripe = max(64, 2 * len(self._deadlines))
-        self._queue(seq)
 
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
         """End a waiting or running sequence; False if it has ended before."""
@@ -251,6 +262,11 @@ class Scheduler:
     def limit(self, budget: int) -> None:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""
         self.budget = max(1, budget)
+
+    def slow(self, seq: Seq, tokens: int) -> None:
+        """At most `tokens` of this sequence in a step from now on."""
+        seq.most = max(1, tokens)
+        self._slow = True
 
     def prefilling(self, seq: Seq) -> bool:
         """Does it hold a row, and has nothing been sampled from it since it got it?"""
@@ -343,6 +359,8 @@ class Scheduler:
             q = np.minimum(self._known[rows], self._end[rows] - 1) - start
             if self.checkpoints:
                 q = self._to_marks(seqs, rows, start, q)
+            if self._slow:
+                q = np.minimum(q, np.fromiter((s.most or _NEVER for s in seqs), np.int32, len(seqs)))
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             left = self.budget - (len(q) if decode else int(q.sum()))
             if left < 0 or not decode:
@@ -521,7 +539,7 @@ class Scheduler:
             row = seq.row = self._free_rows.pop()
             self._paused += seq.paused
             hit = seq.reused = known * limits.block_size
-            q = min(seq.length - hit, left, limits.chunk)
+            q = min(seq.length - hit, left, seq.most or limits.chunk)
             if self.checkpoints and seq.keys is not None:
                 mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
                 q = q if mark is None else min(q, mark - hit)
@@ -686,11 +704,11 @@ class Scheduler:
         return Committed(alive, finished)
 
     def _queue(self, seq: Seq) -> None:
-        self.waiting += 1
         if seq.paused:
             self._parked.add(seq)
         else:
             self.policy.push(seq)
+        self.waiting += 1
 
     def _preempt(self, seq: Seq) -> tuple[Seq, int]:
         """Back to the queue, in its place; what it published stays known. Returns it, and the row that it had."""
