@@ -208,6 +208,20 @@ def test_nobody_overtakes_who_waits_for_blocks():
     assert len(big.blocks) == 4
 
 
+@pytest.mark.parametrize("blocks, starts", [(7, False), (8, True)])
+def test_who_was_preempted_starts_again_with_a_block_to_spare_for_each_that_runs(blocks, starts):
+    """Else it would take the block that the other asks for next, and be preempted at once."""
+    s = Checked(rows=3, blocks=blocks, block_size=4)
+    others = [s.new(name, 3, max_new=12) for name in "ab"]
+    c = s.new("c", 3, max_new=12)
+    while not s.preempted:
+        s.step()
+    assert (c.row, c.length) == (-1, 9) and s.running == 2
+    s.drop(others[1])
+    assert s.pool is not None and s.pool.free == 3 + starts  # it needs three, and one runs
+    assert s.step() == {"a": (9, 1, True)} | ({"c": (0, 9, True)} if starts else {})
+
+
 def test_all_blocks_come_back():
     s = Checked(blocks=9, block_size=2, rows=3)
     for name, n in ("a", 3), ("b", 5), ("c", 2):
