@@ -6,7 +6,6 @@ The order is that of `SamplingParams`. Rows that want nothing are never looked a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,8 @@ class RowEdits:
         self._counted = np.zeros(rows, np.int32)  # tokens of the row that are in `_counts`
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        self._copy, self._keep, self._add, self._penalise = _programs(backend)
+        parts = (_copy, edits.keep_only, edits.add_bias, edits.penalise)
+        self._copy, self._keep, self._add, self._penalise = map(backend.program, parts)
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
@@ -202,13 +202,6 @@ class RowEdits:
 
 def penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-@lru_cache(maxsize=16)
-def _programs(backend: ArrayBackend) -> tuple[Callable[..., Any], ...]:
-    """Compiled once for all engines on a backend."""
-    parts = (_copy, edits.keep_only, edits.add_bias, edits.penalise)
-    return tuple(backend.compile(partial(part, backend)) for part in parts)
 
 
 def _copy(backend: ArrayBackend, logits: Array, at: Array) -> tuple[Array, Array]:
