@@ -95,7 +95,7 @@ class CachedRunner:
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.tokens)
+        self.table.fill(seq.row, job.history)
         self._unscored[seq.row] = job.unscored
         self._embeds.pop(seq.row, None)
         if job.embeds is not None:
@@ -186,7 +186,7 @@ class CachedRunner:
         self.table.write(rows, positions, part.tokens[keep])
 
     def suspend(self, seq: Seq, row: int) -> None:
-        seq.owner.history = self.table.kept(row, seq.length)
+        self.table.leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         rows, slots = self._places(pairs)
@@ -324,9 +324,7 @@ class CachedRunner:
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
-        if drawn is not None:
-            self.table.window(rows[:0], int(packed.pos.max()) + 1)  # tokens to come have a place
-        tokens = self.table.values[rows[packed.seg], packed.pos]
+        tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
         if static or self._pads:
@@ -452,7 +450,7 @@ class CachedRunner:
         places = np.delete(np.arange(ends[-1]), samples)
         position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
-        tokens[places] = self.table.values[rows[row], position]
+        tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         with self.tally:
             found = self.sampler.logprobs(out, tokens, wanted.tolist())

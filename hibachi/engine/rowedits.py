@@ -151,7 +151,7 @@ class RowEdits:
         banned = self._stop_tokens(job) if position < self._until[row] else []
         if job.bad_words:
             longest = max(map(len, job.bad_words))
-            output = tuple(self.table.values[row, max(start, position + 1 - longest) : position].tolist())
+            output = tuple(self.table.read(row, max(start, position + 1 - longest), position).tolist())
             banned = [*banned, *(w[-1] for w in job.bad_words if len(w) == 1 or output[1 - len(w) :] == w[:-1])]
         if banned:
             bias[np.isin(ids, banned)] = -np.inf  # everywhere: a list is padded with its first token
@@ -161,7 +161,7 @@ class RowEdits:
         for i, job in enumerate(jobs):
             if processors := job.sampling.logits_processors:
                 row, start = job.seq.row, job.seq.prompt_len
-                output = self.table.values[row, start : positions[i]].tolist()
+                output = self.table.read(row, start, int(positions[i])).tolist()
                 try:
                     logits = x[i, ...]
                     for processor in processors:
@@ -195,7 +195,7 @@ class RowEdits:
         """Bring the counts of a row up to its `position`."""
         row = job.seq.row
         if penalised(job.sampling):
-            for token in self.table.values[row, self._counted[row] : position].tolist():
+            for token in self.table.read(row, int(self._counted[row]), position).tolist():
                 self._counts.add(row, token, 1)
             self._counted[row] = position
 
