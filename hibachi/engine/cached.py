@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class CachedRunner:
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
         self.tally = Tally()
-        self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
+        self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
@@ -99,7 +100,7 @@ class CachedRunner:
         self._unscored[seq.row] = job.unscored
         self._embeds.pop(seq.row, None)
         if job.embeds is not None:
-            self._embeds[seq.row] = job.embeds
+            self._embeds[seq.row] = job
         if self.sampler:
             self.sampler.admit(job)
 
@@ -275,7 +276,8 @@ class CachedRunner:
 
         Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
         """
-        given = np.array([len(self._embeds.get(row, ())) for row in rows.tolist()], np.int32)
+        embeds = self._embeds
+        given = np.array([embeds[row].seq.prompt_len if row in embeds else 0 for row in rows.tolist()], np.int32)
         embedded = np.clip(given - start, 0, q)
         for first, each, sizes in ((start, embedded, self.sizes[:1]), (start + embedded, q - embedded, self.sizes)):
             ends = np.cumsum(each, dtype=np.int32)
@@ -350,7 +352,8 @@ class CachedRunner:
 
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
         """The same with the embeddings of prompts that are given so, if this step computes some of them."""
-        mine = [(i, self._embeds[row]) for i, row in enumerate(rows.tolist()) if row in self._embeds]
+        jobs = [(i, self._embeds.get(row)) for i, row in enumerate(rows.tolist())]
+        mine = [(i, job.embeds) for i, job in jobs if job is not None and job.embeds is not None]
         mine = [(i, e) for i, e in mine if start[i] < len(e)]
         if not mine:
             return x

@@ -20,7 +20,7 @@ SIDE_BY_SIDE = 64, 1024  # the newest tokens of each row in the table: at least 
 TABLE_BYTES = 2**22  # and between the two as many as take no more than this
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """What the engine keeps of a request, beside the scheduler's `Seq`."""
 
@@ -34,6 +34,7 @@ class Job:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
     known: History | None = None  # see `history`
+    changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
 
     @property
