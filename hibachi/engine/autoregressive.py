@@ -238,9 +238,9 @@ class AutoregressiveBatchInference(Service):
         seq = Seq(len(host), None if limit is None else int(limit), priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
+        self._scheduler.fit(seq.prompt_len, seq.max_new)
         if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
             seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
-        self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
@@ -427,9 +427,9 @@ class AutoregressiveBatchInference(Service):
 
 def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
     """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
-    known, end = seq.owner.tokens, (n + 1) * size
-    tokens = known if end <= len(known) else table.values[seq.row]
-    return tokens[n * size : end].tobytes()
+    history, start, end = seq.owner.history, n * size, (n + 1) * size
+    tokens = history.read(start, end) if end <= history.length else table.read(seq.row, start, end)
+    return tokens.tobytes()
 
 
 def level_of(model: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class CachedRunner:
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
         self.tally, self.theirs = Tally(), Theirs()
-        self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
+        self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
@@ -103,11 +104,11 @@ class CachedRunner:
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.tokens)
+        self.table.fill(seq.row, job.history)
         self._unscored[seq.row] = job.unscored
         self._embeds.pop(seq.row, None)
         if job.embeds is not None:
-            self._embeds[seq.row] = job.embeds
+            self._embeds[seq.row] = job
         if self.sampler:
             self.sampler.admit(job)
 
@@ -194,7 +195,7 @@ class CachedRunner:
         self.table.write(rows, positions, part.tokens[keep])
 
     def suspend(self, seq: Seq, row: int) -> None:
-        seq.owner.history = self.table.kept(row, seq.length)
+        self.table.leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         rows, slots = self._places(pairs)
@@ -283,7 +284,8 @@ class CachedRunner:
 
         Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
         """
-        given = np.array([len(self._embeds.get(row, ())) for row in rows.tolist()], np.int32)
+        embeds = self._embeds
+        given = np.array([embeds[row].seq.prompt_len if row in embeds else 0 for row in rows.tolist()], np.int32)
         embedded = np.clip(given - start, 0, q)
         for first, each, sizes in ((start, embedded, self.sizes[:1]), (start + embedded, q - embedded, self.sizes)):
             ends = np.cumsum(each, dtype=np.int32)
@@ -332,9 +334,7 @@ class CachedRunner:
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
-        if drawn is not None:
-            self.table.window(rows[:0], int(packed.pos.max()) + 1)  # tokens to come have a place
-        tokens = self.table.values[rows[packed.seg], packed.pos]
+        tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
         if static or self._pads:
@@ -363,7 +363,8 @@ class CachedRunner:
 
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
         """The same with the embeddings of prompts that are given so, if this step computes some of them."""
-        mine = [(i, self._embeds[row]) for i, row in enumerate(rows.tolist()) if row in self._embeds]
+        jobs = [(i, self._embeds.get(row)) for i, row in enumerate(rows.tolist())]
+        mine = [(i, job.embeds) for i, job in jobs if job is not None and job.embeds is not None]
         mine = [(i, e) for i, e in mine if start[i] < len(e)]
         if not mine:
             return x
@@ -463,7 +464,7 @@ class CachedRunner:
         places = np.delete(np.arange(ends[-1]), samples)
         position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
-        tokens[places] = self.table.values[rows[row], position]
+        tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         with self.tally:
             found = self.sampler.logprobs(out, tokens, wanted.tolist())

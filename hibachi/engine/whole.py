@@ -48,7 +48,7 @@ class WholeRunner:
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.tokens)
+        self.table.fill(seq.row, job.history)
         if self.sampler:
             self.sampler.admit(job)
 
@@ -109,12 +109,9 @@ class WholeRunner:
 
     def _batch(self, rows: Any, lengths: Any, width: int) -> HostArray:
         """[B, S, *tok], padded on the left."""
-        batch: HostArray = self.table.window(rows, width)
-        if self.padding is not None:
-            for i in np.flatnonzero(lengths != width).tolist():
-                pad = width - int(lengths[i])
-                batch[i, pad:] = self.table.values[rows[i], : lengths[i]]
-                batch[i, :pad] = self.padding
+        batch = self.table.window(rows, lengths, width)
+        for i in np.flatnonzero(lengths != width).tolist():
+            batch[i, : width - int(lengths[i])] = self.padding
         return batch
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
@@ -125,7 +122,7 @@ class WholeRunner:
         pass
 
     def suspend(self, seq: Seq, row: int) -> None:
-        seq.owner.history = self.table.kept(row, seq.length)
+        self.table.leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         pass  # there are no states

@@ -6,8 +6,9 @@ The first half are the nine operations with their checks; the second half is wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,9 +67,14 @@ class ArrayBackend:
         self.xp, self.device = xp, device
         self.name = name or (self.name if type(self) is not ArrayBackend else xp.__name__)
         self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with: it may be given another `compile`, so it makes its own programs."""
+        return self.__dict__ | {"_programs": {}}
 
     @property
     def ladder(self) -> tuple[int, int]:
@@ -494,6 +500,17 @@ class ArrayBackend:
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
+
+    def program(self, fn: Callable[..., Any], *given: Hashable) -> Callable[..., Any]:
+        """`fn(self, *given, ...)`, compiled once for all engines on this backend; it is kept as long as the backend.
+
+        fn: a function of a module, as an equal one is what the program is found by.
+        """
+        key = (fn, *given)
+        found = self._programs.get(key)
+        if found is None:  # of two threads that come at once, both get the first one's
+            found = self._programs.setdefault(key, self.compile(partial(fn, self, *given)))
+        return found
 
     def candidates(self) -> Sequence[Any]:
         """The ways to compute each operation that are worth timing, as `hibachi.tensor.kernels.Candidate`s; none: there

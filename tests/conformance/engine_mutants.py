@@ -636,7 +636,7 @@ def overtake(admit: Any, *args: Any) -> Any:
 
 def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
     suspend(seq, row)
-    seq.owner.history[-1] = 0
+    seq.owner.history._pieces[-1][-1] = 0
 
 
 def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
