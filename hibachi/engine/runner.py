@@ -96,10 +96,6 @@ class Runner(Protocol):
         """(row, checkpoint): keep the recurrent state of each row."""
         ...
 
-    def wipe(self, blocks: list[int]) -> None:
-        """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
-        ...
-
     def close(self) -> None:
         """Called once, in the engine's thread."""
         ...

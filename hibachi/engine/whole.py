@@ -127,9 +127,6 @@ class WholeRunner:
     def save(self, pairs: list[tuple[int, int]]) -> None:
         pass
 
-    def wipe(self, blocks: list[int]) -> None:
-        pass
-
     def close(self) -> None:
         self.wait.close()
 
@@ -181,9 +178,6 @@ class FeedforwardRunner:
         pass  # there are no states
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
-
-    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:
