@@ -78,7 +78,6 @@ class CachedRunner:
         self._step = self.backend.compile(step, donate=(1,) if donate else ())
         self._gather = self.backend.compile(self._gather_states)
         self._scatter = self.backend.compile(self._scatter_states)
-        self._wipe = self.backend.compile(self.backend.wipe, donate=(0,) if donate else ())
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
 
     def _make_cache(self) -> None:
@@ -219,15 +218,6 @@ class CachedRunner:
 
     def _copy_states(self, into: Array, to: Array, source: Array, at: Array) -> Array:
         return self.backend.scatter_rows(into, to, self.backend.take(source, at))
-
-    def wipe(self, blocks: list[int]) -> None:
-        padded = np.zeros(1 << max(len(blocks) - 1, 7).bit_length(), np.int32)  # in few shapes; block 0 is nobody's
-        padded[: len(blocks)] = blocks
-        with self.backend.guard():
-            wiped = self.backend.put(padded)
-            for i, layer in enumerate(self.spec):
-                if isinstance(layer, Paged):
-                    self.cache[i] = self._wipe(self.cache[i], wiped)
 
     def close(self) -> None:
         pass

@@ -337,14 +337,11 @@ class Engine:
             self._wakeups.post()
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Overwrite the blocks that may hold NaN, and put back the states that were kept. Raises StepFailed."""
-        pool = self.scheduler.pool
+        """Put back the states that were kept. Raises StepFailed."""
+        if not plan.restores:
+            return
         try:
-            if pool and pool.dirty:
-                self.runner.wipe(pool.dirty)
-                pool.dirty.clear()
-            if plan.restores:
-                self.runner.restore(plan.restores)
+            self.runner.restore(plan.restores)
         except Exception as e:
             raise_for_all(e, self.runner.backend, cache_lost=True)
 

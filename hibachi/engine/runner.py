@@ -102,10 +102,6 @@ class Runner(Protocol):
         """(row, checkpoint): keep the recurrent state of each row."""
         ...
 
-    def wipe(self, blocks: list[int]) -> None:
-        """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
-        ...
-
     def interrupt(self) -> None:
         """End an `async def` call of the model, and begin no other. Called from any thread."""
         ...

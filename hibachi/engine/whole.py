@@ -130,9 +130,6 @@ class WholeRunner:
     def save(self, pairs: list[tuple[int, int]]) -> None:
         pass
 
-    def wipe(self, blocks: list[int]) -> None:
-        pass
-
     def close(self) -> None:
         self.wait.close()
 
@@ -192,9 +189,6 @@ class FeedforwardRunner:
         pass  # there are no states
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
-
-    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:

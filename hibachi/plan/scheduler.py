@@ -139,7 +139,6 @@ class Scheduler:
         self._end = np.zeros(rows, np.int32)
         self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
         self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
-        self._torn = np.zeros(rows, np.int32)  # `done` when a step was taken back, which may have written behind it
         self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -328,7 +327,6 @@ class Scheduler:
         same = self._generation[plan.rows] == plan.generation
         self._computed[plan.rows[same]] = plan.start[same]
         self._known[plan.rows[same]] -= plan.emit[same]
-        self._torn[plan.rows[same]] = self._done[plan.rows[same]]
         return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
 
     def forget(self) -> Sent:
@@ -336,7 +334,6 @@ class Scheduler:
         sent = [self._preempt(seq) for seq in self._running if seq.row >= 0]
         if self.pool:
             self.pool.reset()
-            self.pool.dirty.clear()
         if self.checkpoints:
             self.checkpoints.reset()
         return sent
@@ -549,7 +546,7 @@ class Scheduler:
             self._known[row] = self._done[row] = seq.length
             self._computed[row] = self._settled[row] = hit
             self._end[row] = seq.end
-            self._emitted[row], self._torn[row] = False, 0
+            self._emitted[row] = False
             if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
@@ -728,15 +725,11 @@ class Scheduler:
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            sound, settled, size = 0, int(self._settled[row]), self.limits.block_size
-            if self._emitted[row]:
-                done = int(self._done[row])
-                settled = max(settled, done - 1)
-                clean = self._known[row] == done != self._torn[row]  # it was written to in steps that succeeded alone
-                sound = len(seq.blocks) if clean else settled // size
-            if seq.published > settled // size:  # what a step in flight computes: nobody will hear how it went
-                self.pool.withdraw(seq.blocks[settled // size : seq.published])
-            self.pool.release(seq.blocks, sound=sound)
+            emitted, settled = self._emitted[row], int(self._settled[row])
+            full = (max(settled, int(self._done[row]) - 1) if emitted else settled) // self.limits.block_size
+            if seq.published > full:  # what a step in flight computes: nobody will hear how it went
+                self.pool.withdraw(seq.blocks[full : seq.published])
+            self.pool.release(seq.blocks, sound=full if emitted else 0)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):
                 self.checkpoints.release(slot)

@@ -313,9 +313,18 @@ class ArrayBackend:
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
         return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
 
-    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
-        """The paged cache of a layer with zeros in `blocks` [n]; an index may occur twice. May reuse `cache`."""
-        return tuple(self.scatter_rows(half, blocks, self.xp.zeros_like(self.take(half, blocks))) for half in cache)
+    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
+        """Keys [N, span, kv_heads, k_dim] and values of the row of each query tile, for `attend`.
+
+        Values from x.kv_len on are zeros, whatever the cache holds there: they are multiplied by weights of 0, and
+        0 * NaN is NaN. Of keys anything may come, as their scores are replaced.
+        """
+        xp, (keys, values) = self.xp, cache
+        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
+        shape = table.shape[0], table.shape[1] * keys.shape[1]
+        kt, vt = (xp.reshape(self.take(half, table), (*shape, *half.shape[2:])) for half in (keys, values))
+        beyond = self._positions(shape[1])[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
+        return kt, xp.where(beyond[:, :, None, None], xp.zeros_like(vt[:1, :1, :1, :1]), vt)
 
     def attend(
         self,
@@ -335,21 +344,20 @@ class ArrayBackend:
         scale: of the scores; None: k_dim ** -0.5. window: a query sees the last `window` positions, its own among
         them; None: all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim], cache).
 
-        The order is part of the contract: requests of one step may share blocks that are written in that step. The
-        reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
+        The order is part of the contract: requests of one step may share blocks that are written in that step.
+
+        So is what has no influence: positions from x.kv_len on. Until a row has written to them, its blocks hold what
+        their last owner left, and block 0, which pads the table, what padding wrote: NaN, perhaps, and 0 * NaN is NaN.
+
+        The reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
         """
         xp = self.xp
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
         group = heads // kv_heads
-        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
-        span = table.shape[1] * keys.shape[1]
-        kt = xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim))
-        vt = xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2]))
-        if self.static_shapes:  # short rows see block 0, where padding may have written NaN, and 0 * NaN is NaN
-            beyond = self._positions(span)[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
-            kt, vt = (xp.where(beyond[:, :, None, None], xp.zeros_like(t), t) for t in (kt, vt))
+        kt, vt = self.read_cache((keys, values), x)
+        span = kt.shape[1]
         kt, vt = xp.permute_dims(kt, (0, 2, 3, 1)), xp.permute_dims(vt, (0, 2, 1, 3))
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
@@ -359,8 +367,8 @@ class ArrayBackend:
         at = self.take(x.pos, x.tile_q)[:, :, None]  # [N, tile, 1] position of each query
         seen = self._positions(span)[None, None, :]
         hidden = seen > at if window is None else xp.logical_or(seen > at, seen <= at - window)
-        bias = xp.where(hidden, self._scalar(-math.inf), self._scalar(0.0))[:, None, None, :, :]
-        scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span)) + bias
+        scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span))
+        scores = xp.where(hidden[:, None, None, :, :], self._scalar(-math.inf), scores)
         weights = xp.astype(self.softmax(scores), v.dtype)
         out = xp.matmul(xp.reshape(weights, (tiles, kv_heads, group * tile, span)), vt)
         out = xp.permute_dims(xp.reshape(out, (tiles, kv_heads, group, tile, v.shape[2])), (0, 3, 1, 2, 4))
