@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -25,6 +26,15 @@ class NumpyBackend(ArrayBackend):
 
     def owns(self, t: Any) -> bool:
         return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
+
+    def unfit(self, t: Array) -> str | None:
+        return "masked" if isinstance(t, np.ma.MaskedArray) else None
+
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        return [a.copy() for a in arrays]
+
+    def copy(self, t: Array) -> Array:
+        return np.array(t)
 
     def quantized(self, how: str) -> ArrayBackend:
         raise UnsupportedOperation(
