@@ -560,6 +560,10 @@ class CheckedStep:
     backend: ArrayBackend
     name: str
 
+    @property
+    def __name__(self) -> str:  # of the program, where a library compiles it
+        return "step"
+
     def __call__(
         self, params: Any, cache: Sequence[LayerCache], x: StepInputs[Array]
     ) -> tuple[Array, list[LayerCache]]:
@@ -569,18 +573,19 @@ class CheckedStep:
         out, new = result
         if not isinstance(new, (tuple, list)) or len(new) != len(cache):
             raise self._wrong(f"the cache as a list of {len(cache)} layers, as it was given", new)
-        return out, [self._like(old, layer, i) for i, (old, layer) in enumerate(zip(cache, new, strict=True))]
+        return out, [
+            layer if layer is old or _alike(layer, old) else self._like(old, layer, i)
+            for i, (old, layer) in enumerate(zip(cache, new, strict=True))
+        ]
 
     def _like(self, old: LayerCache, new: LayerCache, i: int) -> LayerCache:
-        """`new`, if it is of the kind and the shape of `old`."""
-        if new is old:
-            return new
+        """`new`, if it is of the kind and the shape of `old`, in the same kind of tuple."""
         if isinstance(old, (tuple, list)):
             if not isinstance(new, (tuple, list)) or len(new) != len(old):
                 raise self._wrong(f"layer {i} of the cache as {len(old)} arrays, as it was given", new)
             return type(old)([self._like(a, b, i) for a, b in zip(old, new, strict=True)])
         if self.backend.owns(old):
-            if not self.backend.owns(new) or new.shape != old.shape:
+            if not self.backend.owns(new) or self.backend.unfit(new) is not None or new.shape != old.shape:
                 raise self._wrong(f"an array of {self.backend.name} of shape {tuple(old.shape)} in layer {i}", new)
         elif type(new) is not type(old):
             raise self._wrong(f"layer {i} of the cache as {type(old).__qualname__}, as it was given", new)
@@ -596,6 +601,17 @@ class CheckedStep:
             f"{self.name} must return {expected}; got {what}. Return (outputs, [what `attend` returned, or the new "
             f"state, for each layer])."
         )
+
+
+def _alike(layer: LayerCache, old: LayerCache) -> bool:
+    """Says quickly of nearly all layers that they are fine: pairs of arrays of the same types and shapes."""
+    if type(layer) is not tuple or type(old) is not tuple or len(layer) != 2 or len(old) != 2:
+        return False
+    (a, b), (c, d) = layer, old
+    try:
+        return type(a) is type(c) and type(b) is type(d) and a.shape == c.shape and b.shape == d.shape
+    except AttributeError:
+        return False
 
 
 def _drawn(plan: StepPlan, before: Flight | None) -> tuple[Array, Any] | None:
