@@ -4,6 +4,9 @@ The toys read the sum of all tokens back from what the engine kept for them, so 
 token was written once, to a place that nobody else had.
 """
 
+from contextlib import suppress
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,44 @@ def test_a_model_with_a_cache_may_return_tokens_itself(serve):
     stop = expected(frames[0], 3)[-1]
     serve.expect(engine.run(frames[0], stop=[stop]), expected(frames[0], 3), "stop")
     serve.expect(engine.run(frames[0], stop=[stop], include_stop=False), expected(frames[0], 2), "stop")
+
+
+class UntidyPaged(SumPaged):
+    """Writes into its inputs, where the library has arrays that can be written to, and into the list of caches."""
+
+    def step(self, params, cache, x):
+        out = super().step(params, cache, x)
+        for field in fields(x):
+            with suppress(Exception):  # each library has an error of its own for it
+                getattr(x, field.name)[...] = self.backend.put(np.array(1, "int32"))
+        cache.clear()
+        return out
+
+
+def test_a_step_may_write_into_its_inputs(serve):
+    if serve.backend.immutable:
+        return  # there is nothing to write to, and a step more to compile
+    engine = serve.cached(UntidyPaged, max_batch_tokens=5)
+    check(serve, engine, PROMPTS)
+    serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+
+
+class NoCache(SumPaged):
+    """Forgets to return its cache, until it is told."""
+
+    forgets = True
+
+    def step(self, params, cache, x):
+        out, cache = super().step(params, cache, x)
+        return out, [] if self.forgets else cache
+
+
+def test_a_step_that_returns_no_cache_fails_and_the_next_are_served(serve):
+    model = NoCache(serve.backend)
+    engine = serve.cached(model)
+    serve.expect(engine.run([1, 2], max_new_tokens=3), [], "InvalidModelOutput")
+    model.forgets = False
+    serve.expect(engine.run([1, 2], max_new_tokens=3), expected([1, 2], 3))
 
 
 # when requests end
@@ -366,7 +407,7 @@ def test_a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests(se
     """H-35: the error names what was wanted and what came."""
     for kind, prompt, says in (
         (WrongLogits, [1, 2], ("10)", "9)")),
-        (WrongState, [1, 2], ("state of layer 0", ", 1)")),
+        (WrongState, [1, 2], ("layer 0", ", 1)")),
         (WrongFrames, [[1, 2, 3]], ("integer", "float32")),
     ):
         stream = serve.cached(kind).run(prompt, max_new_tokens=3)

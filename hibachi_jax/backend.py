@@ -64,6 +64,7 @@ class JaxBackend(ArrayBackend):
 
     name = "jax"
     static_shapes = True
+    immutable = True
     quantizations = ("int8",)
     native = False
     """The kernels in C++ are used."""

@@ -66,6 +66,11 @@ class TorchBackend(ArrayBackend):
     def for_array(cls, t: Any) -> TorchBackend | None:
         return cls(t.device) if isinstance(t, torch.Tensor) else None
 
+    def unfit(self, t: Array) -> str | None:
+        if t.layout is not torch.strided:
+            return str(t.layout).removeprefix("torch.")
+        return "nested" if t.is_nested else "quantized" if t.is_quantized else "without data" if t.is_meta else None
+
     # ---- movement ----------------------------------------------------------------------------------------------
 
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
@@ -74,9 +79,17 @@ class TorchBackend(ArrayBackend):
         t = torch.from_numpy(a.copy() if refused else a)
         return t.to(self.device, self.dtype(dtype) if dtype else None)
 
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        if self.device.type != "cpu":
+            return super().put_all(arrays)
+        return [torch.from_numpy(a.copy()) for a in arrays]
+
     def get(self, t: Array) -> HostArray:
         t = t.detach()
         return (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
+
+    def copy(self, t: Array) -> Array:
+        return t.clone()
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         if self.device.type != "cpu":

@@ -14,7 +14,7 @@ import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import Job, Stopper, TokenTable, as_token
+from hibachi.engine.job import Job, Stopper, TokenTable, as_token, misfits
 from hibachi.engine.policies import policy_of
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
@@ -308,7 +308,15 @@ class AutoregressiveBatchInference(Service):
             )
         if self._vocab is not None:
             check_ids(host, self._vocab)
-        return host.astype(table.dtype)  # a copy: the caller's may change
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = host.astype(table.dtype)  # a copy: the caller's may change
+        if self._vocab is None:
+            for i, value in misfits(host, tokens):
+                raise InvalidRequest(
+                    f"This engine's tokens are {table.dtype} (as in its first request), which cannot hold {value}, "
+                    f"token {i} of the prompt. Send smaller numbers, or begin with a prompt of a wider dtype."
+                )
+        return tokens
 
     def _host(self, value: Any) -> HostArray:
         if self._backend is not None and self._backend.owns(value):

@@ -87,11 +87,11 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
         everyone = len(members) == len(jobs)
         mine: Any = slice(None) if everyone else np.array(members)
         out[mine] = rule.match(tokens[mine])
-        if rule.where is not None:
+        if rule.where is not None:  # it gets arrays of its own, which it may write into
             if batch is None:
-                native = backend.put(tokens[mine])
+                native = backend.put(tokens[mine].copy())
             else:
-                native = batch if everyone else backend.take(batch, backend.put(mine))
+                native = backend.copy(batch) if everyone else backend.take(batch, backend.put(mine))
             out[mine] |= _ask(rule.where, native, len(members), backend)
     if positions is not None and out.any():
         least = [job.seq.prompt_len + (job.params.min_tokens if job.params else 0) for job in jobs]
@@ -129,6 +129,18 @@ def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostA
     if np.dtype(dtype).kind in "iu" and not np.array_equal(token, token.astype(dtype)):
         raise InvalidRequest(f"The {what} must hold integers, as the tokens do; got {token}.")
     return token.astype(dtype)
+
+
+def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
+    """(row, first value) of the rows of `values` [n, ...] that another dtype could not hold, as `cast` shows.
+
+    Integers must be equal; floats are rounded, but may not become infinite.
+    """
+    if np.can_cast(values.dtype, cast.dtype, "safe"):
+        return []
+    lost = np.isfinite(values) & ~np.isfinite(cast) if cast.dtype.kind == "f" else values != cast
+    lost = lost.reshape(len(values), -1)
+    return [(i, values.reshape(lost.shape)[i, lost[i].argmax()]) for i in np.flatnonzero(lost.any(axis=1)).tolist()]
 
 
 class History:

@@ -74,10 +74,13 @@ class _PoolingRunner(CachedRunner):
 
     def __init__(self, pooling: Pooling, *args: Any) -> None:
         super().__init__(*args)
-        self.name = self.name.replace("_Hidden.step", "hidden")
         self._pooling = pooling
         self._sums: WeakKeyDictionary[Job, dict[int, Any]] = WeakKeyDictionary()
         """{position: sum over the tokens from there, float64 [hidden]} of each request."""
+
+    @staticmethod
+    def _name_of(model: Any) -> str:
+        return "hidden"
 
     def admit(self, seq: Seq) -> None:
         super().admit(seq)

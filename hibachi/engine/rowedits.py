@@ -189,7 +189,7 @@ class RowEdits:
                     faults[i] = e
                     continue
                 places.append(i)
-                changed.append(logits)
+                changed.append(self.backend.copy(logits))  # a processor may have one buffer for all requests
         if not places:
             return x
         return self.backend.scatter_rows(

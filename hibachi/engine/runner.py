@@ -8,12 +8,13 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds, said
-from hibachi.engine.job import Job, stopped
+from hibachi.engine.job import Job, misfits, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
 from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput
@@ -30,7 +31,7 @@ class Part:
 
     idx: Any  # [n] places in the plan
     tokens: HostArray | None  # [n, *tok]; None: outputs that are no tokens (feed-forward)
-    batch: Array  # the same natively; rows of it go to the streams. None: the ints of `tokens` go
+    batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None: the ints of `tokens` go
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None: all are
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place in the part
@@ -249,19 +250,37 @@ class Awaiter:
             self._loop.close()
 
 
+_KINDS: dict[str | None, tuple[str, str | tuple[str, ...]]] = {  # by letter: in words, and as the array API says it
+    "i": ("integer tokens, as the prompt's are", "integral"),
+    "u": ("integer tokens, as the prompt's are", "integral"),
+    "f": ("floating-point tokens, as the prompt's are", "real floating"),
+    "b": ("bool tokens, as the prompt's are", "bool"),
+    "logits": ("floats", ("real floating", "integral")),
+    None: ("numbers", ("numeric", "bool")),
+}
+
+
 def check_output(
     out: Any, backend: ArrayBackend, expected: tuple[int | None, ...], call: str, *, kind: str | None = None
 ) -> Array:
-    """The model's output, if it is an array of the backend and of the expected shape (None: any size).
+    """The model's output, if it is a dense array of the backend, of numbers and of the expected shape.
 
-    kind: NumPy's letter of the tokens' dtype; integers must stay integers, floats floats.
+    expected: None stands for any size. kind: "logits" (real numbers), or NumPy's letter of the dtype of the prompts:
+    tokens must be integers, floats or bools as these are. None means any numbers, bools among them. Raises
+    InvalidModelOutput. Looks at nothing that the device would have to be asked for.
     """
-    if not backend.owns(out):
+    if not backend.owns(out) or (why := backend.unfit(out)) is not None:
+        got = f"{type(out).__module__}.{type(out).__qualname__}"
+        if backend.owns(out):
+            raise InvalidModelOutput(
+                f"{call} must return an ordinary array of {backend.name}; got one that is {why} ({got}). Make it a "
+                f"dense array of numbers."
+            )
         raise InvalidModelOutput(
-            f"{call} must return an array of {backend.name}; got {type(out).__module__}.{type(out).__qualname__}. "
+            f"{call} must return an array of {backend.name}; got {got}. "
             f"Return the bare array (no tuple, no output object), or pass backend=."
         )
-    shape = tuple(int(n) for n in out.shape)
+    shape = tuple(out.shape)
     if len(shape) != len(expected) or any(e is not None and e != n for e, n in zip(expected, shape, strict=True)):
         want = (
             "("
@@ -270,14 +289,50 @@ def check_output(
             + ")"
         )
         raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
-    if kind is not None:
-        is_float = backend.xp.isdtype(out.dtype, "real floating")
-        if is_float != (kind == "f"):
-            raise InvalidModelOutput(
-                f"{call} must return {'floating-point' if kind == 'f' else 'integer'} tokens, as the prompt's are; "
-                f"got {out.dtype}. Convert its output, or return logits from `logits` to have them sampled."
-            )
+    words, wanted = _KINDS[kind]
+    if not _is_kind(backend.xp, out.dtype, wanted):
+        raise InvalidModelOutput(
+            f"{call} must return {words}; got {out.dtype}. "
+            + ("Convert its output." if kind in (None, "logits") else _CONVERT)
+        )
     return out
+
+
+_CONVERT = "Convert its output, or return logits from `logits` to have them sampled."
+
+
+@lru_cache(256)
+def _is_kind(xp: Any, dtype: Any, kind: str | tuple[str, ...]) -> bool:
+    """`xp.isdtype`, which takes long on NumPy, and does not know the dtypes that other packages add to it."""
+    try:
+        return bool(xp.isdtype(dtype, kind))
+    except TypeError:
+        return False
+
+
+def token_part(
+    idx: Any, out: Array, jobs: list[Job], dtype: Any, backend: ArrayBackend, tally: Tally, call: str
+) -> Part:
+    """The part of tokens that a model has returned itself. out [m, *tok], m >= n: those beyond the n rows are padding.
+
+    dtype: of the history, to which tokens are cast. One that it cannot hold ends its request, and no other.
+    """
+    n = len(idx)
+    with tally:
+        # A copy, as the memory is the model's, which may write its next output there.
+        batch = backend.copy(out if out.shape[0] == n else out[:n, ...])
+        returned = backend.get(batch)
+    tokens, faults = returned, dict[int, HibachiError]()
+    if returned.dtype != dtype:
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = returned.astype(dtype)
+        for i, value in misfits(returned, tokens):
+            faults[int(idx[i])] = InvalidModelOutput(
+                f"{call} returned the token {value}, which {dtype} cannot hold, the dtype of this engine's prompts. "
+                f"Return smaller numbers, or let the engine's first prompt be of a wider dtype."
+            )
+    bad = ~np.isfinite(returned).reshape(n, -1).all(axis=1) if dtype.kind == "f" else None
+    return Part(idx, tokens, batch, stopped(jobs, tokens, batch, backend), bad, faults=faults)
 
 
 def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.faults import Theirs
-from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.job import Job, TokenTable
 from hibachi.engine.meters import Tally
-from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
+from hibachi.engine.runner import (
+    Awaiter,
+    Outcome,
+    Part,
+    check_output,
+    drawn_part,
+    isolate,
+    jobs_of,
+    row_bucket,
+    token_part,
+)
 from hibachi.engine.sampler import RowSampler
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
@@ -68,7 +78,6 @@ class WholeRunner:
     def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
         rows, lengths = plan.rows[idx], lengths[idx]
         jobs = jobs_of(plan, idx)
-        n = len(idx)
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
             shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
@@ -77,22 +86,19 @@ class WholeRunner:
             with self.tally, self.theirs:
                 out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
-                check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
+                expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
+                check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
                     drawn = self.sampler.draw(out, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
-            kind = "f" if self.table.values.dtype.kind == "f" else "i"
-            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=kind)
-            out = out if len(shown_rows) == n else out[:n, ...]
-            with self.tally:
-                tokens = self.backend.get(out)
-            bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
-            return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
+            dtype = self.table.values.dtype
+            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=dtype.kind)
+            return token_part(idx, out, jobs, dtype, self.backend, self.tally, self.name)
 
     def _call(self, tokens: Array, lengths: Any) -> Any:
         if not self.takes_lengths:
             return self.forward(tokens)
-        put = self.backend.put(lengths)
+        put = self.backend.put(lengths.copy())  # the model's own: it may write into it
         return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
 
     def _shape(self, rows: Any, lengths: Any) -> tuple[Any, Any, int]:
@@ -164,12 +170,12 @@ class FeedforwardRunner:
         batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
         shapes = (batch.shape, batch.dtype) if self.backend.static_shapes else None
         self.tally.call(len(idx), len(idx), shapes)
-        with self.backend.guard(), self.tally:
+        with self.backend.guard():
             x = self.backend.put(batch)
-            with self.theirs:
+            with self.tally, self.theirs:
                 out = self.wait(self.model.forward(x))
-        if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
-            check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
+            check_output(out, self.backend, (len(idx), *(None,) * (len(getattr(out, "shape", ())) - 1)), self.name)
+            out = self.backend.copy(out)  # the memory is the model's, which may write its next output there
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
             xp = self.backend.xp

@@ -86,6 +86,7 @@ class Worker:
             if self._watchdog is not None:
                 self._watchdog.work()
             self._accepted += 1
+            job.channel.thread = self._thread.ident
             self._inbox.put((self._engine.add, job))
 
     def cancel(self, job: Job) -> None:

@@ -54,6 +54,8 @@ class ArrayBackend:
     tables are as wide as they may get then, and the engine makes programs of more sizes instead."""
     buckets: tuple[int, int] | None = None
     """The sizes that steps are padded to, as in `hibachi.plan.buckets`; None: see `ladder`."""
+    immutable: bool = False
+    """No array is ever written to, so what a call has returned stays as it is."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
@@ -91,6 +93,11 @@ class ArrayBackend:
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""
         return isinstance(t, self._array_type)
+
+    def unfit(self, t: Array) -> str | None:
+        """What keeps an array of this library from being computed with like any other ("sparse"); None means nothing
+        does."""
+        return None
 
     @classmethod
     def for_array(cls, t: Any) -> ArrayBackend | None:
@@ -249,12 +256,17 @@ class ArrayBackend:
         return self.xp.asarray(a, dtype=self.dtype(dtype) if dtype else None, device=self.device)
 
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
-        """`put` of several small integer arrays."""
-        return [self.put(a) for a in arrays]
+        """`put` of several small integer arrays. What comes back may be written to: it shares memory neither with
+        `arrays` nor among itself."""
+        return [self.put(a.copy()) for a in arrays]
 
     def get(self, t: Array) -> HostArray:
         """Array -> host array; waits for the device."""
         return np.asarray(t)
+
+    def copy(self, t: Array) -> Array:
+        """The same numbers in memory of their own."""
+        return self.xp.asarray(t, copy=True)
 
     def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
         """Begin to copy arrays to the host; what is returned gives them, and waits for what was asked for until now."""

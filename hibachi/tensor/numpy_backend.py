@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -28,6 +29,15 @@ class NumpyBackend(ArrayBackend):
 
     def owns(self, t: Any) -> bool:
         return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
+
+    def unfit(self, t: Array) -> str | None:
+        return "masked" if isinstance(t, np.ma.MaskedArray) else None
+
+    def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
+        return [a.copy() for a in arrays]
+
+    def copy(self, t: Array) -> Array:
+        return np.array(t)
 
     def quantized(self, how: str) -> ArrayBackend:
         raise UnsupportedOperation(
@@ -67,7 +77,7 @@ class NumpyBackend(ArrayBackend):
         values[0] = 0
         kt, vt = keys[table], values[table]  # [N, blocks, block_size, kv_heads, dim]
         vt.reshape(-1, *vt.shape[3:])[unwritten] = 0
-        return tuple(t.reshape(len(table), -1, *t.shape[3:]) for t in (kt, vt))  # type: ignore[return-value]
+        return tuple(t.reshape(len(table), -1, *t.shape[3:]) for t in (kt, vt))
 
     def attend(
         self,

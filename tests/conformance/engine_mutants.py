@@ -190,6 +190,20 @@ def keep_a_reference(admit: Any, prompt: Any) -> Any:
     return np.asarray(prompt)
 
 
+class Sharing(NumpyBackend):
+    """Copies nothing that goes to the model or comes from it."""
+
+    def copy(self, t: Any) -> Any:
+        return t
+
+    def put_all(self, arrays: Any) -> Any:
+        return list(arrays)
+
+
+def share_lengths(call: Any, tokens: Any, lengths: Any) -> Any:
+    return call.__self__.forward(tokens, lengths)
+
+
 BATCHING = [
     runner("mixed_lengths_in_any_order_stream_what_each_streams_alone", "pads on the right", _batch=pad_right),
     runner("mixed_lengths_in_any_order_stream_what_each_streams_alone", "delivers the neighbour's token",
@@ -233,6 +247,8 @@ BATCHING = [
     face("items_are_native_arrays_of_the_shape_of_a_token", "keeps the batch dimension",
          _submit=keep_batch_dimension),
     face("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", _admit_prompt=arrays_only),
+    mutant("a_model_may_use_the_memory_of_its_output_again", "keeps the model's array", backend=Sharing()),
+    runner("a_model_may_write_into_what_it_is_given", "gives away its own lengths", _call=share_lengths),
     face("what_happens_to_a_prompt_later_changes_nothing", "keeps a reference", _admit_prompt=keep_a_reference),
 ]  # fmt: skip
 
@@ -667,6 +683,15 @@ def add_columns(step: Any, *args: Any) -> Any:
     return np.pad(logits, ((0, 0), (0, 10 - logits.shape[1]))), cache
 
 
+def show_the_block_table(inputs: Any, rows: Any, *rest: Any) -> Any:
+    x, table = inputs(rows, *rest), inputs.__self__.block_table
+    return replace(x, block_table=table[rows[0] : rows[0] + 1]) if len(rows) == 1 else x
+
+
+def take_any_cache(engine: Any) -> None:
+    engine.runner._step = engine.runner.model.step
+
+
 CACHES = [
     pool("mixed_lengths_stream_what_each_streams_alone_from_the_cache", "gives one block to two rows",
          alloc=share_a_block),
@@ -706,6 +731,8 @@ CACHES = [
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "draws from NaN", run=deliver_nan),
     pool("nan_that_a_cancelled_request_left_never_reaches_the_next", "takes all blocks that are left for sound",
          release=lambda release, blocks, sound: release(blocks, sound=len(blocks))),
+    runner("a_step_may_write_into_its_inputs", "gives away its own block table", _inputs=show_the_block_table),
+    mutant("a_step_that_returns_no_cache_fails_and_the_next_are_served", "takes what comes", take_any_cache),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "advances states in a step that fails",
            _forward=advance_on_failure),

@@ -291,7 +291,7 @@ def test_a_state_of_the_wrong_shape(serve):
             out, [state] = super().step(params, cache, x)
             return out, [state[:0]]
 
-    with pytest.raises(InvalidModelOutput, match=r"state of layer 0\) must return shape \(1, 1\); got \(0, 1\)"):
+    with pytest.raises(InvalidModelOutput, match=r"of shape \(1, 1\) in layer 0; got ndarray of shape \(0, 1\)"):
         serve(Forgets(NUMPY)).run([1], GREEDY).collect()
 
 
