@@ -283,9 +283,9 @@ class NanState(SumState):
         return logits_or_nan(self.backend, self.backend.take(xp.reshape(sums, (-1,)), x.last)), [sums[:, -1:]]
 
 
-def nan_for_zero(backend, tokens):
+def nan_for_zero(backend, tokens, zero=0):
     nan = backend.put(np.full(1, np.nan, "float32"))
-    return backend.xp.where(tokens == 0, nan, backend.float32(tokens))
+    return backend.xp.where(tokens == zero, nan, backend.float32(tokens))
 
 
 def logits_or_nan(backend, sums):
@@ -308,6 +308,26 @@ def test_nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next(serve
 
 def test_nan_that_a_cancelled_request_left_never_reaches_the_next(serve):
     cancel_within_the_prompt(serve, NanPaged, [2, 5, 1, 8, 0, *LONG])
+
+
+class HiddenNan(SumFrames):
+    """A code that is never drawn, VOCAB, is NaN in the cache; what is drawn from NaN is the code 9."""
+
+    def step(self, params, cache, x):
+        sums, layer = self._sums(nan_for_zero(self.backend, x.tok, VOCAB), cache[0], x)
+        xp = self.backend.xp
+        return xp.astype(xp.where(sums != sums, xp.full_like(sums, 9), (sums + 1) % VOCAB), x.tok.dtype), [layer]
+
+
+def test_nan_that_no_output_shows_never_reaches_the_next(serve):
+    """All blocks are full of it when the next requests get them. Tokens that the model draws are no place to see it."""
+    cells = 4 * BLOCK * 4 * (2 + HiddenNan.codes)  # bytes of four blocks
+    engine = serve.cached(HiddenNan, prefix_cache=False, cache_bytes=cells, max_batch_tokens=6)
+    for prompts in ([[[1, 2, 3]], [[3, 6, 2]]], [[[2, 5, 1]] * 9, [[6, 1, 1]]]):
+        serve.read(engine.run(np.full((3 * BLOCK, 3), VOCAB), max_new_tokens=BLOCK))
+        streams = [engine.run(np.array(prompt), max_new_tokens=2) for prompt in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            serve.expect(stream, expected(np.array(prompt), 2))
 
 
 class Crowded(Exception):

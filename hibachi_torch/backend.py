@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,9 @@ class TorchBackend(ArrayBackend):
     def _read(self, cache: LayerCache, x: StepInputs[Array], lanes: int) -> tuple[Array, Array]:
         """`read_cache` on the CPU, of a multiple of `lanes` positions."""
         (keys, values), size = cache, cache[0].shape[1]
-        given, kept = (x.block_table, x.kv_len, x.tile_row), self._places
-        if kept is None or not all(map(is_, kept[0], given)):  # once for all layers of a step
-            kept = self._places = given, *_places(*given, size, lanes // math.gcd(lanes, size))
+        kept = self._places
+        if kept is None or kept[0] is not x:  # once for all layers of a step
+            kept = self._places = x, *_places(x, size, lanes // math.gcd(lanes, size))
         _, table, unwritten = kept
         shape = table.shape[0], table.shape[1] * size
         values[0] = 0
@@ -240,12 +239,10 @@ class TorchBackend(ArrayBackend):
         }
 
 
-def _places(
-    block_table: Array, kv_len: Array, tile_row: Array, size: int, multiple: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(x: StepInputs[Array], size: int, multiple: int) -> tuple[Array, Array]:
     """As in `hibachi/tensor/numpy_backend.py`."""
-    table = F.pad(block_table, (0, -block_table.shape[1] % multiple)).index_select(0, tile_row)
-    written = kv_len.index_select(0, tile_row)[:, None]
+    table = F.pad(x.block_table, (0, -x.block_table.shape[1] % multiple)).index_select(0, x.tile_row)
+    written = x.kv_len.index_select(0, x.tile_row)[:, None]
     at = torch.arange(table.shape[1] * size, dtype=torch.int32).view(-1, size)
     last = (written[:, 0] - 1) // size
     row, place = (at.index_select(0, last) >= written).nonzero(as_tuple=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -70,9 +69,9 @@ class NumpyBackend(ArrayBackend):
     def _read(self, cache: LayerCache, x: StepInputs[Array], lanes: int) -> tuple[Array, Array]:
         """`read_cache`, of a multiple of `lanes` positions."""
         (keys, values), size = cache, cache[0].shape[1]
-        given, kept = (x.block_table, x.kv_len, x.tile_row), self._places
-        if kept is None or not all(map(is_, kept[0], given)):  # once for all layers of a step
-            kept = self._places = given, *_places(*given, size, lanes // math.gcd(lanes, size))
+        kept = self._places
+        if kept is None or kept[0] is not x:  # once for all layers of a step
+            kept = self._places = x, *_places(x, size, lanes // math.gcd(lanes, size))
         _, table, unwritten = kept
         values[0] = 0
         kt, vt = keys[table], values[table]  # [N, blocks, block_size, kv_heads, dim]
@@ -176,14 +175,14 @@ def _small_products_are_fast() -> bool:
     return "openblas" in blas.get("name", "") and bool(found & {"X86_V4", "AVX512_SKX"})
 
 
-def _places(block_table: Array, kv_len: Array, tile_row: Array, size: int, multiple: int) -> tuple[Array, Array]:
+def _places(x: StepInputs[Array], size: int, multiple: int) -> tuple[Array, Array]:
     """Where a step looks: the blocks of each query tile's row, [N, blocks], block 0 for those without a written
-    position; and which of the positions of the others, counted in [N * blocks * block_size], nobody has written.
+    position; and which positions of the last of the others are not written, counted in [N * blocks * block_size].
 
     size: of a block. The number of blocks is a multiple of `multiple`.
     """
-    table = np.pad(block_table, ((0, 0), (0, -block_table.shape[1] % multiple)))[tile_row]
-    written = kv_len[tile_row][:, None]
+    table = np.pad(x.block_table, ((0, 0), (0, -x.block_table.shape[1] % multiple)))[x.tile_row]
+    written = x.kv_len[x.tile_row][:, None]
     at = np.arange(table.shape[1] * size, dtype=np.int32).reshape(-1, size)
     last = (written[:, 0] - 1) // size
     row, place = np.nonzero(at[last] >= written)
