@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -57,6 +57,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = f"{type(model).__name__}.step"
+        self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         self.tally = Tally()
         self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
@@ -326,6 +327,8 @@ class CachedRunner:
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
+        if self._reach is not None:
+            self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
