@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Hashable
@@ -403,9 +405,10 @@ class AutoregressiveBatchInference(Service):
             position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or self._dtype) for s in paged)
             allowed = self._cache_bytes
             if allowed is None:
-                memory = backend.memory()
+                memory, one = backend.memory(), position * (longest + size)
                 allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
-                allowed = max(allowed, position * (longest + size)) if memory is None else allowed
+                if memory is None and one <= _physical_memory():
+                    allowed = max(allowed, one)
             blocks = min(rows * -(-longest // size), allowed // (position * size)) + 1
             if blocks < 2:
                 raise ConfigError(
@@ -438,6 +441,14 @@ def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
     history, start, end = seq.owner.history, n * size, (n + 1) * size
     tokens = history.read(start, end) if end <= history.length else table.read(seq.row, start, end)
     return tokens.tobytes()
+
+
+def _physical_memory() -> float:
+    """Bytes of this machine; infinity where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def level_of(model: Any) -> int:

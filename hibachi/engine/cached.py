@@ -59,6 +59,7 @@ class CachedRunner:
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.name = self._name_of(model)
+        self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         self.tally, self.theirs = Tally(), Theirs()
         self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
@@ -332,6 +333,8 @@ class CachedRunner:
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
+        if self._reach is not None:
+            self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)

@@ -57,8 +57,12 @@ class _Hidden:
     vocab_size = None
 
     def __init__(self, model: Any) -> None:
-        self._model, self.params = model, model.params
-        self.backend = getattr(model, "backend", None)
+        self._model, self.backend = model, getattr(model, "backend", None)
+        self.reach = getattr(model, "reach", None)
+
+    @property
+    def params(self) -> Any:
+        return self._model.params
 
     def cache_spec(self) -> CacheSpec:
         spec: CacheSpec = self._model.cache_spec()

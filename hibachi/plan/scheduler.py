@@ -130,7 +130,7 @@ class Scheduler:
         self.checkpoints = Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
         self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
-        width = self.pool.blocks_for(limits.max_len) if self.pool else 0
+        width = min(self.pool.blocks_for(limits.max_len), self.pool.usable) if self.pool else 0
         self.block_table = np.zeros((rows, width), np.int32)
         self._known = np.zeros(rows, np.int32)
         self._computed = np.zeros(rows, np.int32)
