@@ -21,9 +21,9 @@ from hibachi.model.registry import load_model
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, SumTokens, expected
 from tests.engine.models import PATIENCE, Background, ints
 
-MB = 2**20
-
 from ..engine.models import until
+
+MB = 2**20
 
 
 def native_torch():

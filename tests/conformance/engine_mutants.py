@@ -553,6 +553,7 @@ FAULTS = [
            forward=repaired(lambda out, tokens: out.astype(tokens.dtype))),
     runner("an_output_that_is_no_array_fails_its_step_only", "unpacks tuples",
            forward=repaired(lambda out, tokens: out[0] if isinstance(out, tuple) else out)),
+    runner("what_is_no_exception_fails_its_request_alone", "fails the whole batch", run=blame_everybody),
     core("an_engine_that_fails_tells_every_stream", "ends them in silence",
          end_all=lambda end_all, reason, error=None: end_all(reason)),
     runner("a_stop_predicate_that_raises_fails_its_own_requests_alone", "fails the whole batch",
