@@ -704,8 +704,13 @@ def test_low_a_prompt_that_the_engine_cannot_hold(serve, library):
     engine = serve(Grows(library, 1))
     engine.run(np.array([1], np.int32), max_new_tokens=1).collect()
     assert ints(engine.run(np.array([5], np.int64), max_new_tokens=1).collect()) == [5]
-    with pytest.raises(InvalidRequest, match="14700000000"):
+    with pytest.raises(InvalidRequest, match="cannot hold 14700000000, token 1 of the prompt"):
         engine.run(np.array([1, 14700000000]), max_new_tokens=1)
+    floats = serve(Grows(library, 1, "float32"))
+    floats.run(np.array([1], np.float32), max_new_tokens=1).collect()
+    with pytest.raises(InvalidRequest, match=r"cannot hold 1e\+50, token 0 of the prompt"):
+        floats.run(np.array([1e50]), max_new_tokens=1)
+    assert len(floats.run(np.array([np.inf, 0.1]), max_new_tokens=1).collect()) == 1  # which float32 has as well
 
 
 # ---- Low: caches of a wrong kind ---------------------------------------------------------------------------------
