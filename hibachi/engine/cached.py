@@ -177,7 +177,7 @@ class CachedRunner:
         except Exception as e:
             if flight.cache is not None:
                 self.cache = flight.cache
-            # The step after this one may have left NaN behind, at positions that are hidden when this one is repeated.
+            # What this step and the one after it wrote is not known.
             raise_for_all(e, self.backend, cache_lost=True)
             raise
         tokens, ok = tokens[: len(idx)], ok[: len(idx)]
