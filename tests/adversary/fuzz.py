@@ -401,7 +401,7 @@ def wait(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def fuzz(case: str, seed: int, seconds: float, *, only: str | None = None) -> tuple[Report, str]:
-    """Rounds of a case for so many seconds, with seeds from `seed` on; what came of them, and an account of failures."""
+    """Rounds of a case for so many seconds, with seeds from `seed` on; and an account of failures."""
     end, total, wrong = time.monotonic() + seconds, Report(), []
     while (left := end - time.monotonic()) > 3 or not total.rounds:
         one = Round(case, seed, min(left, ROUND), only=only)
