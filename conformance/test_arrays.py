@@ -46,6 +46,42 @@ def test_put_takes_host_arrays_of_any_memory_layout(backend):
         np.testing.assert_array_equal(backend.get(backend.put(view)), view, strict=True)
 
 
+def written(backend, array):
+    """Can arrays of this library be written to? Then this one is full of nines now."""
+    try:
+        array[...] = backend.put(np.array(9, "int32"))
+    except Exception:  # each library has an error of its own for it
+        return False
+    return True
+
+
+def test_the_inputs_of_a_step_share_no_memory(backend):
+    """A model may write into what it is given: nobody else has it."""
+    x, y = sample((4,)), sample((3, 2))
+    want = [x.copy(), x.copy(), x[:2].copy(), y.copy()]
+    arrays = backend.put_all([x, x, x[:2], y])
+    x[:], y[:] = 7, 7
+    for i, array in enumerate(arrays):
+        matches(backend, array, want[i])
+        if written(backend, array):
+            want[i][...] = 9
+    for i, array in enumerate(arrays):
+        matches(backend, array, want[i])
+
+
+def test_a_copy_shares_no_memory(backend):
+    for dtype in ("int32", "float32", "bool"):
+        x = sample((3, 2), dtype)
+        want = x.copy()
+        array = backend.put(x)
+        copy = backend.copy(array)
+        x[...] = 0  # `put` may share the memory of the host
+        matches(backend, copy, want)
+    copy = backend.copy(array := backend.put(sample((3, 2))))
+    written(backend, array)
+    matches(backend, copy, sample((3, 2)))
+
+
 def test_put_casts_to_the_dtype_asked_for(backend):
     matches(backend, backend.put(np.array([0, 1, 2]), "float32"), np.array([0, 1, 2], "float32"))
     matches(backend, backend.put(np.array([0.0, 1.0, 2.0]), "int32"), np.array([0, 1, 2], "int32"))

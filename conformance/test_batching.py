@@ -1,11 +1,12 @@
 """Requests join and leave the batch at every step, and nobody can tell who else is in it (levels 0 and 1)."""
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from hibachi import StopRule
+from hibachi import SamplingParams, StopRule
 from hibachi.testing.toys import Count, Halve, SumLogits, SumTokens, Toy, expected
 
 pytestmark = pytest.mark.promise("continuous batching")
@@ -289,6 +290,53 @@ def test_prompts_may_be_lists_host_arrays_or_native_arrays(serve):
     for engine in rungs(serve):
         for prompt in ([1, 2], (1, 2), np.array([1, 2], "int32"), serve.backend.put(np.array([1, 2], "int32"))):
             serve.expect(engine.run(prompt, max_new_tokens=3), expected([1, 2], 3))
+
+
+class Bound:
+    """Returns an array over memory of the host that it uses again, as a model of ONNX Runtime may do."""
+
+    def __init__(self, backend):
+        self.backend, self.buffer = backend, np.zeros(16, "int32")
+
+    def forward(self, tokens):
+        batch = self.backend.get(tokens)
+        n = len(batch)
+        self.buffer[:n] = batch.reshape(n, -1)[:, -1] + 1
+        return self.backend.put(self.buffer[:n])
+
+
+def test_a_model_may_use_the_memory_of_its_output_again(serve):
+    """Streams that are read late give what was computed for them."""
+    engine = serve(Bound(serve.backend))
+    streams = [engine.run(np.array(p, "int32"), max_new_tokens=6) for p in ([1], [3, 5], [20])]
+    assert engine.drain(serve.patience)
+    for first, stream in zip((2, 6, 21), streams, strict=True):
+        serve.expect(stream, range(first, first + 6))
+    engine = serve.single(Bound(serve.backend))
+    items = [engine.run(np.array(n, "int32")) for n in range(9)]
+    assert engine.drain(serve.patience)
+    assert [serve.host(item.result(serve.patience)) for item in items] == [*range(1, 10)]
+
+
+class Untidy(SumLogits):
+    """Writes into what it was given, where the library has arrays that can be written to."""
+
+    def logits(self, tokens, lengths):
+        out = super().logits(tokens, lengths)
+        for array in (tokens, lengths):
+            with suppress(Exception):  # each library has an error of its own for it
+                array[...] = self.backend.put(np.array(1, "int32"))
+        return out
+
+
+def test_a_model_may_write_into_what_it_is_given(serve):
+    """The lengths decide when a stop token may come: 1 2 -> 4, 8, 6, 2, 4, 8, ..."""
+    if serve.backend.immutable:
+        return  # there is nothing to write to
+    for padding in (None, PAD):
+        engine = serve(Untidy(serve.backend), padding_token=padding)
+        params = SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(6,))
+        serve.expect(engine.run([1, 2], params), [4, 8, 6], "stop")
 
 
 def test_what_happens_to_a_prompt_later_changes_nothing(serve):

@@ -4,6 +4,9 @@ The toys read the sum of all tokens back from what the engine kept for them, so 
 token was written once, to a place that nobody else had.
 """
 
+from contextlib import suppress
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,44 @@ def test_a_model_with_a_cache_may_return_tokens_itself(serve):
     stop = expected(frames[0], 3)[-1]
     serve.expect(engine.run(frames[0], stop=[stop]), expected(frames[0], 3), "stop")
     serve.expect(engine.run(frames[0], stop=[stop], include_stop=False), expected(frames[0], 2), "stop")
+
+
+class UntidyPaged(SumPaged):
+    """Writes into its inputs, where the library has arrays that can be written to, and into the list of caches."""
+
+    def step(self, params, cache, x):
+        out = super().step(params, cache, x)
+        for field in fields(x):
+            with suppress(Exception):  # each library has an error of its own for it
+                getattr(x, field.name)[...] = self.backend.put(np.array(1, "int32"))
+        cache.clear()
+        return out
+
+
+def test_a_step_may_write_into_its_inputs(serve):
+    if serve.backend.immutable:
+        return  # there is nothing to write to, and a step more to compile
+    engine = serve.cached(UntidyPaged, max_batch_tokens=5)
+    check(serve, engine, PROMPTS)
+    serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+
+
+class NoCache(SumPaged):
+    """Forgets to return its cache, until it is told."""
+
+    forgets = True
+
+    def step(self, params, cache, x):
+        out, cache = super().step(params, cache, x)
+        return out, [] if self.forgets else cache
+
+
+def test_a_step_that_returns_no_cache_fails_and_the_next_are_served(serve):
+    model = NoCache(serve.backend)
+    engine = serve.cached(model)
+    serve.expect(engine.run([1, 2], max_new_tokens=3), [], "InvalidModelOutput")
+    model.forgets = False
+    serve.expect(engine.run([1, 2], max_new_tokens=3), expected([1, 2], 3))
 
 
 # when requests end
@@ -242,9 +283,9 @@ class NanState(SumState):
         return logits_or_nan(self.backend, self.backend.take(xp.reshape(sums, (-1,)), x.last)), [sums[:, -1:]]
 
 
-def nan_for_zero(backend, tokens):
+def nan_for_zero(backend, tokens, zero=0):
     nan = backend.put(np.full(1, np.nan, "float32"))
-    return backend.xp.where(tokens == 0, nan, backend.float32(tokens))
+    return backend.xp.where(tokens == zero, nan, backend.float32(tokens))
 
 
 def logits_or_nan(backend, sums):
@@ -267,6 +308,26 @@ def test_nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next(serve
 
 def test_nan_that_a_cancelled_request_left_never_reaches_the_next(serve):
     cancel_within_the_prompt(serve, NanPaged, [2, 5, 1, 8, 0, *LONG])
+
+
+class HiddenNan(SumFrames):
+    """A code that is never drawn, VOCAB, is NaN in the cache; what is drawn from NaN is the code 9."""
+
+    def step(self, params, cache, x):
+        sums, layer = self._sums(nan_for_zero(self.backend, x.tok, VOCAB), cache[0], x)
+        xp = self.backend.xp
+        return xp.astype(xp.where(sums != sums, xp.full_like(sums, 9), (sums + 1) % VOCAB), x.tok.dtype), [layer]
+
+
+def test_nan_that_no_output_shows_never_reaches_the_next(serve):
+    """All blocks are full of it when the next requests get them. Tokens that the model draws are no place to see it."""
+    cells = 4 * BLOCK * 4 * (2 + HiddenNan.codes)  # bytes of four blocks
+    engine = serve.cached(HiddenNan, prefix_cache=False, cache_bytes=cells, max_batch_tokens=6)
+    for prompts in ([[[1, 2, 3]], [[3, 6, 2]]], [[[2, 5, 1]] * 9, [[6, 1, 1]]]):
+        serve.read(engine.run(np.full((3 * BLOCK, 3), VOCAB), max_new_tokens=BLOCK))
+        streams = [engine.run(np.array(prompt), max_new_tokens=2) for prompt in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            serve.expect(stream, expected(np.array(prompt), 2))
 
 
 class Crowded(Exception):
@@ -366,7 +427,7 @@ def test_a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests(se
     """H-35: the error names what was wanted and what came."""
     for kind, prompt, says in (
         (WrongLogits, [1, 2], ("10)", "9)")),
-        (WrongState, [1, 2], ("state of layer 0", ", 1)")),
+        (WrongState, [1, 2], ("layer 0", ", 1)")),
         (WrongFrames, [[1, 2, 3]], ("integer", "float32")),
     ):
         stream = serve.cached(kind).run(prompt, max_new_tokens=3)

@@ -238,20 +238,38 @@ class Abort(BaseException):
 
 
 def abort(out):
-    raise Abort("no exception that a model should raise")
+    if (out == 4).any():
+        raise Abort("no exception that a model should raise")
+    return out
+
+
+def test_what_is_no_exception_fails_its_request_alone(serve):
+    """As SystemExit, CancelledError or the panic of a library, when a model raises them."""
+    engine = serve(Spoilt(Count(serve.backend), lambda out: abort(serve.backend.get(out)) is None or out))
+    streams = serve.together(engine, [[1], [10], [3]], max_new_tokens=4)
+    serve.expect(streams[0], [2, 3], "ModelError")
+    serve.expect(streams[1], [11, 12, 13, 14])
+    serve.expect(streams[2], [], "ModelError")
+    assert isinstance(streams[0].error.__cause__, Abort)
+    serve.expect(engine.run([5], max_new_tokens=2), [6, 7])
 
 
 def test_an_engine_that_fails_tells_every_stream(serve):
+    """Here because its device is lost."""
     model = Spoilt(Count(serve.backend))
     engine = serve(model, max_batch_size=1)
     gate = serve.gate(step=2)
     running = engine.run([1], stop=gate)
     gate.wait()
     waiting = engine.run([5])
-    model.spoil = abort
-    gate.open()
-    serve.expect(running, [2, 3], "EngineFailed")
-    serve.expect(waiting, [], "EngineFailed")
+    model.spoil = lambda out: abort(serve.backend.get(out))
+    serve.backend.fatal = lambda error: isinstance(error, Abort)
+    try:
+        gate.open()
+        serve.expect(running, [2, 3], "EngineFailed")
+        serve.expect(waiting, [], "EngineFailed")
+    finally:
+        del serve.backend.fatal
     assert isinstance(running.error.__cause__, Abort)
     with pytest.raises(EngineFailed):
         engine.run([5])

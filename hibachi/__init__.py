@@ -17,6 +17,7 @@ from hibachi.errors import EngineClosed as EngineClosed
 from hibachi.errors import EngineError as EngineError
 from hibachi.errors import EngineFailed as EngineFailed
 from hibachi.errors import HibachiError as HibachiError
+from hibachi.errors import InternalError as InternalError
 from hibachi.errors import InvalidModelFiles as InvalidModelFiles
 from hibachi.errors import InvalidModelOutput as InvalidModelOutput
 from hibachi.errors import InvalidRequest as InvalidRequest

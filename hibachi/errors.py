@@ -14,6 +14,7 @@ HibachiError
 ├── EngineError
 │   ├── EngineClosed                         the engine was closed
 │   ├── NotDeterministic                     with deterministic=True, the model's bits depend on the batch all the same
+│   ├── InternalError                        a defect of hibachi ended this one request; see __cause__
 │   ├── EngineFailed                         the device, the model or the engine's loop failed; see __cause__
 │   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
 ├── BackendError
@@ -32,9 +33,33 @@ from the call that made it) and never touch another request.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HibachiError(Exception):
-    """Root of all errors raised by hibachi."""
+    """Root of all errors raised by hibachi. They can be pickled; what becomes of `__cause__` then is its text."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plain: Any = super().__reduce__()
+        cause = None if self.__cause__ is None else text_of(self.__cause__)
+        return restored, (type(self), plain[1], plain[2] if len(plain) > 2 else {}, cause)
+
+
+def restored(kind: type[HibachiError], args: tuple[Any, ...], attributes: dict[str, Any], cause: str | None) -> Any:
+    """An error as it was pickled, whatever its class wants to be made of. cause: the text of its `__cause__`."""
+    error = kind.__new__(kind, *args)
+    super(HibachiError, error).__init__(*args)
+    error.__setstate__(attributes)
+    error.__cause__ = None if cause is None else RuntimeError(cause)
+    return error
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message, also of one that was written by others and whose message cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 class InvalidTensorOperation(HibachiError, ValueError):
@@ -94,6 +119,10 @@ class EngineClosed(EngineError):
 
 class EngineFailed(EngineError):
     """The device, the model for every request, or the engine's own loop failed; the original is `__cause__`."""
+
+
+class InternalError(EngineError):
+    """A defect of hibachi ended this one request; the original is `__cause__`. Others go on. Please report it."""
 
 
 class NotDeterministic(EngineError):

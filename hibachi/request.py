@@ -40,7 +40,19 @@ def _as_int(x: Any) -> Any:
 
 
 def _is_real(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+# Larger numbers mean the same as these, and are clipped so that no counter, clock or float32 overflows.
+MOST_INT = 2**31 - 1
+MOST_FLOAT = 1e30  # its inverse is the least; logits times or over either are finite in float32
+MOST_SECONDS = 100 * 365.25 * 24 * 3600.0  # a century
+MOST_RUNS = 2**14  # sequences of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,8 @@ class SamplingParams:
     logprobs: with each token, the log-probabilities of the N most likely tokens and of the token itself; natural
     logarithm. prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
 
-    Raises InvalidRequest for a value out of its range.
+    A number so large or small that it means the same as a smaller or larger one is clipped: integers to 2^31 - 1,
+    temperature and repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
     """
 
     temperature: float = 1.0
@@ -124,9 +137,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)
             _check(n is None or (_is_int(n) and n >= 0), name, "an integer >= 0 (or None: none)", n)
-        _check(_is_int(self.n) and self.n >= 1, "n", "an integer >= 1", self.n)
-        best = self.best_of
-        _check(best is None or (_is_int(best) and best >= self.n), "best_of", f"an integer >= n, {self.n}", best)
+        _check(_is_int(self.n) and 1 <= self.n <= MOST_RUNS, "n", f"an integer from 1 to {MOST_RUNS}", self.n)
+        best, expected = self.best_of, f"an integer from n, {self.n}, to {MOST_RUNS}"
+        _check(best is None or (_is_int(best) and self.n <= best <= MOST_RUNS), "best_of", expected, best)
         _check(isinstance(self.include_stop, bool), "include_stop", "True or False", self.include_stop)
         self._set_texts("stop")
         self._set_texts("bad_words")
@@ -139,6 +152,16 @@ class SamplingParams:
         processors = _tuple(self.logits_processors)
         _check(all(map(callable, processors)), "logits_processors", "callables", self.logits_processors)
         object.__setattr__(self, "logits_processors", processors)
+        self._clip()
+
+    def _clip(self) -> None:
+        for name in ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            if (n := getattr(self, name)) is not None and n > MOST_INT:
+                object.__setattr__(self, name, MOST_INT)
+        for name in ("temperature", "repetition_penalty"):
+            x = getattr(self, name)
+            if x and not 1 / MOST_FLOAT <= x <= MOST_FLOAT:
+                object.__setattr__(self, name, min(max(x, 1 / MOST_FLOAT), MOST_FLOAT))
 
     def _set_texts(self, name: str) -> None:
         given = getattr(self, name)
@@ -188,7 +211,7 @@ class Terms:
     cache_salt: only requests with the same salt share cached prefixes, so that nobody can find out by timing what
     others asked.
 
-    Raises InvalidRequest for a value out of its range.
+    Times above a century count as a century. Raises InvalidRequest for a value out of its range.
     """
 
     priority: int = 0
@@ -198,11 +221,14 @@ class Terms:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        _check(_is_int(self.priority), "priority", "an integer (smaller is served first)", self.priority)
+        fine = _is_int(self.priority) and -(2**63) <= self.priority < 2**63
+        _check(fine, "priority", "an integer from -2^63 to 2^63 - 1 (smaller is served first)", self.priority)
         _check(isinstance(self.tenant, str), "tenant", "a string", self.tenant)
         for name in ("timeout", "queue_timeout"):
             given = getattr(self, name)
             _check(given is None or (_is_real(given) and given > 0), name, "seconds > 0 (or None: any time)", given)
+            if given is not None and given > MOST_SECONDS:
+                object.__setattr__(self, name, MOST_SECONDS)
         salt = self.cache_salt
         _check(salt is None or isinstance(salt, str), "cache_salt", "a string (or None)", salt)
 

@@ -64,6 +64,7 @@ class JaxBackend(ArrayBackend):
 
     name = "jax"
     static_shapes = True
+    immutable = True
     quantizations = ("int8",)
     native = False
     """The kernels in C++ are used."""
@@ -131,8 +132,7 @@ class JaxBackend(ArrayBackend):
         if not self._loops:
             return super().write_cache(cache, slot, rows)
         size = cache.shape[2]
-        written = cache.at[slot // size, :, slot % size].set(rows, mode="promise_in_bounds")
-        return written.at[0].set(0)  # padding was written there, and hidden positions may be in it: 0 * NaN is NaN
+        return cache.at[slot // size, :, slot % size].set(rows, mode="promise_in_bounds")
 
     def attend(
         self,

@@ -131,7 +131,7 @@ def _attend(
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
         scores = jnp.where(hidden[:, None, None, :], -jnp.inf, scores)
-        v = jnp.where(hidden[:, :, None, None], 0, v)  # padding may have written NaN, and 0 * NaN is NaN
+        v = jnp.where(hidden[:, :, None, None], 0, v)  # NaN, perhaps, where nothing was written; and 0 * NaN is NaN
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         part = jnp.einsum("tkgs,tskd->tkgd", weights.astype(v.dtype), v).astype(jnp.float32)

@@ -45,11 +45,14 @@ def write(pages: Array, slot: Array, k: Array, v: Array) -> Array:
     """Keys and values [T, kv_heads, dim] into pages [blocks, block_size, 2 * kv_heads, dim], where they alternate."""
     both = jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1])
     size = pages.shape[1]
-    return pages.at[slot // size, slot % size].set(both).at[0].set(0)  # padding was written to block 0
+    return pages.at[slot // size, slot % size].set(both)
 
 
 def attend(q: Array, pages: Array, x: StepInputs[Array], how: How) -> Array:
-    """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last."""
+    """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last.
+
+    The kernel takes keys and values from x.kv_len on for zeros, so what lies there cannot spread.
+    """
     rows = jnp.sum(x.cu_q[1:] > x.cu_q[:-1], dtype=jnp.int32)[None]
     options = {"sm_scale": how.scale, "sliding_window": how.window, "soft_cap": how.softcap}
     return kernel()(q, pages, x.kv_len, x.block_table, x.cu_q, rows, **options)

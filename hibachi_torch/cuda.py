@@ -124,11 +124,6 @@ class CudaTorchBackend(TorchBackend):
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         return not (self._spoiled and self._spoiled.intersection(_first_pointers(cache)))
 
-    def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
-        cache = super().write_cache(cache, slot, rows)
-        cache[0].zero_()  # padding may have written NaN there, which hidden positions of gathered blocks would spread
-        return cache
-
     def attend(
         self,
         q: Array,

@@ -85,9 +85,11 @@ def find(
     for keys_end in (True, False):
         kernel = paged(varlen, keys_end=keys_end)
         try:
-            worst = max(
-                _difference(kernel, backend, gather, heads, kv_heads, dim, block_size, keys.dtype, window, q)
-                for q in ([4, 1], [1, 1])
+            worst = np.max(
+                [
+                    _difference(kernel, backend, gather, heads, kv_heads, dim, block_size, keys.dtype, window, q)
+                    for q in ([4, 1], [1, 1])
+                ]
             )
         except Exception as e:
             if backend.fatal(e):
@@ -112,7 +114,8 @@ def _difference(
     window: bool,
     q: list[int],
 ) -> float:
-    """How far the two are apart in a step of two rows with so many queries."""
+    """How far the two are apart in a step of two rows with so many queries, where NaN lies behind what rows have
+    written; NaN if it comes through."""
     rng = np.random.default_rng(0)
     name = str(dtype).removeprefix("torch.")
     start, seg = [block_size, 2], [0] * q[0] + [1] * q[1]
@@ -146,7 +149,12 @@ def _difference(
         tile_row=index(0, 1),
         tile_of=index(*places),
     )
-    cache = tuple(random(4, block_size, kv_heads, dim) for _ in range(2))
+    written = np.zeros((4, block_size, 1, 1), bool)
+    written[3], written[2, : start[1]] = True, True  # before this step
+    cache = tuple(
+        backend.put(np.where(written, rng.normal(size=(4, block_size, kv_heads, dim)), np.nan).astype(np.float32), name)
+        for _ in range(2)
+    )
     tokens, scale, width = sum(q), dim**-0.5, 3 if window else None
     queries, k, v = random(tokens, heads, dim), random(tokens, kv_heads, dim), random(tokens, kv_heads, dim)
     expected, (keys, values) = gather(queries, k, v, cache, x, scale=scale, window=width)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Hashable
@@ -14,7 +16,7 @@ import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import Job, Stopper, TokenTable, as_token
+from hibachi.engine.job import Job, Stopper, TokenTable, as_token, misfits
 from hibachi.engine.policies import policy_of
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
@@ -238,9 +240,9 @@ class AutoregressiveBatchInference(Service):
         seq = Seq(len(host), None if limit is None else int(limit), priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
+        self._scheduler.fit(seq.prompt_len, seq.max_new)
         if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
             seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
-        self._scheduler.fit(seq.prompt_len, seq.max_new)
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
@@ -308,7 +310,15 @@ class AutoregressiveBatchInference(Service):
             )
         if self._vocab is not None:
             check_ids(host, self._vocab)
-        return host.astype(table.dtype)  # a copy: the caller's may change
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = host.astype(table.dtype)  # a copy: the caller's may change
+        if self._vocab is None:
+            for i, value in misfits(host, tokens):
+                raise InvalidRequest(
+                    f"This engine's tokens are {table.dtype} (as in its first request), which cannot hold {value}, "
+                    f"token {i} of the prompt. Send smaller numbers, or begin with a prompt of a wider dtype."
+                )
+        return tokens
 
     def _host(self, value: Any) -> HostArray:
         if self._backend is not None and self._backend.owns(value):
@@ -395,9 +405,10 @@ class AutoregressiveBatchInference(Service):
             position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or self._dtype) for s in paged)
             allowed = self._cache_bytes
             if allowed is None:
-                memory = backend.memory()
+                memory, one = backend.memory(), position * (longest + size)
                 allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
-                allowed = max(allowed, position * (longest + size)) if memory is None else allowed
+                if memory is None and one <= _physical_memory():
+                    allowed = max(allowed, one)
             blocks = min(rows * -(-longest // size), allowed // (position * size)) + 1
             if blocks < 2:
                 raise ConfigError(
@@ -427,9 +438,17 @@ class AutoregressiveBatchInference(Service):
 
 def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
     """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
-    known, end = seq.owner.tokens, (n + 1) * size
-    tokens = known if end <= len(known) else table.values[seq.row]
-    return tokens[n * size : end].tobytes()
+    history, start, end = seq.owner.history, n * size, (n + 1) * size
+    tokens = history.read(start, end) if end <= history.length else table.read(seq.row, start, end)
+    return tokens.tobytes()
+
+
+def _physical_memory() -> float:
+    """Bytes of this machine; infinity where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def level_of(model: Any) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.faults import Theirs
+from hibachi.engine.job import Job, TokenTable
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
     NOT_FINITE,
@@ -22,16 +24,17 @@ from hibachi.engine.runner import (
     jobs_of,
     raise_for_all,
     row_bucket,
+    token_part,
     writers_first,
 )
 from hibachi.engine.samebits import same_bits
 from hibachi.engine.sampler import Drawn, RowSampler
-from hibachi.errors import HibachiError, NonFiniteOutput
+from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput
 from hibachi.plan.buckets import decode_rows, prompt_tokens, width_bucket
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
-from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
@@ -55,9 +58,10 @@ class CachedRunner:
         self.dtype = dtype
         self.spec = list(model.cache_spec())
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
-        self.name = f"{type(model).__name__}.step"
-        self.tally = Tally()
-        self._embeds: dict[int, Any] = {}  # row -> [n, hidden], of prompts that are given so
+        self.name = self._name_of(model)
+        self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
+        self.tally, self.theirs = Tally(), Theirs()
+        self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
         self._advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
@@ -70,13 +74,17 @@ class CachedRunner:
             self.sizes = (one, *backend.larger_steps)
             self.sizes = (one, *(size for size in backend.larger_steps if same_bits(self, one, size)))
 
+    @staticmethod
+    def _name_of(model: Any) -> str:
+        return f"{type(model).__name__}.step"
+
     def _compile(self, *, donate: bool) -> None:
         self._donating = donate
-        step = self._recurrent_piece if self.states else self.model.step
+        self._model_step = CheckedStep(self.model.step, self.backend, self.name)
+        step = self._recurrent_piece if self.states else self._model_step
         self._step = self.backend.compile(step, donate=(1,) if donate else ())
         self._gather = self.backend.compile(self._gather_states)
         self._scatter = self.backend.compile(self._scatter_states)
-        self._wipe = self.backend.compile(self.backend.wipe, donate=(0,) if donate else ())
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
 
     def _make_cache(self) -> None:
@@ -93,20 +101,27 @@ class CachedRunner:
             for i in self.states
         ]
 
+    def adopt(self, scheduler: Scheduler) -> None:
+        self.block_table = scheduler.block_table
+        self.rebuild(keep=False)
+
+    def interrupt(self) -> None:
+        pass  # a step is not awaited
+
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.tokens)
+        self.table.fill(seq.row, job.history)
         self._unscored[seq.row] = job.unscored
         self._embeds.pop(seq.row, None)
         if job.embeds is not None:
-            self._embeds[seq.row] = job.embeds
+            self._embeds[seq.row] = job
         if self.sampler:
             self.sampler.admit(job)
 
     def run(self, plan: StepPlan) -> Outcome:
         self._advanced = False
         try:
-            return Outcome(*isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend))
+            return isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend, self.theirs)
         except StepFailed as e:
             # Unlike keys and values, states cannot go back: rows that were run apart are one step further.
             e.cache_lost |= self._advanced
@@ -139,11 +154,12 @@ class CachedRunner:
             with self.backend.guard():
                 x = self._inputs(plan.rows, plan.start, plan.q, plan.emit, _drawn(plan, before))
                 out = self._call_model(x)
-                check_output(out, self.backend, (x.last.shape[0], self.sampler.vocab_size), self.name)
+                expected = (x.last.shape[0], self.sampler.vocab_size)
+                check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
                     drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
-        except Exception as e:
+        except BaseException as e:
             if not self._donating:
                 self.cache = held
             elif not self.backend.usable(self.cache):
@@ -186,7 +202,7 @@ class CachedRunner:
         self.table.write(rows, positions, part.tokens[keep])
 
     def suspend(self, seq: Seq, row: int) -> None:
-        seq.owner.history = self.table.kept(row, seq.length)
+        self.table.leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         rows, slots = self._places(pairs)
@@ -211,15 +227,6 @@ class CachedRunner:
     def _copy_states(self, into: Array, to: Array, source: Array, at: Array) -> Array:
         return self.backend.scatter_rows(into, to, self.backend.take(source, at))
 
-    def wipe(self, blocks: list[int]) -> None:
-        padded = np.zeros(1 << max(len(blocks) - 1, 7).bit_length(), np.int32)  # in few shapes; block 0 is nobody's
-        padded[: len(blocks)] = blocks
-        with self.backend.guard():
-            wiped = self.backend.put(padded)
-            for i, layer in enumerate(self.spec):
-                if isinstance(layer, Paged):
-                    self.cache[i] = self._wipe(self.cache[i], wiped)
-
     def close(self) -> None:
         pass
 
@@ -230,7 +237,7 @@ class CachedRunner:
             with self.backend.guard():
                 run = self._recurrent if self.states else self._paged
                 return run(plan, idx, rows, start, q, emit)
-        except Exception as e:
+        except BaseException as e:
             if not self._donating:
                 self.cache = before  # what an asynchronous call returned may be its error
             elif not self.backend.usable(self.cache):
@@ -246,7 +253,7 @@ class CachedRunner:
         return self._part(plan, idx[emit], self._call_model(x), x)
 
     def _call_model(self, x: StepInputs[Array]) -> Array:
-        with self.tally:
+        with self.tally, self.theirs:
             out, self.cache = self._step(self.model.params, self.cache, x)
         return out
 
@@ -264,7 +271,8 @@ class CachedRunner:
             if scoring or last.any():
                 call = (idx[mine], at, n, last) if scoring else None
                 waiting.append((idx[mine[last]], out, x, call))
-            if len(waiting) == OUTPUTS_AHEAD:
+            # What is not drawn from before the next call must not lie in memory that this call may write to.
+            if len(waiting) == (OUTPUTS_AHEAD if self.backend.immutable else 1):
                 parts += [self._part(plan, *each) for each in waiting]
                 waiting = []
         parts += [self._part(plan, *each) for each in waiting]
@@ -275,7 +283,8 @@ class CachedRunner:
 
         Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
         """
-        given = np.array([len(self._embeds.get(row, ())) for row in rows.tolist()], np.int32)
+        embeds = self._embeds
+        given = np.array([embeds[row].seq.prompt_len if row in embeds else 0 for row in rows.tolist()], np.int32)
         embedded = np.clip(given - start, 0, q)
         for first, each, sizes in ((start, embedded, self.sizes[:1]), (start + embedded, q - embedded, self.sizes)):
             ends = np.cumsum(each, dtype=np.int32)
@@ -324,9 +333,9 @@ class CachedRunner:
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
         packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
-        if drawn is not None:
-            self.table.window(rows[:0], int(packed.pos.max()) + 1)  # tokens to come have a place
-        tokens = self.table.values[rows[packed.seg], packed.pos]
+        if self._reach is not None:
+            self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
+        tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
         if static or self._pads:
@@ -334,7 +343,10 @@ class CachedRunner:
             tokens = np.concatenate(
                 [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
             )
-        self.tally.call(len(tokens), wanted)
+        shapes = None
+        if self.backend.static_shapes:
+            shapes = (len(tokens), packed.block_table.shape, packed.tile_q.shape, len(packed.last))
+        self.tally.call(len(tokens), wanted, shapes)
         names = [f.name for f in fields(Packed)]
         arrays = [tokens, *(getattr(packed, name) for name in names)]
         if drawn is not None:
@@ -352,7 +364,8 @@ class CachedRunner:
 
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
         """The same with the embeddings of prompts that are given so, if this step computes some of them."""
-        mine = [(i, self._embeds[row]) for i, row in enumerate(rows.tolist()) if row in self._embeds]
+        jobs = [(i, self._embeds.get(row)) for i, row in enumerate(rows.tolist())]
+        mine = [(i, job.embeds) for i, job in jobs if job is not None and job.embeds is not None]
         mine = [(i, e) for i, e in mine if start[i] < len(e)]
         if not mine:
             return x
@@ -420,7 +433,7 @@ class CachedRunner:
         wanted = x.last.shape[0]
         jobs, n = jobs_of(plan, idx), len(idx)
         if self.sampler:
-            check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name)
+            check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name, kind="logits")
             faults: dict[int, HibachiError] = {}
             if call is not None:
                 out, faults = self._score(plan, out, *call)
@@ -431,13 +444,9 @@ class CachedRunner:
             part = drawn_part(idx, drawn, jobs, plan.end[idx], self.backend)
             part.faults |= faults
             return part
-        kind = "f" if self.table.values.dtype.kind == "f" else "i"
-        check_output(out, self.backend, (wanted, *self.table.shape), self.name, kind=kind)
-        with self.tally:
-            tokens = self.backend.get(out)[:n]
-        bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
-        batch = out if wanted == n else out[:n, ...]
-        return Part(idx, tokens, batch, stopped(jobs, tokens, batch, self.backend), bad)
+        dtype = self.table.values.dtype
+        check_output(out, self.backend, (wanted, *self.table.shape), self.name, kind=dtype.kind)
+        return token_part(idx, out, jobs, dtype, self.backend, self.tally, self.name)
 
     def _score(
         self, plan: StepPlan, out: Array, idx: Any, start: Any, q: Any, emit: Any
@@ -452,7 +461,7 @@ class CachedRunner:
         places = np.delete(np.arange(ends[-1]), samples)
         position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
         tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
-        tokens[places] = self.table.values[rows[row], position]
+        tokens[places] = self.table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         with self.tally:
             found = self.sampler.logprobs(out, tokens, wanted.tolist())
@@ -496,8 +505,9 @@ class CachedRunner:
             x = self._inputs(rows[mine], at[mine], each, last)
             place = np.full(x.row.shape[0], size, np.int32)
             place[: len(mine)] = mine
-            with self.tally:
-                out, caches = self._step(self.model.params, self._with(work), self.backend.put(place), x)
+            placed = self.backend.put(place)
+            with self.tally, self.theirs:
+                out, caches = self._step(self.model.params, self._with(work), placed, x)
             work = [caches[i] for i in self.states]
             self.cache = [
                 c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)
@@ -523,10 +533,7 @@ class CachedRunner:
         """One call of the model on the rows at `place` of the working states; returns all working states."""
         b = self.backend
         given = [b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)]
-        out, new = self.model.step(params, given, x)
-        for i in self.states:
-            expected = (int(place.shape[0]), *self.spec[i].shape)  # type: ignore[union-attr]
-            check_output(new[i], b, expected, f"{self.name} (state of layer {i})")
+        out, new = self._model_step(params, given, x)
         joined = [
             b.scatter_rows(old, place, n) if isinstance(s, State) else n
             for old, n, s in zip(cache, new, self.spec, strict=True)
@@ -545,6 +552,72 @@ class CachedRunner:
 
     def _scatter_states(self, states: list[Array], held: Array, work: list[Array]) -> list[Array]:
         return [self.backend.scatter_rows(s, held, w) for s, w in zip(states, work, strict=True)]
+
+
+@dataclass(frozen=True)
+class CheckedStep:
+    """`model.step` with a look at the cache that it returns; equal for one model, so that it is compiled once.
+
+    Raises InvalidModelOutput. Only types and shapes are looked at, and of what is compiled no more than once, when it
+    is traced. Lists are copied both ways: the model may keep and change those that it has.
+    """
+
+    step: Callable[..., Any]
+    backend: ArrayBackend
+    name: str
+
+    @property
+    def __name__(self) -> str:  # of the program, where a library compiles it
+        return "step"
+
+    def __call__(
+        self, params: Any, cache: Sequence[LayerCache], x: StepInputs[Array]
+    ) -> tuple[Array, list[LayerCache]]:
+        result = self.step(params, list(cache), x)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise self._wrong("a pair (outputs, cache)", result)
+        out, new = result
+        if not isinstance(new, (tuple, list)) or len(new) != len(cache):
+            raise self._wrong(f"the cache as a list of {len(cache)} layers, as it was given", new)
+        return out, [
+            layer if layer is old or _alike(layer, old) else self._like(old, layer, i)
+            for i, (old, layer) in enumerate(zip(cache, new, strict=True))
+        ]
+
+    def _like(self, old: LayerCache, new: LayerCache, i: int) -> LayerCache:
+        """`new`, if it is of the kind and the shape of `old`, in the same kind of tuple."""
+        if isinstance(old, (tuple, list)):
+            if not isinstance(new, (tuple, list)) or len(new) != len(old):
+                raise self._wrong(f"layer {i} of the cache as {len(old)} arrays, as it was given", new)
+            return type(old)([self._like(a, b, i) for a, b in zip(old, new, strict=True)])
+        if self.backend.owns(old):
+            if not self.backend.owns(new) or self.backend.unfit(new) is not None or new.shape != old.shape:
+                raise self._wrong(f"an array of {self.backend.name} of shape {tuple(old.shape)} in layer {i}", new)
+        elif type(new) is not type(old):
+            raise self._wrong(f"layer {i} of the cache as {type(old).__qualname__}, as it was given", new)
+        return new
+
+    def _wrong(self, expected: str, got: Any) -> InvalidModelOutput:
+        what = type(got).__qualname__
+        if hasattr(got, "shape"):
+            what += f" of shape {tuple(got.shape)}"
+        elif isinstance(got, (tuple, list)):
+            what += f" of {len(got)}"
+        return InvalidModelOutput(
+            f"{self.name} must return {expected}; got {what}. Return (outputs, [what `attend` returned, or the new "
+            f"state, for each layer])."
+        )
+
+
+def _alike(layer: LayerCache, old: LayerCache) -> bool:
+    """Says quickly of nearly all layers that they are fine: pairs of arrays of the same types and shapes."""
+    if type(layer) is not tuple or type(old) is not tuple or len(layer) != 2 or len(old) != 2:
+        return False
+    (a, b), (c, d) = layer, old
+    try:
+        return type(a) is type(c) and type(b) is type(d) and a.shape == c.shape and b.shape == d.shape
+    except AttributeError:
+        return False
 
 
 def _drawn(plan: StepPlan, before: Flight | None) -> tuple[Array, Any] | None:

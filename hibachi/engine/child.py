@@ -1,6 +1,7 @@
 """An engine in a process of its own: what runs in there. `hibachi.engine.remote` starts it and talks to it.
 
-    parent -> child    ("run", number, ...) ("cancel" | "pause" | "resume", number) ("ask", call, what, ...) ("stop",)
+    parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
+                       ("cancel" | "pause" | "resume", number) ("stop",)
     child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats, meters)
                        ("answer", call, fine, value)
 
@@ -15,7 +16,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +27,7 @@ from hibachi.engine.custom import open_texts
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.stream import Channel
-from hibachi.errors import ConfigError, EngineFailed, HibachiError
+from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
 
@@ -47,17 +50,22 @@ class Facts:
 
 
 class Outbox:
-    """Collects what the streams get in a step, and sends it when they would be woken."""
+    """Collects what the streams get in a step, and sends it when they would be woken.
+
+    What is collected belongs to the engine's thread; other threads `send` messages of their own. A full pipe holds up
+    whoever sends, the engine's thread as well: the parent has a thread that does nothing but read, so it is full only
+    while the parent is stopped (Ctrl-Z), and then nobody misses the tokens. It ends when the parent goes on, or ends.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # no destructor sends anything
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.ends: list[tuple[int, Finish, BaseException | None, float]] = []
 
-    def send(self, message: tuple[Any, ...]) -> None:
-        with self._lock:
+    def send(self, *message: Any) -> None:
+        with self._lock, suppress(OSError):  # the parent is gone: `serve` returns
             self._pipe.send(message)
 
     # To `Wakeups` this is a consumer, and the loop that it waits in.
@@ -72,9 +80,9 @@ class Outbox:
         pass
 
     def run_sync_soon(self, *_: Any) -> None:
-        message = ("step", self.starts, self.tokens, self.ends)
+        starts, tokens, ends = self.starts, self.tokens, self.ends
         self.starts, self.tokens, self.ends = [], [], []
-        self.send(message)
+        self.send("step", starts, tokens, ends)
 
 
 class OutChannel(Channel[Any]):
@@ -89,25 +97,26 @@ class OutChannel(Channel[Any]):
 
     def push(self, item: Any, wakeups: Wakeups) -> None:
         if not self._began:
-            self._start()
+            self._outbox.starts += self._opening()
         scores = self.logprobs.pop() if self.logprobs else None
         self._outbox.tokens.append((self._number, int(item), scores))
         wakeups.add(self._outbox)  # type: ignore[arg-type]
 
-    def _start(self) -> None:
-        self._began = True
-        self._outbox.starts.append((self._number, self.started, self.reused, self.prompt_logprobs))
+    def _opening(self) -> list[tuple[int, float | None, int, Any]]:
+        """What the parent must hear before the first token or the end; [] if it has."""
+        began, self._began = self._began, True
+        return [] if began else [(self._number, self.started, self.reused, self.prompt_logprobs)]
 
     def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
         if not super().end(reason, error, wakeups):
             return False
         self._forget(self._number)
-        if not self._began:
-            self._start()
-        self._outbox.ends.append((self._number, reason, _portable(error), self.stop_logprob))
-        if wakeups is None:
-            self._outbox.run_sync_soon()
+        end = (self._number, reason, _portable(error), self.stop_logprob)
+        if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
+            self._outbox.send("step", self._opening(), [], [end])
         else:
+            self._outbox.starts += self._opening()
+            self._outbox.ends.append(end)
             wakeups.add(self._outbox)  # type: ignore[arg-type]
         return True
 
@@ -132,15 +141,20 @@ class OutChannel(Channel[Any]):
         self.eased()
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
-    """The error, if it survives the way to another process, else one that says the same."""
+def _portable(error: BaseException | None, other: type[HibachiError] = ModelError) -> BaseException | None:
+    """The error, if the parent knows its type, else one that says the same: of a base that it knows, or an `other`."""
     if error is None:
         return None
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return EngineFailed(f"{type(error).__name__}: {error}")
-    return error
+    with suppress(Exception):
+        if isinstance(error, Exception) and _home(type(error)) in ("hibachi", "builtins"):
+            pickle.loads(pickle.dumps(error))
+            return error
+    base = next((base for base in type(error).__mro__ if _home(base) == "hibachi"), other)
+    return restored(base, (text_of(error),), {}, None)
+
+
+def _home(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _pickled(tokenizer: Any) -> bytes | None:
@@ -178,29 +192,30 @@ class Child:
         )
 
     def serve(self, facts: Facts) -> None:
-        self._outbox.send(("ready", facts))
+        self._outbox.send("ready", facts)
         threading.Thread(target=self._beat, name="hibachi-beat", daemon=True).start()
         while True:
             try:
                 command, *rest = self._pipe.recv()
+                if command in ("run", "ask"):
+                    rest.append(self._pipe.recv_bytes())
             except (EOFError, OSError):  # the parent is gone
                 return
             if command == "stop":
                 return
             getattr(self, f"_{command}")(*rest)
 
-    def _run(
-        self, number: int, host: Any, params: Any, include_stop: bool, bad_words: Any, embeds: Any, terms: Any
-    ) -> None:
+    def _run(self, number: int, contents: bytes) -> None:
         channel = OutChannel(number, self._outbox, self._forget)
         try:
+            prompt, params, include_stop, bad_words, embeds, terms = _unpacked(contents)
             job = self._engine._prepare(
-                host, params, include_stop=include_stop, bad_words=bad_words, embeds=embeds, terms=terms
+                prompt, params, include_stop=include_stop, bad_words=bad_words, embeds=embeds, terms=terms
             )
             channel.prompt_logprobs, job.channel = job.channel.prompt_logprobs, channel
             self._jobs[number] = job
             self._engine._worker.add(job)
-        except HibachiError as e:
+        except Exception as e:
             channel.end(Finish.ERROR, e)
 
     def _forget(self, number: int) -> None:
@@ -218,16 +233,16 @@ class Child:
         if (job := self._jobs.get(number)) is not None:
             job.channel.release()  # type: ignore[attr-defined]
 
-    def _ask(self, call: int, what: str, *rest: Any) -> None:
+    def _ask(self, call: int, what: str, contents: bytes) -> None:
         # In a thread: vectors take a while, and others must be able to leave meanwhile.
-        threading.Thread(target=self._answer, args=(call, getattr(self, f"_tell_{what}"), rest), daemon=True).start()
+        tell = getattr(self, f"_tell_{what}")
+        threading.Thread(target=self._answer, args=(call, tell, contents), daemon=True).start()
 
-    def _answer(self, call: int, tell: Callable[..., Any], rest: tuple[Any, ...]) -> None:
+    def _answer(self, call: int, tell: Callable[..., Any], contents: bytes) -> None:
         try:
-            fine, value = True, tell(*rest)
-        except Exception as e:
-            fine, value = False, _portable(e)
-        self._outbox.send(("answer", call, fine, value))
+            self._outbox.send("answer", call, True, tell(*_unpacked(contents)))
+        except BaseException as e:
+            self._outbox.send("answer", call, False, _portable(e))
 
     def _tell_dump(self) -> Any:
         return self._engine.dump()
@@ -236,19 +251,28 @@ class Child:
         return self._texts._vectors(ids, pooling, normalize)
 
     def _beat(self) -> None:
-        try:
-            while True:
-                engine = self._engine
-                self._outbox.send(("beat", engine.health(), engine.stats(), engine.meters()))
-                time.sleep(BEAT)
-        except OSError:  # the parent is gone
-            return
+        while True:
+            engine = self._engine
+            self._outbox.send("beat", engine.health(), engine.stats(), engine.meters())
+            time.sleep(BEAT)
+
+
+def _unpacked(contents: bytes) -> Any:
+    """Of a request. Raises InvalidRequest."""
+    try:
+        return pickle.loads(contents)
+    except BaseException as e:  # it imports modules of the user's
+        raise InvalidRequest(
+            f"The request cannot be read in the engine's process: {text_of(e)}. Write logits_processors in a module "
+            f"that it can import, not in the script that is run."
+        ) from e
 
 
 def main(place: int) -> None:
     """place: the file descriptor of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a terminal or a service; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(place, False)
     pipe = Connection(place)
     try:
         texts = open_texts(**pipe.recv())
@@ -257,10 +281,12 @@ def main(place: int) -> None:
     except (EOFError, KeyboardInterrupt):
         return
     except BaseException as e:
-        pipe.send(("failed", _portable(e)))
+        pipe.send(("failed", _portable(e, EngineFailed)))
         raise SystemExit(1) from e
     try:
         child.serve(facts)
+    except BaseException:
+        traceback.print_exc()
     finally:
         texts.close()
         sys.stdout.flush()

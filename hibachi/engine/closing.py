@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
+CLOSE_WITHIN = 10.0  # seconds that `close` waits for what runs
+
 
 class Closing:
     """Leaving a `with` or `async with` block closes. Subclasses bring `close`, and `aclose` if that takes a while."""

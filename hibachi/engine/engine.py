@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -14,12 +15,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hibachi.engine.faults import drop_frames, internal
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
 from hibachi.engine.recorder import Recorder
 from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, InvalidModelOutput, OutOfCapacity
+from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
@@ -27,7 +30,8 @@ from hibachi.request import Finish
 log = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
-MOST_INVALID = 3  # steps in a row in which no output was valid
+TOLD_AFTER = 3  # steps in a row in which no output was valid, before the log and `health` say so
+GROW_AFTER, MOST_GROW_AFTER = 32, 1024  # steps after which a token budget that was halved is doubled
 MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
 
 
@@ -103,8 +107,13 @@ class Engine:
         self._memory_at = -MEMORY_EVERY
         self._restart = restart
         self._lost = 0  # devices, since a step last succeeded
-        self._invalid = 0  # steps in a row in which every row had an invalid output
+        self.invalid = 0  # steps in a row in which no output was valid
+        self.invalid_why = ""  # what was wrong with the last one
         self._alone = 0  # times that memory ran out for a single token, since a step last succeeded
+        self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0: none had
+        self._good = 0  # steps that succeeded since the token budget last changed
+        self._grow_after = GROW_AFTER
+        self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         wanted = runner.backend.asynchronous if overlap is None else overlap
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
         self._flight: Flight | None = None
@@ -128,7 +137,9 @@ class Engine:
         """A snapshot, asked from any thread."""
         own, tally, backend, now = self._meters, self.runner.tally, self.runner.backend, time.monotonic()
         if now - self._memory_at >= MEMORY_EVERY:
-            self._memory_at, own.memory = now, backend.memory()
+            self._memory_at = now
+            with suppress(Exception):  # a device that is lost tells nothing
+                own.memory = backend.memory()
         return replace(
             own, prefill=own.prefill.copy(), decode=own.decode.copy(), computed=tally.computed, padding=tally.padding
         )
@@ -143,17 +154,28 @@ class Engine:
         """Requests whose consumers are behind."""
         return len(self._paused)
 
+    @property
+    def compiles(self) -> bool:
+        """A call of the step at hand has shapes that the backend compiles a program for."""
+        return self.runner.tally.compiles
+
+    def obey(self, do: Callable[[Job], None], job: Job) -> None:
+        """`do(job)`, a command; if it raises, only its own stream learns of it."""
+        try:
+            do(job)
+        except BaseException as e:
+            self._give_up(job, e)
+
     def add(self, job: Job) -> None:
         job.seq.owner, now = job, time.monotonic()
         self._live.add(job)
         self._pausing |= job.channel.pause_after is not None
         try:
             self.scheduler.add(job.seq, now)
-        except HibachiError as e:  # only its own stream learns of it
-            self._ended(job, Finish.ERROR, e)
-            self._wakeups.post()
-        else:
-            self.recorder.note("add", job.seq, now)
+        except BaseException:
+            job.seq.finish = Finish.ERROR  # the scheduler has not taken it
+            raise
+        self.recorder.note("add", job.seq, now)
 
     def cancel(self, job: Job) -> None:
         if job in self._live:
@@ -187,11 +209,13 @@ class Engine:
             if flight is not None:
                 self._land(flight, None, began)
             return flight is not None
-        for seq in plan.fresh:
-            self.runner.admit(seq)
-            channel = seq.owner.channel
-            if channel.started is None:
-                channel.started, channel.reused = now, seq.reused
+        if refused := self._admit(plan, now):
+            # The others of the plan may share what these were to compute, so it does not happen.
+            for job, error in refused:
+                self._give_up(job, error)
+            if flight is None or self._land(flight, plan, began):
+                self._roll_back(plan, "a request could not start")
+            return True
         launched, failed = self._launch(plan, flight)
         if flight is not None:
             if not self._land(flight, plan, began, cache_lost=failed is not None and failed.cache_lost):
@@ -206,11 +230,26 @@ class Engine:
         self._flight = launched
         return True
 
+    def _admit(self, plan: StepPlan, now: float) -> list[tuple[Job, BaseException]]:
+        """Tell the runner of the requests that start; returns those for which that failed."""
+        refused: list[tuple[Job, BaseException]] = []
+        for seq in plan.fresh:
+            job: Job = seq.owner
+            try:
+                self.runner.admit(seq)
+            except BaseException as e:
+                refused.append((job, e))
+                continue
+            if job.channel.started is None:
+                job.channel.started, job.channel.reused = now, seq.reused
+        return refused
+
     def _stands(self, plan: StepPlan) -> bool:
         """Is nobody in the plan gone, or waiting for a consumer, since it was made?"""
         return bool(self.scheduler.holds(plan).all()) and not (self._paused and any(seq.paused for seq in plan.seqs))
 
     def _begin(self) -> float:
+        self.runner.tally.compiles = False
         self._worked = self.runner.tally.seconds
         return time.perf_counter()
 
@@ -229,6 +268,7 @@ class Engine:
     def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """The step is computed."""
         self._alone = 0
+        self._adapt(plan, outcome)
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1
@@ -241,7 +281,8 @@ class Engine:
         counts.step_seconds += (seconds := time.perf_counter() - began)
         self._measure(plan, seconds)
         self.moved = time.monotonic()
-        self._check_outputs(plan, outcome)
+        self.runner.tally.compiles = False
+        self._look_at(plan, outcome)
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
@@ -296,14 +337,11 @@ class Engine:
             self._wakeups.post()
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Overwrite the blocks that may hold NaN, and put back the states that were kept. Raises StepFailed."""
-        pool = self.scheduler.pool
+        """Put back the states that were kept. Raises StepFailed."""
+        if not plan.restores:
+            return
         try:
-            if pool and pool.dirty:
-                self.runner.wipe(pool.dirty)
-                pool.dirty.clear()
-            if plan.restores:
-                self.runner.restore(plan.restores)
+            self.runner.restore(plan.restores)
         except Exception as e:
             raise_for_all(e, self.runner.backend, cache_lost=True)
 
@@ -320,19 +358,16 @@ class Engine:
         else:
             self._lost = 0
 
-    def _check_outputs(self, plan: StepPlan, outcome: Outcome) -> None:
-        """Raise EngineFailed if the model answers nobody any more."""
+    def _look_at(self, plan: StepPlan, outcome: Outcome) -> None:
+        """Count the steps in a row that gave no valid output; the log hears of it once, each request of its own."""
         faults = outcome.faults.values()
         if len(faults) < len(plan.seqs) or not all(isinstance(fault, InvalidModelOutput) for fault in faults):
-            self._invalid = 0
+            self.invalid = 0
             return
-        self._invalid += 1
-        if self._invalid == MOST_INVALID:
-            cause = next(iter(faults))
-            raise EngineFailed(
-                f"Nothing that the model returned in {MOST_INVALID} steps in a row could be used: {cause} Mend the "
-                f"model, and make a new engine."
-            ) from cause
+        self.invalid += 1
+        self.invalid_why = str(next(iter(faults)))
+        if self.invalid == TOLD_AFTER:
+            log.error("every output of the last %d steps was invalid: %s", self.invalid, self.invalid_why)
 
     # ---- steps that failed as a whole --------------------------------------------------------------------------
 
@@ -345,14 +380,14 @@ class Engine:
             self._roll_back(plan, failed.why)
         if failed.why == "device":
             self._lose(cause)
-        _let_go(failed)  # its frames hold what the failed call had computed
+        drop_frames(failed)  # they hold what the failed call had computed
         if failed.cache_lost:
             self._rebuild(keep=failed.why == "cache")
             self.recorder.note("forget")
             self._suspend(self.scheduler.forget())
             log.warning("the cache was lost (%r); %d requests compute again", cause, len(self._live))
         if failed.why == "memory" and plan is not None:
-            self._shrink(plan, cause)
+            self._shrink(plan, failed.alone, cause)
 
     def _lose(self, cause: BaseException) -> None:
         """The device is lost. Raises EngineFailed unless we may begin again."""
@@ -380,12 +415,30 @@ class Engine:
             else:
                 return
 
-    def _shrink(self, plan: StepPlan, cause: BaseException) -> None:
-        """Memory ran out: fewer tokens in a step from now on. Who twice cannot have a single one fails."""
+    def _shrink(self, plan: StepPlan, alone: int | None, cause: BaseException) -> None:
+        """Compute fewer tokens at once after an out-of-memory step: of one request if it failed by itself, or of all.
+
+        alone: its place in the plan. A request that fails by itself with a single token is ended.
+        """
+        if alone is not None:
+            seq, tokens = plan.seqs[alone], int(plan.q[alone])
+            if tokens > 1:
+                log.warning(
+                    "memory ran out for %d tokens of one request, now at most %d: %r", tokens, tokens // 2, cause
+                )
+                self.recorder.note("slow", seq, tokens // 2)
+                self.scheduler.slow(seq, tokens // 2)
+                if self._slowed not in (0, seq.number):  # it is not one request's own doing
+                    self._halve(tokens // 2)
+                self._slowed = seq.number
+            else:
+                self._fail(seq, _no_room(cause))
+                self._wakeups.post()
+            return
         tokens = int(plan.q.sum())
         if tokens > 1:
-            log.warning("memory ran out with %d tokens in a step, now at most %d: %r", tokens, tokens // 2, cause)
-            self._limit(tokens // 2)
+            log.warning("memory ran out with %d tokens in a step: %r", tokens, cause)
+            self._halve(tokens // 2, 1)
             return
         self._alone += 1
         if self._alone == 2:
@@ -395,6 +448,34 @@ class Engine:
             self._wakeups.post()
             self._limit(self.scheduler.limits.budget)  # it was not to blame
 
+    def _halve(self, budget: int, least: int | None = None) -> None:
+        """Fewer tokens in a step, as memory ran out. Each time it takes longer until more are tried.
+
+        least: None keeps room for a token of each row and as many of prompts, so that one request cannot slow down all.
+        """
+        budget = max(budget, 2 * self.scheduler.limits.rows if least is None else least)
+        if budget < self.scheduler.budget:
+            log.warning("memory ran out: at most %d tokens in a step from now on", budget)
+            self._good, self._grow_after = 0, min(2 * self._grow_after, MOST_GROW_AFTER)
+            self._limit(budget)
+
+    def _adapt(self, plan: StepPlan, outcome: Outcome) -> None:
+        """A smaller token budget after a step whose rows had to run apart; a larger one after many that succeeded."""
+        most, budget = self.scheduler.limits.budget, self.scheduler.budget
+        if outcome.short:
+            self._halve(int(plan.q.sum()) // 2)
+            return
+        if budget == most and self._grow_after == GROW_AFTER:
+            return
+        self._good += 1
+        if self._good < self._grow_after:
+            return
+        self._good = self._slowed = 0
+        if budget < most:
+            self._limit(min(2 * budget, most))
+        else:  # the whole budget has held for as long
+            self._grow_after = GROW_AFTER
+
     def _limit(self, budget: int) -> None:
         self.recorder.note("limit", budget)
         self.scheduler.limit(budget)
@@ -402,10 +483,13 @@ class Engine:
     # ---- what a step came to -----------------------------------------------------------------------------------
 
     def _suspend(self, sent: Sent) -> None:
-        """Keep the tokens of those who lost their rows."""
+        """Keep the tokens of the requests that lost their rows."""
         for seq, row in sent:
-            if seq.owner is not None:  # it has ended meanwhile
-                self.runner.suspend(seq, row)
+            if seq.owner is not None:  # else it has ended meanwhile
+                try:
+                    self.runner.suspend(seq, row)
+                except BaseException as e:
+                    self._give_up(seq.owner, e)
 
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and hand the new tokens to their streams."""
@@ -463,9 +547,22 @@ class Engine:
         if seq.finish is None:
             log.warning("a request failed: %s", fault)
             sent = self.scheduler.fail(seq)
-            self.recorder.note("fail", seq, sent, fault)
+            self.recorder.note("fail", seq, sent, type(fault).__name__)
             self._suspend(sent)
             self._ended(seq.owner, Finish.ERROR, fault)
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        """End a request that could not be handled, and no other."""
+        fault = internal(error)
+        if fault is not error:
+            log.error("%s", fault)
+        try:
+            self._fail(job.seq, fault)
+        except BaseException as e:  # of a policy, which hears of it last
+            log.error("%s", internal(e))
+        if job in self._live:  # it was not in the scheduler any more, or not yet
+            self._ended(job, Finish.ERROR, fault)
+        self._wakeups.post()
 
     def _ended(self, job: Job, reason: Finish, error: BaseException | None = None) -> None:
         self._live.discard(job)
@@ -484,6 +581,25 @@ class Engine:
         for job in live:
             with suppress(Exception):  # after a failure the scheduler may be in any state
                 self.scheduler.cancel(job.seq, reason)
+
+    def can_begin_again(self) -> bool:
+        return self._policy is not None
+
+    def begin_again(self) -> None:
+        """Forget the state that a failure left: an empty scheduler, a new cache. All requests must have ended."""
+        assert not self._live
+        policy = _copied(self._policy)
+        assert policy is not None
+        self.scheduler = self.scheduler.fresh(policy)
+        self._flight, self._calm, self._alone, self._good = None, False, 0, 0
+        self._paused.clear()
+        self.runner.adopt(self.scheduler)
+        self.recorder.note("again")
+        self.restarts += 1
+
+    def live(self) -> list[Job]:
+        """The requests that have not ended, asked from any thread."""
+        return list(self._live)
 
     def close(self) -> None:
         self.runner.close()
@@ -514,8 +630,9 @@ def _no_room(cause: BaseException) -> OutOfCapacity:
     return error
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Drop the frames that an error and its causes hold, and the arrays in them."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+def _copied(policy: Policy | None) -> Policy | None:
+    try:
+        return copy.deepcopy(policy)
+    except Exception as e:
+        log.warning("the policy cannot be copied (%r), so a failed loop does not begin again", e)
+        return None

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
+from hibachi.engine.faults import said
 from hibachi.engine.stream import Channel
 from hibachi.errors import InvalidRequest
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
+SIDE_BY_SIDE = 64, 1024  # the newest tokens of each row in the table: at least and at most so many, powers of two,
+TABLE_BYTES = 2**22  # and between the two as many as take no more than this
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
     """What the engine keeps of a request, beside the scheduler's `Seq`."""
 
@@ -28,7 +34,8 @@ class Job:
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
-    history: Any = None  # prompt and what was generated, host array [n, *tok], of one that lost its row
+    known: History | None = None  # see `history`
+    changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
 
     @property
@@ -38,10 +45,11 @@ class Job:
         return self.params
 
     @property
-    def tokens(self) -> HostArray:
-        """What is known when it gets a row, [n, *tok]."""
-        tokens: HostArray = self.prompt if self.history is None else self.history
-        return tokens
+    def history(self) -> History:
+        """Its tokens as far as its row of the table does not hold them: when it gets one, all."""
+        if self.known is None:
+            self.known = History(self.prompt)
+        return self.known
 
     @property
     def unscored(self) -> int:
@@ -79,11 +87,11 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
         everyone = len(members) == len(jobs)
         mine: Any = slice(None) if everyone else np.array(members)
         out[mine] = rule.match(tokens[mine])
-        if rule.where is not None:
+        if rule.where is not None:  # it gets arrays of its own, which it may write into
             if batch is None:
-                native = backend.put(tokens[mine])
+                native = backend.put(tokens[mine].copy())
             else:
-                native = batch if everyone else backend.take(batch, backend.put(mine))
+                native = backend.copy(batch) if everyone else backend.take(batch, backend.put(mine))
             out[mine] |= _ask(rule.where, native, len(members), backend)
     if positions is not None and out.any():
         least = [job.seq.prompt_len + (job.params.min_tokens if job.params else 0) for job in jobs]
@@ -96,8 +104,8 @@ def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBacken
     try:
         hit = where(batch)
         hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
-    except Exception as e:
-        raise InvalidRequest(f"The stop predicate raised {type(e).__name__}: {e}") from e
+    except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+        raise InvalidRequest(f"The stop predicate raised {said(e)}") from e
     if hit.shape != (n,):
         raise InvalidRequest(
             f"The stop predicate must return one bool for each of {n} rows, shape ({n},); got shape {hit.shape}. "
@@ -123,35 +131,149 @@ def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostA
     return token.astype(dtype)
 
 
+def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
+    """(row, first value) of the rows of `values` [n, ...] that another dtype could not hold, as `cast` shows.
+
+    Integers must be equal; floats are rounded, but may not become infinite.
+    """
+    if np.can_cast(values.dtype, cast.dtype, "safe"):
+        return []
+    lost = np.isfinite(values) & ~np.isfinite(cast) if cast.dtype.kind == "f" else values != cast
+    lost = lost.reshape(len(values), -1)
+    return [(i, values.reshape(lost.shape)[i, lost[i].argmax()]) for i in np.flatnonzero(lost.any(axis=1)).tolist()]
+
+
+class History:
+    """Tokens of a request, from its first: [length, *tok] on the host, in pieces that nobody writes to."""
+
+    __slots__ = ("__weakref__", "_pieces", "length")
+
+    def __init__(self, first: HostArray) -> None:
+        self._pieces, self.length = [first], len(first)
+
+    def append(self, piece: HostArray) -> None:
+        self._pieces.append(piece)
+        self.length += len(piece)
+
+    def read(self, start: int, end: int) -> HostArray:
+        """Tokens `start` to `end` - 1, to be read only."""
+        if end <= len(self._pieces[0]):
+            return self._pieces[0][start:end]
+        out = np.empty((end - start, *self._pieces[0].shape[1:]), self._pieces[0].dtype)
+        self.copy(start, out)
+        return out
+
+    def copy(self, start: int, out: HostArray) -> None:
+        """Overwrite `out` with the tokens from `start` on."""
+        end, at = start + len(out), 0
+        for piece in self._pieces:
+            first, last = max(start - at, 0), min(end - at, len(piece))
+            if first < last:
+                out[at + first - start : at + last - start] = piece[first:last]
+            at += len(piece)
+
+
 class TokenTable:
-    """The tokens of all running rows, on the host: what is fed to the model and compared with stop tokens."""
+    """The tokens of all running rows, on the host: what is fed to the model and compared with stop tokens.
+
+    The newest of each row lie side by side in `values`, where a step reads and writes those of all rows at once. A row
+    that is longer has the others in the history of its request, which goes when the request goes: the table never
+    grows.
+    """
 
     def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape = shape
-        self.values = np.zeros((rows, 64, *shape), dtype)
+        (least, most), size = SIDE_BY_SIDE, rows * max(1, np.dtype(dtype).itemsize * math.prod(shape))
+        self.width = least
+        while self.width < most and 2 * self.width * size <= TABLE_BYTES:
+            self.width *= 2
+        # One more, for a token that the device is still computing.
+        self.values = np.zeros((rows, self.width + 1, *shape), dtype)
+        self._before = np.zeros(rows, np.intp)  # tokens of each row before those in `values`
+        self._histories: list[ref[History] | None] = [None] * rows
+        self._long = False  # a row has tokens that are not in `values`
 
-    def fill(self, row: int, prompt: HostArray) -> None:
-        self._widen(len(prompt) + 1)
-        self.values[row, : len(prompt)] = prompt
+    def fill(self, row: int, history: History) -> None:
+        """The row is that of another request; its tokens so far are its history, which the caller keeps."""
+        n = history.length
+        if n <= self.width:
+            history.copy(0, self.values[row, :n])
+        self._before[row] = 0 if n <= self.width else n
+        self._histories[row] = ref(history)
+        self._long = bool(self._before.any())
 
-    def window(self, rows: Any, width: int) -> HostArray:
-        """A copy of the first `width` positions of `rows`."""
-        self._widen(width)
-        out: HostArray = self.values[rows, :width]
+    def leave(self, row: int, history: History, length: int) -> None:
+        """The request loses its row: add to its history what that lacks of its first `length` tokens."""
+        if history.length < length:
+            history.append(self.read(row, history.length, length).copy())
+
+    def read(self, row: int, start: int, end: int) -> HostArray:
+        """Tokens `start` to `end` - 1 of a row, to be read only."""
+        before = int(self._before[row])
+        if start >= before:
+            return self.values[row, start - before : end - before]
+        out = np.empty((end - start, *self.shape), self.values.dtype)
+        self._copy(row, start, out)
         return out
 
-    def kept(self, row: int, length: int) -> HostArray:
-        """A copy of the first `length` tokens of a row."""
-        return self.values[row, :length].copy()
+    def packed(self, rows: Any, start: Any, n: Any, of: Any, positions: Any) -> HostArray:
+        """The tokens of a step, [T, *tok]: of each of `rows` the `n` from `start` on.
+
+        of, positions [T]: of each token its place in `rows` and its position, which may be one beyond the last token.
+        """
+        row = rows[of]
+        if not self._long:
+            return self.values[row, positions]
+        at = positions - self._before[row]
+        tokens: HostArray = self.values[row, np.maximum(at, 0)]
+        if np.count_nonzero(at < 0):
+            first, older = np.cumsum(n) - n, np.minimum(self._before[rows] - start, n)
+            for i in np.flatnonzero(older > 0).tolist():
+                self._copy(int(rows[i]), int(start[i]), tokens[first[i] : first[i] + older[i]])
+        return tokens
+
+    def window(self, rows: Any, lengths: Any, width: int) -> HostArray:
+        """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them."""
+        if not (self._long and self._before[rows].any()):
+            out: HostArray = self.values[rows, :width]
+            for i in np.flatnonzero(lengths != width).tolist():
+                out[i, width - lengths[i] :] = self.values[rows[i], : lengths[i]]
+            return out
+        out = np.zeros((len(rows), width, *self.shape), self.values.dtype)
+        for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            self._copy(row, 0, out[i, width - length :])
+        return out
 
     def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """One new token for each of `rows`, at its position."""
-        if len(rows):
-            self._widen(int(positions.max()) + 1)
-            self.values[rows, positions] = tokens
+        """One new token for each of `rows`, at its position, which is one beyond its last."""
+        if not len(rows):
+            return
+        at = positions - self._before[rows]
+        if at.max() >= self.width:
+            for i in np.flatnonzero(at >= self.width).tolist():
+                self._shift(int(rows[i]))
+                at[i] = 0
+        self.values[rows, at] = tokens
 
-    def _widen(self, width: int) -> None:
-        have = self.values.shape[1]
-        if width > have:
-            more = np.zeros((self.values.shape[0], max(width, 2 * have) - have, *self.shape), self.values.dtype)
-            self.values = np.concatenate([self.values, more], axis=1)
+    def _shift(self, row: int) -> None:
+        """Move what `values` holds of a row to its history."""
+        history, before = self._history(row), int(self._before[row])
+        if (known := history.length - before) < self.width:
+            history.append(self.values[row, known : self.width].copy())
+        self._before[row] = before + self.width
+        self._long = True
+
+    def _copy(self, row: int, start: int, out: HostArray) -> None:
+        """Overwrite `out` with the tokens of a row from `start` on."""
+        before = int(self._before[row])
+        older = min(max(before - start, 0), len(out))
+        if older:
+            self._history(row).copy(start, out[:older])
+        at = start + older - before
+        out[older:] = self.values[row, at : at + len(out) - older]
+
+    def _history(self, row: int) -> History:
+        found = self._histories[row]
+        history = None if found is None else found()
+        assert history is not None, "the request of this row has gone"
+        return history

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.autotune import seconds_of, settle
+from hibachi.engine.closing import CLOSE_WITHIN
 from hibachi.engine.measured import vectors
 from hibachi.engine.pooling import PoolingBatchInference
 from hibachi.engine.texts import Texts
@@ -128,9 +130,10 @@ class LLM(Texts):
         """
         return self.engine.selfcheck()
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
         for engine in (self.engine, *self._poolers.values()):
-            engine.close()
+            engine.close(None if end is None else max(end - time.monotonic(), 0.0))
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

@@ -103,7 +103,7 @@ class Wakeups:
                     loop.call_soon_threadsafe(_resolve, futures)
                 else:
                     loop.run_sync_soon(_resolve, futures)
-            except RuntimeError:  # the loop was closed, or the trio run has ended, and its consumers with it
+            except Exception:  # the loop was closed, or the trio run has ended, and its consumers with it
                 continue
         self._futures.clear()
 

@@ -6,7 +6,7 @@ One thread writes, without locks. Others may read at any time: they see every nu
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -113,10 +113,12 @@ class Meters:
 class Tally:
     """What a runner notes of its calls: `with tally:` around the model and the sampler."""
 
-    __slots__ = ("_began", "computed", "padding", "seconds")
+    __slots__ = ("_began", "_shapes", "compiles", "computed", "padding", "seconds")
 
     def __init__(self) -> None:
         self.seconds, self.computed, self.padding, self._began = 0.0, 0, 0, 0.0
+        self.compiles = False  # a call of this step has shapes that no call had before, on a backend that compiles each
+        self._shapes: set[Hashable] = set()
 
     def __enter__(self) -> None:
         self._began = perf_counter()
@@ -124,7 +126,13 @@ class Tally:
     def __exit__(self, *_: object) -> None:
         self.seconds += perf_counter() - self._began
 
-    def call(self, tokens: int, wanted: int) -> None:
-        """A call of the model with so many tokens, so many of which are no padding."""
+    def call(self, tokens: int, wanted: int, shapes: Hashable = None) -> None:
+        """A call of the model with `tokens` tokens, of which `wanted` are no padding.
+
+        shapes: of its inputs, if the backend compiles a program for each (`static_shapes`); else None.
+        """
         self.computed += tokens
         self.padding += tokens - wanted
+        if shapes is not None and shapes not in self._shapes:
+            self._shapes.add(shapes)
+            self.compiles = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -56,8 +57,12 @@ class _Hidden:
     vocab_size = None
 
     def __init__(self, model: Any) -> None:
-        self._model, self.params = model, model.params
-        self.backend = getattr(model, "backend", None)
+        self._model, self.backend = model, getattr(model, "backend", None)
+        self.reach = getattr(model, "reach", None)
+
+    @property
+    def params(self) -> Any:
+        return self._model.params
 
     def cache_spec(self) -> CacheSpec:
         spec: CacheSpec = self._model.cache_spec()
@@ -73,17 +78,19 @@ class _PoolingRunner(CachedRunner):
 
     def __init__(self, pooling: Pooling, *args: Any) -> None:
         super().__init__(*args)
-        self.name = self.name.replace("_Hidden.step", "hidden")
         self._pooling = pooling
-        self._sums: dict[
-            int, dict[int, Any]
-        ] = {}  # row -> {position: sum over the tokens from there}, float64 [hidden]
+        self._sums: WeakKeyDictionary[Job, dict[int, Any]] = WeakKeyDictionary()
+        """{position: sum over the tokens from there, float64 [hidden]} of each request."""
+
+    @staticmethod
+    def _name_of(model: Any) -> str:
+        return "hidden"
 
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
         before_last = seq.prompt_len - 1
         self._unscored[seq.row] = {"mean": before_last, "cls": min(1, before_last), "last": 0}[self._pooling]
-        self._sums[seq.row] = {}
+        self._sums[seq.owner] = {}
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
         pass  # a vector is no token: nothing goes on from it
@@ -108,8 +115,9 @@ class _PoolingRunner(CachedRunner):
         rows = plan.rows[idx]
         counts = np.clip(self._unscored[rows] - start, 0, q)
         ends = np.cumsum(counts + emit)
-        for row, at, n, end, last in zip(*(a.tolist() for a in (rows, start, counts, ends, emit)), strict=True):
-            sums = self._sums[row]
+        places = zip(*(a.tolist() for a in (start, counts, ends, emit)), strict=True)
+        for job, (at, n, end, last) in zip(jobs_of(plan, idx), places, strict=True):
+            sums = self._sums[job]
             for position in [p for p in sums if p >= at]:  # of a step that failed half-way and is run again
                 del sums[position]
             if n:
@@ -117,7 +125,7 @@ class _PoolingRunner(CachedRunner):
         return host[ends[emit] - 1]
 
     def _pooled(self, job: Job, last: Any) -> Any:
-        sums = self._sums[job.seq.row]
+        sums = self._sums[job]
         if self._pooling == "mean":
             return sum(sums.values(), last) / job.seq.prompt_len
         return sums[0] if sums else last

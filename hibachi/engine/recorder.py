@@ -8,10 +8,13 @@ compares the plans.
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import secrets
 from collections import deque
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from itertools import islice
@@ -27,6 +30,7 @@ from hibachi.plan.scheduler import Limits, Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
+log = logging.getLogger("hibachi.engine")
 LENGTH = 512  # entries: a step is two, plan and commit
 
 
@@ -53,14 +57,14 @@ class Recorder:
         self._file = None
         if path is not None:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
-            self._write(self._head)
+            self._file.write(json.dumps(self._head) + "\n")
 
     def note(self, *entry: Any) -> None:
         """entry: the name of an event and what belongs to it. Turned into words only when somebody reads it."""
         self._ring.append(entry)
         self._count += 1
         if self._file is not None:
-            self._write(self._words(entry))
+            self._write(entry)
 
     def dump(self) -> dict[str, Any]:
         """What can be written as JSON: {"limits", "policy", "complete", "events", ...}.
@@ -85,7 +89,8 @@ class Recorder:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what was not written yet
+                self._file.close()
             self._file = None
 
     def _entries(self) -> list[tuple[Any, ...]]:
@@ -95,10 +100,17 @@ class Recorder:
             except RuntimeError:  # the engine's thread added one meanwhile
                 continue
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, entry: tuple[Any, ...]) -> None:
+        """To the file; if that fails, a full disk say, say so once and go on without it."""
         assert self._file is not None
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()  # what a process that dies leaves behind is what this is for
+        try:
+            self._file.write(json.dumps(self._words(entry)) + "\n")
+            self._file.flush()  # what a process that dies leaves behind is what this is for
+        except Exception as e:
+            log.error("the recording of the engine's plans ends here: %s: %s", type(e).__name__, e)
+            file, self._file = self._file, None
+            with suppress(Exception):
+                file.close()
 
     # ---- as words ----------------------------------------------------------------------------------------------
 
@@ -118,7 +130,9 @@ class Recorder:
             case "cancel", (seq, reason):
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
-                words |= {"seq": seq.number, "sent": _sent(sent), "error": type(error).__name__}
+                words |= {"seq": seq.number, "sent": _sent(sent), "error": error}
+            case "slow", (seq, tokens):
+                words |= {"seq": seq.number, "tokens": tokens}
             case "room", (sent,):
                 words |= {"sent": _sent(sent)}
             case "expire", (now, ended):
@@ -211,8 +225,9 @@ def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
 
 
 class _Player:
-    def __init__(self, limits: Limits, policy: Policy | None, *, grows: bool) -> None:
+    def __init__(self, limits: Limits, policy: Policy, *, grows: bool) -> None:
         self.scheduler = Scheduler(limits, policy, self._key_of if grows else None)
+        self._policy = copy.deepcopy(policy)
         self.steps = 0
         self._seqs: dict[int, Seq] = {}
         self._grown: dict[tuple[int, int], Hashable] = {}
@@ -259,6 +274,10 @@ class _Player:
                 s.forget()
             case "limit":
                 s.limit(event["budget"])
+            case "slow":
+                s.slow(self._seqs[event["seq"]], event["tokens"])
+            case "again":
+                self.scheduler = s.fresh(copy.deepcopy(self._policy))
             case "pause":
                 s.pause(self._seqs[event["seq"]])
             case "unpause":

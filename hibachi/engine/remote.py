@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from hibachi.engine.child import Facts
 from hibachi.engine.closing import Closing
 from hibachi.engine.custom import is_own, module_of
 from hibachi.engine.engine import Stats
-from hibachi.engine.health import STALL_AFTER, Health
+from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
+from hibachi.engine.sender import Sender
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, QueueFull
@@ -38,14 +39,16 @@ from hibachi.tensor.array_backend import HostArray
 
 log = logging.getLogger("hibachi.engine")
 MOST_RESTARTS = 3  # in a row, without a token in between
+CLOSING = 10.0  # seconds
+LOOK = 0.1  # seconds from one look at what nobody tells of to the next
 
 
 class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
     options: for `open_texts`. max_waiting, pause_after: as for `Service`; they are kept on this side. restart: begin
-    again in a new process when it dies; its requests fail all the same. A lost device is begun anew in the same one.
-    Raises what making the model raises.
+    again in a new process when it dies, or its engine has failed for good; its requests fail all the same. A lost
+    device is begun anew in the same one. Raises what making the model raises.
     """
 
     def __init__(
@@ -66,13 +69,15 @@ class RemoteEngine(Closing):
         self._channels: dict[int, Channel[Any]] = {}
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
         self._changed = threading.Condition(threading.RLock())
-        self._sending = threading.Lock()
         self._refusal: Callable[[], Exception] | None = None
         self._closing = False
         self._health, self._stats, self._heard = Health("idle", "No request has come yet."), Stats(), time.monotonic()
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
         self.facts = self._begin()
+        self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
+        self._listener.start()
+        _engines.add(self)
 
     # ---- the process -------------------------------------------------------------------------------------------
 
@@ -85,6 +90,8 @@ class RemoteEngine(Closing):
             script = f"{deaf}; from hibachi.engine.child import main; main({theirs.fileno()})"
             command = [sys.executable, "-c", script]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        if self._closing:  # it may be the one before that `close` has waited for
+            self._process.kill()
         try:
             self._pipe.send(self._spec)
             word, value = self._pipe.recv()
@@ -100,8 +107,8 @@ class RemoteEngine(Closing):
         if word == "failed":
             self._process.wait()
             raise value
-        self._heard = time.monotonic()
-        threading.Thread(target=self._listen, args=(self._pipe,), name="hibachi-remote", daemon=True).start()
+        self._health, self._heard = Health("idle", "No request has come yet."), time.monotonic()
+        self._sender = Sender(self._pipe)
         facts: Facts = value
         return facts
 
@@ -109,25 +116,45 @@ class RemoteEngine(Closing):
     def pid(self) -> int:
         return self._process.pid
 
-    def _listen(self, pipe: Connection) -> None:
-        wakeups = Wakeups()
+    def _end(self, seconds: float | None) -> int:
+        """Wait for the end of the process, which is killed after `seconds`; returns its status."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _listen(self) -> None:
+        """Hear what the process says, and that it has ended; then what the next one says."""
         while True:
+            wakeups = Wakeups()
             try:
-                word, *rest = pipe.recv()
+                while True:
+                    self._hear(wakeups, *self._pipe.recv())
             except (EOFError, OSError):
-                break
-            self._heard = time.monotonic()
-            if word == "step":
-                self._deliver(*rest, wakeups)
-                wakeups.post()
-            elif word == "beat":
-                self._health, self._stats, self._meters = rest
-            elif word == "answer":
-                call, fine, value = rest
-                if (waiting := self._answers.pop(call, None)) is not None:
-                    waiting[1:] = fine, value
-                    waiting[0].set()
-        self._over()
+                pass
+            except Exception:
+                log.exception("what the engine's process says cannot be read; it is ended")
+                self._process.kill()
+            if not self._over():
+                return
+
+    def _hear(self, wakeups: Wakeups, word: str, *said: Any) -> None:
+        self._heard = time.monotonic()
+        if word == "step":
+            self._deliver(*said, wakeups)
+            wakeups.post()
+        elif word == "beat":
+            self._health, self._stats, self._meters = said
+            if self._health.state == "failed" and self._restart:
+                self._process.kill()  # it cannot begin again by itself
+        elif word == "answer":
+            self._answer(*said)
+
+    def _answer(self, call: int, fine: bool, value: Any) -> None:
+        if (waiting := self._answers.pop(call, None)) is not None:
+            waiting[1:] = fine, value
+            waiting[0].set()
 
     def _deliver(self, starts: Any, tokens: Any, ends: Any, wakeups: Wakeups) -> None:
         channels = self._channels
@@ -142,8 +169,11 @@ class RemoteEngine(Closing):
             if scores is not None:
                 channel.logprobs.append(scores)
             channel.push(token, wakeups)
-            if channel.full and channel.pause(partial(self._tell, "resume", number)):
-                self._tell("pause", number)
+            if channel.full:
+                self._tell("pause", number)  # first: once we have paused, the reader may say "resume" at any time
+                resume = partial(self._tell, "resume", number)
+                if not channel.pause(resume):
+                    resume()
         for number, reason, error, scores in ends:
             if (channel := channels.pop(number, None)) is not None:
                 channel.stop_logprob = scores
@@ -152,71 +182,76 @@ class RemoteEngine(Closing):
             with self._changed:
                 self._changed.notify_all()
 
-    def _over(self) -> None:
-        """The process has ended."""
-        status = self._process.wait()
-        if self._closing:
-            self._end_all(Finish.CLOSED, _closed)
-            return
-        how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        failure = f"The engine's process (pid {self._process.pid}) ended {how}, and its requests are lost."
-        log.error("%s", failure)
-        again = self._restart and self._lost < MOST_RESTARTS
-        failed = partial(EngineFailed, f"{failure} {'It is being started again.' if again else 'Start it again.'}")
+    def _over(self) -> bool:
+        """The process has ended. True if there is a new one."""
+        self._sender.end()
+        status = self._end(CLOSING)
+        how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        failure = f"The engine's process (pid {self.pid}) {how}, and its requests are lost."
+        if self._health.state == "failed":
+            failure = f"The engine in process {self.pid} has failed. {self._health.message}"
         with self._changed:
-            if self._refusal in (None, _draining):
-                self._refusal = failed
-        self._end_all(Finish.ERROR, failed)
-        for waiting in list(self._answers.values()):
-            waiting[1:] = False, failed()
-            waiting[0].set()
-        self._answers.clear()
-        if again:
-            self._begin_again()
+            if self._closing:
+                return False
+            again = self._restart and self._refusal is None and self._lost < MOST_RESTARTS
+            failure += " It is being started again." if again else " Start it again."
+            self._refusal = partial(EngineFailed, failure)
+        log.error("%s", failure)
+        self._end_all(Finish.ERROR)
+        return again and self._begin_again()
 
-    def _begin_again(self) -> None:
+    def _begin_again(self) -> bool:
         self._lost += 1
         try:
             self.facts = self._begin()
         except Exception as e:
-            why = f"{e}"
-            log.error("the engine's process could not be started again: %s", why)
+            failure = f"The engine's process could not be started again: {e}"
             with self._changed:
-                self._refusal = lambda: EngineFailed(f"The engine's process could not be started again: {why}")
-            return
+                if self._closing:
+                    return False
+                self._refusal = partial(EngineFailed, failure)
+            log.error("%s", failure)
+            return False
         with self._changed:
             self.restarts += 1
             if self._closing:
-                self._tell("stop")
+                self._sender.end("stop")
             else:
                 self._refusal = None
+        return True
 
-    def _end_all(self, reason: Finish, error: Callable[[], Exception]) -> None:
-        wakeups = Wakeups()
-        while self._channels:
-            _, channel = self._channels.popitem()
-            channel.end(reason, error() if reason is Finish.ERROR else None, wakeups)
+    def _end_all(self, reason: Finish) -> None:
+        """End all streams and calls, with the error that new ones get."""
+        error, wakeups = self._refusal, Wakeups()
+        assert error is not None
+        for number in list(self._channels):
+            if (channel := self._channels.pop(number, None)) is not None:
+                channel.end(reason, error() if reason is Finish.ERROR else None, wakeups)
         wakeups.post()
+        for call in list(self._answers):
+            self._answer(call, False, error())
         with self._changed:
             self._changed.notify_all()
 
     def _tell(self, *message: Any) -> None:
-        try:
-            with self._sending:
-                self._pipe.send(message)
-        except OSError:
-            pass  # it has ended, and `_listen` notices
+        self._sender.tell(*message)
+
+    def _post(self, places: dict[int, Any], place: Any, contents: bytes, what: str, *rest: Any) -> int:
+        """Send a request whose answer goes to `place`; the caller holds `_changed`. Raises QueueFull."""
+        self._sender.check(len(contents))
+        number = next(self._numbers)
+        places[number] = place  # before the answer can come
+        self._sender.post(contents, what, number, *rest)
+        return number
 
     def _ask(self, what: str, *rest: Any) -> Any:
-        """What the process answers. Raises its error, or EngineFailed."""
-        if self._refusal is not None and self._refusal is not _draining:
-            raise self._refusal()
-        call, waiting = next(self._numbers), [threading.Event(), False, None]
-        self._answers[call] = waiting
-        self._tell("ask", call, what, *rest)
-        while not waiting[0].wait(1.0):
-            if self._process.poll() is not None and call in self._answers:
-                raise EngineFailed("The engine's process has ended.")
+        """What the process answers. Raises its error, EngineClosed or EngineFailed."""
+        contents, waiting = _packed(rest), [threading.Event(), False, None]
+        with self._changed:
+            if self._refusal is not None and self._refusal is not _draining:
+                raise self._refusal()
+            self._post(self._answers, waiting, contents, "ask", what)
+        waiting[0].wait()
         if not waiting[1]:
             raise waiting[2]
         return waiting[2]
@@ -236,7 +271,7 @@ class RemoteEngine(Closing):
         bad_words: tuple[tuple[int, ...], ...] = (),
         embeds: Any = None,
         terms: Any = None,
-    ) -> tuple[Any, ...]:
+    ) -> bytes:
         """Everything about a request that can be wrong; nothing is sent yet."""
         facts = self.facts
         if embeds is not None:
@@ -251,9 +286,9 @@ class RemoteEngine(Closing):
         params = as_params(params, SamplingParams(max_tokens=None))
         check_params(params, params.max_tokens, vocab=facts.vocab_size or 2**31 - 1, cached=facts.cached)
         facts.limits.fit(length, params.max_tokens)
-        return prompt, params, include_stop, bad_words, embeds, as_terms(terms)
+        return _packed((prompt, params, include_stop, bad_words, embeds, as_terms(terms)))
 
-    def _submit(self, job: tuple[Any, ...]) -> ItemStream[int]:
+    def _submit(self, job: bytes) -> ItemStream[int]:
         """Raises QueueFull, EngineClosed or EngineFailed."""
         channel: Channel[int] = Channel(self._pause_after)
         with self._changed:
@@ -266,16 +301,13 @@ class RemoteEngine(Closing):
                     f"at once and max_waiting={self._max_waiting} that wait); got {here}. Try again later, or raise "
                     f"max_waiting."
                 )
-            number = next(self._numbers)
-            self._channels[number] = channel
-        self._tell("run", number, *job)
+            number = self._post(self._channels, channel, job, "run")
         return ItemStream(channel, partial(self._cancel, number), int)
 
     def _cancel(self, number: int) -> None:
-        if self._channels.pop(number, None) is not None:
+        """May be called by a destructor, in any thread: takes no lock."""
+        if self._channels.pop(number, None) is not None and not self._sender.withdraw(number):
             self._tell("cancel", number)
-            with self._changed:
-                self._changed.notify_all()
 
     def vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
         found: list[HostArray] = self._ask("vectors", ids, pooling, normalize)
@@ -293,10 +325,10 @@ class RemoteEngine(Closing):
 
     def health(self) -> Health:
         refusal, silent = self._refusal, time.monotonic() - self._heard
-        if refusal is _closed:
-            return Health("closed", "The engine is closed.")
         if refusal is not None and refusal is not _draining:
-            return Health("failed", str(refusal()), restarts=self.restarts)
+            error = refusal()
+            state: State = "closed" if isinstance(error, EngineClosed) else "failed"
+            return Health(state, str(error), restarts=self.restarts)
         if self._stall_after is not None and silent >= self._stall_after:
             return Health("stalled", f"The engine's process has not been heard of for {silent:.3g} s.")
         return self._health
@@ -306,23 +338,50 @@ class RemoteEngine(Closing):
         return found
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        """Take no new requests and wait for the others; False if `timeout` seconds were not enough.
+
+        False as well as soon as the process is lost or stalled.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._changed:
             if self._refusal is None:
                 self._refusal = _draining
-            return self._changed.wait_for(lambda: not self._channels, timeout)
+            while self._channels:
+                left = until - time.monotonic()
+                if left <= 0 or self.health().state in ("stalled", "failed"):
+                    return False
+                self._changed.wait(min(left, LOOK))  # cancelling, which may be a destructor, does not notify
+            return self.health().state != "failed"
 
-    def close(self) -> None:
-        """End all streams and the process. Closing twice is fine."""
+    def close(self, timeout: float | None = CLOSING) -> None:
+        """End all streams and the process, which is killed after `timeout` seconds. Closing twice is fine."""
+        if self._refusal is _forked:
+            return
         with self._changed:
             self._closing, self._refusal = True, _closed
-        self._tell("stop")
-        self._end_all(Finish.CLOSED, _closed)
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._sender.end("stop")
+        self._end_all(Finish.CLOSED)
+        self._end(timeout)
+
+    def _disown(self) -> None:
+        """This process is a fork of ours, without the threads; and their locks may be held for ever."""
+        self._refusal, self._changed = _forked, threading.Condition(threading.RLock())
+        for channel in list(self._channels.values()):
+            channel.error, channel.finish = _forked(), Finish.ERROR
+        self._channels, self._answers = {}, {}
+        self._pipe.close()  # or the process would outlive the one that it belongs to
+
+
+_engines: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for engine in list(_engines):
+        engine._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_all)
 
 
 def _closed() -> EngineClosed:
@@ -331,6 +390,22 @@ def _closed() -> EngineClosed:
 
 def _draining() -> EngineClosed:
     return EngineClosed("The engine is draining and takes no new requests. Make a new one.")
+
+
+def _forked() -> EngineClosed:
+    return EngineClosed("The engine was made before a fork, and stays with the other process. Make a new one here.")
+
+
+def _packed(contents: tuple[Any, ...]) -> bytes:
+    """Of a request. Raises InvalidRequest."""
+    try:
+        return pickle.dumps(contents)
+    except Exception as e:
+        raise InvalidRequest(
+            f"A request must be one that pickle takes, as the engine runs in another process; got "
+            f"{type(e).__name__}: {e}. Write logits_processors as functions or classes of a module, not as lambdas or "
+            f"within a function, or run the engine in this process (hibachi.LLM; --engine own)."
+        ) from e
 
 
 def _unpickled(tokenizer: bytes | None, model: str) -> Any:

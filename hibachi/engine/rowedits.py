@@ -6,57 +6,61 @@ The order is that of `SamplingParams`. Rows that want nothing are never looked a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
+from hibachi.engine.faults import said
 from hibachi.engine.job import Job, TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
-from hibachi.request import SamplingParams
+from hibachi.request import MOST_INT, SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
-class TokenLists:
-    """For each row a list of different token ids, and a number for each of them."""
+class TokenList:
+    """Different token ids, and a number for each of them."""
 
-    def __init__(self, rows: int) -> None:
-        self._ids = np.zeros((rows, 16), np.int32)
-        self._values = np.zeros((rows, 16), np.float32)
-        self.size = np.zeros(rows, np.int32)
-        self._places: list[dict[int, int]] = [{} for _ in range(rows)]
+    __slots__ = ("_ids", "_places", "_values")
 
-    def clear(self, row: int) -> None:
-        self.size[row] = self._ids[row, 0] = self._values[row, 0] = 0
-        self._places[row] = {}
+    def __init__(self) -> None:
+        self._ids, self._values = np.zeros(16, np.int32), np.zeros(16, np.float32)
+        self._places: dict[int, int] = {}
 
-    def add(self, row: int, token: int, value: float) -> None:
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, token: int, value: float) -> None:
         """Add to the number of a token, which is 0 for one that is new."""
-        place = self._places[row].get(token)
+        place = self._places.get(token)
         if place is None:
-            place = self._places[row][token] = int(self.size[row])
-            self.size[row] += 1
-            if place == self._ids.shape[1]:
-                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)], axis=1)
-                self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
-            self._ids[row, place], self._values[row, place] = token, 0
-        self._values[row, place] += value
+            place = len(self._places)
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._values = np.concatenate([self._values, np.zeros_like(self._values)])
+            self._places[token] = place
+            self._ids[place] = token
+        self._values[place] += value
 
-    def place(self, row: int, token: int) -> int:
-        return self._places[row][token]
+    def read(self) -> tuple[HostArray, HostArray]:
+        """Ids int32 and numbers float32, [len]; of an empty list token 0 and the number 0."""
+        n = len(self._places) or 1
+        return self._ids[:n], self._values[:n]
 
-    def read(self, rows: Any, static: bool) -> tuple[HostArray, HostArray]:
-        """Ids int32 and numbers float32 of `rows`, [m, W]: shorter lists repeat their first token.
 
-        A row with an empty list has token 0, with the number 0. static: only few different W.
-        """
-        size = self.size[rows]
-        width = max(1, int(size.max()))
-        at = np.arange(_power(width) if static else width, dtype=np.int32)
-        at = np.where(at < size[:, None], at, 0)
-        return self._ids[rows[:, None], at], self._values[rows[:, None], at]
+def _side_by_side(lists: Sequence[TokenList], rows: int, static: bool) -> tuple[HostArray, HostArray]:
+    """Ids and numbers of the lists, [rows, W]: shorter lists repeat their first token, and rows beyond the lists are
+    like the last. static: only few different W."""
+    parts = [each.read() for each in lists]
+    size = np.array([len(ids) for ids, _ in parts])
+    width = int(size.max())
+    at = np.arange(_power(width) if static else width)
+    at = np.where(at < size[:, None], at, 0) + (np.cumsum(size) - size)[:, None]
+    if rows > len(lists):
+        at = np.pad(at, ((0, rows - len(lists)), (0, 0)), mode="edge")
+    ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return ids[at], values[at]
 
 
 def _power(n: int) -> int:
@@ -67,6 +71,17 @@ def _power(n: int) -> int:
     return out
 
 
+class Changes:
+    """What a request wants changed. It is kept by the request, as a vocabulary may be long."""
+
+    __slots__ = ("bias", "counted", "counts", "kept")
+
+    def __init__(self, counted: int) -> None:
+        self.bias, self.counts = TokenList(), TokenList()
+        self.counted = counted  # tokens of the row that are in `counts`
+        self.kept: HostArray | None = None  # where only some tokens are allowed: which, bool [vocab_size]
+
+
 class RowEdits:
     """By row: biases and bans, penalties, the mask of allowed tokens, processors."""
 
@@ -74,37 +89,34 @@ class RowEdits:
         self.backend, self.vocab_size, self.table = backend, vocab_size, table
         self._always = np.zeros(rows, bool)  # wants changes in every step
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
-        self._bias, self._counts = TokenLists(rows), TokenLists(rows)
-        self._kept: dict[int, HostArray] = {}  # of rows with allowed tokens: bool [vocab_size]
-        self._counted = np.zeros(rows, np.int32)  # tokens of the row that are in `_counts`
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        self._copy, self._keep, self._add, self._penalise = _programs(backend)
+        parts = (_copy, edits.keep_only, edits.add_bias, edits.penalise)
+        self._copy, self._keep, self._add, self._penalise = map(backend.program, parts)
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
         self._always[row] = bool(
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
-        self._until[row] = start + params.min_tokens if self._stop_tokens(job) else 0
-        self._kept.pop(row, None)
+        self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
+        job.changes = None
         if not self._always[row] and not self._until[row]:
             return
+        changes = Changes(start)
         if params.allowed_token_ids is not None:
-            kept = self._kept[row] = np.zeros(self.vocab_size, bool)
-            kept[list(params.allowed_token_ids)] = True
-        self._bias.clear(row)
+            changes.kept = np.zeros(self.vocab_size, bool)
+            changes.kept[list(params.allowed_token_ids)] = True
         for token, value in params.logit_bias:  # type: ignore[misc]
-            self._bias.add(row, token, value)
+            changes.bias.add(token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
-            self._bias.add(row, token, 0)
-        self._counts.clear(row)
+            changes.bias.add(token, 0)
         self._factor[row] = params.repetition_penalty
         self._presence[row], self._frequency[row] = params.presence_penalty, params.frequency_penalty
-        self._counted[row] = start
         if params.repetition_penalty != 1 and job.embeds is None:
             for token in np.unique(job.prompt).tolist():
-                self._counts.add(row, token, 0)
+                changes.counts.add(token, 0)
+        job.changes = changes
 
     def wanted(self, rows: Any, positions: Any) -> Any:
         """Which rows want a change of the logits for the token at `positions`: bool [n]."""
@@ -120,11 +132,16 @@ class RowEdits:
         put, static = self.backend.put, self.backend.static_shapes
         x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
         faults: dict[int, HibachiError] = {}
-        if not self._kept.keys().isdisjoint(rows.tolist()):
-            everything = np.ones(self.vocab_size, bool)
-            x = self._keep(x, put(np.stack([self._kept.get(row, everything) for row in rows.tolist()])))
-        if self._bias.size[rows].any():
-            ids, bias = self._bias.read(rows, static)
+        changes, m = [job.changes for job in jobs], len(rows)
+        if any(each.kept is not None for each in changes):
+            kept = np.ones((m, self.vocab_size), bool)
+            for i, each in enumerate(changes):
+                if each.kept is not None:
+                    kept[i] = each.kept
+            kept[len(jobs) :] = kept[len(jobs) - 1]
+            x = self._keep(x, put(kept))
+        if any(len(each.bias) for each in changes):
+            ids, bias = _side_by_side([each.bias for each in changes], m, static)
             for i, job in enumerate(jobs):
                 self._ban(job, bias[i], ids[i], int(positions[i]))
             x = self._add(x, put(ids), put(bias))
@@ -133,10 +150,12 @@ class RowEdits:
         if any(penalised(job.sampling) for job in jobs):
             for i, job in enumerate(jobs):
                 self._count(job, int(positions[i]))
-            ids, counts = self._counts.read(rows, static)
-            factor = np.where(self._counts.size[rows] > 0, self._factor[rows], np.float32(1))[:, None]
+            ids, counts = _side_by_side([each.counts for each in changes], m, static)
+            some = np.array([len(each.counts) > 0 for each in changes])
+            factor = np.where(some, self._factor[rows[: len(jobs)]], np.float32(1))
+            factor = np.broadcast_to(np.pad(factor, (0, m - len(jobs)), mode="edge")[:, None], ids.shape).copy()
             minus = self._frequency[rows, None] * counts + self._presence[rows, None] * (counts > 0)
-            x = self._penalise(x, put(ids), put(np.broadcast_to(factor, ids.shape).copy()), put(minus))
+            x = self._penalise(x, put(ids), put(factor), put(minus))
         return x, finite, faults
 
     def _stop_tokens(self, job: Job) -> list[int]:
@@ -151,7 +170,7 @@ class RowEdits:
         banned = self._stop_tokens(job) if position < self._until[row] else []
         if job.bad_words:
             longest = max(map(len, job.bad_words))
-            output = tuple(self.table.values[row, max(start, position + 1 - longest) : position].tolist())
+            output = tuple(self.table.read(row, max(start, position + 1 - longest), position).tolist())
             banned = [*banned, *(w[-1] for w in job.bad_words if len(w) == 1 or output[1 - len(w) :] == w[:-1])]
         if banned:
             bias[np.isin(ids, banned)] = -np.inf  # everywhere: a list is padded with its first token
@@ -161,7 +180,7 @@ class RowEdits:
         for i, job in enumerate(jobs):
             if processors := job.sampling.logits_processors:
                 row, start = job.seq.row, job.seq.prompt_len
-                output = self.table.values[row, start : positions[i]].tolist()
+                output = self.table.read(row, start, int(positions[i])).tolist()
                 try:
                     logits = x[i, ...]
                     for processor in processors:
@@ -170,7 +189,7 @@ class RowEdits:
                     faults[i] = e
                     continue
                 places.append(i)
-                changed.append(logits)
+                changed.append(self.backend.copy(logits))  # a processor may have one buffer for all requests
         if not places:
             return x
         return self.backend.scatter_rows(
@@ -181,8 +200,8 @@ class RowEdits:
         name = getattr(processor, "__qualname__", type(processor).__qualname__)
         try:
             out = processor(list(output), logits)
-        except Exception as e:
-            raise InvalidRequest(f"The logits processor {name} raised {type(e).__name__}: {e}") from e
+        except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
+            raise InvalidRequest(f"The logits processor {name} raised {said(e)}") from e
         shape = tuple(getattr(out, "shape", ()))
         if not self.backend.owns(out) or shape != (self.vocab_size,):
             raise InvalidRequest(
@@ -193,22 +212,15 @@ class RowEdits:
 
     def _count(self, job: Job, position: int) -> None:
         """Bring the counts of a row up to its `position`."""
-        row = job.seq.row
         if penalised(job.sampling):
-            for token in self.table.values[row, self._counted[row] : position].tolist():
-                self._counts.add(row, token, 1)
-            self._counted[row] = position
+            changes = job.changes
+            for token in self.table.read(job.seq.row, changes.counted, position).tolist():
+                changes.counts.add(token, 1)
+            changes.counted = position
 
 
 def penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-@lru_cache(maxsize=16)
-def _programs(backend: ArrayBackend) -> tuple[Callable[..., Any], ...]:
-    """Compiled once for all engines on a backend."""
-    parts = (_copy, edits.keep_only, edits.add_bias, edits.penalise)
-    return tuple(backend.compile(partial(part, backend)) for part in parts)
 
 
 def _copy(backend: ArrayBackend, logits: Array, at: Array) -> tuple[Array, Array]:

@@ -6,23 +6,19 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from hibachi.engine.job import Job, stopped
+from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds, said
+from hibachi.engine.job import Job, misfits, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
-from hibachi.errors import (
-    HibachiError,
-    InvalidModelOutput,
-    InvalidRequest,
-    ModelError,
-    ModelFault,
-    NonFiniteOutput,
-)
-from hibachi.plan.scheduler import StepPlan
+from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput
+from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -35,7 +31,7 @@ class Part:
 
     idx: Any  # [n] places in the plan
     tokens: HostArray | None  # [n, *tok]; None: outputs that are no tokens (feed-forward)
-    batch: Array  # the same natively; rows of it go to the streams. None: the ints of `tokens` go
+    batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None: the ints of `tokens` go
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None: all are
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place in the part
@@ -48,6 +44,13 @@ class Outcome:
 
     parts: list[Part]
     faults: dict[int, HibachiError]  # by place in the plan
+    short: bool = False  # memory ran out for rows that then succeeded apart
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        self.parts += other.parts
+        self.faults |= other.faults
+        self.short |= other.short
+        return self
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,10 @@ class Runner(Protocol):
 
     backend: ArrayBackend
     tally: Tally
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        """Go on with another scheduler, of the same limits, under which nothing has run yet."""
+        ...
 
     def admit(self, seq: Seq) -> None:
         """The sequence has a row now."""
@@ -96,8 +103,8 @@ class Runner(Protocol):
         """(row, checkpoint): keep the recurrent state of each row."""
         ...
 
-    def wipe(self, blocks: list[int]) -> None:
-        """Zeros in these blocks, which may hold NaN: attention multiplies hidden positions by 0, which NaN survives."""
+    def interrupt(self) -> None:
+        """End an `async def` call of the model, and begin no other. Called from any thread."""
         ...
 
     def close(self) -> None:
@@ -119,60 +126,70 @@ class Launcher(Protocol):
 
 
 class StepFailed(Exception):
-    """The step did not happen, and no row is to blame; the library's error is `__cause__`.
+    """The step did not happen, and no single row is to blame; the library's error is `__cause__`.
 
     why: "memory" ran out, the "device" is lost, or just the "cache", which was given away to a call that failed.
-    cache_lost: re-running rows would compute on nothing.
+    cache_lost: re-running rows would compute on nothing. alone: for "memory", the place in the plan of the row for
+    which there was none when it ran by itself.
     """
 
-    def __init__(self, why: Literal["memory", "device", "cache"], *, cache_lost: bool) -> None:
+    def __init__(
+        self, why: Literal["memory", "device", "cache"], *, cache_lost: bool, alone: int | None = None
+    ) -> None:
         super().__init__(why)
-        self.why, self.cache_lost = why, cache_lost
+        self.why, self.cache_lost, self.alone = why, cache_lost, alone
 
 
-def raise_for_all(e: Exception, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
-    """Raise StepFailed if this error is none of a row's.
+def raise_for_all(e: BaseException, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
+    """Raise StepFailed if the whole step failed rather than one request.
 
     Not by the caller itself: a frame that names its own error would keep it alive, and the arrays of all its frames.
     """
-    if backend.fatal(e):
+    if holds(backend.fatal, e):
         raise StepFailed("device", cache_lost=True) from e
-    if backend.out_of_memory(e):
-        raise StepFailed("memory", cache_lost=cache_lost) from e
     if cache_lost:
-        raise StepFailed("cache", cache_lost=True) from e
+        raise StepFailed("memory" if holds(backend.out_of_memory, e) else "cache", cache_lost=True) from e
 
 
-def isolate(
-    call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, tries: int = 2
-) -> tuple[list[Part], dict[int, HibachiError]]:
+def isolate(call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, theirs: Theirs, tries: int = 2) -> Outcome:
     """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone. Raises StepFailed.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
-    Guilty is who fails twice, the second time alone: a model that fails once harms nobody. g guilty rows of n cost at
-    most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty.
+    A row is guilty if it fails twice, the second time alone: a model that fails once harms no request. g guilty rows of
+    n cost at most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty. Where memory
+    runs out, halves need less of it; a row that has none by itself fails the step.
 
-    Halves keep the order of `idx`; a call gets its rows in the plan's.
+    The model may raise anything, SystemExit and CancelledError as well: no signal comes to the engine's thread.
+    theirs: what the model raised last. Halves keep the order of `idx`; a call gets its rows in the plan's.
     """
     try:
         part = call(np.sort(idx))
     except StepFailed:
         raise
-    except Exception as e:
+    except BaseException as e:
         raise_for_all(e, backend)
-        if len(idx) == 1 and tries == 1:
-            return [], {int(idx[0]): as_fault(e)}
-        half = len(idx) // 2
-        parts, faults = isolate(call, idx[:half], backend, 1) if half else ([], {})
-        more_parts, more_faults = isolate(call, idx[half:], backend, 1)
-        if not faults and not more_faults:
-            then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
-            log.warning("%d rows failed together and %s: %r", len(idx), then, e)
-        return parts + more_parts, faults | more_faults
-    faults = dict(part.faults)
-    if part.bad is not None and part.bad.any():
-        faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
-    return [part], faults
+        failed = e  # the rows run again outside of this handler, which would keep the arrays of its frames alive
+    else:
+        faults = dict(part.faults)
+        if part.bad is not None and part.bad.any():
+            faults |= {int(i): NonFiniteOutput(NOT_FINITE) for i in np.asarray(part.idx)[part.bad]}
+        return Outcome([part], faults)
+    short = holds(backend.out_of_memory, failed)
+    if len(idx) == 1 and tries == 1:
+        if short:
+            raise StepFailed("memory", cache_lost=False, alone=int(idx[0])) from failed
+        return Outcome([], {int(idx[0]): as_fault(failed, theirs)})
+    drop_frames(failed)
+    theirs.raised = None
+    half = len(idx) // 2
+    both = Outcome([], {}, short and half > 0)
+    if half:
+        both += isolate(call, idx[:half], backend, theirs, 1)
+    both += isolate(call, idx[half:], backend, theirs, 1)
+    if not both.faults and not both.short:
+        then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
+        log.warning("%d rows failed together and %s: %s", len(idx), then, said(failed))
+    return both
 
 
 def writers_first(plan: StepPlan) -> Any:
@@ -195,49 +212,75 @@ NOT_FINITE = (
 )
 
 
-def as_fault(e: Exception) -> HibachiError:
-    if isinstance(e, (ModelFault, InvalidRequest)):  # InvalidRequest: of a stop predicate
-        return e
-    fault = ModelError(f"The model raised {type(e).__name__}: {e}")
-    fault.__cause__ = e
-    return fault
-
-
 class Awaiter:
     """Runs `async def forward` to its end, on an event loop of the engine's own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.Runner | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._over = False
 
     def __call__(self, result: Any) -> Any:
         if not inspect.isawaitable(result):
             return result
+        if self._over:
+            if inspect.iscoroutine(result):
+                result.close()
+            raise EngineClosed("The engine is closed, and awaits its model no more. Make a new one.")
         if self._loop is None:
             self._loop = asyncio.Runner()
-        return self._loop.run(_await(result))
+        try:
+            return self._loop.run(self._await(result))
+        finally:
+            self._task = None
+
+    async def _await(self, awaitable: Any) -> Any:
+        self._task = asyncio.current_task()
+        return await awaitable
+
+    def interrupt(self) -> None:
+        """Cancel what is awaited, and await nothing more. Called from any thread."""
+        self._over = True
+        if (task := self._task) is not None:
+            with suppress(RuntimeError):  # the loop has just been closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
 
 
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
+_KINDS: dict[str | None, tuple[str, str | tuple[str, ...]]] = {  # by letter: in words, and as the array API says it
+    "i": ("integer tokens, as the prompt's are", "integral"),
+    "u": ("integer tokens, as the prompt's are", "integral"),
+    "f": ("floating-point tokens, as the prompt's are", "real floating"),
+    "b": ("bool tokens, as the prompt's are", "bool"),
+    "logits": ("floats", ("real floating", "integral")),
+    None: ("numbers", ("numeric", "bool")),
+}
 
 
 def check_output(
     out: Any, backend: ArrayBackend, expected: tuple[int | None, ...], call: str, *, kind: str | None = None
 ) -> Array:
-    """The model's output, if it is an array of the backend and of the expected shape (None: any size).
+    """The model's output, if it is a dense array of the backend, of numbers and of the expected shape.
 
-    kind: NumPy's letter of the tokens' dtype; integers must stay integers, floats floats.
+    expected: None stands for any size. kind: "logits" (real numbers), or NumPy's letter of the dtype of the prompts:
+    tokens must be integers, floats or bools as these are. None means any numbers, bools among them. Raises
+    InvalidModelOutput. Looks at nothing that the device would have to be asked for.
     """
-    if not backend.owns(out):
+    if not backend.owns(out) or (why := backend.unfit(out)) is not None:
+        got = f"{type(out).__module__}.{type(out).__qualname__}"
+        if backend.owns(out):
+            raise InvalidModelOutput(
+                f"{call} must return an ordinary array of {backend.name}; got one that is {why} ({got}). Make it a "
+                f"dense array of numbers."
+            )
         raise InvalidModelOutput(
-            f"{call} must return an array of {backend.name}; got {type(out).__module__}.{type(out).__qualname__}. "
+            f"{call} must return an array of {backend.name}; got {got}. "
             f"Return the bare array (no tuple, no output object), or pass backend=."
         )
-    shape = tuple(int(n) for n in out.shape)
+    shape = tuple(out.shape)
     if len(shape) != len(expected) or any(e is not None and e != n for e, n in zip(expected, shape, strict=True)):
         want = (
             "("
@@ -246,14 +289,50 @@ def check_output(
             + ")"
         )
         raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
-    if kind is not None:
-        is_float = backend.xp.isdtype(out.dtype, "real floating")
-        if is_float != (kind == "f"):
-            raise InvalidModelOutput(
-                f"{call} must return {'floating-point' if kind == 'f' else 'integer'} tokens, as the prompt's are; "
-                f"got {out.dtype}. Convert its output, or return logits from `logits` to have them sampled."
-            )
+    words, wanted = _KINDS[kind]
+    if not _is_kind(backend.xp, out.dtype, wanted):
+        raise InvalidModelOutput(
+            f"{call} must return {words}; got {out.dtype}. "
+            + ("Convert its output." if kind in (None, "logits") else _CONVERT)
+        )
     return out
+
+
+_CONVERT = "Convert its output, or return logits from `logits` to have them sampled."
+
+
+@lru_cache(256)
+def _is_kind(xp: Any, dtype: Any, kind: str | tuple[str, ...]) -> bool:
+    """`xp.isdtype`, which takes long on NumPy, and does not know the dtypes that other packages add to it."""
+    try:
+        return bool(xp.isdtype(dtype, kind))
+    except TypeError:
+        return False
+
+
+def token_part(
+    idx: Any, out: Array, jobs: list[Job], dtype: Any, backend: ArrayBackend, tally: Tally, call: str
+) -> Part:
+    """The part of tokens that a model has returned itself. out [m, *tok], m >= n: those beyond the n rows are padding.
+
+    dtype: of the history, to which tokens are cast. One that it cannot hold ends its request, and no other.
+    """
+    n = len(idx)
+    with tally:
+        # A copy, as the memory is the model's, which may write its next output there.
+        batch = backend.copy(out if out.shape[0] == n else out[:n, ...])
+        returned = backend.get(batch)
+    tokens, faults = returned, dict[int, HibachiError]()
+    if returned.dtype != dtype:
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = returned.astype(dtype)
+        for i, value in misfits(returned, tokens):
+            faults[int(idx[i])] = InvalidModelOutput(
+                f"{call} returned the token {value}, which {dtype} cannot hold, the dtype of this engine's prompts. "
+                f"Return smaller numbers, or let the engine's first prompt be of a wider dtype."
+            )
+    bad = ~np.isfinite(returned).reshape(n, -1).all(axis=1) if dtype.kind == "f" else None
+    return Part(idx, tokens, batch, stopped(jobs, tokens, batch, backend), bad, faults=faults)
 
 
 def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:

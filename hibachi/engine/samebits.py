@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hibachi.engine.job import History
 from hibachi.tensor.array_backend import HostArray
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def _results(runner: CachedRunner, n: int, size: int) -> list[HostArray]:
     backend, row = runner.backend, np.zeros(1, np.int32)
     blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
     assert runner.sampler is not None
-    runner.table.fill(0, np.random.default_rng(0).integers(0, runner.sampler.vocab_size, n).astype(np.int32))
+    tokens = History(np.random.default_rng(0).integers(0, runner.sampler.vocab_size, n).astype(np.int32))
+    runner.table.fill(0, tokens)
     runner.block_table[0, : len(blocks)], runner._unscored[0] = blocks, n
     outputs = []
     try:

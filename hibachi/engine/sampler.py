@@ -6,9 +6,8 @@ rounding, and a request must get the same tokens whoever shares the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -52,13 +51,13 @@ class RowSampler:
         self._top_p, self._typical_p = np.ones(rows, np.float32), np.ones(rows, np.float32)
         self._min_p = np.zeros(rows, np.float32)
         self._seed = np.zeros(rows, np.uint64)
-        self._greedy = _program(backend, None)
+        self._greedy = backend.program(_greedy)
 
     def admit(self, job: Job) -> None:
         params, row = job.sampling, job.seq.row
         self._path[row] = path_of(params, self.vocab_size)
         self._temperature[row], self._seed[row] = params.temperature, job.seed
-        self._top_k[row], self._top_p[row] = max(params.top_k, 0), params.top_p
+        self._top_k[row], self._top_p[row] = min(max(params.top_k, 0), self.vocab_size), params.top_p
         self._min_p[row], self._typical_p[row] = params.min_p, params.typical_p
         self._edits.admit(job)
 
@@ -95,7 +94,7 @@ class RowSampler:
         """`draw` for rows that are `plain`, on the device: tokens int32 [m], and which rows are finite, bool [m]."""
         if not self._temperature[rows].any():
             return self._greedy(logits)
-        ids, ok, _ = _program(self.backend, PLAIN)(logits, self._how(rows, positions, logits.shape[0]))
+        ids, ok, _ = self.backend.program(_draw, PLAIN)(logits, self._how(rows, positions, logits.shape[0]))
         return ids, ok
 
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
@@ -117,7 +116,7 @@ class RowSampler:
             found = [self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at]) for at in groups]
             return [each for group in found for each in group]
         of = np.concatenate([tokens, np.zeros(m - n, tokens.dtype)]).astype(np.int32)
-        some = _likely(self.backend, size)(logits, put(of))
+        some = self.backend.program(_likely, size)(logits, put(of))
         some = Likely(*(None if part is None else get(part) for part in some))
         out = []
         for i, (token, w) in enumerate(zip(tokens.tolist(), wanted, strict=True)):
@@ -170,7 +169,7 @@ class RowSampler:
             groups = [np.arange(i, min(i + size, n)) for i in range(0, n, size)]
             drawn = [self._run(path, self.rows(logits, at), rows[at], positions[at]) for at in groups]
             return np.concatenate([ids for ids, _ in drawn]), np.concatenate([ok for _, ok in drawn])
-        ids, ok, inside = _program(self.backend, path)(logits, self._how(rows, positions, logits.shape[0]))
+        ids, ok, inside = self.backend.program(_draw, path)(logits, self._how(rows, positions, logits.shape[0]))
         tokens, ok, *found = self.backend.fetch([t for t in (ids, ok, inside) if t is not None])()
         tokens, ok = tokens[:n], ok[:n]
         if found and len(at := np.flatnonzero(~found[0][:n] & ok)):
@@ -225,14 +224,6 @@ def path_of(params: SamplingParams, vocab_size: int) -> int:
     return FULL | typical if typical else PLAIN
 
 
-@lru_cache(maxsize=256)
-def _program(backend: ArrayBackend, path: int | None) -> Callable[..., Any]:
-    """A draw, compiled once for all engines on a backend; None: the greedy one."""
-    if path is None:
-        return backend.compile(partial(_greedy, backend))
-    return backend.compile(partial(_draw, backend, path))
-
-
 def _greedy(backend: ArrayBackend, logits: Array) -> tuple[Array, Array]:
     return sampling.best(backend, logits)
 
@@ -246,6 +237,5 @@ def _draw(backend: ArrayBackend, path: int, logits: Array, how: sampling.How) ->
     return sampling.sample(backend, logits, how, filtered=kind == FULL, typical=typical), finite, None
 
 
-@lru_cache(maxsize=64)
-def _likely(backend: ArrayBackend, k: int) -> Callable[..., Likely]:
-    return backend.compile(partial(likely, backend, k=k))
+def _likely(backend: ArrayBackend, k: int, logits: Array, of: Array) -> Likely:
+    return likely(backend, logits, of, k=k)

@@ -114,7 +114,8 @@ class _Probe:
         return self._kept
 
     def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array], call: Any = None) -> Part:
-        check_output(out, self._runner.backend, (x.last.shape[0], self._vocab), self._runner.name)
+        runner = self._runner
+        check_output(out, runner.backend, (x.last.shape[0], self._vocab), runner.name, kind="logits")
         host, tokens = self._runner.backend.get(out), np.zeros(len(idx), np.int32)
         for place, i in enumerate(idx.tolist()):
             number, at = plan.seqs[i].tenant, int(plan.end[i])

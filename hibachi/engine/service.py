@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.closing import Closing
+from hibachi.engine.closing import CLOSE_WITHIN, Closing
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
@@ -28,7 +29,9 @@ class Service(Closing):
     pause_after: items of a stream that may lie unread; with more, the request computes nothing until half of them are
     read. None: any number.
     restart: "on_failure": if the device is lost, make a new cache and compute all requests again, up to three times
-    without a step that succeeds in between; "never" (None): all streams raise EngineFailed.
+    without a step that succeeds in between. If the engine's own loop fails, its requests raise EngineFailed, and new
+    ones are served by a new loop, up to three times without a token in between. "never" (None): all streams raise
+    EngineFailed, and so does every later call.
     stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
     record: a file for all plans of the scheduler, for `hibachi.engine.recorder.replay`. None: only the last are kept.
     overlap: a step begins before the tokens of the last one are read; None: where the backend is asynchronous (CUDA).
@@ -96,21 +99,28 @@ class Service(Closing):
         return self._worker.dump() if self._worker else {"complete": True, "events": []}
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        """Take no new requests and wait for the others.
+
+        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
+        """
         with self._building:
             self._closed = True
         return self._worker.drain(timeout) if self._worker else True
 
-    def close(self) -> None:
-        """Finish the running step and end all streams, with the reason "closed". Closing twice is fine."""
+    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
+        """Finish the running step and end all streams, with the reason "closed". Closing twice is fine.
+
+        A step that takes longer than `timeout` seconds is let go: the streams end, and the log says where it stands.
+        An `async def` model is cancelled then. None waits for any time.
+        """
         with self._building:
             self._closed = True
         if self._worker is not None:
-            self._worker.close()
+            self._worker.close(timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """`close`, without holding up the event loop while the running step ends."""
-        await in_thread(self.close)
+        await in_thread(partial(self.close, timeout))
 
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:

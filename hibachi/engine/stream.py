@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from hibachi.engine.closing import Closing
 from hibachi.engine.loops import LoopEvent, LoopFuture, Wakeups, give_way, in_trio, loop_future
-from hibachi.errors import EngineClosed, RequestError
+from hibachi.errors import EngineClosed, EngineError, RequestError
 from hibachi.request import Finish
 
 T = TypeVar("T")
@@ -42,6 +42,7 @@ class Channel(Generic[T]):
         "reused",
         "started",
         "stop_logprob",
+        "thread",
     )
 
     def __init__(self, pause_after: int | None = None) -> None:
@@ -54,6 +55,7 @@ class Channel(Generic[T]):
         self.reused = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None
         self.error: BaseException | None = None
+        self.thread: int | None = None  # the identifier of the one that fills the buffer; None: of none that may wait
         self._waiters: deque[Waiter] = deque()
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
         self._drained: deque[Callable[[], None]] = (
@@ -79,6 +81,10 @@ class Channel(Generic[T]):
             self._wake(own := Wakeups())
             own.post()
         return True
+
+    def renew(self) -> None:
+        """After a fork, where the thread that held the lock may be gone."""
+        self._ending = threading.RLock()
 
     @property
     def full(self) -> bool:
@@ -146,8 +152,22 @@ class Channel(Generic[T]):
             with suppress(ValueError):  # woken just now, by another thread
                 self._waiters.remove(waiter)
 
+    def check_thread(self) -> None:
+        """Raise EngineError if this thread is the one that fills the buffer: it would wait for itself."""
+        if self.thread == threading.get_ident():
+            raise EngineError(
+                "The engine's own thread cannot wait for what it has to compute itself: expected a stream of another "
+                "engine; got one of the engine that called this model, stop predicate or logits processor. Use another "
+                "engine for requests that it makes."
+            )
+
     def wait(self, timeout: float | None = None) -> bool:
-        """Block this thread until there is an item or the end; False after `timeout` seconds."""
+        """Block this thread until there is an item or the end; False after `timeout` seconds.
+
+        Raises EngineError in the engine's own thread.
+        """
+        if not self.ready and (timeout is None or timeout > 0):
+            self.check_thread()
         deadline = None if timeout is None else time.monotonic() + timeout
         event = threading.Event()
         try:
@@ -162,8 +182,12 @@ class Channel(Generic[T]):
         return True
 
     async def wait_async(self, trio: Any) -> None:
-        """Suspend this task until there is an item or the end. trio: what `in_trio` says."""
+        """Suspend this task until there is an item or the end. trio: what `in_trio` says.
+
+        Raises EngineError in the engine's own thread, whose event loop runs nothing but what the engine awaits.
+        """
         while not self.ready:
+            self.check_thread()
             future = loop_future(trio)
             self.listen(future)
             try:
@@ -449,6 +473,8 @@ def _merged(
                     del active[i]
                     stream._over()
             if active:
+                for stream in active.values():
+                    stream._channel.check_thread()
                 yield None
     finally:
         for stream in streams:
@@ -462,6 +488,8 @@ def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
         for channel in channels:
             channel.listen(event)
         if not any(channel.ready for channel in channels):
+            for channel in channels:
+                channel.check_thread()
             event.wait()
     finally:
         for channel in channels:
@@ -477,6 +505,8 @@ async def await_any(streams: Sequence[ItemStream[Any]]) -> None:
         if any(channel.ready for channel in channels):
             await give_way()
         else:
+            for channel in channels:
+                channel.check_thread()
             await future
     finally:
         for channel in channels:

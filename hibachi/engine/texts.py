@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.admission import check_ids
-from hibachi.engine.closing import Closing
+from hibachi.engine.closing import CLOSE_WITHIN, Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.loops import give_way, in_thread
@@ -264,16 +265,19 @@ class Texts(Closing):
         return self.engine.dump()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others; False if `timeout` seconds were not enough."""
+        """Take no new requests and wait for the others.
+
+        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
+        """
         return self.engine.drain(timeout)
 
-    def close(self) -> None:
-        """End all streams. Closing twice is fine."""
-        self.engine.close()
+    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
+        """End all streams; a step that takes longer than `timeout` seconds is let go. Closing twice is fine."""
+        self.engine.close(timeout)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """`close`, without holding up the event loop while the running step ends."""
-        await in_thread(self.close)
+        await in_thread(partial(self.close, timeout))
 
 
 def _listed(prompts: Any) -> list[Prompt]:

@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.job import Job, TokenTable, stopped
+from hibachi.engine.faults import Theirs
+from hibachi.engine.job import Job, TokenTable
 from hibachi.engine.meters import Tally
-from hibachi.engine.runner import Awaiter, Outcome, Part, check_output, drawn_part, isolate, jobs_of, row_bucket
+from hibachi.engine.runner import (
+    Awaiter,
+    Outcome,
+    Part,
+    check_output,
+    drawn_part,
+    isolate,
+    jobs_of,
+    row_bucket,
+    token_part,
+)
 from hibachi.engine.sampler import RowSampler
-from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -37,11 +48,17 @@ class WholeRunner:
         self.forward = model.logits if sampler else model.forward
         self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
-        self.wait, self.tally = Awaiter(), Tally()
+        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        pass  # nothing of a scheduler is kept here
+
+    def interrupt(self) -> None:
+        self.wait.interrupt()
 
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
-        self.table.fill(seq.row, job.tokens)
+        self.table.fill(seq.row, job.history)
         if self.sampler:
             self.sampler.admit(job)
 
@@ -55,38 +72,33 @@ class WholeRunner:
             groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
         outcome = Outcome([], {})
         for idx in groups:
-            parts, faults = isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend)
-            outcome.parts += parts
-            outcome.faults |= faults
+            outcome += isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend, self.theirs)
         return outcome
 
     def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
         rows, lengths = plan.rows[idx], lengths[idx]
         jobs = jobs_of(plan, idx)
-        n = len(idx)
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
             shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
-            self.tally.call(len(shown_rows) * width, int(lengths.sum()))
-            with self.tally:
+            shapes = (len(shown_rows), width) if self.backend.static_shapes else None
+            self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
+            with self.tally, self.theirs:
                 out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
-                check_output(out, self.backend, (len(shown_rows), self.sampler.vocab_size), self.name)
+                expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
+                check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
                     drawn = self.sampler.draw(out, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
-            kind = "f" if self.table.values.dtype.kind == "f" else "i"
-            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=kind)
-            out = out if len(shown_rows) == n else out[:n, ...]
-            with self.tally:
-                tokens = self.backend.get(out)
-            bad = ~np.isfinite(tokens).reshape(n, -1).all(axis=1) if kind == "f" else None
-            return Part(idx, tokens, out, stopped(jobs, tokens, out, self.backend), bad)
+            dtype = self.table.values.dtype
+            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=dtype.kind)
+            return token_part(idx, out, jobs, dtype, self.backend, self.tally, self.name)
 
     def _call(self, tokens: Array, lengths: Any) -> Any:
         if not self.takes_lengths:
             return self.forward(tokens)
-        put = self.backend.put(lengths)
+        put = self.backend.put(lengths.copy())  # the model's own: it may write into it
         return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
 
     def _shape(self, rows: Any, lengths: Any) -> tuple[Any, Any, int]:
@@ -103,12 +115,9 @@ class WholeRunner:
 
     def _batch(self, rows: Any, lengths: Any, width: int) -> HostArray:
         """[B, S, *tok], padded on the left."""
-        batch: HostArray = self.table.window(rows, width)
-        if self.padding is not None:
-            for i in np.flatnonzero(lengths != width).tolist():
-                pad = width - int(lengths[i])
-                batch[i, pad:] = self.table.values[rows[i], : lengths[i]]
-                batch[i, :pad] = self.padding
+        batch = self.table.window(rows, lengths, width)
+        for i in np.flatnonzero(lengths != width).tolist():
+            batch[i, : width - int(lengths[i])] = self.padding
         return batch
 
     def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
@@ -119,15 +128,12 @@ class WholeRunner:
         pass
 
     def suspend(self, seq: Seq, row: int) -> None:
-        seq.owner.history = self.table.kept(row, seq.length)
+        self.table.leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         pass  # there are no states
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
-
-    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:
@@ -140,7 +146,13 @@ class FeedforwardRunner:
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         self.model, self.backend = model, backend
         self.name = f"{type(model).__name__}.forward"
-        self.wait, self.tally = Awaiter(), Tally()
+        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        pass  # nothing of a scheduler is kept here
+
+    def interrupt(self) -> None:
+        self.wait.interrupt()
 
     def admit(self, seq: Seq) -> None:
         pass
@@ -151,17 +163,19 @@ class FeedforwardRunner:
             groups.setdefault((seq.owner.prompt.shape, seq.owner.prompt.dtype), []).append(i)
         outcome = Outcome([], {})
         for members in groups.values():
-            parts, faults = isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend)
-            outcome.parts += parts
-            outcome.faults |= faults
+            outcome += isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend, self.theirs)
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
-        self.tally.call(len(idx), len(idx))
-        with self.backend.guard(), self.tally:
-            out = self.wait(self.model.forward(self.backend.put(np.stack([j.prompt for j in jobs_of(plan, idx)]))))
-        if not self.backend.owns(out) or not out.ndim or out.shape[0] != len(idx):
-            check_output(out, self.backend, (len(idx), *(None,) * max(getattr(out, "ndim", 1) - 1, 0)), self.name)
+        batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
+        shapes = (batch.shape, batch.dtype) if self.backend.static_shapes else None
+        self.tally.call(len(idx), len(idx), shapes)
+        with self.backend.guard():
+            x = self.backend.put(batch)
+            with self.tally, self.theirs:
+                out = self.wait(self.model.forward(x))
+            check_output(out, self.backend, (len(idx), *(None,) * (len(getattr(out, "shape", ())) - 1)), self.name)
+            out = self.backend.copy(out)  # the memory is the model's, which may write its next output there
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
             xp = self.backend.xp
@@ -181,9 +195,6 @@ class FeedforwardRunner:
         pass  # there are no states
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
-
-    def wipe(self, blocks: list[int]) -> None:
         pass
 
     def close(self) -> None:

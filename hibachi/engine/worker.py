@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -13,14 +14,21 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from hibachi.engine.engine import Command, Engine, Stats
+from hibachi.engine.closing import CLOSE_WITHIN
+from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine, Stats
+from hibachi.engine.faults import drop_frames
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
+from hibachi.engine.stream import Channel
 from hibachi.errors import EngineClosed, EngineFailed, QueueFull
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
+MOST_PATIENCE = 3600.0  # seconds that the thread sleeps at most; longer ones overflow some clocks
+LOOK = 0.5  # seconds from one look at a draining engine's health to the next
+AFTER_INTERRUPT = 1.0  # seconds, likewise, once its `async def` model was cancelled
+COMPILING = 20  # a step that compiles a program may take this many times as long as another before it counts as stalled
 
 
 class Worker:
@@ -42,6 +50,7 @@ class Worker:
         self._told = -1  # the step after which we said that the engine is stalled
         self._inbox = engine.inbox
         self._changed = threading.Condition(threading.RLock())
+        self._failures, self._tokens = 0, 0  # loops that failed in a row; new tokens when the last one did
         self._accepted = self._served = 0  # requests that came, and that had ended when the engine last came to rest
         self._refusal: Callable[[], Exception] | None = None
         self._closing = False
@@ -77,19 +86,44 @@ class Worker:
             if self._watchdog is not None:
                 self._watchdog.work()
             self._accepted += 1
+            job.channel.thread = self._thread.ident
             self._inbox.put((self._engine.add, job))
 
     def cancel(self, job: Job) -> None:
         self._inbox.put((self._engine.cancel, job))
 
     def _loop(self) -> None:
+        while True:
+            try:
+                self._serve()
+            except BaseException as e:
+                log.exception("the engine's loop failed")
+                if self._begin_again(e):
+                    continue
+                self._end(Finish.ERROR, partial(_failed, e))
+            else:
+                self._end(Finish.CLOSED, _closed)
+            return
+
+    def _begin_again(self, cause: BaseException) -> bool:
+        """End the requests of a loop that failed, and go on with new ones; False if that is not wanted or possible."""
+        engine = self._engine
+        if self._closing or isinstance(cause, EngineFailed) or not engine.can_begin_again():
+            return False
+        tokens = engine.stats().new_tokens
+        self._failures = self._failures + 1 if tokens == self._tokens else 1
+        self._tokens = tokens
+        if self._failures > MOST_RESTARTS:
+            return False
+        engine.end_all(Finish.ERROR, partial(_failed, cause))
+        drop_frames(cause)
         try:
-            self._serve()
-        except BaseException as e:
-            log.exception("the engine's loop failed")
-            self._end(Finish.ERROR, partial(_failed, e))
-        else:
-            self._end(Finish.CLOSED, _closed)
+            engine.begin_again()
+        except BaseException:
+            log.exception("the engine could not begin again")
+            return False
+        log.warning("the engine begins again, %d of %d", self._failures, MOST_RESTARTS)
+        return True
 
     def _serve(self) -> None:
         engine, inbox = self._engine, self._inbox
@@ -111,7 +145,7 @@ class Worker:
     def _patience(self) -> float | None:
         """Seconds until the engine must look after a deadline, though nobody comes; None: for ever."""
         deadline = self._engine.next_deadline()
-        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MOST_PATIENCE)
 
     def _rest(self) -> None:
         with self._changed:
@@ -122,8 +156,7 @@ class Worker:
 
     def _obey(self, command: Command) -> None:
         if command is not None:
-            do, job = command
-            do(job)
+            self._engine.obey(*command)
 
     def _end(self, reason: Finish, refusal: Callable[[], Exception]) -> None:
         engine = self._engine
@@ -151,6 +184,9 @@ class Worker:
         waiting = max(pending - running, 0)
         still = now - max(engine.moved or 0.0, self._woke)
         state: State
+        patience = (self._stall_after or 0.0) * (COMPILING if engine.compiles else 1)
+        if refusal is _forked:
+            return Health("closed", str(_forked()))
         if refusal is _closed:
             state, message = "closed", "The engine is closed."
         elif refusal is not None and refusal is not _draining:
@@ -160,8 +196,10 @@ class Worker:
                 "idle",
                 f"Requests that wait for their consumers: {paused}." if paused else "Nothing to do.",
             )
-        elif self._stall_after is None or still < self._stall_after:
+        elif self._stall_after is None or still < patience:
             state, message = "running", f"Waiting: {waiting}, running: {running}."
+            if engine.compiles:
+                message += " A step of a new shape is being compiled."
         else:
             state = "stalled"
             message = f"No step for {still:.3g} s while work waits (waiting: {waiting}, running: {running})."
@@ -169,17 +207,28 @@ class Worker:
                 self._told = steps
                 last = engine.recorder.last(5)
                 log.error("%s Its thread is at\n%sThe last steps:\n%s", message, where(self._thread), last)
+        if engine.invalid >= TOLD_AFTER and state in ("idle", "running"):
+            message += f" Every output of the last {engine.invalid} steps was invalid: {engine.invalid_why}"
         since = None if engine.moved is None else now - engine.moved
         return Health(state, message, since, steps, waiting, running, paused, engine.restarts)
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests and wait until the others have ended; False if `timeout` seconds were not enough."""
+        """Refuse new requests and wait until the others have ended.
+
+        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             if self._refusal is None:
                 self._refusal = _draining
-            return self._changed.wait_for(lambda: self._served == self._accepted, timeout)
+            while self._served != self._accepted:
+                left = LOOK if end is None else min(end - time.monotonic(), LOOK)
+                if left <= 0 or self.health().state == "stalled":
+                    return False
+                self._changed.wait(left)
+            return self._refusal in (_draining, _closed)
 
     def stop(self) -> None:
         """Ask the thread to finish the running step, end all streams and leave; does not wait."""
@@ -189,11 +238,44 @@ class Worker:
             self._closing = True
             self._inbox.put(None)
 
-    def close(self) -> None:
-        """`stop`, and wait for it. Closing twice is fine."""
+    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
+        """`stop`, and wait for it, but no longer than `timeout` seconds (None: any time). Closing twice is fine.
+
+        A model that hangs is let go then: its `async def` call is cancelled, and all streams end. Where the thread
+        stands is logged.
+        """
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if not thread.is_alive():
+            return
+        log.error("the engine's step did not end within %s s; it is let go at\n%s", timeout, where(thread))
+        for channel in self._channels():
+            channel.end(Finish.CLOSED)
+        self._engine.runner.interrupt()
+        self._inbox.put(None)  # for the thread, should it ever come back
+        thread.join(AFTER_INTERRUPT)
+
+    def _channels(self) -> list[Channel[Any]]:
+        """Those of all requests, for another thread than the engine's, which hangs or is gone. Empties the inbox."""
+        jobs = self._engine.live()
+        while not self._inbox.empty():  # requests that the thread has not seen
+            with suppress(Empty):
+                if (command := self._inbox.get_nowait()) is not None:
+                    jobs.append(command[1])
+        return [job.channel for job in jobs]
+
+    def forked(self) -> None:
+        """This process is a fork of the one that the thread runs in: end all that waits for it here."""
+        if self._thread is None:
+            return
+        self._changed = threading.Condition(threading.RLock())  # the other may have been held by a thread that is gone
+        self._refusal, self._closing = _forked, True
+        for channel in self._channels():
+            channel.renew()
+            channel.end(Finish.ERROR, _forked())
 
 
 def _failed(cause: BaseException) -> EngineFailed:
@@ -203,7 +285,7 @@ def _failed(cause: BaseException) -> EngineFailed:
         return error
     error = EngineFailed(
         f"The engine's loop failed with {type(cause).__name__}: {cause}. Its requests are lost; make a new engine. "
-        f"This is a defect of hibachi, or the process ran out of memory: please report it."
+        f"This is a defect of hibachi or of the policy, or the process ran out of memory: please report it."
     )
     error.__cause__ = cause
     return error
@@ -211,6 +293,12 @@ def _failed(cause: BaseException) -> EngineFailed:
 
 def _closed() -> EngineClosed:
     return EngineClosed("The engine is closed. Make a new one.")
+
+
+def _forked() -> EngineClosed:
+    return EngineClosed(
+        "The engine was made before a fork, and its thread runs in the parent only. Make a new one here."
+    )
 
 
 def _draining() -> EngineClosed:
@@ -223,5 +311,15 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     # A thread inside an array library while the interpreter goes down can crash the process.
+    end = time.monotonic() + CLOSE_WITHIN
     for worker in list(_workers):
-        worker.close()
+        worker.close(max(end - time.monotonic(), 0.0))
+
+
+def _after_fork() -> None:
+    for worker in list(_workers):
+        worker.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -7,6 +7,7 @@ What an architecture does not have is not in its parameters, and is passed over.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from hibachi.errors import ConfigError
 from hibachi.model.arch import Arch, Layer
-from hibachi.model.rope import HostArray, tables
+from hibachi.model.rope import HostArray, room, tables
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.cache import CacheSpec, Paged, StepInputs
 
@@ -27,8 +28,8 @@ class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
     params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they are tied), norm [hidden],
-    positions [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [max_len, dims / 2] in `ropes`,
-    and for each of `layers`:
+    positions [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [positions, dims / 2] in `ropes`,
+    of as many positions as `reach` was last asked for or more, and for each of `layers`:
 
         attn_norm, mlp_norm, attn_post_norm, mlp_post_norm  [hidden]
         qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -49,6 +50,8 @@ class Decoder:
         self.dtype, self.max_len = dtype, max_len
         self.vocab_size: int | None = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
+        self._reached = min((t.shape[0] for pair in params["ropes"] for t in pair), default=max_len)
+        self._growing = threading.Lock()
         self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.float32([arch.embed_scale]), dtype))[0])
@@ -78,6 +81,26 @@ class Decoder:
         a = self.arch
         return [Paged(a.kv_heads, a.head_dim, a.head_dim, dtype=self.dtype)] * len(a.layers)
 
+    def reach(self, positions: int) -> None:
+        """Be ready for steps at positions below this, or `max_len`; call it before such a step takes `params`.
+
+        The tables of angles grow to one of few sizes. `params` is another tree then; a step that computes with the old
+        one, in another thread, goes on with it.
+        """
+        if positions <= self._reached or self._reached >= self.max_len:
+            return
+        with self._growing:
+            have, b = self._reached, self.backend
+            if positions <= have:
+                return
+            size = room(positions, self.max_len)
+            ropes = []
+            for rope, pair in zip(self.arch.ropes, self.params["ropes"], strict=True):
+                more = tables(rope, size, start=have, longest=self.max_len)
+                ropes.append(tuple(b.xp.concat([t, b.put(m, self.dtype)]) for t, m in zip(pair, more, strict=True)))
+            self.params = self.params | {"ropes": ropes}
+            self._reached = size
+
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new cache. Depends on nothing else."""
         a, b = self.arch, self.backend
@@ -100,7 +123,7 @@ class Decoder:
         if a.learned_positions:
             h = h + b.take(params["positions"], x.pos)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
-        if self.fused is not None and params is self.params:
+        if self.fused is not None and params["layers"] is self.params["layers"]:
             return self.fused(h, turns, cache, x)
         new = []
         for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):
@@ -212,7 +235,8 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
         params["head_bias"] = b.put(files["head.bias"], dtype)
     if arch.learned_positions:
         params["positions"] = b.put(files["positions.weight"][:max_len], dtype)
-    params["ropes"] = [tuple(b.put(t, dtype) for t in tables(rope, max_len)) for rope in arch.ropes]
+    ropes = [tables(rope, room(1, max_len), longest=max_len) for rope in arch.ropes]
+    params["ropes"] = [tuple(b.put(table, dtype) for table in pair) for pair in ropes]
     _put_norm(params, "norm", arch, files, "norm", b, dtype)
     params["layers"] = [_layer(arch, layer, files, f"layers.{i}.", b, dtype) for i, layer in enumerate(arch.layers)]
     return params

@@ -75,15 +75,34 @@ class Rope:
     """How the frequencies are stretched beyond the context that the model was first trained with."""
 
 
-def tables(rope: Rope, length: int) -> tuple[HostArray, HostArray]:
-    """Cosine and sine of the angles of positions 0 to length - 1: float32 [length, dims / 2]."""
+FIRST = 2**14
+"""Positions that tables have from the start, where the context is longer: they grow with what is used."""
+_PIECE = 1024  # positions
+
+
+def room(positions: int, longest: int) -> int:
+    """Positions of tables that must have so many: a power of two from `FIRST` on, or `longest`."""
+    return min(max(FIRST, 1 << (positions - 1).bit_length()), longest)
+
+
+def tables(rope: Rope, length: int, *, start: int = 0, longest: int | None = None) -> tuple[HostArray, HostArray]:
+    """Cosine and sine of the angles of positions `start` to length - 1: float32 [length - start, dims / 2].
+
+    A position has the same bits in every table. longest: the longest sequence that the engine allows; None: `length`.
+    """
     pairs = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
-    frequencies = _stretched(rope, rope.theta**-pairs, length).astype(np.float32)
-    # In float32, although float64 would be closer to the formula: models are trained with float32 angles.
-    angles = np.outer(np.arange(length, dtype=np.float32), frequencies)
-    cos, sin = np.cos(angles), np.sin(angles)
+    frequencies = _stretched(rope, rope.theta**-pairs, longest or length).astype(np.float32)
     magnitude = np.float32(getattr(rope.scaling, "magnitude", 1.0))
-    return cos * magnitude, sin * magnitude
+    cos, sin = (np.empty((length - start, rope.dims // 2), np.float32) for _ in range(2))
+    for at in range(start // _PIECE * _PIECE, length, _PIECE):  # whole pieces, so that a position's place is the same
+        # In float32, although float64 would be closer to the formula: models are trained with float32 angles.
+        angles = np.outer(np.arange(at, at + _PIECE).astype(np.float32), frequencies)
+        mine = slice(max(start - at, 0), length - at)
+        for table, function in ((cos, np.cos), (sin, np.sin)):
+            piece = (function(angles) * magnitude)[mine]
+            to = max(at - start, 0)
+            table[to : to + len(piece)] = piece
+    return cos, sin
 
 
 def _stretched(rope: Rope, f: HostArray, length: int) -> HostArray:

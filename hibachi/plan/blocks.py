@@ -19,14 +19,14 @@ from itertools import islice
 class BlockPool:
     """Blocks 1 to total - 1. Free ones are handed out last in, first out, so that warm memory is reused.
 
-    A block is sound once an output that was computed over it was finite. One that is not may hold NaN, which attention
-    would carry over from hidden positions: it is noted in `dirty` before somebody else gets it.
+    A block is sound once an output that was computed over it was finite. Those of a failed request that are not must
+    not serve again: see `unsound`. What its last owner left in a block is not cleared away: attention does not read
+    positions that a row has not written.
     """
 
     def __init__(self, total: int, block_size: int) -> None:
         self.total, self.block_size = total, block_size
         self.evictions = 0  # idle blocks that were taken for something else
-        self.dirty: list[int] = []  # to be overwritten with zeros before the next step
         self._free = list(range(total - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # the one left first comes first
         self._held: set[int] = set()
@@ -65,8 +65,6 @@ class BlockPool:
             self._withdraw(block)
             self._free.insert(0, block)
             self.evictions += 1
-            if block in self._unsound:
-                self.dirty.append(block)
         at = len(self._free) - n
         taken = self._free[at:]
         del self._free[at:]
@@ -114,9 +112,7 @@ class BlockPool:
         return [block for block in blocks if block in self._unsound]
 
     def _give_back(self, blocks: Sequence[int]) -> None:
-        if not self._unsound.isdisjoint(blocks):
-            self.dirty += self.unsound(blocks)
-            self._unsound.difference_update(blocks)
+        self._unsound.difference_update(blocks)
         self._free += blocks
 
     # ---- the trie ----------------------------------------------------------------------------------------------
@@ -185,5 +181,5 @@ class BlockPool:
         assert shared == self._shared, "a block has holders that nobody knows"
         assert self._place.keys() >= self._idle.keys(), "an idle block that nobody can find"
         assert self._place.keys().isdisjoint(self._free), "a free block is published"
-        assert self._unsound.isdisjoint(self._free), "a free block was not looked at"
+        assert self._unsound.isdisjoint(self._free), "a free block is unsound"
         assert {block: place for place, block in self._trie.items()} == self._place, "the trie is wrong"

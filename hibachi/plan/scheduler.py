@@ -130,7 +130,7 @@ class Scheduler:
         self.checkpoints = Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
         self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
-        width = self.pool.blocks_for(limits.max_len) if self.pool else 0
+        width = min(self.pool.blocks_for(limits.max_len), self.pool.usable) if self.pool else 0
         self.block_table = np.zeros((rows, width), np.int32)
         self._known = np.zeros(rows, np.int32)
         self._computed = np.zeros(rows, np.int32)
@@ -139,13 +139,13 @@ class Scheduler:
         self._end = np.zeros(rows, np.int32)
         self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
         self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
-        self._torn = np.zeros(rows, np.int32)  # `done` when a step was taken back, which may have written behind it
         self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._running: list[Seq] = []  # in the order of service
         self._rows: Index = np.zeros(0, np.intp)  # their rows
         self._left = False  # somebody left `_running`
+        self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._deadlines: list[tuple[float, int, Seq]] = []
@@ -155,6 +155,16 @@ class Scheduler:
         self._numbers = 0
         self._steps = 0
         self.waiting = 0  # without those who were cancelled in the queue
+
+    def fresh(self, policy: Policy) -> Scheduler:
+        """An empty scheduler of the same limits, whose counters go on."""
+        new = Scheduler(self.limits, policy, self._key_of)
+        new.counts = self.counts
+        if new.pool and self.pool:
+            new.pool.evictions = self.pool.evictions
+        if new.checkpoints and self.checkpoints:
+            new.checkpoints.evictions = self.checkpoints.evictions
+        return new
 
     @property
     def running(self) -> int:
@@ -181,6 +191,7 @@ class Scheduler:
         self._numbers += 1
         seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len
         seq.rank = self.policy.rank(seq)
+        self._queue(seq)  # a policy that raises has queued nothing
         for time in (seq.start_by, seq.deadline):
             if time is not None:
                 heapq.heappush(self._deadlines, (time, seq.number, seq))
@@ -188,7 +199,6 @@ class Scheduler:
             self._deadlines = [item for item in self._deadlines if item[2].finish is None]
             heapq.heapify(self._deadlines)
             self._ripe = max(64, 2 * len(self._deadlines))
-        self._queue(seq)
 
     def cancel(self, seq: Seq, reason: Finish = Finish.CANCELLED) -> bool:
         """End a waiting or running sequence; False if it has ended before."""
@@ -252,6 +262,11 @@ class Scheduler:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""
         self.budget = max(1, budget)
 
+    def slow(self, seq: Seq, tokens: int) -> None:
+        """At most `tokens` of this sequence in a step from now on."""
+        seq.most = max(1, tokens)
+        self._slow = True
+
     def prefilling(self, seq: Seq) -> bool:
         """Does it hold a row, and has nothing been sampled from it since it got it?"""
         return seq.row >= 0 and not self._emitted[seq.row]
@@ -312,7 +327,6 @@ class Scheduler:
         same = self._generation[plan.rows] == plan.generation
         self._computed[plan.rows[same]] = plan.start[same]
         self._known[plan.rows[same]] -= plan.emit[same]
-        self._torn[plan.rows[same]] = self._done[plan.rows[same]]
         return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
 
     def forget(self) -> Sent:
@@ -320,7 +334,6 @@ class Scheduler:
         sent = [self._preempt(seq) for seq in self._running if seq.row >= 0]
         if self.pool:
             self.pool.reset()
-            self.pool.dirty.clear()
         if self.checkpoints:
             self.checkpoints.reset()
         return sent
@@ -343,6 +356,8 @@ class Scheduler:
             q = np.minimum(self._known[rows], self._end[rows] - 1) - start
             if self.checkpoints:
                 q = self._to_marks(seqs, rows, start, q)
+            if self._slow:
+                q = np.minimum(q, np.fromiter((s.most or _NEVER for s in seqs), np.int32, len(seqs)))
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             left = self.budget - (len(q) if decode else int(q.sum()))
             if left < 0 or not decode:
@@ -521,7 +536,7 @@ class Scheduler:
             row = seq.row = self._free_rows.pop()
             self._paused += seq.paused
             hit = seq.reused = known * limits.block_size
-            q = min(seq.length - hit, left, limits.chunk)
+            q = min(seq.length - hit, left, seq.most or limits.chunk)
             if self.checkpoints and seq.keys is not None:
                 mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
                 q = q if mark is None else min(q, mark - hit)
@@ -531,7 +546,7 @@ class Scheduler:
             self._known[row] = self._done[row] = seq.length
             self._computed[row] = self._settled[row] = hit
             self._end[row] = seq.end
-            self._emitted[row], self._torn[row] = False, 0
+            self._emitted[row] = False
             if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
@@ -686,11 +701,11 @@ class Scheduler:
         return Committed(alive, finished)
 
     def _queue(self, seq: Seq) -> None:
-        self.waiting += 1
         if seq.paused:
             self._parked.add(seq)
         else:
             self.policy.push(seq)
+        self.waiting += 1
 
     def _preempt(self, seq: Seq) -> tuple[Seq, int]:
         """Back to the queue, in its place; what it published stays known. Returns it, and the row that it had."""
@@ -710,15 +725,11 @@ class Scheduler:
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            sound, settled, size = 0, int(self._settled[row]), self.limits.block_size
-            if self._emitted[row]:
-                done = int(self._done[row])
-                settled = max(settled, done - 1)
-                clean = self._known[row] == done != self._torn[row]  # it was written to in steps that succeeded alone
-                sound = len(seq.blocks) if clean else settled // size
-            if seq.published > settled // size:  # what a step in flight computes: nobody will hear how it went
-                self.pool.withdraw(seq.blocks[settled // size : seq.published])
-            self.pool.release(seq.blocks, sound=sound)
+            emitted, settled = self._emitted[row], int(self._settled[row])
+            full = (max(settled, int(self._done[row]) - 1) if emitted else settled) // self.limits.block_size
+            if seq.published > full:  # what a step in flight computes: nobody will hear how it went
+                self.pool.withdraw(seq.blocks[full : seq.published])
+            self.pool.release(seq.blocks, sound=full if emitted else 0)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):
                 self.checkpoints.release(slot)

@@ -34,6 +34,7 @@ class Seq:
     row: int = -1
     started: bool = False  # had a row before
     paused: bool = False
+    most: int = 0  # tokens in a step; 0 means that it has no limit of its own
     blocks: list[int] = field(default_factory=list)
     published: int = 0  # of its first blocks: those that are in the trie, or found there
     node: Hashable = None  # of the last of them

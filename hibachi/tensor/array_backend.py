@@ -6,8 +6,9 @@ The first half are the nine operations with their checks; the second half is wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -53,6 +54,8 @@ class ArrayBackend:
     tables are as wide as they may get then, and the engine makes programs of more sizes instead."""
     buckets: tuple[int, int] | None = None
     """The sizes that steps are padded to, as in `hibachi.plan.buckets`; None: see `ladder`."""
+    immutable: bool = False
+    """No array is ever written to, so what a call has returned stays as it is."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
@@ -66,9 +69,14 @@ class ArrayBackend:
         self.xp, self.device = xp, device
         self.name = name or (self.name if type(self) is not ArrayBackend else xp.__name__)
         self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with: it may be given another `compile`, so it makes its own programs."""
+        return self.__dict__ | {"_programs": {}}
 
     @property
     def ladder(self) -> tuple[int, int]:
@@ -85,6 +93,11 @@ class ArrayBackend:
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""
         return isinstance(t, self._array_type)
+
+    def unfit(self, t: Array) -> str | None:
+        """What keeps an array of this library from being computed with like any other ("sparse"); None means nothing
+        does."""
+        return None
 
     @classmethod
     def for_array(cls, t: Any) -> ArrayBackend | None:
@@ -243,12 +256,17 @@ class ArrayBackend:
         return self.xp.asarray(a, dtype=self.dtype(dtype) if dtype else None, device=self.device)
 
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
-        """`put` of several small integer arrays."""
-        return [self.put(a) for a in arrays]
+        """`put` of several small integer arrays. What comes back may be written to: it shares memory neither with
+        `arrays` nor among itself."""
+        return [self.put(a.copy()) for a in arrays]
 
     def get(self, t: Array) -> HostArray:
         """Array -> host array; waits for the device."""
         return np.asarray(t)
+
+    def copy(self, t: Array) -> Array:
+        """The same numbers in memory of their own."""
+        return self.xp.asarray(t, copy=True)
 
     def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
         """Begin to copy arrays to the host; what is returned gives them, and waits for what was asked for until now."""
@@ -307,9 +325,18 @@ class ArrayBackend:
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
         return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
 
-    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
-        """The paged cache of a layer with zeros in `blocks` [n]; an index may occur twice. May reuse `cache`."""
-        return tuple(self.scatter_rows(half, blocks, self.xp.zeros_like(self.take(half, blocks))) for half in cache)
+    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
+        """Keys [N, span, kv_heads, k_dim] and values of the row of each query tile, for `attend`.
+
+        Values from x.kv_len on are zeros, whatever the cache holds there: they are multiplied by weights of 0, and
+        0 * NaN is NaN. Of keys anything may come, as their scores are replaced.
+        """
+        xp, (keys, values) = self.xp, cache
+        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
+        shape = table.shape[0], table.shape[1] * keys.shape[1]
+        kt, vt = (xp.reshape(self.take(half, table), (*shape, *half.shape[2:])) for half in (keys, values))
+        beyond = self._positions(shape[1])[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
+        return kt, xp.where(beyond[:, :, None, None], xp.zeros_like(vt[:1, :1, :1, :1]), vt)
 
     def attend(
         self,
@@ -329,21 +356,20 @@ class ArrayBackend:
         scale: of the scores; None: k_dim ** -0.5. window: a query sees the last `window` positions, its own among
         them; None: all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim], cache).
 
-        The order is part of the contract: requests of one step may share blocks that are written in that step. The
-        reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
+        The order is part of the contract: requests of one step may share blocks that are written in that step.
+
+        So is what has no influence: positions from x.kv_len on. Until a row has written to them, its blocks hold what
+        their last owner left, and block 0, which pads the table, what padding wrote: NaN, perhaps, and 0 * NaN is NaN.
+
+        The reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
         """
         xp = self.xp
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
         group = heads // kv_heads
-        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
-        span = table.shape[1] * keys.shape[1]
-        kt = xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim))
-        vt = xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2]))
-        if self.static_shapes:  # short rows see block 0, where padding may have written NaN, and 0 * NaN is NaN
-            beyond = self._positions(span)[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
-            kt, vt = (xp.where(beyond[:, :, None, None], xp.zeros_like(t), t) for t in (kt, vt))
+        kt, vt = self.read_cache((keys, values), x)
+        span = kt.shape[1]
         kt, vt = xp.permute_dims(kt, (0, 2, 3, 1)), xp.permute_dims(vt, (0, 2, 1, 3))
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))
@@ -353,8 +379,8 @@ class ArrayBackend:
         at = self.take(x.pos, x.tile_q)[:, :, None]  # [N, tile, 1] position of each query
         seen = self._positions(span)[None, None, :]
         hidden = seen > at if window is None else xp.logical_or(seen > at, seen <= at - window)
-        bias = xp.where(hidden, self._scalar(-math.inf), self._scalar(0.0))[:, None, None, :, :]
-        scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span)) + bias
+        scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span))
+        scores = xp.where(hidden[:, None, None, :, :], self._scalar(-math.inf), scores)
         weights = xp.astype(self.softmax(scores), v.dtype)
         out = xp.matmul(xp.reshape(weights, (tiles, kv_heads, group * tile, span)), vt)
         out = xp.permute_dims(xp.reshape(out, (tiles, kv_heads, group, tile, v.shape[2])), (0, 3, 1, 2, 4))
@@ -494,6 +520,17 @@ class ArrayBackend:
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
+
+    def program(self, fn: Callable[..., Any], *given: Hashable) -> Callable[..., Any]:
+        """`fn(self, *given, ...)`, compiled once for all engines on this backend; it is kept as long as the backend.
+
+        fn: a function of a module, as an equal one is what the program is found by.
+        """
+        key = (fn, *given)
+        found = self._programs.get(key)
+        if found is None:  # of two threads that come at once, both get the first one's
+            found = self._programs.setdefault(key, self.compile(partial(fn, self, *given)))
+        return found
 
     def candidates(self) -> Sequence[Any]:
         """The ways to compute each operation that are worth timing, as `hibachi.tensor.kernels.Candidate`s; none: there

@@ -7,7 +7,6 @@ come after it. Their logits leave no doubt, so sampling draws the right token at
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class SumTokens(Toy):
 
     def forward(self, tokens: Array, lengths: Array) -> Array:
         self._see(tokens, lengths)
-        return compiled(_next, self.backend)(tokens, lengths)
+        return self.backend.program(_next)(tokens, lengths)
 
 
 class SumLogits(SumTokens):
@@ -76,7 +75,7 @@ class SumLogits(SumTokens):
 
     def logits(self, tokens: Array, lengths: Array) -> Array:
         self._see(tokens, lengths)
-        return compiled(_next_logits, self.backend)(tokens, lengths) * self.margin
+        return self.backend.program(_next_logits)(tokens, lengths) * self.margin
 
     forward = None  # type: ignore[assignment]  # one rung only
 
@@ -241,12 +240,6 @@ def _next(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
 
 def _next_logits(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
     return one_hot(backend, _next(backend, tokens, lengths))
-
-
-@cache
-def compiled(fn: Any, backend: ArrayBackend) -> Any:
-    """`fn` with its first argument given, compiled once for all toys."""
-    return backend.compile(partial(fn, backend))
 
 
 def one_hot(backend: ArrayBackend, ids: Array) -> Array:

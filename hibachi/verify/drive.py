@@ -123,7 +123,7 @@ class WholeDriver(Driver):
             else:
                 out = self._wait(self.model.forward(tokens, **dict(zip(["lengths"], rest, strict=False))))
             row = (self.vocab,) if self.sampled else batch.shape[2:]
-            kind = None if self.sampled else "f" if batch.dtype.kind == "f" else "i"
+            kind = "logits" if self.sampled else batch.dtype.kind
             check_output(out, self.backend, (len(batch), *row), self.name, kind=kind)
             for name, (native, host) in given.items():
                 self._untouched(name, native, host)
@@ -238,7 +238,7 @@ class CacheSession:
                 given = [states.get(i, c) for i, c in enumerate(self.cache)]
                 out, new = d.step(d.model.params, given, x)
                 row = (d.vocab,) if d.vocab is not None else tokens.shape[1:]
-                kind = None if d.vocab is not None else "f" if tokens.dtype.kind == "f" else "i"
+                kind = "logits" if d.vocab is not None else tokens.dtype.kind
                 check_output(out, d.backend, (len(packed.last), *row), d.name, kind=kind)
                 if not isinstance(new, (list, tuple)) or len(new) != len(d.spec):
                     got = f"{len(new)} of them" if isinstance(new, (list, tuple)) else type(new).__name__

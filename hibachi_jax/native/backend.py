@@ -130,11 +130,6 @@ class NativeJaxBackend(JaxBackend):
         keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
         return PagedCache(keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size)
 
-    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
-        if not isinstance(cache, PagedCache):
-            return super().wipe(cache, blocks)
-        return PagedCache(*super().wipe((cache.keys, cache.values), blocks), cache.block_size)
-
     def attend(
         self,
         q: Array,

@@ -156,9 +156,6 @@ class NativeTorchBackend(InvariantTorchBackend):
         keys = zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), self.dtype(wanted))
         return keys, zeros((*shape, _LANES // depth, wide, depth), self.dtype(wanted)), block_size
 
-    def wipe(self, cache: LayerCache, blocks: Array) -> LayerCache:
-        return *super().wipe(cache[:2], blocks), *cache[2:]
-
     def attend(
         self,
         q: Array,

@@ -55,18 +55,19 @@ class Program:
     """The layers of a decoder. Made by `program`."""
 
     def __init__(self, decoder: Any, weight: type) -> None:
-        self._arch, self._params, self._cascade = decoder.arch, decoder.params, decoder.backend.cascade
+        self._arch, self._cascade, params = decoder.arch, decoder.backend.cascade, decoder.params
+        self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
         self._rounds = hasattr(weight, "scales")  # bytes
-        self.dtype = decoder.params["norm"].dtype
+        self.dtype = params["norm"].dtype
         self._after_last = False
         a = self._arch
-        for i, (kind, layer) in enumerate(zip(a.layers, self._params["layers"], strict=True)):
+        for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
             self._layer(i, kind, layer)
-        self._norm("norm", self._params, LAST_H, NORMED)
+        self._norm("norm", params, LAST_H, NORMED)
         self._list = (_Op * len(self._ops))(*(_Op(**op) for op in self._ops))
-        wide = self._params["layers"][0]["gate_up"].shape[0]
+        wide = params["layers"][0]["gate_up"].shape[0]
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         widths = [a.hidden_size, a.hidden_size, q + 2 * kv, q, wide, a.intermediate, a.hidden_size, a.hidden_size, q]
         deepest = max(q, a.intermediate, a.hidden_size)
@@ -120,8 +121,7 @@ class Program:
             self._norm("q_norm", layer, QKV, QKV, n=a.head_dim, groups=a.heads)
             self._norm("k_norm", layer, QKV, QKV, at=q, n=a.head_dim, groups=a.kv_heads)
         if kind.rope is not None:
-            half = self._params["ropes"][kind.rope][0].shape[-1]
-            self._add(ROPE, QKV, QKV, which=kind.rope, groups=turned, n=a.head_dim, k=half)
+            self._add(ROPE, QKV, QKV, which=kind.rope, groups=turned, n=a.head_dim, k=self._halves[kind.rope])
         seen = dict(
             which=i,
             window=kind.window or 0,

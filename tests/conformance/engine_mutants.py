@@ -32,6 +32,7 @@ from hibachi import (
 from hibachi.engine.runner import Outcome
 from hibachi.engine.stream import Channel
 
+from . import mutants
 from .mutants import Mutant
 
 SOON = 1.5  # seconds until a stream that never ends counts as a broken promise
@@ -190,6 +191,20 @@ def keep_a_reference(admit: Any, prompt: Any) -> Any:
     return np.asarray(prompt)
 
 
+class Sharing(NumpyBackend):
+    """Copies nothing that goes to the model or comes from it."""
+
+    def copy(self, t: Any) -> Any:
+        return t
+
+    def put_all(self, arrays: Any) -> Any:
+        return list(arrays)
+
+
+def share_lengths(call: Any, tokens: Any, lengths: Any) -> Any:
+    return call.__self__.forward(tokens, lengths)
+
+
 BATCHING = [
     runner("mixed_lengths_in_any_order_stream_what_each_streams_alone", "pads on the right", _batch=pad_right),
     runner("mixed_lengths_in_any_order_stream_what_each_streams_alone", "delivers the neighbour's token",
@@ -233,6 +248,8 @@ BATCHING = [
     face("items_are_native_arrays_of_the_shape_of_a_token", "keeps the batch dimension",
          _submit=keep_batch_dimension),
     face("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", _admit_prompt=arrays_only),
+    mutant("a_model_may_use_the_memory_of_its_output_again", "keeps the model's array", backend=Sharing()),
+    runner("a_model_may_write_into_what_it_is_given", "gives away its own lengths", _call=share_lengths),
     face("what_happens_to_a_prompt_later_changes_nothing", "keeps a reference", _admit_prompt=keep_a_reference),
 ]  # fmt: skip
 
@@ -536,6 +553,7 @@ FAULTS = [
            forward=repaired(lambda out, tokens: out.astype(tokens.dtype))),
     runner("an_output_that_is_no_array_fails_its_step_only", "unpacks tuples",
            forward=repaired(lambda out, tokens: out[0] if isinstance(out, tuple) else out)),
+    runner("what_is_no_exception_fails_its_request_alone", "fails the whole batch", run=blame_everybody),
     core("an_engine_that_fails_tells_every_stream", "ends them in silence",
          end_all=lambda end_all, reason, error=None: end_all(reason)),
     runner("a_stop_predicate_that_raises_fails_its_own_requests_alone", "fails the whole batch",
@@ -636,7 +654,7 @@ def overtake(admit: Any, *args: Any) -> Any:
 
 def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
     suspend(seq, row)
-    seq.owner.history[-1] = 0
+    seq.owner.history._pieces[-1][-1] = 0
 
 
 def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
@@ -662,9 +680,25 @@ def advance_on_failure(forward: Any, plan: Any, idx: Any) -> Any:
         raise
 
 
+def careless(promise: str) -> Mutant:
+    """A backend whose attention multiplies what a row has not written by 0."""
+    backend = NumpyBackend()
+    backend.attend = partial(mutants.careless, lambda *_: False, backend)
+    return mutant(promise, "lets NaN through", backend=backend)
+
+
 def add_columns(step: Any, *args: Any) -> Any:
     logits, cache = step(*args)
     return np.pad(logits, ((0, 0), (0, 10 - logits.shape[1]))), cache
+
+
+def show_the_block_table(inputs: Any, rows: Any, *rest: Any) -> Any:
+    x, table = inputs(rows, *rest), inputs.__self__.block_table
+    return replace(x, block_table=table[rows[0] : rows[0] + 1]) if len(rows) == 1 else x
+
+
+def take_any_cache(engine: Any) -> None:
+    engine.runner._step = engine.runner.model.step
 
 
 CACHES = [
@@ -701,11 +735,12 @@ CACHES = [
     scheduler("a_cancelled_request_gives_its_blocks_to_the_next", "loses the blocks", cancel=keep_blocks),
     core("a_request_may_be_cancelled_within_its_prompt", "computes on for nobody",
          cancel=lambda cancel, job: None),
-    runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "does not wipe blocks",
-           wipe=lambda wipe, seq: None),
+    careless("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next"),
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "draws from NaN", run=deliver_nan),
-    pool("nan_that_a_cancelled_request_left_never_reaches_the_next", "takes all blocks that are left for sound",
-         release=lambda release, blocks, sound: release(blocks, sound=len(blocks))),
+    runner("a_step_may_write_into_its_inputs", "gives away its own block table", _inputs=show_the_block_table),
+    mutant("a_step_that_returns_no_cache_fails_and_the_next_are_served", "takes what comes", take_any_cache),
+    careless("nan_that_a_cancelled_request_left_never_reaches_the_next"),
+    careless("nan_that_no_output_shows_never_reaches_the_next"),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "advances states in a step that fails",
            _forward=advance_on_failure),

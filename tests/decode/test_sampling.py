@@ -147,6 +147,14 @@ def test_top_p_counts_among_what_top_k_left():
     assert kept(row, top_p=0.5, min_p=0.7) == {0}
 
 
+def test_the_token_with_which_the_mass_meets_top_p_is_the_last():
+    """Exactly so: weights of 1, 1/2, 1/4, and 1/8 twice have no rounding, nor have their sums."""
+    row = np.log([4, 8, 1, 2, 1])
+    assert kept(row, top_p=0.5) == {1}
+    assert kept(row, top_p=0.75) == {0, 1}
+    assert kept(row, top_p=0.875) == {0, 1, 3}
+
+
 def test_typical_tokens_have_the_information_of_the_whole():
     """Entropy 1.09: the token of probability 0.3 has 1.2 and is the nearest, that of 0.5 has 0.69, the others 2.3."""
     row = np.log([0.5, 0.3, 0.1, 0.1])

@@ -27,7 +27,6 @@ class Rows:
         self.sampler = RowSampler(backend, len(rows), vocab, self.table)
         self.jobs, self.positions = [], []
         for i, row in enumerate(rows):
-            self.table.fill(i, np.array(row.prompt, np.int32))
             job = Job(
                 Seq(len(row.prompt), None, row=i),
                 Channel(),
@@ -37,6 +36,7 @@ class Rows:
                 seed=row.seed,
                 bad_words=row.bad_words,
             )
+            self.table.fill(i, job.history)
             self.sampler.admit(job)
             self.jobs.append(job)
             self.positions.append(len(row.prompt))

@@ -138,7 +138,7 @@ class Preempting(Scheduler):
             self.times[seq] += 1
             seq, row = self._preempt(seq)
             table = self._key_of.args[0]
-            seq.owner.history = table.kept(row, seq.length)  # as the engine does with those it is told of
+            table.leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
         return super().schedule(now)
 
 

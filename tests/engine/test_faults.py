@@ -10,6 +10,7 @@ import pytest
 from hibachi import (
     EngineFailed,
     Finish,
+    InternalError,
     InvalidModelOutput,
     InvalidRequest,
     ModelError,
@@ -290,7 +291,7 @@ def test_a_state_of_the_wrong_shape(serve):
             out, [state] = super().step(params, cache, x)
             return out, [state[:0]]
 
-    with pytest.raises(InvalidModelOutput, match=r"state of layer 0\) must return shape \(1, 1\); got \(0, 1\)"):
+    with pytest.raises(InvalidModelOutput, match=r"of shape \(1, 1\) in layer 0; got ndarray of shape \(0, 1\)"):
         serve(Forgets(NUMPY)).run([1], GREEDY).collect()
 
 
@@ -439,23 +440,25 @@ def test_a_guilty_request_that_takes_the_cache_with_it(batch, toy, honest):
 # ---- the engine's own loop ---------------------------------------------------------------------------------------
 
 
-class Exits(Gate):
-    """Raises what no model may raise: it is no Exception, so it is nobody's fault in particular."""
+def exits(engine, monkeypatch):
+    """From the next step on, the scheduler fails."""
 
-    def forward(self, tokens):
-        super().forward(tokens)
+    def schedule(now):
         raise SystemExit("bye")
 
+    monkeypatch.setattr(engine._scheduler, "schedule", schedule)
 
-def test_a_failure_of_the_loop_reaches_every_stream(serve):
-    model = Exits()
+
+def test_a_failure_of_the_loop_reaches_every_stream(serve, monkeypatch):
+    model = Gate()
     engine = serve(model, max_batch_size=2)
     running = [engine.run([1]) for _ in range(2)]
     model.wait()
     waiting = [engine.run([1]) for _ in range(3)]
     reader = Background(list, running[0])
     until(lambda: running[0]._channel._waiters)
-    model.let()
+    exits(engine, monkeypatch)
+    model.let(2)
     for s in (*running[1:], *waiting):
         with pytest.raises(EngineFailed, match=r"failed with SystemExit: bye.*make a new engine") as caught:
             s.collect()
@@ -465,7 +468,7 @@ def test_a_failure_of_the_loop_reaches_every_stream(serve):
     for _ in range(2):
         with pytest.raises(EngineFailed, match="SystemExit"):
             engine.run([1])
-    assert engine.drain(PATIENCE)
+    assert engine.drain(PATIENCE) is False
     assert engine.stats().failed == 5
 
 
@@ -482,16 +485,19 @@ def test_a_failure_of_the_scheduler_reaches_every_stream(serve, monkeypatch):
     for name in ("schedule", "cancel", "add"):
         monkeypatch.setattr(engine._scheduler, name, broken)
     engine._model.let()
-    for s in (a, b, c):
-        with pytest.raises(EngineFailed, match=r"IndexError: a defect.*please report it"):
+    with pytest.raises(EngineFailed, match=r"IndexError: a defect.*please report it"):
+        a.collect()
+    for s in (b, c):  # each could not be added
+        with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
             s.collect()
 
 
-def test_each_stream_has_an_error_of_its_own(serve):
+def test_each_stream_has_an_error_of_its_own(serve, monkeypatch):
     """One object raised by several threads would mix up their tracebacks, and keep growing."""
-    model = Exits()
+    model = Gate()
     engine = serve(model)
     streams = [engine.run([1]) for _ in range(3)]
+    exits(engine, monkeypatch)
     model.open()
     until(lambda: all(s.finish_reason for s in streams))
     assert len({id(s.error) for s in streams}) == 3

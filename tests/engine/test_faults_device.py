@@ -111,22 +111,25 @@ def hungry(backend, most):
 
 
 @pytest.mark.parametrize("name, most", [("numpy", 6), ("torch", 6), ("jax", 64)])
-def test_memory_that_runs_out_halves_the_budget_for_good(serve, caplog, name, most):
+def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monkeypatch, name, most):
     """The library's own error. On JAX steps are padded to powers of two, so its limit is a larger one."""
+    monkeypatch.setattr("hibachi.engine.engine.GROW_AFTER", 10**6)
+    monkeypatch.setattr("hibachi.engine.engine.MOST_GROW_AFTER", 10**6)
     backend = hungry(hibachi.load(name), most)
+    rows = 8 if name == "jax" else 2
     prompts = [[i % 7, *[1] * 23] for i in range(8)]
-    engine = serve(SumPaged(backend), backend=backend, max_batch_size=8, block_size=4, prefix_cache=False)
+    engine = serve(SumPaged(backend), backend=backend, max_batch_size=rows, block_size=4, prefix_cache=False)
     with caplog.at_level(logging.WARNING, "hibachi.engine"):
         streams = [engine.run(p, GREEDY, max_new_tokens=5) for p in prompts]
         check(streams, prompts)
     budget = engine._worker._engine.scheduler.budget
     assert budget < 8 * 24 and engine.stats().failed == 0
     failures = [n for n in backend.sizes if n > most]
-    assert 1 <= len(failures) <= 6, "halving needs few tries"
-    assert f"now at most {budget}" in caplog.text
+    assert 1 <= len(failures) <= 16, "halving needs few tries"
+    assert f"at most {budget} tokens in a step from now on" in caplog.text
     seen = len(backend.sizes)
     check([engine.run(p, GREEDY, max_new_tokens=5) for p in prompts], prompts)
-    assert max(backend.sizes[seen:]) <= most, "the budget stays halved"
+    assert max(backend.sizes[seen:]) <= most, "the budget stays halved for as long"
     assert engine._worker._engine.scheduler.budget == budget
 
 
@@ -439,24 +442,6 @@ def test_a_wrong_restart():
 
 
 # ---- outputs that nobody can use ---------------------------------------------------------------------------------
-
-
-def test_three_steps_of_invalid_outputs_fail_the_engine(serve):
-    class Wrong(Next):
-        def forward(self, tokens):
-            return tokens[:, -1] / 2
-
-    engine = serve(Wrong(), max_batch_size=1)
-    streams = [engine.run([i], max_new_tokens=2) for i in range(5)]
-    for s in streams[:3]:
-        with pytest.raises(InvalidModelOutput):
-            s.collect()
-    for s in streams[3:]:
-        with pytest.raises(EngineFailed, match=r"in 3 steps in a row could be used: Wrong.forward must") as caught:
-            s.collect()
-        assert isinstance(caught.value.__cause__, InvalidModelOutput)
-    with pytest.raises(EngineFailed):
-        engine.run([1])
 
 
 def test_invalid_outputs_now_and_then_harm_only_their_requests(serve):

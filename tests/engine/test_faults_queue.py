@@ -268,7 +268,7 @@ def every_state(serve):
     inner = engine._worker._engine
     for seq in inner.scheduler._running:
         for n, key in enumerate(seq.keys or []):
-            tokens = inner.runner.table.values[seq.row, n * 4 : n * 4 + 4]
+            tokens = inner.runner.table.read(seq.row, n * 4, n * 4 + 4)
             assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"
     return engine, backend, streams
 

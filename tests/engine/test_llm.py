@@ -35,8 +35,8 @@ def greedy(n=24, **options):
     return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, **options)
 
 
-def drawn(seed, n=24, **options):
-    return SamplingParams(seed=seed, max_tokens=n, ignore_eos=True, **options)
+def drawn(seed, tokens=24, **options):
+    return SamplingParams(seed=seed, max_tokens=tokens, ignore_eos=True, **options)
 
 
 def ids(completions):
@@ -269,6 +269,17 @@ def test_the_pieces_are_the_text(llm, way, params):
     assert joined(pieces) == (out.text, out.token_ids) and out.text == llm.tokenizer.decode(out.token_ids)
     assert stream.completion() == out and stream.finish_reason == out.finish_reason == "length"
     assert all(p.text for p in pieces[:-1])
+
+
+def test_who_reads_late_gets_one_piece_for_each_continuation(llm):
+    stream = llm.stream(PROMPTS[2], drawn(1, logprobs=1, n=2))
+    until(lambda: all(c.tokens.finish_reason for c in stream.choices))
+    pieces = asyncio.run(stream.come())
+    [out] = llm.generate(PROMPTS[2], drawn(1, logprobs=1, n=2))
+    assert [(p.index, p.text, p.token_ids, p.logprobs) for p in pieces] == [
+        (c.index, c.text, c.token_ids, c.logprobs) for c in out.choices
+    ]
+    assert asyncio.run(stream.come()) == []
 
 
 def test_the_text_goes_on_after_the_prompt(model_copy, expected):

@@ -191,7 +191,7 @@ class Fails:
     """Level 0. Memory runs out in the first step, after a while."""
 
     def __init__(self):
-        self.left = 1
+        self.left = 2  # a request is tried again before its step fails
 
     def forward(self, tokens):
         if self.left:

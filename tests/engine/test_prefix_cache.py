@@ -5,6 +5,8 @@ import pytest
 
 from hibachi import LLM, ConfigError, InvalidRequest, SamplingParams, Terms
 
+from .models import Turnstile
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
 
 
@@ -138,28 +140,69 @@ def test_full_reservation_preempts_nobody():
         assert llm.stats().preemptions == 0
 
 
-def test_a_better_class_is_served_first():
-    with LLM("tiny", max_batch_size=1) as llm:
-        streams = [llm.stream(ids(9, i), GREEDY, terms=Terms(priority=-i)) for i in range(5)]
-        done = []
-        import threading
+class Starts(Turnstile):
+    """Notes the first tokens of requests in the order in which they start, and how many rows a step has."""
 
-        def follow(i):
-            for _ in streams[i]:
-                pass
-            done.append(i)
+    vocab_size = 64
 
-        threads = [threading.Thread(target=follow, args=(i,)) for i in range(5)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        assert done[1:] == sorted(done[1:], reverse=True)  # the first may have started before the others came
+    def __init__(self):
+        super().__init__()
+        self.order, self.rows = [], []
+
+    def logits(self, tokens, lengths):
+        self.arrive()
+        first = tokens[range(len(tokens)), tokens.shape[1] - lengths]
+        self.order += [t for t in first.tolist() if t not in self.order]
+        self.rows.append(len(tokens))
+        return np.eye(64, dtype=np.float32)[first]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "waiting-served"])
-def test_policies_by_name(policy):
-    with LLM("tiny", policy=policy, max_batch_size=2) as llm:
-        outs = llm.generate([ids(9, i) for i in range(5)], GREEDY, terms=[Terms(tenant=str(i % 2)) for i in range(5)])
-        assert all(len(o.choices[0].token_ids) for o in outs)
+def starts(serve, policy, terms):
+    """The order in which requests with these terms start, which have come while one before them had the only row."""
+    model = Starts()
+    engine = serve(model, policy=policy, max_batch_size=1, padding_token=0)
+    streams = [engine.run([63], GREEDY)]
+    model.wait()
+    streams += [engine.run([i], GREEDY, terms=t) for i, t in enumerate(terms)]
+    model.open()
+    for stream in streams:
+        stream.collect()
+    return model.order[1:]
+
+
+CLASSES = [Terms(priority=p) for p in (0, -1, 1, -2, 0)]
+TENANTS = [Terms(tenant=t) for t in "aaabb"]
+
+
+@pytest.mark.parametrize(
+    "policy, classes, tenants",
+    [
+        ("fcfs", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
+        ("priority", [3, 1, 0, 4, 2], [0, 1, 2, 3, 4]),
+        ("fair", [3, 1, 0, 4, 2], [0, 3, 1, 4, 2]),
+        ("waiting-served", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_policies_by_name(serve, policy, classes, tenants):
+    assert starts(serve, policy, CLASSES) == classes
+    assert starts(serve, policy, TENANTS) == tenants
+
+
+@pytest.mark.parametrize("policy, rows", [("fcfs", [1, 2, 3, 3, 4]), ("waiting-served", [1, 2, 2, 2, 4])])
+def test_waiting_served_lets_prompts_start_together(serve, policy, rows):
+    """One that waits for two that run is too few; both start when another comes."""
+    model = Starts()
+    engine = serve(model, policy=policy, max_batch_size=4, padding_token=0)
+    streams = [engine.run([0], GREEDY)]
+    for comes in (1, 2, None, 3):  # during the first steps
+        model.wait()
+        if comes is not None:
+            streams.append(engine.run([comes], GREEDY))
+        model.let()
+    model.open()
+    for stream in streams:
+        stream.collect()
+    assert model.rows[:5] == rows
 
 
 def test_an_unknown_policy_is_refused_with_the_names():

@@ -583,7 +583,7 @@ def test_a_cancelled_block_closes_its_engine_nevertheless(serve):
 def test_aclose_raises_what_close_raises(serve, monkeypatch):
     engine = serve()
 
-    def fail():
+    def fail(timeout):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ from hibachi.errors import InvalidModelFiles
 from hibachi.model.generation import generation_defaults
 from hibachi.request import SamplingParams
 
-CONFIGS = Path(__file__).parents[3] / "shared" / "data" / "templates" / "generation_configs"
+CONFIGS = Path(__file__).parents[1] / "data" / "generation_configs"
 
 
 def folder(path, **config):
@@ -93,7 +93,6 @@ def test_a_file_that_is_no_object_is_refused(tmp_path):
             generation_defaults(tmp_path)
 
 
-@pytest.mark.skipif(not CONFIGS.exists(), reason=f"{CONFIGS} is absent")
 def test_files_at_hand(tmp_path):
     """They are of another kind, with stop_str and stop_token_ids: nothing in them is a default of ours."""
     files = sorted(CONFIGS.glob("*.json"))

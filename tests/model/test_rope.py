@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.fields import Fields
-from hibachi.model.rope import read_rope, tables
+from hibachi.model.rope import FIRST, LongRope, Rope, read_rope, room, tables
 
 ORIGINAL, LONGEST, DIM = 64, 256, 32
 SCALINGS = {
@@ -57,3 +57,30 @@ def test_a_stretching_that_makes_no_sense_is_refused(change, says):
     parameters = dict(rope_type="longrope", **SCALINGS["longrope"]) | change
     with pytest.raises(InvalidModelFiles, match=says):
         read_rope(Fields(dict(rope_parameters=parameters, max_position_embeddings=LONGEST)), DIM)
+
+
+@pytest.mark.parametrize("name", [*SCALINGS, "default"])
+def test_a_position_has_the_same_bits_in_every_table(name):
+    """Whatever the table's size, and wherever it goes on from."""
+    parameters = dict(rope_type=name.partition(",")[0], rope_theta=5000.0, **SCALINGS.get(name, {}))
+    turned = read_rope(Fields(dict(rope_parameters=parameters, max_position_embeddings=LONGEST)), DIM)
+    whole = tables(turned, 5000)
+    for length in (1, 7, 64, 1023, 1024, 1025, 4999):
+        for start in (0, 1, 1000, 1024, 2047, length - 1):
+            part = tables(turned, length, start=start, longest=5000) if start < length else whole
+            for table, other in zip(part, whole, strict=True):
+                expected = other[start:length] if start < length else other
+                np.testing.assert_array_equal(table, expected)
+
+
+def test_longrope_chooses_by_the_longest_sequence_and_not_by_the_table():
+    turned = Rope(5000.0, 4, LongRope((1.0, 2.0), (3.0, 4.0), ORIGINAL, 1.0))
+    short, long = tables(turned, 16), tables(turned, LONGEST)
+    assert not np.array_equal(short[0], long[0][:16])
+    np.testing.assert_array_equal(tables(turned, 16, longest=LONGEST)[0], long[0][:16])
+
+
+def test_tables_have_few_sizes():
+    assert room(1, 100) == 100 and room(1, 10**8) == FIRST
+    assert {room(n, 10**6) for n in range(1, 10**6, 999)} == {FIRST * 2**i for i in range(6)} | {10**6}
+    assert all(room(n, 10**6) >= n for n in (1, FIRST, FIRST + 1, 10**6))

@@ -1,8 +1,9 @@
-"""The pool of cache blocks."""
+"""The pool of cache blocks, and the checkpoints of recurrent states."""
 
 import pytest
 
 from hibachi.plan.blocks import BlockPool
+from hibachi.plan.checkpoints import Checkpoints
 
 
 def test_block_zero_belongs_to_nobody():
@@ -45,3 +46,17 @@ def test_check_finds_lost_shared_and_foreign_blocks():
     for wrong in (held[:1], [*held, held[0]], [*held, 0]):
         with pytest.raises(AssertionError, match=r"lost|nobody knows"):
             pool.check(wrong)
+
+
+def test_the_checkpoint_that_was_found_longest_ago_gives_way():
+    kept = Checkpoints(2, every=16)
+    for keys in ("a", "b"):
+        slot = kept.reserve()
+        assert slot is not None
+        kept.publish(None, keys, 1, slot)
+    found = kept.find(None, "a", 1)  # a was made first, but is used now
+    assert found is not None
+    slot = kept.reserve()
+    assert slot is not None and kept.evictions == 1
+    assert kept.find(None, "a", 1) == found and kept.find(None, "b", 1) is None
+    kept.check([slot])

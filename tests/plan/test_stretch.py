@@ -27,7 +27,7 @@ def state(scheduler):
     out["head"] = head and head.owner
     if scheduler.pool:
         pool = scheduler.pool
-        out["pool"] = pool._free, list(pool._idle), pool._trie, pool._place, pool.evictions, sorted(pool.dirty)
+        out["pool"] = pool._free, list(pool._idle), pool._trie, pool._place, pool.evictions, sorted(pool._unsound)
     return out
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,49 @@ class Slow:
         time.sleep(0.05)
         return np.eye(256, dtype=np.float32)[(tokens[:, -1] + 1) % 256] * 10
 '''
+
+
+GATED = '''
+import os
+import numpy as np
+
+class Gated:
+    """Says the next byte, once for each byte that comes through a pipe."""
+
+    vocab_size, max_model_len, pipe = 256, 512, None
+
+    class tokenizer:
+        encode = staticmethod(lambda text: list(text.encode()))
+        decode = staticmethod(lambda ids: bytes(ids).decode("latin-1"))
+
+    def logits(self, tokens, lengths):
+        if self.pipe is None:
+            self.pipe = os.open({pipe!r}, os.O_RDONLY)
+        os.read(self.pipe, 1)  # nothing at its end: from then on without waiting
+        return np.eye(256, dtype=np.float32)[(tokens[:, -1] + 1) % 256] * 10
+'''
+
+
+class Gate:
+    """Lets the steps of a model through, one by one, wherever its engine is. model: what names it."""
+
+    def __init__(self, folder: Path) -> None:
+        pipe, file = folder / "pipe", folder / "gated.py"
+        os.mkfifo(pipe)
+        file.write_text(GATED.format(pipe=str(pipe)))
+        self.model = f"{file}:Gated"
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # both ends, so that neither side waits for the other
+
+    def let(self, steps: int = 1) -> None:
+        os.write(self._pipe, b"." * steps)
+
+    def open(self) -> None:
+        """Let every step through from now on: as many as the pipe holds, more than a test takes."""
+        with suppress(BlockingIOError):
+            self.let(60_000)
+
+    def close(self) -> None:
+        os.close(self._pipe)
 
 
 class Site:
@@ -110,3 +155,13 @@ def slow_model(tmp_path_factory: Any) -> str:
     file = tmp_path_factory.mktemp("slow") / "slow.py"
     file.write_text(SLOW)
     return f"{file}:Slow"
+
+
+@pytest.fixture(params=ENGINES)
+def gated(request: Any, tmp_path: Path) -> Iterator[tuple[Gate, Site]]:
+    """A gate and the server of its model."""
+    gate = Gate(tmp_path)
+    with ENGINES[request.param](gate.model, max_batch_size=2, max_model_len=64) as texts, site(texts) as here:
+        yield gate, here
+        gate.open()
+    gate.close()

@@ -288,29 +288,14 @@ def test_who_leaves_frees_everything_wherever_it_was(chunked):
     assert now["hibachi_generation_tokens_total"] - before["hibachi_generation_tokens_total"] < 60 + 2 * 500
 
 
-SLOW = """
-import time
-import numpy as np
-
-class Slow:
-    vocab_size = 8
-    def logits(self, tokens, lengths):
-        time.sleep(1.5)
-        return np.eye(8)[np.full(len(lengths), 3)]
-"""
-
-
-@pytest.mark.parametrize("which", ENGINES)
-def test_a_scrape_waits_for_no_step(which, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    with ENGINES[which](f"{tmp_path}/slow.py:Slow", max_batch_size=2, max_model_len=64) as texts, site(texts) as here:
-        sock = send(here, {"prompt": [1, 2], "max_tokens": 2})
-        until(lambda: scrape(here)["hibachi_requests_running"] == 1)
-        began = time.monotonic()
+def test_a_scrape_waits_for_no_step(gated):
+    gate, server = gated
+    gate.let()
+    with send(server, {"prompt": "It is", "max_tokens": 50}):  # its second step is held
+        until(lambda: scrape(server)["hibachi_requests_running"] == 1)
         for _ in range(5):
-            assert scrape(here)["hibachi_requests_open"] == 1
-        assert time.monotonic() - began < 1.0
-        sock.close()
+            assert scrape(server)["hibachi_requests_open"] == 1
+        gate.open()
 
 
 def test_a_scrape_is_cheap(server):

@@ -206,12 +206,11 @@ def test_attention_gives_a_token_the_same_bits_in_any_company(native, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wiped_blocks_hold_nothing_of_before_and_a_cache_that_was_given_is_written_in_place(native, dtype):
+def test_what_a_cache_held_changes_nothing_and_one_that_was_given_is_written_in_place(native, dtype):
     layer = Layer(native, dtype)
     layer.cache = jax.tree.map(lambda half: jnp.full_like(half, jnp.nan), layer.cache)
-    layer.cache = native.wipe(layer.cache, jnp.asarray(layer.table.ravel()))
     places = [half.unsafe_buffer_pointer() for half in jax.tree.leaves(layer.cache)]
-    assert jnp.isfinite(layer.run([(0, 30)])[0]).all()
+    assert jnp.isfinite(layer.run([(0, 29)])[0]).all()
     assert [half.unsafe_buffer_pointer() for half in jax.tree.leaves(layer.cache)] == places
 
 

@@ -238,12 +238,20 @@ def test_numbers_that_are_not_finite_reach_the_output_of_their_row_only(native, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_wiped_blocks_hold_nothing_of_before(native, dtype):
-    layer = Layer(native, dtype)
-    for half in layer.cache[:2]:
-        half.fill_(torch.nan)
-    layer.cache = native.wipe(layer.cache, torch.from_numpy(layer.table.ravel()))
-    assert layer.run([(0, 30)])[0].isfinite().all()
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_lies_behind_the_end_of_a_row_changes_no_bit(native, name, dtype):
+    clean, used = Layer(native, dtype, **LAYERS[name]), Layer(native, dtype, **LAYERS[name])
+    kept = used.k, used.v
+    used.k, used.v = (torch.full_like(t, torch.nan) for t in kept)
+    used.run([(0, 160)] * 3)
+    used.k, used.v = kept
+    for pieces in (
+        [(0, 1), (0, 17), (0, 64)],
+        [(1, 1), (17, 1), (64, 1)],
+        [(2, 9), (18, 2), (65, 20)],
+        [(11, 1), (20, 1), (85, 1)],
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(clean.run(pieces), used.run(pieces), strict=True))
 
 
 def test_large_scores_do_not_overflow(native):

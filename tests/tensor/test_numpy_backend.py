@@ -8,7 +8,7 @@ import pytest
 
 import hibachi
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import TokenTable
+from hibachi.engine.job import History, TokenTable
 from hibachi.engine.sampler import RowSampler
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
@@ -79,7 +79,7 @@ def test_no_array_of_a_step_is_of_another_precision(exact):
 
     rows = np.arange(4)
     for row in rows:
-        table.fill(row, np.arange(3, 64, dtype=np.int32))
+        table.fill(row, History(np.arange(3, 64, dtype=np.int32)))
     sys.settrace(look)
     try:
         for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):

@@ -311,8 +311,13 @@ def varlen_of_torch(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, en
     return out
 
 
-def attend(backend, q, *, dtype="bfloat16", block_size=256, heads=4, kv_heads=2, dim=16, padded=False, **options):
-    """Attention of rows with q new tokens each on `backend`: [T, heads, dim], and the cache."""
+def attend(
+    backend, q, *, dtype="bfloat16", block_size=256, heads=4, kv_heads=2, dim=16, padded=False, left=None, **options
+):
+    """Attention of rows with q new tokens each on `backend`: [T, heads, dim], and the cache but for block 0.
+
+    left: what others left where the rows have not written.
+    """
     rng = np.random.default_rng(3)
     n = len(q)
     start = rng.integers(0, 2 * block_size, n).astype(np.int32)
@@ -328,10 +333,17 @@ def attend(backend, q, *, dtype="bfloat16", block_size=256, heads=4, kv_heads=2,
         return backend.put(rng.normal(size=shape).astype(np.float32), dtype)
 
     cache = normal(4 * n + 1, block_size, kv_heads, dim), normal(4 * n + 1, block_size, kv_heads, dim)
+    if left is not None:
+        written = torch.arange(4 * block_size).view(4, -1) < torch.from_numpy(start)[:, None, None]
+        for half in cache:
+            half[0] = left
+            half[torch.from_numpy(table.ravel()).long()] = torch.where(
+                written.view(4 * n, -1)[:, :, None, None], half[torch.from_numpy(table.ravel()).long()], left
+            )
     t = len(packed.pos)
     q, k, v = normal(t, heads, dim), normal(t, kv_heads, dim), normal(t, kv_heads, dim)
     out, cache = backend.attend(q, k, v, cache, x, **options)
-    return out[: sum(1 for _ in range(n)) if padded else t].float().numpy(), [c.float().numpy() for c in cache]
+    return out[: n if padded else t].float().numpy(), [c[1:].float().numpy() for c in cache]
 
 
 @pytest.mark.parametrize("q", [[1, 1, 1], [1, 1, 70, 3, 33], [40], [1]])
@@ -346,14 +358,32 @@ def test_the_varlen_kernel_attends_as_the_gathering_one(q, options, reasons):
     np.testing.assert_array_equal(cache, written)
 
 
-def test_padded_decode_steps_attend_alike_and_padding_harms_nobody():
+@pytest.mark.parametrize("left", [None, float("nan")])
+def test_padded_decode_steps_attend_alike_whatever_others_left(left):
     backend = cuda()
     backend.varlen = varlen_of_torch
     want, _ = attend(TorchBackend("cpu"), [1, 1, 1], padded=True)
-    np.testing.assert_allclose(attend(backend, [1, 1, 1], padded=True)[0], want, atol=0.03)
-    gathers = attend(cuda(), [1, 1, 1], padded=True)
-    np.testing.assert_array_equal(gathers[0], want)
-    assert not gathers[1][0][0].any()  # block 0, where padding writes what may be NaN
+    np.testing.assert_allclose(attend(backend, [1, 1, 1], padded=True, left=left)[0], want, atol=0.03)
+    np.testing.assert_array_equal(attend(cuda(), [1, 1, 1], padded=True, left=left)[0], want)
+
+
+def test_a_kernel_that_lets_nan_through_is_not_taken(reasons):
+    """NaN that others left behind the end of a row, times a weight of 0."""
+
+    def careless(q, k, v, cu_q, cu_k, max_q, max_k, *, seqused_k, block_table, **options):
+        out = varlen_of_torch(
+            q, k.nan_to_num(), v.nan_to_num(), cu_q, cu_k, max_q, max_k,
+            seqused_k=seqused_k, block_table=block_table, **options,
+        )  # fmt: skip
+        for i, row in enumerate(block_table.long()):
+            out[cu_q[i] : cu_q[i + 1]] += (v[row].flatten(0, 1)[seqused_k[i] :] * 0).sum()
+        return out
+
+    backend = cuda()
+    backend.varlen = careless
+    got = attend(backend, [1, 9])[0]
+    np.testing.assert_array_equal(got, attend(TorchBackend("cpu"), [1, 9])[0])
+    assert "its result differs by nan" in reasons()[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@
 // A tile is some queries (tokens of one row, heads that share a key head) which pass together over the row's spans,
 // four at a time, with a running maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). The groups of four
 // begin at fixed positions and each query's numbers go through the same operations in the same order in any tile:
-// what others see beyond it counts as weights of zero, which change no bit.
+// what others see beyond it counts as weights of zero, which change no bit. Values that no query of the tile sees count
+// as zeros, as they may be another request's NaN, from before the block was given to this one.
 //
 // Tiles that see the same spans, of one prompt or of rows that share a prefix, may pass over these together, so that
 // each group is read once for all of them (cascade attention; Juravsky et al. 2024). No results of parts are merged: a
@@ -169,7 +170,8 @@ static void score(
     for (int c = 0; c < S; c++) out[r][c] = sums[r][c];
 }
 
-// out [N][C] (rows `wide` apart) = out * old [N] + weights [N][spans * 16] times the values of C * 16 dimensions.
+// out [N][C] (rows `wide` apart) = out * old [N] + weights [N][spans * 16] times the values of C * 16 dimensions. Of the
+// last span `used` positions count; its other values are taken for zeros.
 template <class T, int N, int C>
 static void mix(
     const typename T::Element (*weights)[SPANS * LANES],
@@ -177,24 +179,31 @@ static void mix(
     const typename T::Lane* const* values,
     const typename T::Lane* const* soon,
     int spans,
+    int used,
     int64_t wide,
     float* out
 ) {
   Floats sums[N][C];
   for (int r = 0; r < N; r++)
     for (int c = 0; c < C; c++) sums[r][c] = load<Floats>(out + r * wide + c * LANES) * old[r];
-  for (int s = 0; s < spans; s++)
-    for (int i = 0; i < LANES / T::DEPTH; i++) {
-      Words v[C];
-      for (int c = 0; c < C; c++) {
-        v[c] = load<Words>(values[s] + i * wide + c * LANES);
-        fetch(soon[s] + i * wide + c * LANES);
-      }
-      for (int r = 0; r < N; r++) {
-        auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
-        for (int c = 0; c < C; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
-      }
+  auto add = [&](int s, int i, auto kept) {
+    Words v[C];
+    for (int c = 0; c < C; c++) {
+      v[c] = kept(load<Words>(values[s] + i * wide + c * LANES));
+      fetch(soon[s] + i * wide + c * LANES);
     }
+    for (int r = 0; r < N; r++) {
+      auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
+      for (int c = 0; c < C; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
+    }
+  };
+  const int lanes = LANES / T::DEPTH, whole = used / T::DEPTH;  // of the last span, a pair may be half used
+  for (int s = 0; s < spans; s++)
+    for (int i = 0, end = s + 1 < spans ? lanes : whole; i < end; i++) add(s, i, [](Words v) { return v; });
+  for (int i = whole; i < lanes; i++) {
+    const uint32_t bits = i * T::DEPTH < used ? 0xffff : 0;
+    add(spans - 1, i, [bits](Words v) { return v & bits; });
+  }
   for (int r = 0; r < N; r++)
     for (int c = 0; c < C; c++) store(out + r * wide + c * LANES, sums[r][c]);
 }
@@ -320,6 +329,7 @@ struct Attention {
         block++, inside = 0;
       }
     }
+    const int used = std::min<int64_t>(LANES, kept.position[end - 1] + 1 - where[spans - 1]);
     Element weights[TOGETHER][SPANS * LANES];
     float old[TOGETHER];
     const int some = up(end - begin, up(end - begin, QUERIES));
@@ -342,7 +352,9 @@ struct Attention {
       for (int a = begin; a < end; a += some)
         with_constant<QUERIES>(std::min(some, end - a), [&](auto rows) {
           with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
-            mix<T, rows, wide>(weights + a, old + a, part, soon, spans, at.v_wide, kept.sums.data() + a * at.v_wide + d);
+            mix<T, rows, wide>(
+                weights + a, old + a, part, soon, spans, used, at.v_wide, kept.sums.data() + a * at.v_wide + d
+            );
           });
         });
     }

@@ -1,4 +1,4 @@
-"""Tokenizers made for these tests, one of each kind, and the ones that are at hand."""
+"""Tokenizers made for these tests, one of each kind, and real ones, cut to a thousand merges."""
 
 from pathlib import Path
 
@@ -10,8 +10,7 @@ import hibachi
 from hibachi.model.text import Tokenizer
 
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
-SHARED = Path(__file__).parents[4] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED}, with tokenizers and templates, is absent")
+DATA = Path(__file__).parents[2] / "data"
 
 CORPUS = ["the cat sat on the mat. 😀 naïve café 你好 👩‍👩‍👧 the end", "a b ab abc 😀😀 aab bab"] * 4
 
@@ -109,11 +108,12 @@ MADE = {
     "no decoder": Tokenizer(no_decoder()),
     "odd steps": Tokenizer(odd_steps()),
     "tiny": Tokenizer.load(SHIPPED),
+    "smollm2": Tokenizer.load(DATA / "smollm2"),
+    "gpt2": Tokenizer.load(DATA / "gpt2"),
 }
-FAITHFUL = {name: MADE[name] for name in ("byte level", "byte fallback", "tiny")}  # any text survives them
-if SHARED.exists():
-    FAITHFUL["smollm2"] = MADE["smollm2"] = Tokenizer.load(SHARED / "tokenizers" / "smollm2")
-    FAITHFUL["gpt2"] = MADE["gpt2"] = Tokenizer.load(SHARED / "tokenizers" / "gpt2")
+FAITHFUL = {
+    name: MADE[name] for name in ("byte level", "byte fallback", "tiny", "smollm2", "gpt2")
+}  # any text survives
 for tokenizer in MADE.values():
     tokenizer.text_after(())  # makes the tables
 

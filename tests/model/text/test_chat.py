@@ -15,7 +15,7 @@ import pytest
 from hibachi.errors import InvalidModelFiles, InvalidRequest
 from hibachi.model.text import Tokenizer, render_chat, sandbox
 
-from .made import BYTES, SHARED, byte_level, needs_shared
+from .made import BYTES, DATA, byte_level
 from .templates import FEATURES, HOSTILE
 
 HELLO = [{"role": "user", "content": " Hi <é> "}]
@@ -131,11 +131,9 @@ CONVERSATIONS |= {
     f"odd {i}": [{"role": r, "content": t} for r in ("system", "user", "assistant")] for i, t in enumerate(ODD)
 }
 
-AT_HAND = sorted((SHARED / "templates" / "chat_templates").glob("*.jinja"))
-AT_HAND += [SHARED / "tokenizers" / "smollm2" / "chat_template.jinja"]
+AT_HAND = [*sorted((DATA / "chat_templates").glob("*.jinja")), DATA / "smollm2" / "chat_template.jinja"]
 
 
-@needs_shared
 @pytest.mark.parametrize("file", AT_HAND, ids=lambda f: f.stem)
 def test_templates_at_hand_render_as_in_transformers(reference, file):
     template, texts = file.read_text(), []
@@ -145,7 +143,6 @@ def test_templates_at_hand_render_as_in_transformers(reference, file):
     assert len({t for t in texts if isinstance(t, str)}) >= 15
 
 
-@needs_shared
 def test_there_are_as_many_templates_as_we_say():
     assert len(AT_HAND) == 19
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from hibachi.errors import InvalidModelFiles, InvalidRequest, MissingExtra
 from hibachi.model.text import Tokenizer, render_chat
 
-from .made import BYTES, FAITHFUL, FALLBACK, SHARED, SHIPPED, byte_level, needs_shared
+from .made import BYTES, DATA, FAITHFUL, FALLBACK, SHIPPED, byte_level
 
 TEXTS = [
     *("Hello world", "  a  b", "don't I'll we've", "naïve 你好 😀\n\n x\t", "e\u0301 Å 12345 x1y2", "", "   "),
@@ -151,7 +151,7 @@ CONFIGS = [
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     """GPT-2's tokenizer under the file names of Hugging Face."""
-    folder, source = tmp_path_factory.mktemp("gpt2"), SHARED / "tokenizers" / "gpt2"
+    folder, source = tmp_path_factory.mktemp("gpt2"), DATA / "gpt2"
     shutil.copy(source / "encoder.json", folder / "vocab.json")
     shutil.copy(source / "vocab.bpe", folder / "merges.txt")
     return folder
@@ -168,21 +168,19 @@ def same_as(theirs, ours, texts):
     assert ours.special == theirs.special_tokens_map
 
 
-@needs_shared
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: ", ".join(map(str, c.values())))
 def test_gpt2s_files_give_what_transformers_makes_of_them(gpt2, config):
     transformers = pytest.importorskip("transformers")
     (gpt2 / "tokenizer_config.json").write_text(json.dumps(config))
     kind = getattr(transformers, config["tokenizer_class"].removesuffix("Fast"))
-    novel = (SHARED / "text" / "austen" / "emma.txt").read_text().split("\n\n")[:100]
+    novel = (DATA / "emma.txt").read_text().split("\n\n")
     same_as(kind.from_pretrained(gpt2), Tokenizer.load(gpt2), [*TEXTS, *novel])
 
 
-@needs_shared
 def test_openais_names_of_the_two_files(gpt2):
     (gpt2 / "tokenizer_config.json").write_text("{}")
-    ours, theirs = Tokenizer.load(SHARED / "tokenizers" / "gpt2"), Tokenizer.load(gpt2)
-    assert ours.vocab_size == 50257 and ours.special["eos_token"] == "<|endoftext|>"
+    ours, theirs = Tokenizer.load(DATA / "gpt2"), Tokenizer.load(gpt2)
+    assert ours.vocab_size == 1257 and ours.special["eos_token"] == "<|endoftext|>"
     assert all(ours.encode(t) == theirs.encode(t) for t in TEXTS)
 
 
@@ -292,7 +290,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, folder):
     same_as(transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.load(tmp_path), SPECIAL_TEXTS)
 
 
-@pytest.mark.parametrize("path", [SHIPPED, pytest.param(SHARED / "tokenizers" / "smollm2", marks=needs_shared)])
+@pytest.mark.parametrize("path", [SHIPPED, DATA / "smollm2"], ids=["tiny", "smollm2"])
 def test_models_at_hand_tokenize_as_in_transformers(path):
     transformers = pytest.importorskip("transformers")
     same_as(transformers.PreTrainedTokenizerFast.from_pretrained(path), Tokenizer.load(path), [*TEXTS, *SPECIAL_TEXTS])

@@ -1,0 +1,102 @@
+"""What went wrong, as a typed error that keeps words and no arrays."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+from hibachi.errors import HibachiError, InternalError, InvalidRequest, ModelError, ModelFault, OutOfCapacity
+
+OURS = ("hibachi.engine", "hibachi.plan", "hibachi.decode")
+MOST_TEXT = 4000  # characters of a traceback that are kept
+
+
+class Theirs:
+    """`with theirs:` around a call of the model notes what it raised, so that it is told from a defect of ours."""
+
+    __slots__ = ("raised",)
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+
+    def __enter__(self) -> None:
+        self.raised = None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.raised = error
+
+
+def said(error: BaseException) -> str:
+    """An error's type and words. The error may be anybody's, and its `__str__` may raise."""
+    try:
+        words = str(error)
+    except BaseException:
+        words = "(its message could not be made)"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:
+    """What a backend says of an error; False if it cannot read it."""
+    try:
+        return judge(error)
+    except BaseException:
+        return False
+
+
+def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
+    """The error that ends a request of which one call raised `error`. theirs: what the model raised last."""
+    if isinstance(error, (ModelFault, InvalidRequest)):  # ours, about the model or a stop predicate
+        drop_frames(error)
+        return error
+    if theirs.raised is not error and _ended_in_ours(error):
+        return internal(error)
+    return _because(ModelError(f"The model raised {said(error)}"), error)
+
+
+def internal(error: BaseException) -> HibachiError:
+    """The error that ends a request which the engine could not handle: `error` itself if it is typed."""
+    if isinstance(error, HibachiError):
+        return error
+    if isinstance(error, MemoryError):
+        return _because(OutOfCapacity(f"There is no memory for this request ({said(error)}). Make it shorter."), error)
+    text = f"The engine could not handle this request: {said(error)}. It is a defect of hibachi, or of the policy."
+    return _because(InternalError(f"{text} Please report it."), error)
+
+
+def _because(fault: HibachiError, error: BaseException) -> HibachiError:
+    """`fault` with its cause: the words of its traceback are kept, its frames are not."""
+    fault.__cause__ = error
+    fault.add_note(_where(error))
+    drop_frames(error)
+    return fault
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drop the frames of an error, its causes and contexts: they hold the arrays of the call that failed."""
+    seen: set[int] = set()
+    found = [error]
+    while found:
+        e = found.pop()
+        if e is None or id(e) in seen:
+            continue
+        seen.add(id(e))
+        e.__traceback__ = None
+        found += [e.__cause__, e.__context__, *(e.exceptions if isinstance(e, BaseExceptionGroup) else ())]
+
+
+def _ended_in_ours(error: BaseException) -> bool:
+    """Was it raised by the code of these floors, rather than by a library or a model below them?"""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(OURS)
+
+
+def _where(error: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_tb(error.__traceback__)[-20:])
+    except Exception:  # of a source file that cannot be read, say
+        text = "(no traceback)"
+    return "It was raised at:\n" + text[-MOST_TEXT:]

@@ -1,0 +1,69 @@
+"""Sends to another process: what a caller may never wait for."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from hibachi.errors import QueueFull
+
+MOST_UNSENT = 2**28  # bytes of requests that wait to be sent
+
+
+class Sender:
+    """Writes to a process's pipe in a thread of its own, as a full pipe blocks for as long as the process is stalled.
+
+    Streams that are dropped cancel, wherever the garbage collector finds them: perhaps in a thread that is in the midst
+    of a method of ours. So there is no lock here, only a SimpleQueue, whose `put` may be entered twice.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._queue: SimpleQueue[tuple[tuple[Any, ...], int] | None] = SimpleQueue()
+        self._contents: dict[int, bytes] = {}  # of requests that are in the queue, unless they were withdrawn
+        self._posted = self._passed = 0  # bytes; the first belongs to the one thread that posts, the other to `_send`
+        threading.Thread(target=self._send, name="hibachi-remote-send", daemon=True).start()
+
+    def tell(self, *message: Any) -> None:
+        """Send a few words."""
+        self._queue.put((message, 0))
+
+    def check(self, size: int) -> None:
+        """Raises QueueFull if a request of so many bytes is one too many for a process that does not read."""
+        if (unsent := self._posted - self._passed) and unsent + size > MOST_UNSENT:
+            raise QueueFull(
+                f"The engine's process does not take what it is sent: expected at most {MOST_UNSENT} bytes of requests "
+                f"to wait for it; got {unsent}, and {size} more. Try again later, and look at `health`."
+            )
+
+    def post(self, contents: bytes, what: str, number: int, *rest: Any) -> None:
+        """Send a request; one thread at a time."""
+        self._posted += len(contents)
+        self._contents[number] = contents
+        self._queue.put(((what, number, *rest), len(contents)))
+
+    def withdraw(self, number: int) -> bool:
+        """Do not send a request; False if that has begun."""
+        return self._contents.pop(number, None) is not None
+
+    def end(self, *last: Any) -> None:
+        """Send none of the requests that wait, and after this message nothing more."""
+        self._contents.clear()
+        if last:
+            self.tell(*last)
+        self._queue.put(None)
+
+    def _send(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            message, size = entry
+            try:
+                if not size:
+                    self._pipe.send(message)
+                elif (contents := self._contents.pop(message[1], None)) is not None:
+                    self._pipe.send(message)
+                    self._pipe.send_bytes(contents)
+            except OSError:
+                return  # the process has ended, and `_listen` notices
+            self._passed += size

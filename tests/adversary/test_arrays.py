@@ -1,0 +1,955 @@
+"""Arrays that cross the model's border: reused output buffers, arguments that are written to, outputs of a wrong kind.
+
+NumPy and PyTorch arrays can be written to, so both are tried. Findings are numbered as in the review of the engine.
+"""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+import hibachi
+from hibachi import (
+    AutoregressiveBatchInference,
+    EngineError,
+    FeedforwardBatchInference,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    NonFiniteOutput,
+    Paged,
+    SamplingParams,
+)
+from hibachi.engine.stream import amerge, await_any, merge, wait_any
+from hibachi.testing.toys import SumBoth, SumFrames, SumLogits, SumPaged, SumState, expected
+
+PATIENCE = 20  # seconds until a test that hangs fails
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+POISON = 7  # the toys never draw it from the prompts below
+GOOD = [[1, 2], [3, 3, 3, 3], [5], [1, 2, 3, 4, 5, 6], [8, 9], [2]]
+every_toy = pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth], ids=lambda toy: toy.__name__)
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def library(request):
+    return hibachi.load(request.param, device="cpu")
+
+
+@pytest.fixture
+def serve(library):
+    """serve(model, **options): an engine that is closed after the test; feed-forward if the model says so."""
+    engines = []
+
+    def make(model, **options):
+        if getattr(model, "single", False):
+            engines.append(FeedforwardBatchInference(model, **{"backend": library} | options))
+        else:
+            engines.append(AutoregressiveBatchInference(model, **{"backend": library, "max_model_len": 200} | options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Door:
+    """Holds a model's first call until the test has queued all that is to share the calls after it."""
+
+    def __init__(self):
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self):
+        """At the beginning of every call."""
+        self._reached.set()
+        assert self._opened.wait(PATIENCE), "nobody opened the door"
+
+    def reached(self):
+        assert self._reached.wait(PATIENCE), "no call came"
+
+    def open(self):
+        self._opened.set()
+
+
+@pytest.fixture
+def together(serve):
+    """together(model, prompts, **options): an engine, and the streams of prompts that all start in one step.
+
+    The model calls `self.door()` at the beginning of every pass. plug: the prompt of a request that comes first.
+    """
+
+    def start(model, prompts, *, params=None, limit=5, plug=None, **options):
+        model.door = Door()
+        engine = serve(model, max_batch_size=len(prompts), **options)
+        first = engine.run(np.zeros_like(prompts[0])[:1] if plug is None else plug, params, max_new_tokens=1)
+        model.door.reached()
+        streams = [engine.run(p, params, max_new_tokens=limit) for p in prompts]
+        model.door.open()
+        first.collect()
+        return engine, streams
+
+    return start
+
+
+def host(array):
+    return np.asarray(array)
+
+
+def ints(items):
+    return [int(host(item)) for item in items]
+
+
+def read(stream):
+    """What came, and the error that it ended with, or None."""
+    items = []
+    try:
+        for item in stream:
+            items.append(item)
+    except hibachi.HibachiError as e:
+        return items, e
+    return items, None
+
+
+# ---- C4: outputs that share memory with the step before ----------------------------------------------------------
+
+
+class Buffered:
+    """Writes its output into one buffer, as `out=`, the static output of a CUDA graph and an ONNX binding do."""
+
+    def __init__(self, library, shape, dtype="int64"):
+        self.backend = library
+        self.buffer = library.zeros((16, *shape), dtype)
+
+    def out(self, values):
+        n = values.shape[0]
+        self.buffer[:n] = values
+        return self.buffer[:n]
+
+
+class BufferedNext(Buffered):
+    """Level 0: the last token and 1."""
+
+    def forward(self, tokens):
+        return self.out(tokens[:, -1] + 1)
+
+
+class BufferedDouble(Buffered):
+    """Feed-forward."""
+
+    single = True
+
+    def forward(self, x):
+        return self.out(x * 2)
+
+
+class BufferedFrames(SumFrames):
+    """Level 2 that returns tokens."""
+
+    def __init__(self, library):
+        super().__init__(library)
+        self.into = Buffered(library, (3,), "int32")
+
+    def step(self, params, cache, x):
+        out, cache = super().step(params, cache, x)
+        return self.into.out(out), cache
+
+
+def test_c4_outputs_that_reuse_a_buffer(serve, library):
+    engine = serve(BufferedNext(library, ()))
+    streams = [engine.run(list(range(n)), max_new_tokens=9) for n in (1, 4, 6, 4)]  # lengths: three calls a step
+    until_done(engine, len(streams))
+    for stream, n in zip(streams, (1, 4, 6, 4), strict=True):
+        assert ints(stream.collect()) == list(range(n, n + 9))
+
+
+def until_done(engine, n):
+    """Let all requests end before anything is read."""
+    assert engine.drain(PATIENCE) and engine.stats().finished == n
+
+
+def test_c4_outputs_that_reuse_a_buffer_of_floats(serve, library):
+    class Halves(Buffered):
+        def forward(self, tokens):
+            return self.out(tokens[:, -1] / 2)
+
+    engine = serve(Halves(library, (2,), "float64"))
+    streams = [engine.run(np.array([[8.0, n]]), max_new_tokens=3) for n in range(4)]
+    until_done(engine, 4)
+    for n, stream in enumerate(streams):
+        assert [host(item).tolist() for item in stream] == [[4, n / 2], [2, n / 4], [1, n / 8]]
+
+
+def test_c4_outputs_that_reuse_a_buffer_at_level_2(serve, library):
+    engine = serve(BufferedFrames(library), max_model_len=64)
+    prompts = [[[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1]], [[0, 2, 6], [3, 1, 5]]]
+    streams = [engine.run(np.array(p, np.int32), max_new_tokens=6) for p in prompts]
+    until_done(engine, len(prompts))
+    for prompt, stream in zip(prompts, streams, strict=True):
+        assert [host(item).tolist() for item in stream] == expected(prompt, 6)
+
+
+def test_c4_outputs_that_reuse_a_buffer_with_a_state(serve, library):
+    """Rows with pieces of other lengths are other calls of the same step."""
+
+    class Tokens(SumState):
+        vocab_size = None
+        into = Buffered(library, (), "int32")
+
+        def step(self, params, cache, x):
+            logits, cache = super().step(params, cache, x)
+            return self.into.out(host(logits).argmax(1) if library.name == "numpy" else logits.argmax(1)), cache
+
+    engine = serve(Tokens(library))
+    streams = [engine.run(np.array(p, np.int32), max_new_tokens=6) for p in GOOD]
+    until_done(engine, len(GOOD))
+    for prompt, stream in zip(GOOD, streams, strict=True):
+        assert ints(stream.collect()) == expected(prompt, 6)
+
+
+def test_c4_outputs_that_reuse_a_buffer_of_a_feedforward_model(serve, library):
+    engine = serve(BufferedDouble(library, (2,), "float64"), max_batch_size=4)
+    items = [engine.run(np.array([float(n), 1.0])) for n in range(12)]
+    until_done(engine, 12)
+    assert [host(item.result()).tolist() for item in items] == [[2.0 * n, 2.0] for n in range(12)]
+
+
+def test_c4_a_tensor_over_a_buffer_of_numpy(serve, library):
+    """As a model does that runs in ONNX Runtime or in C."""
+    own = np.zeros(16, np.int64)
+    view = own if library.name == "numpy" else torch.from_numpy(own)
+
+    class Bound:
+        def forward(self, tokens):
+            own[: len(tokens)] = host(tokens)[:, -1] + 1
+            return view[: len(tokens)]
+
+    engine = serve(Bound())
+    stream = engine.run([1], max_new_tokens=8)
+    until_done(engine, 1)
+    assert ints(stream.collect()) == list(range(2, 10))
+
+
+def test_c4_views_into_the_tokens_that_the_model_was_given(serve, library):
+    class Keeps:
+        given = None
+
+        def forward(self, tokens):
+            if self.given is not None:
+                self.given[...] = -1
+            self.given = tokens
+            tokens[:, -1] += 1
+            return tokens[:, -1]
+
+    engine = serve(Keeps())
+    streams = [engine.run([n], max_new_tokens=5) for n in (1, 10)]
+    until_done(engine, 2)
+    assert [ints(s.collect()) for s in streams] == [[2, 3, 4, 5, 6], [11, 12, 13, 14, 15]]
+
+
+def test_c4_views_into_the_cache(serve, library):
+    """The block of a request that has ended goes to the next one, while the first one's tokens wait to be read."""
+
+    class Shows:
+        vocab_size, params = None, None
+
+        def cache_spec(self):
+            return [Paged(1, 1, 1)]
+
+        def step(self, params, cache, x):
+            keys, values = cache[0]
+            at = int(x.slot[0])
+            values.reshape(-1)[at] = float(x.tok[-1]) + 1
+            return values.reshape(-1)[at : at + 1], [(keys, values)]
+
+    engine = serve(Shows(), max_model_len=4, block_size=4, cache_bytes=4 * 8 * 2, max_batch_size=1, prefix_cache=False)
+    first = engine.run(np.array([1.0], np.float32), max_new_tokens=3)
+    second = engine.run(np.array([50.0], np.float32), max_new_tokens=3)
+    until_done(engine, 2)
+    assert ints(first.collect()) == [2, 3, 4] and ints(second.collect()) == [51, 52, 53]
+
+
+def test_c4_logits_that_reuse_a_buffer(serve, library):
+    """They are drawn from, or on their way through the device, before the next call: no copy is needed."""
+
+    class Logits(SumLogits):
+        into = Buffered(library, (10,), "float32")
+
+        def logits(self, tokens, lengths):
+            return self.into.out(super().logits(tokens, lengths))
+
+    class Steps(SumPaged):
+        into = Buffered(library, (10,), "float32")
+
+        def step(self, params, cache, x):
+            out, cache = super().step(params, cache, x)
+            return self.into.out(out), cache
+
+    params = [GREEDY, SamplingParams(seed=1, logprobs=3, prompt_logprobs=1, max_tokens=None)]
+    for model, overlap in ((Logits, False), (Steps, False), (Steps, True)):
+        for how in params if model is Steps else params[:1]:
+            engine = serve(model(library), overlap=overlap, max_model_len=64)
+            streams = [engine.run(p, how, max_new_tokens=6) for p in GOOD]
+            until_done(engine, len(GOOD))
+            assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
+
+
+def test_c4_logits_that_reuse_a_buffer_in_several_calls_of_a_step(serve, library):
+    """Where calls have few shapes, a step is several of them, and their outputs may be read together."""
+    few = copy(library)
+    few.step_tokens, few.static_shapes, few.tiles = 4, True, (1, 1)
+
+    class Steps(SumPaged):
+        into = Buffered(library, (10,), "float32")
+
+        def step(self, params, cache, x):
+            out, cache = super().step(params, cache, x)
+            return self.into.out(out), cache
+
+    engine = serve(Steps(few), backend=few, max_model_len=64, max_batch_size=8)
+    streams = [engine.run(p, GREEDY, max_new_tokens=6) for p in GOOD]
+    assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
+
+
+def test_c4_a_logits_processor_that_reuses_a_buffer(together, library):
+    class Next:
+        vocab_size = 10
+
+        def logits(self, tokens, lengths):
+            self.door()
+            return library.put(np.eye(10, dtype=np.float32)[(host(tokens)[:, -1] + 1) % 10])
+
+    buffer = library.zeros((10,), "float32")
+
+    def processor(output, logits):
+        buffer[...] = logits * 2
+        return buffer
+
+    params = SamplingParams(temperature=0, max_tokens=None, logits_processors=[processor])
+    _, streams = together(Next(), [[1], [3], [5]], params=params)
+    assert [s.collect() for s in streams] == [[2, 3, 4, 5, 6], [4, 5, 6, 7, 8], [6, 7, 8, 9, 0]]
+
+
+def test_c4_a_stop_predicate_that_writes_into_its_argument(serve, library):
+    def where(tokens):
+        tokens[...] = 0
+        return tokens != 0
+
+    for model, prompt in ((BufferedNext(library, ()), [3]), (SumLogits(library), [1, 2])):
+        engine = serve(model)
+        stream = engine.run(prompt, max_new_tokens=4, stop=where)
+        assert ints(stream.collect()) == ([4, 5, 6, 7] if prompt == [3] else expected(prompt, 4))
+
+
+# ---- M1: arguments that are written to ---------------------------------------------------------------------------
+
+
+class Shortens(SumLogits):
+    """An index made of `lengths` in place, as is usual."""
+
+    def logits(self, tokens, lengths):
+        out = super().logits(tokens, lengths) / 500
+        lengths -= 1
+        tokens[...] = 3
+        return out
+
+
+class Zeroes(SumPaged):
+    """Writes into all that it was given, but for weights and cache."""
+
+    def step(self, params, cache, x):
+        out = super().step(params, cache, x)
+        assert not shared(x), shared(x)
+        for field in fields(x):
+            if (array := getattr(x, field.name)) is not None:
+                array[...] = 0
+        return out
+
+
+def shared(x):
+    """The fields of `x` that share memory with another."""
+    named = {f.name: host(a) for f in fields(x) if (a := getattr(x, f.name)) is not None}
+    return [(a, b) for a in named for b in named if a < b and np.shares_memory(named[a], named[b])]
+
+
+def test_m1_a_model_that_writes_into_lengths(serve, library):
+    params = [
+        SamplingParams(seed=3, max_tokens=12),
+        SamplingParams(seed=4, max_tokens=12, min_tokens=9, stop_token_ids=(4, 8)),
+        SamplingParams(seed=5, max_tokens=12, frequency_penalty=2.0),
+        SamplingParams(seed=6, max_tokens=12, logprobs=2),
+    ]
+
+    def tokens(model, padding):
+        engine = serve(model, padding_token=padding)
+        streams = [engine.run([1, *range(i)], p) for i, p in enumerate(params)]
+        return [(s.collect(), s.logprobs) for s in streams]
+
+    class Honest(SumLogits):
+        def logits(self, tokens, lengths):
+            return super().logits(tokens, lengths) / 500
+
+    for padding in (None, 0):
+        assert tokens(Shortens(library), padding) == tokens(Honest(library), padding)
+
+
+def test_m1_a_model_that_writes_into_lengths_at_level_0(serve, library):
+    class Counts:
+        def forward(self, tokens, lengths):
+            out = tokens[:, -1] + lengths
+            lengths[...] = 0
+            tokens[...] = 0
+            return out
+
+    engine = serve(Counts(), padding_token=0)
+    streams = [engine.run([0] * n, max_new_tokens=3) for n in (1, 3)]
+    assert [ints(s.collect()) for s in streams] == [[1, 3, 6], [3, 7, 12]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_m1_a_model_that_writes_into_the_inputs_of_a_step(serve, library, overlap):
+    for options in ({}, {"max_batch_tokens": 7}):
+        engine = serve(Zeroes(library), max_model_len=64, block_size=4, overlap=overlap, max_batch_size=4, **options)
+        streams = [engine.run(p, GREEDY, max_new_tokens=12) for p in GOOD * 2]
+        for prompt, stream in zip(GOOD * 2, streams, strict=True):
+            assert stream.collect() == expected(prompt, 12)
+        until_done(engine, len(streams))
+        engine._worker._engine.scheduler.check()
+
+
+def test_m1_a_model_that_writes_into_the_inputs_and_fails(together, library):
+    """The second try sees the inputs as the first one did."""
+
+    class Once(Zeroes):
+        tries = 0
+
+        def step(self, params, cache, x):
+            self.door()
+            out = super().step(params, cache, x)
+            self.tries += 1
+            if self.tries == 2:
+                raise RuntimeError("a bad moment")
+            return out
+
+    _, streams = together(Once(library), GOOD, params=GREEDY, max_model_len=64)
+    assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
+
+
+class Traps:
+    """A toy of level 2. In calls that hold the poison, `after(cache, out, new)` gives what the step returns."""
+
+    def __init__(self, toy, after):
+        self.toy, self.after = toy, after
+        self.params, self.vocab_size, self.backend = toy.params, toy.vocab_size, toy.backend
+        self.max_model_len, self.cache_spec = toy.max_model_len, toy.cache_spec
+        self.door = lambda: None
+
+    def step(self, params, cache, x):
+        self.door()
+        hostile = bool((x.tok == POISON).any())
+        out, new = self.toy.step(params, list(cache), x)
+        return self.after(cache, out, new) if hostile else (out, new)
+
+
+@every_toy
+def test_m1_a_model_that_empties_the_list_of_caches_and_fails(together, library, toy):
+    def after(cache, out, new):
+        cache.clear()
+        raise RuntimeError("poisoned")
+
+    engine, streams = together(Traps(toy(library), after), [*GOOD, [POISON]], params=GREEDY)
+    with pytest.raises(ModelError, match="poisoned"):
+        streams.pop().collect()
+    assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
+    assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+
+
+def test_m1_a_model_that_empties_the_list_that_it_returned(serve, library):
+    class Later(SumPaged):
+        returned = None
+
+        def step(self, params, cache, x):
+            if self.returned is not None:
+                self.returned.clear()
+            out = super().step(params, cache, x)
+            self.returned = out[1]
+            return out
+
+    engine = serve(Later(library), max_model_len=64)
+    assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+
+
+# ---- Low: outputs of a wrong kind --------------------------------------------------------------------------------
+
+NOT_NUMBERS = {
+    "objects": lambda n: np.array([2] * n, object),
+    "strings": lambda n: np.array(["2"] * n),
+    "bytes": lambda n: np.array([b"2"] * n),
+    "complex": lambda n: np.full(n, 2 + 0j),
+    "dates": lambda n: np.full(n, 2, "datetime64[s]"),
+    "times": lambda n: np.full(n, 2, "timedelta64[s]"),
+    "structures": lambda n: np.zeros(n, [("token", int)]),
+    "void": lambda n: np.zeros(n, "V8"),
+    "bools": lambda n: np.ones(n, bool),
+    "floats": lambda n: np.ones(n),
+    "masked": lambda n: np.ma.masked_array(np.ones(n, int), mask=[True] * n),
+}
+NOT_DENSE = {
+    "sparse": lambda n: torch.ones(n, dtype=torch.int64).to_sparse(),
+    "without data": lambda n: torch.ones(n, dtype=torch.int64, device="meta"),
+    "quantized": lambda n: torch.quantize_per_tensor(torch.ones(n), 1.0, 0, torch.qint32),
+    "complex": lambda n: torch.ones(n, dtype=torch.complex64),
+    "bools": lambda n: torch.ones(n, dtype=torch.bool),
+}
+
+
+def kinds(library):
+    return NOT_NUMBERS if library.name == "numpy" else NOT_DENSE
+
+
+class Odd:
+    """Level 0: `make(rows)` is the output of calls that hold the poison."""
+
+    def __init__(self, make, fits=lambda out: out):
+        self.make, self.fits = make, fits
+        self.door = lambda: None
+
+    def forward(self, tokens):
+        self.door()
+        if (tokens == POISON).any():
+            return self.make(tokens.shape[0])
+        return self.fits(tokens[:, -1] + 10)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says which of its features are old
+def test_low_outputs_that_are_no_numbers(together, library):
+    for what, make in kinds(library).items():
+        engine, streams = together(Odd(make), [[1], [POISON], [2]], limit=2)
+        items, error = read(streams.pop(1))
+        assert not items and isinstance(error, InvalidModelOutput), (what, items, error)
+        assert [ints(s.collect()) for s in streams] == [[11, 21], [12, 22]], what
+        assert engine.stats().failed == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_low_outputs_of_a_feedforward_model_that_are_no_numbers(serve, library):
+    class Single:
+        single = True
+
+        def forward(self, x):
+            return self.make(x.shape[0]) if (x == POISON).any() else x * 2
+
+    for what, make in kinds(library).items():
+        if what in ("bools", "floats", "complex"):  # these are outputs like others
+            continue
+        model = Single()
+        model.make = make
+        engine = serve(model)
+        items = [engine.run(n) for n in (1.0, float(POISON), 2.0)]
+        with pytest.raises(InvalidModelOutput):
+            print(what, items.pop(1).result(PATIENCE))
+        assert [float(item.result(PATIENCE)) for item in items] == [2, 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_low_logits_that_are_no_numbers(together, library):
+    class Logits:
+        vocab_size = 10
+
+        def __init__(self):
+            self.door = lambda: None
+
+        def logits(self, tokens, lengths):
+            self.door()
+            out = library.put(np.eye(10, dtype=np.float32)[(host(tokens)[:, -1] + 1) % 10])
+            if not (tokens == POISON).any():
+                return out
+            odd = self.make(tokens.shape[0] * 10)
+            return odd.reshape(-1, 10) if odd.layout == torch.strided else torch.eye(10)[:1].to_sparse()
+
+    class OfNumpy(Logits):
+        def logits(self, tokens, lengths):
+            out = super().logits(np.where(tokens == POISON, 0, tokens), lengths)
+            return self.make(out.size).reshape(out.shape) if (tokens == POISON).any() else out
+
+    for what, make in kinds(library).items():
+        if what == "floats":
+            continue
+        model = OfNumpy() if library.name == "numpy" else Logits()
+        model.make = make
+        _, streams = together(model, [[1], [POISON], [2]], params=GREEDY, limit=2)
+        items, error = read(streams.pop(1))
+        assert not items and isinstance(error, InvalidModelOutput), (what, items, error)
+        assert [s.collect() for s in streams] == [[2, 3], [3, 4]], what
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_low_logits_of_a_step_that_are_no_numbers(together, library, overlap):
+    model = Traps(SumPaged(library), lambda cache, out, new: (out + 0j, new))
+    _, streams = together(model, [*GOOD, [POISON]], params=GREEDY, overlap=overlap)
+    items, error = read(streams.pop())
+    assert not items and isinstance(error, InvalidModelOutput) and "must return floats; got" in str(error)
+    assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
+
+
+def test_low_integers_may_be_logits(serve, library):
+    class Whole:
+        vocab_size = 10
+
+        def logits(self, tokens, lengths):
+            return library.put(np.eye(10, dtype=np.int64)[(host(tokens)[:, -1] + 1) % 10])
+
+    assert serve(Whole()).run([1], GREEDY, max_new_tokens=3).collect() == [2, 3, 4]
+
+
+def test_low_bools_where_tokens_are_bools(serve, library):
+    class Flips:
+        def forward(self, tokens):
+            return ~tokens[:, -1]
+
+    class Numbers:
+        def forward(self, tokens):
+            return library.put(np.ones(tokens.shape[0], np.int64))
+
+    assert ints(serve(Flips()).run(np.array([True]), max_new_tokens=3).collect()) == [0, 1, 0]
+    with pytest.raises(InvalidModelOutput, match=r"must return bool tokens, as the prompt's are; got .*int64"):
+        serve(Numbers()).run(np.array([True]), max_new_tokens=3).collect()
+
+
+# ---- Low: tokens that the history cannot hold --------------------------------------------------------------------
+
+
+class Grows:
+    """Level 0, int64: the last token times `factor`; at first the shape of each call is kept."""
+
+    def __init__(self, library, factor=100, dtype="int64"):
+        self.backend, self.factor, self.dtype = library, factor, dtype
+        self.calls = []
+        self.door = lambda: None
+
+    def forward(self, tokens):
+        self.door()
+        self.calls.append(tokens.shape[0])
+        return self.backend.put(host(tokens)[:, -1].astype(self.dtype) * self.factor)
+
+
+def test_low_a_token_that_its_history_cannot_hold(together, library):
+    model = Grows(library)
+    prompts = [np.array([n], np.int32) for n in (1, 147, -300, 2)]
+    engine, streams = together(model, prompts, limit=4)
+    for i, value in ((1, 14700000000), (2, -3000000000)):
+        items, error = read(streams[i])
+        assert ints(items) == [v for v in (14700, 1470000, 147000000, -30000, -3000000, -300000000) if v * value > 0]
+        assert isinstance(error, InvalidModelOutput) and f"{value}" in str(error) and "int32" in str(error)
+    assert ints(streams[0].collect()) == [100, 10_000, 1_000_000, 100_000_000]
+    assert ints(streams[3].collect()) == [200, 20_000, 2_000_000, 200_000_000]
+    assert model.calls == [1, 4, 4, 4, 4] and engine.stats().failed == 2  # no call was made again
+
+
+def test_low_unsigned_tokens_that_the_history_cannot_hold(together, library):
+    class Huge:
+        def forward(self, tokens):
+            self.door()
+            return library.put(np.array([2**63 + 5 if t == 1 else 3 for t in host(tokens)[:, -1]], np.uint64))
+
+    _, streams = together(Huge(), [[1], [2]], limit=1, plug=[0])
+    items, error = read(streams[0])
+    assert not items and isinstance(error, InvalidModelOutput) and f"{2**63 + 5}" in str(error)
+    assert ints(streams[1].collect()) == [3]
+
+
+def test_low_a_float_that_its_history_cannot_hold(together, library):
+    """What is finite in float64 and not in float32 is an overflow of the history; what is rounded is no fault."""
+    model = Grows(library, 1e20, "float64")
+    prompts = [np.array([[1e-30, x]], np.float32) for x in (1e-20, 1e10, 1.1e-30)]
+    _, streams = together(model, prompts, limit=2)
+    items, error = read(streams[1])
+    assert len(items) == 1 and isinstance(error, InvalidModelOutput)
+    assert "1.0000000" in str(error) and "e+50" in str(error) and "float32" in str(error)
+    assert [len(streams[i].collect()) for i in (0, 2)] == [2, 2]
+
+
+def test_low_nan_is_still_not_finite(together, library):
+    class Nan:
+        def forward(self, tokens):
+            self.door()
+            return library.put(np.where(host(tokens)[:, -1] == POISON, np.nan, 1.0))
+
+    _, streams = together(Nan(), [np.array([x], np.float32) for x in (1, POISON)], limit=2)
+    assert isinstance(read(streams[1])[1], NonFiniteOutput)
+    assert ints(streams[0].collect()) == [1, 1]
+
+
+def test_low_a_token_that_its_history_cannot_hold_at_level_2(together, library):
+    class Frames(SumFrames):
+        def step(self, params, cache, x):
+            self.door()
+            out, cache = super().step(params, cache, x)
+            out = host(out).astype(np.int64)
+            out[(host(x.tok)[host(x.last)] == POISON).all(axis=1)] = 2**40
+            return library.put(out), cache
+
+    prompts = [np.array([[1, 2, 3]], np.int32), np.array([[POISON] * 3], np.int32), np.array([[0, 2, 6]], np.int32)]
+    _, streams = together(Frames(library), prompts, limit=4)
+    items, error = read(streams.pop(1))
+    assert not items and isinstance(error, InvalidModelOutput) and f"{2**40}" in str(error) and "int32" in str(error)
+    assert [[host(t).tolist() for t in s] for s in streams] == [expected(prompts[i], 4) for i in (0, 2)]
+
+
+def test_low_a_prompt_that_the_engine_cannot_hold(serve, library):
+    """The first prompt decides the dtype; a later one that does not fit is refused and not wrapped."""
+    engine = serve(Grows(library, 1))
+    engine.run(np.array([1], np.int32), max_new_tokens=1).collect()
+    assert ints(engine.run(np.array([5], np.int64), max_new_tokens=1).collect()) == [5]
+    with pytest.raises(InvalidRequest, match="14700000000"):
+        engine.run(np.array([1, 14700000000]), max_new_tokens=1)
+
+
+# ---- Low: caches of a wrong kind ---------------------------------------------------------------------------------
+
+
+def wrong_caches(library, toy):
+    """What a step may return wrongly as its cache, given the right one."""
+    wrong = {
+        "none": lambda new: None,
+        "no layers": lambda new: [],
+        "one too many": lambda new: [*new, new[0]],
+        "an array": lambda new: new[0][0],
+        "a layer that is none": lambda new: [*new[:-1], None],
+        "a layer of another shape": lambda new: [*new[:-1], cut(new[-1])],
+        "a layer of Python lists": lambda new: [*new[:-1], lists(new[-1])],
+        "a dict": lambda new: dict(enumerate(new)),
+    }
+    if toy is not SumState:
+        wrong |= {
+            "keys alone": lambda new: [(new[0][0],), *new[1:]],
+            "keys and an array of another library": lambda new: [(new[0][0], foreign(library, new[0][1])), *new[1:]],
+        }
+    return wrong
+
+
+def cut(layer):
+    return (layer[0], layer[1][:1]) if isinstance(layer, tuple) else layer[:0]
+
+
+def lists(layer):
+    return tuple(half.tolist() for half in layer) if isinstance(layer, tuple) else layer.tolist()
+
+
+def foreign(library, array):
+    return torch.from_numpy(array) if library.name == "numpy" else array.numpy()
+
+
+@every_toy
+def test_low_a_cache_of_a_wrong_kind(together, library, toy):
+    for what, wrong in wrong_caches(library, toy).items():
+        model = Traps(toy(library), lambda cache, out, new, wrong=wrong: (out, wrong(new)))
+        engine, streams = together(model, [*GOOD[:3], [POISON, 1], *GOOD[3:]], params=GREEDY)
+        items, error = read(streams.pop(3))
+        assert not items and isinstance(error, InvalidModelOutput), (what, items, error)
+        assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD], what
+        assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+        assert engine.stats().failed == 1
+
+
+@every_toy
+def test_low_a_step_that_does_not_return_a_pair(together, library, toy):
+    for wrong in (lambda out, new: out, lambda out, new: (out, new, None), lambda out, new: None):
+        model = Traps(toy(library), lambda cache, out, new, wrong=wrong: wrong(out, new))
+        _, streams = together(model, [[POISON], [1]], params=GREEDY)
+        items, error = read(streams[0])
+        assert not items and isinstance(error, InvalidModelOutput) and "(outputs, cache)" in str(error)
+        assert streams[1].collect() == expected([1], 5)
+
+
+def test_low_a_cache_of_a_wrong_kind_from_a_step_begun_early(together, library):
+    model = Traps(SumPaged(library), lambda cache, out, new: (out, []))
+    _, streams = together(model, [*GOOD, [POISON, 1]], params=GREEDY, overlap=True)
+    assert isinstance(read(streams.pop())[1], InvalidModelOutput)
+    assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
+
+
+def test_low_a_cache_of_a_wrong_kind_from_a_compiled_step():
+    """It is looked at while the step is traced, before the cache is given away: nothing has to be computed again."""
+    library = hibachi.load("jax", device="cpu")
+
+    class Wrong(SumPaged):
+        def step(self, params, cache, x):
+            out, cache = super().step(params, cache, x)
+            return out, [None]
+
+    with AutoregressiveBatchInference(Wrong(library), max_model_len=64, max_batch_size=2) as engine:
+        with pytest.raises(InvalidModelOutput, match="layer 0 of the cache as 2 arrays, as it was given; got NoneType"):
+            engine.run([1], GREEDY, max_new_tokens=3).collect()
+        assert engine.meters().failed == 0  # steps that failed as a whole
+
+
+def test_low_a_cache_that_is_made_anew_in_every_step(serve, library):
+    """Nothing says that a step must write in place."""
+
+    class Functional(SumBoth):
+        def step(self, params, cache, x):
+            cache = [tuple(map(copied, c)) if isinstance(c, tuple) else copied(c) for c in cache]
+            out, new = super().step(params, cache, x)
+            return out, tuple([list(c) if isinstance(c, tuple) else c for c in new])
+
+    def copied(array):
+        return library.xp.asarray(array, copy=True)
+
+    engine = serve(Functional(library), max_model_len=64)
+    streams = [engine.run(p, GREEDY, max_new_tokens=6) for p in GOOD]
+    assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
+
+
+# ---- Low: a model that waits for its own engine ------------------------------------------------------------------
+
+
+class Asks:
+    """Level 0: the last token and 1; for the poison it asks, with the 50 that `ask(stream)` is to wait for."""
+
+    def __init__(self, ask, of=lambda model: model.engine):
+        self.ask, self.of, self.engine = ask, of, None
+
+    def forward(self, tokens):
+        if (tokens[:, -1] == POISON).any():
+            with asked(self.of(self)) as stream:
+                self.ask(stream)
+        return tokens[:, -1] + 1
+
+
+class AsksLater(Asks):
+    async def forward(self, tokens):
+        if (tokens[:, -1] == POISON).any():
+            with asked(self.of(self)) as stream:
+                await self.ask(stream)
+        return tokens[:, -1] + 1
+
+
+@contextmanager
+def asked(engine):
+    """A stream that ends after a while, if nothing else happens: where nobody refuses to wait, the test goes on."""
+    stream = engine.run([50], max_new_tokens=2)
+    guard = threading.Timer(PATIENCE / 4, stream.close)
+    guard.start()
+    try:
+        yield stream
+    finally:
+        guard.cancel()
+
+
+async def each(stream):
+    return [item async for item in stream]
+
+
+WAITS = {
+    "for": lambda stream: [item for item in stream],
+    "next": next,
+    "collect": lambda stream: stream.collect(),
+    "merge": lambda stream: list(merge([stream])),
+    "wait_any": lambda stream: wait_any([stream]),
+}
+WAITS_LATER = {
+    "async for": each,
+    "acollect": lambda stream: stream.acollect(),
+    "amerge": lambda stream: amerge([stream], lambda i, items: None),
+    "await_any": lambda stream: await_any([stream]),
+}
+
+
+def refused(engine):
+    """A request of the poison fails with the reason, the others and the engine go on."""
+    good, bad = engine.run([20], max_new_tokens=3), engine.run([POISON], max_new_tokens=3)
+    items, error = read(bad)
+    assert not items and isinstance(error, ModelError), (items, error)
+    assert isinstance(error.__cause__, EngineError) and "own thread" in str(error)
+    assert ints(good.collect()) == [21, 22, 23]
+    assert ints(engine.run([30], max_new_tokens=2).collect()) == [31, 32]
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_low_a_model_that_waits_for_its_own_engine(serve, library, how):
+    model = Asks(WAITS[how])
+    model.engine = serve(model)
+    refused(model.engine)
+
+
+@pytest.mark.parametrize("how", [*WAITS_LATER, *WAITS])
+def test_low_an_async_model_that_waits_for_its_own_engine(serve, library, how):
+    async def blocks(stream):
+        WAITS[how](stream)
+
+    model = AsksLater(WAITS_LATER.get(how, blocks))
+    model.engine = serve(model)
+    refused(model.engine)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_low_a_feedforward_model_that_waits_for_its_own_engine(serve, library, late):
+    class Single:
+        single, engine = True, None
+
+        def forward(self, x):
+            if (x == POISON).any():
+                self.engine.run(50.0).result(PATIENCE / 4)
+            return x + 1
+
+    class Late(Single):
+        async def forward(self, x):
+            if (x == POISON).any():
+                await asyncio.wait_for(self.engine.run(50.0)._wait(), PATIENCE / 4)
+            return x + 1
+
+    model = Late() if late else Single()
+    engine = model.engine = serve(model)
+    with pytest.raises(ModelError, match="own thread"):
+        engine.run(float(POISON)).result(PATIENCE)
+    assert float(engine.run(1.0).result(PATIENCE)) == 2
+
+
+def test_low_a_stop_predicate_that_waits_for_its_own_engine(serve, library):
+    engine = serve(BufferedNext(library, ()))
+
+    def where(tokens):
+        with asked(engine) as stream:
+            return stream.collect() == []
+
+    with pytest.raises(InvalidRequest, match="own thread"):
+        engine.run([1], max_new_tokens=2, stop=where).collect()
+    assert ints(engine.run([1], max_new_tokens=2).collect()) == [2, 3]
+
+
+def test_low_a_model_may_wait_for_another_engine(serve, library):
+    """And for items of its own engine that have come already."""
+    other = serve(BufferedNext(library, ()))
+    got = []
+    for kind, ask in ((Asks, lambda s: got.extend(ints(s.collect()))), (AsksLater, WAITS_LATER["async for"])):
+        engine = serve(kind(ask, of=lambda model: other))
+        assert ints(engine.run([POISON], max_new_tokens=2).collect()) == [POISON + 1, POISON + 2]
+    assert got == [51, 52]
+
+
+def test_low_a_model_may_look_whether_something_has_come(serve, library):
+    class Polls:
+        single, engine = True, None
+
+        def forward(self, x):
+            if (x == POISON).any():
+                item = self.engine.run(1.0)
+                assert not item.done()
+                with pytest.raises(TimeoutError):
+                    item.result(timeout=0)
+                self.item = item
+            return x + 1
+
+    model = Polls()
+    engine = model.engine = serve(model)
+    assert float(engine.run(float(POISON)).result(PATIENCE)) == POISON + 1
+    assert float(model.item.result(PATIENCE)) == 2
+
+
+def test_the_helpers_of_these_tests_see_what_is_shared():
+    x = hibachi.StepInputs(**{f.name: np.zeros(2) for f in fields(hibachi.StepInputs)})
+    assert not shared(x) and shared(replace(x, pos=x.start)) == [("pos", "start")]

@@ -1,0 +1,788 @@
+"""What one request brings ends that request only: the engine's thread survives, and others get their tokens.
+
+Numbered as the findings that they were: C critical, H high, M medium, L low.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import (
+    AutoregressiveBatchInference,
+    EngineClosed,
+    EngineFailed,
+    HibachiError,
+    InternalError,
+    InvalidModelOutput,
+    InvalidRequest,
+    ModelError,
+    OutOfCapacity,
+    SamplingParams,
+    StopRule,
+    Terms,
+)
+from hibachi.engine import cached
+from hibachi.engine.faults import MOST_TEXT
+from hibachi.engine.recorder import read, replay
+from hibachi.plan.policy import Fair, Fcfs, Priority
+from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
+from hibachi.testing.toys import SumLogits, SumPaged, expected
+
+from ..engine.models import Background, Gate, GatedNumpy, Next, ints, until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+BAD = 7  # the token of a hostile request
+
+
+def after(engine, prompt=(1, 2), n=4, params=GREEDY):
+    """The engine still serves, and gives what it gives alone."""
+    stream = engine.run(list(prompt), params, max_new_tokens=n)
+    return Background(stream.collect).result() == expected(list(prompt), n)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+HUGE = (2**31 - 1, 2**31, 2**63, 2**64, 10**400)
+
+
+@pytest.mark.parametrize("number", HUGE)
+@pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed"])
+def test_c1_huge_integers_end_nobody(serve, name, number):
+    engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=4, stop_token=3)
+    good = engine.run([1, 2], GREEDY, max_new_tokens=9)
+    params = SamplingParams(temperature=0, max_tokens=None).with_(**{name: number})
+    found = Background(engine.run([4, 5], params).collect).result()
+    assert found == expected([4, 5], len(found)), "it keeps its meaning"
+    tokens = good.collect()
+    assert tokens == expected([1, 2], len(tokens)) and (len(tokens) == 9 or tokens[-1] == 3)
+    assert engine.health().state != "failed"
+
+
+def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
+    with AutoregressiveBatchInference(SumLogits(hibachi.load("numpy")), max_model_len=12) as engine:
+        every = tuple(range(SumLogits(hibachi.load("numpy")).vocab_size))
+        params = SamplingParams(temperature=0, max_tokens=None, min_tokens=2**40, stop_token_ids=every[:-1])
+        found = Background(engine.run([1, 2], params).collect).result()
+        assert len(found) == 10 and set(found) == {every[-1]}
+
+
+def test_c1_a_generation_config_with_a_huge_top_k(tmp_path):
+    from hibachi.model.generation import generation_defaults
+
+    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_new_tokens": 1e400}')
+    with pytest.raises(hibachi.InvalidModelFiles, match="max_new_tokens"):
+        generation_defaults(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
+    assert SamplingParams(**generation_defaults(tmp_path)).top_k == MOST_INT
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", 10**400),
+        ("temperature", math.inf),
+        ("repetition_penalty", 10**400),
+        ("presence_penalty", 10**400),
+        ("top_p", 10**400),
+        ("min_p", -(10**400)),
+        ("n", MOST_RUNS + 1),
+        ("best_of", 10**9),
+    ],
+)
+def test_l_numbers_without_a_meaning_are_refused_with_the_range(field, value):
+    with pytest.raises(InvalidRequest, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("priority", [10**400, 2**63, -(2**63) - 1, 1.5, True])
+def test_c1_priorities_without_a_meaning_are_refused_with_the_range(priority):
+    with pytest.raises(InvalidRequest, match=r"priority must be an integer from -2\^63"):
+        Terms(priority=priority)
+
+
+@pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 5e-324, 1e-30])
+def test_l_extreme_temperatures_draw_only_what_is_allowed(serve, temperature):
+    """In float32 1e39 is infinite, and -inf / inf was NaN: token 0 came, which was not allowed."""
+    engine = serve(SumLogits(hibachi.load("numpy")))
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[3, 4, 5], max_tokens=8, seed=1)
+    assert set(Background(engine.run([1], params).collect).result()) <= {3, 4, 5}
+
+
+@pytest.mark.parametrize("penalty", [1e300, 1e-300, 1e39])
+def test_l_extreme_penalties_leave_finite_logits(serve, penalty):
+    engine = serve(SumLogits(hibachi.load("numpy")))
+    params = SamplingParams(temperature=0, repetition_penalty=penalty, max_tokens=3)
+    assert len(Background(engine.run([1, 2], params).collect).result()) == 3
+
+
+# ---- deadlines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [1e11, 1e300, 2**62, 1e-320])
+def test_c2_any_timeout_with_a_slow_reader(serve, timeout):
+    engine = serve(Next(), pause_after=1)
+    slow = engine.run([3], max_new_tokens=50, terms=Terms(timeout=timeout, queue_timeout=timeout))
+    if timeout > 1:
+        until(lambda: engine.health().paused == 1)
+    assert ints(Background(engine.run([5], max_new_tokens=1).collect).result()) == [6]
+    assert engine.health().state == "idle"
+    slow.close()
+
+
+def test_c2_a_century_is_the_longest_time():
+    assert Terms(timeout=1e300, queue_timeout=2**80) == Terms(timeout=MOST_SECONDS, queue_timeout=MOST_SECONDS)
+
+
+# ---- the policy and other commands -------------------------------------------------------------------------------
+
+
+class Odd(Fcfs):
+    """A policy of somebody's own that cannot rank some requests, or hears badly of their end."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.method = method
+
+    def rank(self, seq):
+        if self.method == "rank" and seq.priority == BAD:
+            raise ZeroDivisionError("no rank")
+        return super().rank(seq)
+
+    def push(self, seq):
+        if self.method == "push" and seq.priority == BAD:
+            raise ZeroDivisionError("no place")
+        super().push(seq)
+
+
+@pytest.mark.parametrize("method", ["rank", "push"])
+def test_c1_a_policy_that_cannot_rank_a_request_ends_that_one(serve, method):
+    gate = Gate()
+    engine = serve(gate, policy=Odd(method), max_batch_size=2)
+    running = engine.run([1], max_new_tokens=3)
+    gate.wait()
+    bad = engine.run([2], terms=Terms(priority=BAD, timeout=60.0))
+    waits = engine.run([20], max_new_tokens=2)
+    gate.open()
+    with pytest.raises(InternalError, match=r"could not handle this request: ZeroDivisionError: no"):
+        Background(bad.collect).result()
+    assert ints(running.collect()) == [2, 3, 4] and ints(waits.collect()) == [21, 22]
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.failed) == (0, 0, 1)
+    engine._worker._engine.scheduler.check()
+
+
+@pytest.mark.parametrize("policy", [Priority(age=1.0), Fair(), Fcfs(), "waiting-served"])
+def test_c1_any_priority_with_any_policy(serve, policy):
+    engine = serve(Next(), policy=policy, max_batch_size=1)
+    streams = [engine.run([i], max_new_tokens=2, terms=Terms(priority=p)) for i, p in enumerate((2**63 - 1, -(2**63)))]
+    for i, s in enumerate(streams):
+        assert ints(Background(s.collect).result()) == [i + 1, i + 2]
+
+
+REFUSALS = pytest.mark.parametrize(
+    "error", [MemoryError("no more"), OverflowError("too large"), SystemExit(3)], ids=lambda e: type(e).__name__
+)
+
+
+@REFUSALS
+def test_c1_a_request_that_the_runner_cannot_admit_ends_alone(serve, monkeypatch, error):
+    """Beside requests that share its prompt's blocks, which it was to compute."""
+    backend = GatedNumpy()
+    engine = serve(SumPaged(backend), backend=backend, block_size=4, max_batch_size=4)
+    same = [1, 2, 3, 4, 5, 6, 8, 9]
+    first = engine.run([5], GREEDY, max_new_tokens=1)
+    backend.wait()
+    runner = engine._worker._engine.runner
+    inner, failing = runner.admit, [error]
+    monkeypatch.setattr(runner, "admit", lambda seq: fail(failing.pop()) if failing else inner(seq))
+    streams = [engine.run([*same, i], GREEDY, max_new_tokens=4) for i in range(4)]
+    backend.open()
+    first.collect()
+    check_one_ended(engine, streams, [[*same, i] for i in range(4)], 4, error)
+
+
+def check_one_ended(engine, streams, prompts, n, error):
+    expectation = OutOfCapacity if isinstance(error, MemoryError) else InternalError
+    ended = 0
+    for p, s in zip(prompts, streams, strict=True):
+        try:
+            assert Background(s.collect).result() == expected(p, n)
+        except expectation as e:
+            ended += 1
+            assert e.__cause__ is error and error.__traceback__ is None
+    assert ended == 1
+    stats = engine.stats()
+    assert stats.failed == 1 and stats.free_blocks == stats.blocks
+    engine._worker._engine.scheduler.check()
+
+
+@REFUSALS
+def test_c1_a_request_whose_tokens_cannot_be_kept_ends_alone(serve, monkeypatch, error):
+    """It loses its row, as there are too few blocks for all."""
+    backend = GatedNumpy()
+    engine = serve(SumPaged(backend), backend=backend, block_size=2, max_batch_size=4, cache_bytes=12 * 2 * 20)
+    prompts = [[i, 1, i] for i in range(4)]
+    streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
+    backend.wait()
+    runner = engine._worker._engine.runner
+    inner, failing = runner.suspend, [error]
+    monkeypatch.setattr(runner, "suspend", lambda *args: fail(failing.pop()) if failing else inner(*args))
+    backend.open()
+    check_one_ended(engine, streams, prompts, 20, error)
+
+
+# ---- foreign code that raises what is no Exception ----------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As that of a library written in Rust."""
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("not a word")
+
+
+RAISED = [
+    asyncio.CancelledError(),
+    SystemExit(1),
+    KeyboardInterrupt(),
+    GeneratorExit(),
+    Panic("called `Result::unwrap()` on an `Err` value"),
+    Mute(),
+    StopIteration(3),
+    RecursionError("deep"),
+    MemoryError("large"),
+    BaseExceptionGroup("several", [SystemExit(2), ValueError("x")]),
+]
+names = pytest.mark.parametrize("error", RAISED, ids=lambda e: type(e).__name__)
+
+
+def raiser(error):
+    """A model, level 0, that raises for hostile requests."""
+
+    class Raises(Next):
+        def forward(self, tokens):
+            if (tokens == BAD).any():
+                raise error
+            return super().forward(tokens)
+
+    return Raises()
+
+
+@names
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_h1_whatever_a_model_raises_ends_its_request(serve, error, how):
+    model = raiser(error)
+    if how == "async":
+        inner = model.forward
+
+        async def forward(tokens):
+            await asyncio.sleep(0)
+            return inner(tokens)
+
+        model.forward = forward
+        if isinstance(error, (StopIteration, GeneratorExit)):
+            pytest.skip("a coroutine cannot raise it")
+    engine = serve(model, max_batch_size=3)
+    good = [engine.run([100 * i], max_new_tokens=9) for i in (1, 2)]
+    bad = engine.run([BAD], max_new_tokens=2)
+    with pytest.raises(OutOfCapacity if isinstance(error, MemoryError) else ModelError):
+        Background(bad.collect).result()
+    for i, s in zip((1, 2), good, strict=True):
+        assert ints(Background(s.collect).result()) == [100 * i + k for k in range(1, 10)]
+    assert engine.health().state == "idle"
+
+
+def test_h1_a_cancelled_call_in_an_async_model(serve):
+    """What a cancelled call of a client raises inside `async def forward`."""
+
+    class Calls(Next):
+        async def forward(self, tokens):
+            if (tokens == BAD).any():
+                task = asyncio.ensure_future(asyncio.sleep(10))
+                task.cancel()
+                await task
+            return super().forward(tokens)
+
+    engine = serve(Calls())
+    good, bad = engine.run([100], max_new_tokens=5), engine.run([BAD], max_new_tokens=5)
+    with pytest.raises(ModelError, match="CancelledError"):
+        Background(bad.collect).result()
+    assert ints(Background(good.collect).result()) == [101, 102, 103, 104, 105]
+
+
+@names
+def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(serve, error):
+    def fails(*_):
+        raise error
+
+    engine = serve(SumLogits(hibachi.load("numpy")), max_batch_size=3)
+    good = engine.run([1, 2], GREEDY, max_new_tokens=6)
+    bad = [
+        engine.run([3], GREEDY, max_new_tokens=6, stop=StopRule(where=fails)),
+        engine.run([4], GREEDY.with_(logits_processors=[fails]), max_new_tokens=6),
+    ]
+    for s in bad:
+        with pytest.raises(InvalidRequest, match=type(error).__name__):
+            Background(s.collect).result()
+    assert Background(good.collect).result() == expected([1, 2], 6)
+
+
+def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
+    engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=2)
+    assert after(engine)
+    runner = engine._worker._engine.runner
+    inner = type(runner)._inputs
+
+    def broken(self, rows, start, q, *rest):
+        if 9 in q:
+            return [][0]
+        return inner(self, rows, start, q, *rest)
+
+    monkeypatch.setattr(type(runner), "_inputs", broken)
+    bad = engine.run([1] * 9, GREEDY, max_new_tokens=2)
+    with pytest.raises(ModelError):
+        Background(bad.collect).result()
+    monkeypatch.setattr(type(runner), "_inputs", inner)
+
+    def lower(*args, **options):
+        raise IndexError("a defect")
+
+    lower = exec_in("hibachi.plan.lower", lower)
+    monkeypatch.setattr(cached, "lower", lower)
+    with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
+        Background(engine.run([1, 2], GREEDY, max_new_tokens=2).collect).result()
+
+
+def exec_in(module, function):
+    """The function, as if it stood in that module."""
+    return types.FunctionType(function.__code__, vars(sys.modules[module]), function.__name__)
+
+
+def test_h1_a_wrong_signature_is_the_models_fault(serve):
+    class Two(Next):
+        def forward(self, tokens, more):
+            return tokens
+
+    with pytest.raises(ModelError, match="TypeError"):
+        Background(serve(Two()).run([1], max_new_tokens=1).collect).result()
+
+
+# ---- failures keep text ------------------------------------------------------------------------------------------
+
+
+class Large:
+    """An array of activations, in the words of this test."""
+
+    alive = 0
+
+    def __init__(self):
+        Large.alive += 1
+
+    def __del__(self):
+        Large.alive -= 1
+
+
+def test_h6_a_failure_keeps_the_words_of_its_traceback_and_no_frames(serve):
+    class Holds(Next):
+        def forward(self, tokens):
+            hidden = Large()
+            if (tokens == BAD).any():
+                try:
+                    raise KeyError("inner")
+                except KeyError as e:
+                    raise ValueError("bad row", id(hidden)) from e
+            return super().forward(tokens)
+
+    engine = serve(Holds(), max_batch_size=4)
+    streams = [engine.run([BAD], max_new_tokens=2) for _ in range(8)]
+    errors = []
+    for s in streams:
+        with pytest.raises(ModelError, match=r"ValueError: .*bad row") as caught:
+            Background(s.collect).result()
+        errors.append(s.error)
+        del caught
+    assert Large.alive == 0, "frames are kept"
+    notes = errors[0].__notes__[0]
+    assert "in forward" in notes and len(notes) < MOST_TEXT + 100
+    assert isinstance(errors[0].__cause__, ValueError) and isinstance(errors[0].__cause__.__cause__, KeyError)
+    assert "fail" in {e["event"] for e in engine.dump()["events"]}
+
+
+# ---- outputs that nobody can use ---------------------------------------------------------------------------------
+
+
+def test_h7_bad_requests_in_a_row_end_only_themselves(serve, caplog):
+    class Sometimes(Next):
+        def forward(self, tokens):
+            return np.zeros((len(tokens), 2), int) if (tokens == BAD).any() else super().forward(tokens)
+
+    engine = serve(Sometimes(), max_batch_size=1)
+    bad = [engine.run([BAD], max_new_tokens=2) for _ in range(5)]
+    good = [engine.run([10 * i], max_new_tokens=2) for i in range(1, 4)]
+    for s in bad:
+        with pytest.raises(InvalidModelOutput):
+            Background(s.collect).result()
+    for i, s in enumerate(good, 1):
+        assert ints(Background(s.collect).result()) == [10 * i + 1, 10 * i + 2]
+
+
+def test_h7_health_and_log_say_that_every_output_is_invalid(serve, caplog):
+    class Wrong(Next):
+        right = False
+
+        def forward(self, tokens):
+            return super().forward(tokens) if self.right else tokens[:, -1] / 2
+
+    engine = serve(Wrong(), max_batch_size=1)
+    with caplog.at_level(logging.ERROR, "hibachi.engine"):
+        for _ in range(5):
+            with pytest.raises(InvalidModelOutput):
+                Background(engine.run([1], max_new_tokens=2).collect).result()
+    health = engine.health()
+    assert health.ok and "Every output of the last 5 steps was invalid: Wrong.forward must" in health.message
+    assert len([r for r in caplog.records if "every output of the last" in r.message]) == 1
+    engine._model.right = True
+    assert ints(Background(engine.run([1], max_new_tokens=1).collect).result()) == [2]
+    assert "invalid" not in engine.health().message
+
+
+# ---- a loop that fails, and begins again -------------------------------------------------------------------------
+
+
+DEFECT = RuntimeError("a defect")
+
+
+def breaks(engine, monkeypatch, times=1, *, by=DEFECT):
+    """The next `times` plans are never made: the scheduler of the moment raises."""
+    inner, left = type(engine._scheduler).schedule, [by] * times
+
+    def schedule(self, now=0.0):
+        if left and self.waiting + self.running:
+            raise left.pop()
+        return inner(self, now)
+
+    monkeypatch.setattr(type(engine._scheduler), "schedule", schedule)
+    return left
+
+
+@pytest.mark.parametrize("by", [RuntimeError("a defect"), SystemExit(1), MemoryError("no more")])
+@pytest.mark.parametrize("toy", [SumLogits, SumPaged])
+def test_c1_after_a_failed_loop_new_requests_are_served_by_a_new_one(serve, monkeypatch, toy, by):
+    engine = serve(toy(hibachi.load("numpy")), restart="on_failure", policy="fair", max_batch_size=2)
+    assert after(engine)
+    before = engine.stats()
+    breaks(engine, monkeypatch, by=by)
+    lost = [engine.run([i], GREEDY, max_new_tokens=3) for i in range(1, 4)]
+    ended = []
+    for i, s in enumerate(lost, 1):
+        try:
+            ended.append(Background(s.collect).result() == expected([i], 3))
+        except EngineFailed as e:
+            ended.append(type(by).__name__ in str(e))
+    assert all(ended)
+    assert after(engine)
+    stats, health = engine.stats(), engine.health()
+    assert health.state == "idle" and health.restarts == 1
+    assert stats.new_tokens > before.new_tokens and stats.free_blocks == stats.blocks
+    engine._worker._engine.scheduler.check()
+
+
+def test_c1_three_failed_loops_in_a_row_without_a_token_are_the_end(serve, monkeypatch):
+    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure")
+    breaks(engine, monkeypatch, times=100)
+    for _ in range(4):
+        with pytest.raises(EngineFailed, match="a defect"):
+            Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+    until(lambda: engine.health().state == "failed")
+    with pytest.raises(EngineFailed):
+        engine.run([1], GREEDY)
+    assert engine.drain(5) is False
+
+
+def test_c1_a_token_in_between_forgives(serve, monkeypatch):
+    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure")
+    left = breaks(engine, monkeypatch, times=0)
+    for _ in range(5):
+        left.append(RuntimeError("a defect"))
+        with pytest.raises(EngineFailed):
+            Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+        assert after(engine)
+    assert engine.health().restarts == 5
+
+
+def test_c1_without_restart_a_failed_loop_is_the_end(serve, monkeypatch):
+    engine = serve(SumPaged(hibachi.load("numpy")))
+    breaks(engine, monkeypatch)
+    with pytest.raises(EngineFailed):
+        Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+    with pytest.raises(EngineFailed):
+        engine.run([1], GREEDY)
+
+
+def test_c1_a_recording_goes_on_with_the_new_loop(serve, monkeypatch, tmp_path):
+    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure", record=tmp_path / "record", max_batch_size=2)
+    assert after(engine)
+    breaks(engine, monkeypatch)
+    with pytest.raises(EngineFailed):
+        Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+    assert after(engine)
+    engine.close()
+    monkeypatch.undo()
+    assert replay(read(tmp_path / "record")) >= 8
+
+
+def fail(error):
+    raise error
+
+
+# ---- the recorder ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["full", "closed", "words"])
+def test_m3_a_recording_that_cannot_go_on_ends_alone(serve, tmp_path, caplog, monkeypatch, how):
+    engine = serve(Next(), record="/dev/full" if how == "full" else tmp_path / "record")
+    assert ints(Background(engine.run([1], max_new_tokens=2).collect).result()) == [2, 3]
+    recorder = engine._worker._engine.recorder
+    if how == "closed":
+        recorder._file.close()
+    elif how == "words":
+        words, failing = recorder._words, [IndexError("no words")]
+        monkeypatch.setattr(recorder, "_words", lambda entry: words(entry) if not failing else fail(failing.pop()))
+    for i in (5, 6):
+        assert ints(Background(engine.run([i], max_new_tokens=2).collect).result()) == [i + 1, i + 2]
+    assert caplog.text.count("the recording of the engine's plans ends here") == 1
+    assert engine.dump()["events"]
+
+
+# ---- memory that runs out ----------------------------------------------------------------------------------------
+
+
+class Hungry(SumPaged):
+    """There is no memory for hostile requests, and a limit of tokens for all."""
+
+    most = 10**9
+    together = False
+
+    def step(self, params, cache, x):
+        if (x.tok == BAD).any() and (not self.together or len(x.last) > 1):
+            raise MemoryError("8 PiB")
+        if len(x.tok) > self.most:
+            raise MemoryError("enough")
+        return super().step(params, cache, x)
+
+
+def test_l_memory_that_runs_out_for_one_request_slows_down_no_other(serve):
+    """It has thousands of tokens; each step that fails halves its own share, and no other request's."""
+    model = Hungry(hibachi.load("numpy"))
+    engine = serve(model, max_model_len=3000, block_size=16, max_batch_size=8, max_batch_tokens=1024)
+    good = [engine.run([0] * i, GREEDY, max_new_tokens=40) for i in range(1, 7)]  # whose sums are never the bad token
+    bad = engine.run([BAD] * 2000, GREEDY, max_new_tokens=4)
+    with pytest.raises(OutOfCapacity):
+        Background(bad.collect).result()
+    for i, s in enumerate(good, 1):
+        assert Background(s.collect).result() == expected([0] * i, 40)
+    assert engine._worker._engine.scheduler.budget == 1024
+
+
+def test_l_a_budget_that_was_halved_recovers(serve):
+    model = Hungry(hibachi.load("numpy"))
+    engine = serve(model, max_model_len=3000, block_size=16, max_batch_size=8, max_batch_tokens=256)
+    model.most = 40
+    prompts = [[i, *[1] * 30] for i in range(6)]
+    streams = [engine.run(p, GREEDY, max_new_tokens=3) for p in prompts]
+    for p, s in zip(prompts, streams, strict=True):
+        assert Background(s.collect).result() == expected(p, 3)
+    scheduler = engine._worker._engine.scheduler
+    assert scheduler.budget < 256
+    model.most = 10**9
+    for _ in range(40):
+        assert after(engine, n=60)
+        if scheduler.budget == 256:
+            break
+    assert scheduler.budget == 256
+
+
+def test_l_rows_that_fail_only_together_cannot_stop_the_others(serve):
+    model = Hungry(hibachi.load("numpy"))
+    model.together = True
+    engine = serve(model, block_size=16, max_batch_size=4, max_batch_tokens=64)
+    streams = [engine.run([BAD if i == 0 else 1, i], GREEDY, max_new_tokens=30) for i in range(4)]
+    for i, s in enumerate(streams):
+        assert Background(s.collect).result() == expected([BAD if i == 0 else 1, i], 30)
+    assert engine._worker._engine.scheduler.budget >= 4
+
+
+# ---- after a fork ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")
+def test_m2_an_engine_used_after_a_fork_raises_at_the_call(serve):
+    gate = Gate()
+    engine = serve(gate, max_batch_size=1)
+    stream, waits = engine.run([1], max_new_tokens=2), engine.run([5], max_new_tokens=1)
+    gate.wait()
+    come, go = os.pipe()
+    child = os.fork()
+    if not child:
+        said = []
+        for what in (lambda: engine.run([3]), stream.collect, waits.collect):
+            try:
+                what()
+                said.append("nothing")
+            except EngineClosed as e:
+                said.append("made before a fork" if "made before a fork" in str(e) else str(e))
+            except BaseException as e:
+                said.append(repr(e))
+        said += [engine.health().state, str(engine.drain(1))]
+        engine.close()
+        os.write(go, ", ".join(said).encode())
+        os._exit(0)
+    os.close(go)
+    gate.open()
+    heard = Background(lambda: os.read(come, 10_000).decode()).result()
+    os.waitpid(child, 0)
+    os.close(come)
+    assert heard == "made before a fork, made before a fork, made before a fork, closed, False"
+    assert ints(stream.collect()) == [2, 3] and ints(waits.collect()) == [6]
+
+
+# ---- the end comes -----------------------------------------------------------------------------------------------
+
+
+class Hangs(Next):
+    """A forward pass that takes until the test ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.over = threading.Event(), threading.Event()
+
+    def forward(self, tokens):
+        self.inside.set()
+        assert self.over.wait(30)
+        return super().forward(tokens)
+
+
+def test_m10_close_lets_a_hanging_forward_go(caplog):
+    model = Hangs()
+    engine = AutoregressiveBatchInference(model, max_model_len=100, max_batch_size=1)
+    running, waiting = engine.run([1]), engine.run([2])
+    assert model.inside.wait(20)
+    late = engine.run([3])
+    Background(engine.close, 0.1).result()
+    for s in (running, waiting, late):
+        assert Background(s.collect).result() == [] and s.finish_reason == Finish.CLOSED
+    assert "did not end within 0.1 s" in caplog.text and "self.over.wait(30)" in caplog.text
+    with pytest.raises(EngineClosed):
+        engine.run([1])
+    model.over.set()
+    engine._worker._thread.join(20)
+    assert not engine._worker._thread.is_alive(), "it ends when its forward does"
+
+
+def test_m10_an_async_forward_is_cancelled_at_the_end():
+    cancelled = threading.Event()
+
+    class Awaits(Next):
+        async def forward(self, tokens):
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+    engine = AutoregressiveBatchInference(Awaits(), max_model_len=100)
+    stream = engine.run([1])
+    until(lambda: engine._worker._engine.runner.wait._task is not None)
+    Background(engine.close, 0.05).result()
+    assert cancelled.wait(20) and not engine._worker._thread.is_alive()
+    assert stream.collect() == [] and stream.finish_reason == Finish.CLOSED
+
+
+@pytest.mark.parametrize("how", ["exit", "ctrl-c"])
+def test_m10_the_interpreter_ends_though_a_forward_hangs(how):
+    import signal
+    import subprocess
+
+    script = f"""
+import logging, threading, time, hibachi
+logging.basicConfig()
+from hibachi.engine import worker
+worker.CLOSE_WITHIN = 0.3
+inside = threading.Event()
+class M:
+    def forward(self, t):
+        inside.set()
+        time.sleep(60)
+engine = hibachi.AutoregressiveBatchInference(M(), max_model_len=9, backend="numpy")
+stream = engine.run([1])
+inside.wait()
+print("inside", flush=True)
+{"stream.collect()" if how == "ctrl-c" else ""}
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "inside\n"
+    if how == "ctrl-c":
+        time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert "did not end within" in errors and "in forward" in errors
+    assert ("KeyboardInterrupt" in errors) == (how == "ctrl-c")
+
+
+def test_m10_drain_ends_where_the_engine_stalls(caplog):
+    model = Hangs()
+    engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.2)
+    engine.run([1], max_new_tokens=1)
+    stream = engine.run([1], max_new_tokens=1)
+    assert model.inside.wait(20)
+    assert Background(engine.drain).result() is False
+    model.over.set()
+    assert ints(stream.collect()) == [2]
+    engine.close()
+
+
+def test_m10_a_step_that_compiles_is_no_stall():
+    """On a backend that compiles a program for each shape, the first call of a shape may take long."""
+
+    class Compiles(hibachi.NumpyBackend):
+        static_shapes = True
+
+    model = Hangs()
+    engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.1, backend=Compiles())
+    stream = engine.run([1], max_new_tokens=2)
+    assert model.inside.wait(20)
+    until(lambda: time.monotonic() - engine._worker._woke > 0.2)
+    health = engine.health()
+    assert health.state == "running" and "is being compiled" in health.message
+    model.over.set()
+    assert len(stream.collect()) == 2
+    model.over.clear()
+    model.inside.clear()
+    again = engine.run([1], max_new_tokens=1)
+    assert model.inside.wait(20)
+    until(lambda: engine.health().state == "stalled")
+    model.over.set()
+    again.collect()
+    engine.close()
+
+
+def test_every_field_has_a_test_of_its_range():
+    """A field that is added later must be thought of here."""
+    assert {f.name for f in dataclasses.fields(Terms)} == {
+        "priority", "tenant", "timeout", "queue_timeout", "cache_salt",
+    }  # fmt: skip
+    assert issubclass(InternalError, HibachiError)

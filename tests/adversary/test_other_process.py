@@ -1,0 +1,682 @@
+"""The engine in another process, as an adversary finds it: its locks, its pipe, its errors, its end.
+
+Most tests hold the other end of the pipe in their own hands (`Puppet`); some have a process that runs.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import hibachi.errors
+from hibachi import SamplingParams
+from hibachi.engine import remote, sender
+from hibachi.engine.child import Child, Facts, Outbox, OutChannel, _portable
+from hibachi.engine.engine import Stats
+from hibachi.engine.health import Health
+from hibachi.engine.loops import Wakeups
+from hibachi.engine.meters import Meters
+from hibachi.engine.remote import RemoteEngine, RemoteLLM
+from hibachi.engine.stream import Channel
+from hibachi.errors import (
+    EngineClosed,
+    EngineFailed,
+    HibachiError,
+    InvalidRequest,
+    InvalidTensorOperation,
+    ModelError,
+    NonFiniteOutput,
+    QueueFull,
+)
+from hibachi.plan.scheduler import Limits
+from hibachi.request import Finish
+from tests.engine.models import PATIENCE, Background, until
+
+LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
+FACTS = Facts(100, (), Limits(4, 64, 64, 10**7), True, None, True, "a library; a device", "float32")
+
+
+class Puppet:
+    """In the place of `subprocess.Popen` and of the engine's process: says and does what the test wants."""
+
+    def __init__(self, command, *, pass_fds, **_):
+        self.pipe, self.pid, self.returncode = Connection(os.dup(pass_fds[0])), 12345, None
+        self._met, self._ended = False, threading.Event()
+        self.say("ready", FACTS)
+
+    def say(self, *message):
+        self.pipe.send(message)
+
+    def hear(self):
+        """What it was sent next; a request with its contents."""
+        assert self.pipe.poll(PATIENCE), "nothing was sent"
+        message = self.pipe.recv()
+        if not self._met:
+            self._met = True
+            return self.hear()  # that was what model to make
+        return (*message, pickle.loads(self.pipe.recv_bytes())) if message[0] in ("run", "ask") else message
+
+    def tokens(self, number, *tokens):
+        self.say("step", [], [(number, token, None) for token in tokens], [])
+
+    def finish(self, number):
+        self.say("step", [], [], [(number, Finish.LENGTH, None, 0.0)])
+
+    def beat(self, state="running"):
+        self.say("beat", Health(state, f"It is {state}."), Stats(), Meters(limit=4))
+
+    def kill(self):
+        if self.returncode is None:
+            self.returncode = -9
+            self.pipe.close()
+            self._ended.set()
+
+    def wait(self, timeout=None):
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("puppet", timeout)
+        return self.returncode
+
+
+class Stage:
+    """An engine whose processes are puppets."""
+
+    def __init__(self, monkeypatch, **options):
+        self.puppets = []
+        fake = SimpleNamespace(Popen=self._made, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(remote, "subprocess", fake)
+        self.engine = RemoteEngine("a model", **options)
+
+    def _made(self, *args, **kwargs):
+        self.puppets.append(Puppet(*args, **kwargs))
+        return self.puppets[-1]
+
+    @property
+    def puppet(self):
+        return self.puppets[-1]
+
+    def stream(self, prompt=(1, 2), **changes):
+        engine = self.engine
+        return engine._submit(engine._prepare(list(prompt), LONG.with_(**changes), include_stop=False))
+
+    def began_again(self, n):
+        until(lambda: self.engine.restarts == n and self.engine.health().ok)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    made = []
+
+    def make(**options):
+        made.append(Stage(monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    for own in made:
+        Background(own.engine.close, 0).result()
+
+
+@pytest.fixture(scope="module")
+def there():
+    llm = RemoteLLM("tiny", max_batch_size=4, pause_after=8)
+    yield llm
+    os.kill(llm.engine.pid, signal.SIGCONT)
+    Background(llm.close).result()
+
+
+@pytest.fixture
+def eager_switching():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+# ---- C3: no lock that a destructor can meet ------------------------------------------------------------------------
+
+
+def test_c3_streams_dropped_in_cycles_while_others_are_sent(there):
+    params = LONG.with_(max_tokens=5, stop_token_ids=list(range(5, 40)), logit_bias={i: 1.0 for i in range(40)})
+
+    def drop():
+        before = gc.get_threshold()
+        gc.set_threshold(10, 2, 2)
+        try:
+            for _ in range(60):
+                box = [there.stream("She was", params)]
+                box.append(box)
+                del box
+        finally:
+            gc.set_threshold(*before)
+
+    Background(drop).result()
+    gc.collect()
+    assert there.generate("She was", LONG)[0].token_ids
+    assert not there.engine._channels
+
+
+def test_c3_a_destructor_in_the_midst_of_anything(stage, monkeypatch):
+    """Every place at which a request is being sent, or heard of, may be the one where the collector comes by."""
+    own = stage(max_waiting=1000)
+    victims = [own.stream() for _ in range(200)]
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename in (remote.__file__, sender.__file__):
+            if event == "line" and victims and frame.f_code.co_name != "_cancel":
+                lines += 1
+                sys.settrace(None)
+                victims.pop().close()
+                sys.settrace(trace)
+            return trace
+        return None
+
+    def run():
+        sys.settrace(trace)
+        try:
+            for _ in range(8):
+                own.stream().close()
+        finally:
+            sys.settrace(None)
+
+    Background(run).result()
+    assert lines > 100 and len(own.engine._channels) == len(victims)
+
+
+# ---- H2: no append without a single owner --------------------------------------------------------------------------
+
+
+class Kept:
+    """A pipe that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def tokens(self, number):
+        return [token for _, _, tokens, _ in self.sent for n, token, _ in tokens if n == number]
+
+    def ends(self):
+        return {number: (reason, error) for *_, ends in self.sent for number, reason, error, _ in ends}
+
+
+class Refusing:
+    def _prepare(self, *_, **__):
+        raise InvalidRequest("Not this one.")
+
+
+def refuser():
+    """A child whose engine refuses everything, its pipe, and a call that has it refuse request 99."""
+    pipe = Kept()
+    child = Child(pipe, SimpleNamespace(engine=Refusing()))
+    return child, pipe, lambda number=99: child._run(number, pickle.dumps((None,) * 6))
+
+
+def test_h2_a_refusal_while_a_token_is_collected():
+    child, pipe, refuse = refuser()
+
+    class Token:
+        def __int__(self):
+            Background(refuse).result()
+            return 7
+
+    channel, wakeups = OutChannel(1, child._outbox, child._forget), Wakeups()
+    channel.push(Token(), wakeups)
+    wakeups.post()
+    channel.end(Finish.LENGTH, None, wakeups)
+    wakeups.post()
+    assert pipe.tokens(1) == [7]
+    assert pipe.ends()[1] == (Finish.LENGTH, None) and isinstance(pipe.ends()[99][1], InvalidRequest)
+
+
+def test_h2_refusals_beside_a_running_engine(eager_switching):
+    child, pipe, refuse = refuser()
+    channels = [OutChannel(n, child._outbox, child._forget) for n in range(16)]
+    over = threading.Event()
+    refused = []
+
+    def keep_refusing():
+        while not over.is_set():
+            refuse(1000 + len(refused))
+            refused.append(None)
+
+    other = Background(keep_refusing)
+    wakeups = Wakeups()
+    for step in range(400):
+        for channel in channels:
+            channel.push(step, wakeups)
+        wakeups.post()
+    over.set()
+    other.result()
+    assert all(pipe.tokens(n) == list(range(400)) for n in range(16))
+    assert len(pipe.ends()) == len(refused) > 0
+
+
+# ---- M8: what cannot be sent ---------------------------------------------------------------------------------------
+
+
+def test_m8_what_cannot_be_pickled_is_refused_at_the_call_and_leaves_no_place(stage):
+    own = stage(max_waiting=0)  # 4 rows: a fifth would be refused
+    for _ in range(5):
+        with pytest.raises(InvalidRequest, match=r"pickle.*functions or classes of a module"):
+            own.stream(logits_processors=[lambda ids, logits: logits])
+    stream = own.stream()
+    assert own.puppet.hear()[0] == "run"  # and nothing before
+    stream.close()
+    assert own.engine.drain(PATIENCE)
+
+
+class Unreadable:
+    """Can be sent, and not be read. what: called with `args` when it is."""
+
+    def __init__(self, what, *args):
+        self.what, self.args = what, args
+
+    def __reduce__(self):
+        return self.what, self.args
+
+    def __call__(self, ids, logits):
+        return logits
+
+
+@pytest.mark.parametrize("processor", [Unreadable(int, "x"), Unreadable(sys.exit, 3)])
+def test_m8_what_cannot_be_read_there_ends_its_own_request(there, processor):
+    good, bad = there.stream("She was", LONG), there.stream("a", LONG.with_(logits_processors=[processor]))
+    with pytest.raises(InvalidRequest, match="cannot be read in the engine's process"):
+        bad.tokens.collect()
+    assert len(good.tokens.collect()) == LONG.max_tokens
+
+
+# ---- the pipe ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
+    monkeypatch.setattr(sender, "MOST_UNSENT", 300_000)
+    own = stage()
+    streams = []
+
+    def fill():
+        while True:
+            streams.append(own.stream(range(99), logit_bias={i: 1.0 for i in range(100)}))
+
+    with pytest.raises(QueueFull, match=r"at most 300000 bytes.*got (300000|29\d{4}), and \d+ more"):
+        Background(fill).result()
+    assert len(own.engine._channels) == len(streams) > 100  # the one that was refused left no place
+    for stream in streams:
+        stream.close()
+
+    def hear():
+        heard = []
+        while not heard or heard[-1][-1] != [7]:
+            what, number, *contents = own.puppet.hear()
+            heard.append((what, number, contents and contents[0][0].tolist()))
+        return heard
+
+    hearing = Background(hear)
+
+    def submitted():
+        try:
+            return own.stream([7])
+        except QueueFull:
+            return None
+
+    until(lambda: streams.append(submitted()) or streams[-1] is not None)
+    *before, last = hearing.result()
+    sent = [number for what, number, _ in before if what == "run"]
+    assert sorted(number for what, number, _ in before if what == "cancel") == sent
+    assert len(sent) < len(streams) - 100  # the others were cancelled before they were sent, and never were
+    own.puppet.finish(last[1])
+    assert streams[-1].collect() == []
+
+
+def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypatch):
+    monkeypatch.setattr(sender, "MOST_UNSENT", 1000)
+    own = stage()
+    large = own.stream([1] * 100_000)
+    with pytest.raises(QueueFull):
+        own.stream([1])
+    assert len(own.puppet.hear()[2][0]) == 100_000 and large.finish_reason is None
+
+
+def test_an_answer_at_once_finds_its_place(stage, monkeypatch):
+    own = stage()
+    post = own.engine._sender.post
+
+    def answered(contents, what, number, *rest):
+        post(contents, what, number, *rest)
+        own.engine._deliver([], [(number, 42, None)], [(number, Finish.LENGTH, None, 0.0)], Wakeups())
+
+    monkeypatch.setattr(own.engine._sender, "post", answered)
+    assert own.stream().collect() == [42]
+
+
+def test_pause_and_resume_come_in_their_order(stage, monkeypatch):
+    """A reader that catches up just as its request is paused: it must not be held for ever."""
+    own = stage(pause_after=2)
+    stream, pause = own.stream(), Channel.pause
+
+    def raced(channel, drained):
+        paused = pause(channel, drained)
+        stream.come()
+        return paused
+
+    monkeypatch.setattr(Channel, "pause", raced)
+    number = own.puppet.hear()[1]
+    own.puppet.tokens(number, 1, 2)
+    assert [own.puppet.hear()[0] for _ in range(2)] == ["pause", "resume"]
+    monkeypatch.setattr(Channel, "pause", lambda channel, drained: False)  # the reader was faster still
+    own.puppet.tokens(number, 3, 4)
+    assert [own.puppet.hear()[0] for _ in range(2)] == ["pause", "resume"]
+
+
+def test_what_cannot_be_understood_ends_the_process_and_not_the_listener(stage):
+    own = stage()
+    stream = own.stream()
+    own.puppet.pipe.send_bytes(b"no pickle")
+    with pytest.raises(EngineFailed):
+        stream.collect()
+
+
+def test_a_process_that_is_stopped_for_a_while(there):
+    """Under load: requests wait, or are refused, and go on when it does."""
+    most, sender.MOST_UNSENT = sender.MOST_UNSENT, 200_000
+    os.kill(there.engine.pid, signal.SIGSTOP)
+    try:
+        streams = []
+
+        def fill():
+            while True:
+                streams.append(there.stream([5] * 100, LONG.with_(max_tokens=1)))
+
+        with pytest.raises(QueueFull):
+            Background(fill).result()
+    finally:
+        sender.MOST_UNSENT = most
+        os.kill(there.engine.pid, signal.SIGCONT)
+    assert len(streams) > 100 and all(len(stream.tokens.collect()) == 1 for stream in streams)
+
+
+def test_readers_that_never_read_are_in_nobodys_way(there):
+    idle = [there.stream("a", LONG) for _ in range(8)]  # twice as many as there are rows
+    until(lambda: all(len(stream.tokens._channel.buffer) >= 8 for stream in idle))
+    assert len(there.generate("She was", LONG)[0].token_ids) == LONG.max_tokens
+    assert all(len(stream.tokens.collect()) == LONG.max_tokens for stream in idle)
+
+
+def test_e3_a_row_that_is_held_takes_no_more():
+    channel = OutChannel(1, Outbox(Kept()), lambda number: None)
+    assert channel.takes(2) and not channel.full
+    channel.hold()
+    assert not channel.takes(1) and not channel.takes(2) and channel.full
+    channel.release()
+    assert channel.takes(2) and not channel.full
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def kinds(kind=HibachiError):
+    """Of hibachi.errors; all of them have only a message, but one."""
+    own = [kind] if kind.__module__ == "hibachi.errors" else []
+    return own + [found for sub in kind.__subclasses__() for found in kinds(sub)]
+
+
+def made(kind):
+    if kind is InvalidTensorOperation:
+        return kind("take", expected="indices", got="floats", mend="Round them")
+    return kind("Expected this; got that. Do it like so.")
+
+
+@pytest.mark.parametrize("kind", list(dict.fromkeys(kinds())))
+def test_every_error_survives_the_way(kind):
+    error = made(kind)
+    error.hint = {"a": 1}
+    error.__cause__ = Unpicklable("deep down")
+    there = pickle.loads(pickle.dumps(_portable(error)))
+    assert type(there) is kind and str(there) == str(error) and there.args == error.args
+    assert vars(there) == vars(error) and "hint" in vars(there)
+    assert str(there.__cause__) == "Unpicklable: deep down"
+    for name in ("op", "expected", "got", "mend", "msg", "name"):  # `msg` and `name` are those of an ImportError
+        assert getattr(there, name, None) == getattr(error, name, None)
+    again = pickle.loads(pickle.dumps(made(kind)))
+    assert again.__cause__ is None and str(again) == str(error)
+
+
+def test_every_error_of_the_module_is_in_the_table():
+    named = {kind for kind in vars(hibachi.errors).values() if isinstance(kind, type)}
+    assert {kind for kind in named if issubclass(kind, Exception)} == set(kinds())
+
+
+class Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("nor me")
+
+
+class Panic(BaseException):
+    pass
+
+
+class OwnFault(NonFiniteOutput):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+@pytest.mark.parametrize(
+    "error, kind, text",
+    [
+        (Panic("regex"), ModelError, "Panic: regex"),
+        (SystemExit(3), ModelError, "SystemExit: 3"),
+        (Unpicklable("x"), ModelError, "Unpicklable: x"),
+        (Mute("x"), ModelError, "Mute"),
+        (OwnFault(1, 2), NonFiniteOutput, "OwnFault: 1 and 2"),
+        (MemoryError("12 GB"), MemoryError, "12 GB"),
+    ],
+)
+def test_an_error_of_ones_own_type_arrives_with_its_text(error, kind, text):
+    there = pickle.loads(pickle.dumps(_portable(error)))
+    assert type(there) is kind and str(there) == text
+
+
+RAISING = """
+import numpy as np
+
+class Own(Exception):
+    pass
+
+class Raises:
+    vocab_size, max_model_len = 26, 64
+    def logits(self, tokens, lengths):
+        if (tokens == 13).any():
+            raise Own("thirteen")
+        return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
+
+def broken():
+    class Deep(BaseException): pass
+    raise Deep("no weights")
+"""
+
+
+def test_an_error_of_the_models_own_type_ends_its_request_only(tmp_path):
+    (tmp_path / "raising.py").write_text(RAISING)
+    with RemoteLLM(f"{tmp_path}/raising.py:Raises", backend="numpy") as llm:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        good, bad = llm.stream([1], params), llm.stream([13], params)
+        with pytest.raises(ModelError, match="thirteen") as caught:
+            bad.tokens.collect()
+        assert "Own: thirteen" in f"{caught.value} {caught.value.__cause__}"
+        assert good.tokens.collect() == [2, 3, 4, 5, 6]
+    with pytest.raises(EngineFailed, match="Deep: no weights"):
+        RemoteLLM(f"{tmp_path}/raising.py:broken")
+
+
+# ---- its end, and what comes after -----------------------------------------------------------------------------------
+
+
+def lose(own, restarts, *, tokens=0):
+    """The process dies after so many tokens, with a request that fails; the engine has begun again so often then."""
+    stream = own.stream()
+    number = own.puppet.hear()[1]
+    if tokens:
+        own.puppet.tokens(number, *range(tokens))
+        until(lambda: stream._channel.buffer)
+    own.puppet.kill()
+    with pytest.raises(EngineFailed, match="signal 9"):
+        assert stream.collect() == list(range(tokens))
+    until(lambda: own.engine.restarts == restarts)
+
+
+def test_e2_a_restart_is_forgiven_after_a_token(stage):
+    own = stage(restart=True)
+    for n in range(1, 8):
+        lose(own, n, tokens=n % 2)  # every second one helps
+        own.began_again(n)
+    for n in (8, 9):
+        lose(own, n)
+        own.began_again(n)
+    lose(own, 9)  # the third in a row was the last
+    until(lambda: own.engine.health().state == "failed")
+    with pytest.raises(EngineFailed, match="Start it again"):
+        own.stream()
+    assert len(own.puppets) == 10
+
+
+def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
+    own = stage(restart=True)
+    stream, first = own.stream(), own.puppet
+    number = first.hear()[1]
+    first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), 0.0)])
+    first.beat("failed")
+    with pytest.raises(EngineFailed, match="loop"):
+        stream.collect()
+    own.began_again(1)
+    assert first.returncode is not None
+    stream = own.stream()
+    number = own.puppet.hear()[1]
+    own.puppet.finish(number)
+    assert stream.collect() == []
+
+
+def test_one_that_has_failed_stays_so_if_it_may_not_begin_again(stage):
+    own = stage()
+    own.puppet.beat("failed")
+    until(lambda: own.engine.health().state == "failed")
+    assert own.puppet.returncode is None and not own.engine.drain(0)
+
+
+def test_draining_ends_when_the_process_stalls_or_is_lost(stage):
+    own = stage(stall_after=0.05)
+    stream = own.stream()
+    assert Background(own.engine.drain).result() is False
+    assert stream.finish_reason is None
+    own.puppet.beat()
+    own.engine._stall_after = None
+    draining = Background(own.engine.drain)
+    own.puppet.beat("stalled")
+    assert draining.result() is False
+    own.puppet.kill()
+    until(lambda: stream.finish_reason is Finish.ERROR)
+    assert own.engine.drain() is False
+
+
+def test_one_that_drains_is_not_begun_again(stage):
+    own = stage(restart=True)
+    stream = own.stream()
+    draining = Background(own.engine.drain)
+    until(lambda: own.engine._refusal is remote._draining)
+    own.puppet.kill()
+    assert draining.result() is False
+    until(lambda: own.engine.health().state == "failed")
+    assert own.engine.restarts == 0 and stream.finish_reason is Finish.ERROR
+
+
+def test_draining_sees_that_a_stream_was_closed(stage):
+    own = stage()
+    stream = own.stream()
+    draining = Background(own.engine.drain)
+    until(lambda: own.engine._refusal is remote._draining)
+    stream.close()
+    assert draining.result() is True
+
+
+def test_closing_with_a_full_pipe_ends_streams_and_kills(stage):
+    own = stage()
+    stream = own.stream([1] * 10**6)
+    asked = Background(own.engine.dump)
+    until(lambda: own.engine._answers)
+    Background(own.engine.close, 0.01).result()
+    assert stream.collect() == [] and stream.finish_reason is Finish.CLOSED
+    assert own.puppet.returncode == -9 and own.engine.health().state == "closed"
+    with pytest.raises(EngineClosed):
+        asked.result()
+
+
+def test_closing_leaves_no_thread(stage):
+    before = {t.name for t in threading.enumerate()}
+    own = stage(restart=True)
+    own.stream([1] * 10**6)
+    own.puppet.kill()
+    own.began_again(1)
+    own.stream([1] * 10**6)
+    Background(own.engine.close, 0).result()
+    until(lambda: {t.name for t in threading.enumerate()} <= before | {"hibachi-remote", "hibachi-remote-send"})
+    own.engine._listener.join(PATIENCE)
+    assert not own.engine._listener.is_alive()
+
+
+def in_fork(do):
+    """What `do()` says in a fork of this process; "hangs" if it says nothing."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        pid = os.fork()
+    if not pid:
+        signal.alarm(PATIENCE)
+        try:
+            os.write(writing, repr(do()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said or "hangs"
+
+
+def raised(call):
+    try:
+        return call()
+    except HibachiError as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def test_m2_a_fork_has_no_engine(there):
+    running = there.stream("a", LONG)
+    calls = {
+        "stream": lambda: there.stream("a", LONG),
+        "dump": there.dump,
+        "embed": lambda: there.embed("a"),
+        "read": running.tokens.collect,
+    }
+    for call in calls.values():
+        assert "EngineClosed: The engine was made before a fork" in in_fork(lambda call=call: raised(call))
+    assert "before a fork" in in_fork(lambda: (there.close(), there.health())[1].message)
+    assert in_fork(lambda: there.engine._pipe.closed) == "True"
+    assert len(running.tokens.collect()) == LONG.max_tokens  # here all is as before
+    assert there.generate("a", LONG)[0].token_ids
