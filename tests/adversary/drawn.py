@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def scribble(a: Any, value: float = 77) -> None:
 class Callback:
     """A stop predicate or a logits processor that does what its name says."""
 
-    table: dict[str, Callable[..., Any]]
+    table: ClassVar[dict[str, Callable[..., Any]]]
 
     def __init__(self, name: str) -> None:
         self.name, self.kept = name, []
@@ -159,7 +159,7 @@ class Processor(Callback):
         scribble(logits)
         return result
 
-    table = {
+    table: ClassVar = {
         "fine": lambda self, ids, logits: logits,
         "shifts": lambda self, ids, logits: logits + len(ids) % 3,
         "returns None": lambda self, ids, logits: None,
@@ -199,7 +199,7 @@ class Trap(Processor):
 class Predicate(Callback):
     """(new tokens of all rows that have it [B, *tok]) -> bool [B]."""
 
-    table = {
+    table: ClassVar = {
         "fine": lambda self, batch: _rows(batch) % 9 == 0,
         "says yes": lambda self, batch: _rows(batch) == _rows(batch),
         "returns None": lambda self, batch: None,
@@ -272,8 +272,26 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "presence_penalty": (-2, 0.5, 2),
         "frequency_penalty": (-2, 0.5, 2),
         "logit_bias": (
-            *({}, {3: 5}, {3: -100, 4: 100}, [(3, 1), (3, 2)], {i: 1.0 for i in range(WORDS)}, {i: -100 for i in range(MANY)}),
-            *({2**40: 1}, {-1: 1}, {3: NAN}, {3: 1e39}, {3: HUGE}, {HUGE: 1}, {"a": 1}, [(1, 2, 3)], {3: -1e-320}, [(1, 2)] * MANY),
+            *(
+                {},
+                {3: 5},
+                {3: -100, 4: 100},
+                [(3, 1), (3, 2)],
+                {i: 1.0 for i in range(WORDS)},
+                {i: -100 for i in range(MANY)},
+            ),
+            *(
+                {2**40: 1},
+                {-1: 1},
+                {3: NAN},
+                {3: 1e39},
+                {3: HUGE},
+                {HUGE: 1},
+                {"a": 1},
+                [(1, 2, 3)],
+                {3: -1e-320},
+                [(1, 2)] * MANY,
+            ),
         ),
         "allowed_token_ids": (None, *IDS),
         "bad_words": TEXTS,

@@ -90,7 +90,7 @@ def _raises(name: str) -> Callable[[Call], Any]:
 
 
 def _recursion(call: Call) -> Any:
-    return _recursion(call)
+    return _recursion(call) and call
 
 
 def _buffer(call: Call) -> Any:
@@ -221,7 +221,7 @@ FAULTS: dict[str, Callable[[Call], Any]] = {
     "outputs: an axis too many": lambda call: call.out(lambda out: out[..., None]),
     "outputs: an axis too few": lambda call: call.out(lambda out: out[0]),
     "outputs: flat": lambda call: call.out(lambda out: out.reshape(-1)),
-    "outputs: turned": lambda call: call.out(lambda out: out.T),
+    "outputs: turned": lambda call: call.out(lambda out: out.T[None]),
     "outputs: of rank 0": lambda call: call.out(lambda out: out.sum()),
     "outputs: objects": lambda call: call.host(lambda out: out.astype(object)),
     "outputs: texts": lambda call: call.host(lambda out: out.astype(str)),
@@ -440,7 +440,10 @@ class Step:
         mean, first = self.backend.attend(nothing, nothing, values, cache[0], x)
         recent, second = self.backend.attend(nothing, nothing, values[..., :1], cache[1], x, window=3)
         seen = x.pos[:, None] + 1
-        return np.round(np.concatenate([mean[:, 0] * seen, recent[:, 0] * np.minimum(seen, 3)], axis=1)), [first, second]
+        return np.round(np.concatenate([mean[:, 0] * seen, recent[:, 0] * np.minimum(seen, 3)], axis=1)), [
+            first,
+            second,
+        ]
 
 
 class StepWithState(Step):

@@ -1,0 +1,35 @@
+"""Half a minute of the fuzzer, and the promise that it draws every field. `make soak` runs it for ten minutes."""
+
+import dataclasses
+import inspect
+import os
+
+import pytest
+
+from hibachi import AutoregressiveBatchInference
+
+from .drawn import FIELDS, RUN
+from .fuzz import fuzz
+from .places import CASES
+
+SECONDS = 30.0  # for all cases together
+SEED = int(os.environ.get("HIBACHI_FUZZ_SEED", "0"))
+TESTED = [name for name, case in CASES.items() if not case.soak]
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
+def test_every_field_is_drawn(kind):
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert fields == FIELDS[kind].keys(), "drawn.FIELDS says what the fuzzer puts into each field"
+
+
+def test_every_argument_is_drawn():
+    taken = inspect.signature(AutoregressiveBatchInference.run).parameters.keys() - {"self"}
+    assert taken == RUN.keys(), "drawn.RUN says what the fuzzer passes for each argument"
+
+
+@pytest.mark.parametrize("case", TESTED)
+def test_hostile_requests_change_no_bit_of_others(case):
+    report, wrong = fuzz(case, SEED, SECONDS / len(TESTED))
+    print(report)
+    assert report.good, f"{report.short()}\n{wrong}"

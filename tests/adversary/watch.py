@@ -1,0 +1,125 @@
+"""What a round looks at besides its requests: threads, descriptors, memory, logs, errors that nobody catches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import io
+import logging
+import os
+import re
+import resource
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .clients import short
+
+MOST_MEMORY = 4 * 2**30  # bytes beyond what is there already: then memory runs out here, not in the whole machine
+
+
+def shown(value: Any) -> str:
+    """Its repr, if it has one."""
+    try:
+        return repr(value)[:600]
+    except BaseException as e:
+        return f"a {type(value).__name__} whose repr raises {type(e).__name__}"
+
+
+def belongings(child: int | None = None) -> dict[str, Any]:
+    """Threads, descriptors and memory of this process and of the engine's."""
+    for _ in range(3):
+        gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    own = {"threads": sorted(t.name for t in threading.enumerate()), **_process(os.getpid())}
+    if child is not None:
+        own |= {f"{name} of the engine's process": value for name, value in _process(child).items()}
+        own["threads of the engine's process"] = os.listdir(f"/proc/{child}/task")
+    return own
+
+
+def _process(pid: int) -> dict[str, Any]:
+    if not os.path.exists("/proc/self/statm"):  # not on Linux
+        return {}
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    open_files = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            open_files.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {"descriptors": sorted(open_files), "memory": pages * resource.getpagesize()}
+
+
+@contextlib.contextmanager
+def bounded_memory() -> Iterator[None]:
+    """What takes memory without a bound fails, and the machine lives."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with contextlib.suppress(OSError, ValueError):
+        have = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+        resource.setrlimit(resource.RLIMIT_DATA, (have + MOST_MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@contextlib.contextmanager
+def watched(complain: Callable[[str], None], text: io.StringIO) -> Iterator[None]:
+    """Threads that die and errors in destructors count; what is logged is kept, and formatted as by any handler."""
+    log = logging.getLogger("hibachi")
+    handler = _Kept(text, complain)
+    handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
+    propagates, log.propagate = log.propagate, False  # pytest would keep every record, and all that hangs on it
+    log.addHandler(handler)
+    hooks = threading.excepthook, sys.unraisablehook
+
+    def died(args: Any) -> None:
+        said = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))[-2000:]
+        complain(f"a thread died: {args.thread.name if args.thread else '?'}\n{said}")
+
+    def unraisable(args: Any) -> None:
+        complain(f"unraisable in {short(args.object)}: {shown(args.exc_value)} {args.err_msg or ''}")
+
+    threading.excepthook, sys.unraisablehook = died, unraisable
+    gc.freeze()  # what is there already is not looked at again, or each collection takes long among other tests
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # models and processors overflow as they like
+            yield
+    finally:
+        gc.unfreeze()
+        threading.excepthook, sys.unraisablehook = hooks
+        log.removeHandler(handler)
+        log.propagate = propagates
+
+
+class _Kept(logging.StreamHandler):  # type: ignore[type-arg]
+    """Keeps the end of the log."""
+
+    def __init__(self, text: io.StringIO, complain: Callable[[str], None]) -> None:
+        super().__init__(text)
+        self._text, self._complain = text, complain
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if self._text.tell() > 200_000:
+            end = self._text.getvalue()[-20_000:]
+            self._text.seek(0)
+            self._text.truncate()
+            self._text.write(end)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._complain(f"a log line cannot be made: {record.msg!r:.200}, {shown(sys.exc_info()[1])}")
+
+
+def stacks() -> str:
+    """Where all threads stand, the engine's first."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    frames = [(names.get(ident, str(ident)), frame) for ident, frame in sys._current_frames().items()]
+    frames.sort(key=lambda each: (not each[0].startswith("hibachi"), each[0]))
+    return "\n".join(f"--- {name}\n{''.join(traceback.format_stack(frame)[-12:])}" for name, frame in frames)[:12_000]
