@@ -68,7 +68,7 @@ class TorchBackend(ArrayBackend):
     def unfit(self, t: Array) -> str | None:
         if t.layout is not torch.strided:
             return str(t.layout).removeprefix("torch.")
-        return "nested" if t.is_nested else "quantized" if t.is_quantized else "without data" if t.is_meta else None
+        return "without data" if t.is_meta else None
 
     # ---- movement ----------------------------------------------------------------------------------------------
 
