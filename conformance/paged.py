@@ -50,12 +50,14 @@ class Memory:
         pad: int = 0,
         padding: float = 1.0,
         sick: int = 0,
+        nan: tuple[int, ...] = (),
         **special: Any,
     ) -> None:
         """Random queries, keys and values for the new tokens of all rows. AssertionError: attention is wrong.
 
         special: scale, window and softcap of `attend`. pad: so many padding tokens, rows and blocks follow; padding:
-        their values are multiplied by it. sick: so many of the first tokens are NaN, and nothing is asked of them.
+        their values are multiplied by it. sick: so many of the first tokens are NaN, and nothing is asked of them. nan:
+        new tokens whose values are NaN.
         """
         host, real = step_inputs(rows, self.block_size, tile, pad), sum(row.q for row in rows)
 
@@ -63,13 +65,15 @@ class Memory:
             values = size * self.random.normal(size=shape)
             values[real:] *= padding
             values[:sick] = np.nan
+            if shape[1:] == (self.kv_heads, self.v_dim):
+                values[list(nan)] = np.nan
             return values
 
         q, k, v, got = self.attend(host, draw, **special)
         self.slow |= {int(slot): (k[t], v[t]) for t, slot in enumerate(host["slot"][:real])}
         want = self.slow_attention(rows, q, **special)
         # Loose enough for a library that multiplies float32 with the precision of bfloat16.
-        off = np.abs(got[:real] - want).max(axis=(1, 2))
+        off = np.where(np.isnan(want) & np.isnan(got[:real]), 0, np.abs(got[:real] - want)).max(axis=(1, 2))
         bad = [f"token {t} of {rows}" for t in np.flatnonzero(~(off <= 0.02 * size)) if t >= sick]
         assert not bad, f"attend differs from slow attention by up to {off[sick:].max():.3g} at {'; '.join(bad[:3])}"
 

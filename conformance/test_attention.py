@@ -109,3 +109,12 @@ def test_attend_takes_nothing_from_where_a_row_has_not_written(backend):
         memory.step([Row(0, 1, (5, 3)), Row(0, 3, (1, 2, 7)), Row(0, 5, (4, 6))], **special)
     for at in range(3, 6):
         memory.step([Row(at, 1, (1, 2, 7)), Row(at - 2, 1, (5, 3))], tile=1)
+
+
+def test_attend_gives_nan_to_what_sees_it_and_to_nothing_else(backend):
+    """Not to tokens before it, though they are computed in the same step: others may share their blocks."""
+    memory = Memory(backend)
+    memory.step([Row(0, 1, (5, 3)), Row(0, 3, (1, 2, 7)), Row(0, 5, (4, 6))], nan=(2, 7))
+    memory.step([Row(3, 1, (1, 2, 7)), Row(1, 1, (5, 3))], tile=1)
+    memory.step([Row(5, 1, (4, 6)), Row(2, 1, (5, 3))], tile=1, nan=(1,))
+    memory.step([Row(6, 1, (4, 6)), Row(3, 1, (5, 3))], tile=1)

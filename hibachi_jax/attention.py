@@ -109,9 +109,6 @@ def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: i
         hidden = seen > place if how.window is None else (seen > place) | (seen <= place - how.window)
         hidden = jnp.tile(hidden, (1, many // tile, 1))[:, None]
         scores = jnp.where(hidden, -jnp.inf, scores)
-        v = jnp.where(
-            (seen > at.max(axis=1, keepdims=True))[:, None, :, None], 0, v
-        )  # NaN, perhaps, and 0 * NaN is NaN
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         part = (weights.astype(v.dtype) @ v).astype(jnp.float32)

@@ -147,11 +147,12 @@ class JaxBackend(ArrayBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+        if len(cache) != 1 and not self._loops:
+            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+        k, v = self.storable(k, v)
         if len(cache) == 1:
             pages = tpu.write(cache[0], x.slot, k, v)
             return tpu.attend(q, pages, x, how), (pages,)
-        if not self._loops:
-            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         return attend(q, keys, values, x, how), (keys, values)
 

@@ -76,6 +76,7 @@ class InvariantJaxBackend(JaxBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
+        k, v = self.storable(k, v)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
 
         def look(q: Array, pos: Array, seg: Array) -> Array:
@@ -131,7 +132,6 @@ def _attend(
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
         scores = jnp.where(hidden[:, None, None, :], -jnp.inf, scores)
-        v = jnp.where(hidden[:, :, None, None], 0, v)  # NaN, perhaps, where nothing was written; and 0 * NaN is NaN
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         part = jnp.einsum("tkgs,tskd->tkgd", weights.astype(v.dtype), v).astype(jnp.float32)

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hibachi.errors import UnsupportedOperation
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.kernels import Candidate
 
 _log = logging.getLogger("hibachi.torch")
@@ -56,7 +55,6 @@ class TorchBackend(ArrayBackend):
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._array_type = torch.Tensor
-        self._places: Any = None  # of the last step: see `_read`
         self._undecided = native is None
         self.prefers_invariant = self.device.type == "cpu" and type(self) is TorchBackend
         self.quantizations = ("int8",) if self.device.type == "cpu" else ()
@@ -106,21 +104,10 @@ class TorchBackend(ArrayBackend):
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
-    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
-        return self._read(cache, x, 1) if self.device.type == "cpu" else super().read_cache(cache, x)
-
-    def _read(self, cache: LayerCache, x: StepInputs[Array], lanes: int) -> tuple[Array, Array]:
-        """`read_cache` on the CPU, of a multiple of `lanes` positions."""
-        (keys, values), size = cache, cache[0].shape[1]
-        kept = self._places
-        if kept is None or kept[0] is not x:  # once for all layers of a step
-            kept = self._places = x, *_places(x, size, lanes // math.gcd(lanes, size))
-        _, table, unwritten = kept
-        shape = table.shape[0], table.shape[1] * size
-        values[0] = 0
-        kt, vt = (self.take(half, table).view(*shape, *half.shape[2:]) for half in (keys, values))
-        vt.view(-1, *vt.shape[2:]).index_fill_(0, unwritten, 0)
-        return kt, vt
+    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
+        if self.device.type == "cpu" and math.isfinite(v.sum()):  # elsewhere, to look is to wait
+            return k, v
+        return super().storable(k, v)
 
     # ---- math --------------------------------------------------------------------------------------------------
 
@@ -237,16 +224,6 @@ class TorchBackend(ArrayBackend):
             "library": f"torch {torch.__version__}",
             "device": f"{device}, {torch.get_num_threads()} threads",
         }
-
-
-def _places(x: StepInputs[Array], size: int, multiple: int) -> tuple[Array, Array]:
-    """As in `hibachi/tensor/numpy_backend.py`."""
-    table = F.pad(x.block_table, (0, -x.block_table.shape[1] % multiple)).index_select(0, x.tile_row)
-    written = x.kv_len.index_select(0, x.tile_row)[:, None]
-    at = torch.arange(table.shape[1] * size, dtype=torch.int32).view(-1, size)
-    last = (written[:, 0] - 1) // size
-    row, place = (at.index_select(0, last) >= written).nonzero(as_tuple=True)
-    return table.masked_fill(at[:, 0] >= written, 0), (row * table.shape[1] + last[row]) * size + place
 
 
 def _on_cuda(device: Any) -> bool:

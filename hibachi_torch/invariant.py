@@ -82,9 +82,6 @@ class InvariantTorchBackend(TorchBackend):
             y = _padded(rows, lambda padded: F.linear(padded, w, b))
         return y.view(*x.shape[:-1], -1)
 
-    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
-        return self._read(cache, x, SPAN)
-
     def attend(
         self,
         q: Array,
@@ -98,12 +95,16 @@ class InvariantTorchBackend(TorchBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class, with products in shapes that are safe.
+        k, v = self.storable(k, v)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         (tiles, tile), (kv_heads, dim) = x.tile_q.shape, k.shape[1:]
-        group = q.shape[1] // kv_heads
-        kt, vt = self.read_cache((keys, values), x)
-        span, v_dim = kt.shape[1], vt.shape[-1]
-        kt, vt = kt.permute(0, 2, 3, 1), vt.transpose(1, 2)
+        group, size = q.shape[1] // kv_heads, keys.shape[1]
+        table = x.block_table.index_select(0, x.tile_row)
+        table = F.pad(table, (0, -table.shape[1] % (SPAN // math.gcd(SPAN, size))))
+        span = table.shape[1] * size
+        kt = self.take(keys, table).view(tiles, span, kv_heads, dim).permute(0, 2, 3, 1)
+        vt = self.take(values, table).view(tiles, span, kv_heads, -1).transpose(1, 2)
+        v_dim = vt.shape[-1]
         vt = F.pad(vt, (0, -v_dim % SPAN)) if v_dim % SPAN else vt
         qt = self.take(q, x.tile_q).view(tiles, tile, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), lambda rows: rows @ kt).float()

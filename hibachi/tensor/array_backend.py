@@ -325,18 +325,18 @@ class ArrayBackend:
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
         return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
 
-    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
-        """Keys [N, span, kv_heads, k_dim] and values of the row of each query tile, for `attend`.
+    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """New keys and values [T, kv_heads, dim] as `attend` writes them: a value that is not finite as zeros, and its
+        key as NaN.
 
-        Values from x.kv_len on are zeros, whatever the cache holds there: they are multiplied by weights of 0, and
-        0 * NaN is NaN. Of keys anything may come, as their scores are replaced.
+        So it makes NaN of what sees it, and of nothing else. The scores of hidden positions are replaced, but their
+        values are multiplied by 0, and 0 * NaN is NaN: of what another request left where a row has not written yet,
+        of padding in block 0, and of the tokens that come later in the same chunk.
         """
-        xp, (keys, values) = self.xp, cache
-        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
-        shape = table.shape[0], table.shape[1] * keys.shape[1]
-        kt, vt = (xp.reshape(self.take(half, table), (*shape, *half.shape[2:])) for half in (keys, values))
-        beyond = self._positions(shape[1])[None, :] >= self.take(x.kv_len, x.tile_row)[:, None]
-        return kt, xp.where(beyond[:, :, None, None], xp.zeros_like(vt[:1, :1, :1, :1]), vt)
+        xp = self.xp
+        good = xp.all(xp.isfinite(v), axis=-1, keepdims=True)
+        nan, zero = (xp.full((1, 1, 1), x, dtype=t.dtype, device=self.device) for x, t in ((math.nan, k), (0.0, v)))
+        return xp.where(good, k, nan), xp.where(good, v, zero)
 
     def attend(
         self,
@@ -358,18 +358,21 @@ class ArrayBackend:
 
         The order is part of the contract: requests of one step may share blocks that are written in that step.
 
-        So is what has no influence: positions from x.kv_len on. Until a row has written to them, its blocks hold what
-        their last owner left, and block 0, which pads the table, what padding wrote: NaN, perhaps, and 0 * NaN is NaN.
+        So is that positions which are hidden from a token have no influence on it, whatever was written there: blocks
+        are not cleared between two owners, and what the last one left may be NaN. See `storable`.
 
         The reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
         """
         xp = self.xp
+        k, v = self.storable(k, v)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
         group = heads // kv_heads
-        kt, vt = self.read_cache((keys, values), x)
-        span = kt.shape[1]
+        table = self.take(x.block_table, x.tile_row)  # [N, blocks]
+        span = table.shape[1] * keys.shape[1]
+        kt = xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim))
+        vt = xp.reshape(self.take(values, table), (tiles, span, kv_heads, v.shape[2]))
         kt, vt = xp.permute_dims(kt, (0, 2, 3, 1)), xp.permute_dims(vt, (0, 2, 1, 3))
         qt = xp.reshape(self.take(q, x.tile_q), (tiles, tile, kv_heads, group, dim))
         qt = xp.reshape(xp.permute_dims(qt, (0, 2, 3, 1, 4)), (tiles, kv_heads, group * tile, dim))

@@ -18,7 +18,7 @@ from hibachi.tensor.installed import entry_points
 GROUP = "hibachi.kernels"
 OPERATIONS = {
     "linear": ("put_weight", "put_precise", "weight_rows", "linear", "logits"),
-    "attention": ("make_cache", "read_cache", "attend"),
+    "attention": ("make_cache", "attend"),
     "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
     "sampling": ("best",),
 }

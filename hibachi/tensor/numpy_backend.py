@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,6 @@ class NumpyBackend(ArrayBackend):
             raise ConfigError(f"NumPy has one device: expected 'cpu' (or None); got {device!r}. Leave it out.")
         super().__init__(xp)
         self._tiled = _small_products_are_fast()
-        self._places: Any = None  # of the last step: see `_read`
         self.prefers_invariant = self._tiled and type(self) is NumpyBackend
 
     def owns(self, t: Any) -> bool:
@@ -63,20 +61,8 @@ class NumpyBackend(ArrayBackend):
         dst[idx] = src
         return dst
 
-    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
-        return self._read(cache, x, 1)
-
-    def _read(self, cache: LayerCache, x: StepInputs[Array], lanes: int) -> tuple[Array, Array]:
-        """`read_cache`, of a multiple of `lanes` positions."""
-        (keys, values), size = cache, cache[0].shape[1]
-        kept = self._places
-        if kept is None or kept[0] is not x:  # once for all layers of a step
-            kept = self._places = x, *_places(x, size, lanes // math.gcd(lanes, size))
-        _, table, unwritten = kept
-        values[0] = 0
-        kt, vt = keys[table], values[table]  # [N, blocks, block_size, kv_heads, dim]
-        vt.reshape(-1, *vt.shape[3:])[unwritten] = 0
-        return tuple(t.reshape(len(table), -1, *t.shape[3:]) for t in (kt, vt))
+    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return (k, v) if np.isfinite(v).all() else super().storable(k, v)
 
     def attend(
         self,
@@ -91,12 +77,14 @@ class NumpyBackend(ArrayBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class step by step, in half as many calls and without copies of the scores.
+        k, v = self.storable(k, v)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         kv_heads, dim = k.shape[1:]
-        kt, vt = self.read_cache((keys, values), x)
-        span = kt.shape[1]
-        kt, vt = kt.transpose(0, 2, 3, 1), vt.transpose(0, 2, 1, 3)
+        table = x.block_table[x.tile_row]  # [N, blocks]
+        span = table.shape[1] * keys.shape[1]
+        kt = keys[table].reshape(tiles, span, kv_heads, dim).transpose(0, 2, 3, 1)
+        vt = values[table].reshape(tiles, span, kv_heads, v.shape[2]).transpose(0, 2, 1, 3)
         qt = q[x.tile_q].reshape(tiles, tile, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         scores = self.float32(qt.reshape(tiles, kv_heads, -1, dim) @ kt)  # [N, kv_heads, group * tile, span]
         scores *= dim**-0.5 if scale is None else scale
@@ -173,20 +161,6 @@ def _small_products_are_fast() -> bool:
     simd, blas = config.get("SIMD Extensions", {}), config.get("Build Dependencies", {}).get("blas", {})
     found = {*simd.get("baseline", ()), *simd.get("found", ())}
     return "openblas" in blas.get("name", "") and bool(found & {"X86_V4", "AVX512_SKX"})
-
-
-def _places(x: StepInputs[Array], size: int, multiple: int) -> tuple[Array, Array]:
-    """Where a step looks: the blocks of each query tile's row, [N, blocks], block 0 for those without a written
-    position; and which positions of the last of the others are not written, counted in [N * blocks * block_size].
-
-    size: of a block. The number of blocks is a multiple of `multiple`.
-    """
-    table = np.pad(x.block_table, ((0, 0), (0, -x.block_table.shape[1] % multiple)))[x.tile_row]
-    written = x.kv_len[x.tile_row][:, None]
-    at = np.arange(table.shape[1] * size, dtype=np.int32).reshape(-1, size)
-    last = (written[:, 0] - 1) // size
-    row, place = np.nonzero(at[last] >= written)
-    return np.where(at[:, 0] < written, table, 0), (row * table.shape[1] + last[row]) * size + place
 
 
 def _multiply_tiles(x: Array, w: Array) -> Array:

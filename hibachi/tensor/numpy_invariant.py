@@ -8,6 +8,7 @@ made of single rows, which takes longer.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,6 @@ class InvariantNumpyBackend(NumpyBackend):
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if b is None else y + b
 
-    def read_cache(self, cache: LayerCache, x: StepInputs[Array]) -> tuple[Array, Array]:
-        return self._read(cache, x, LANES)
-
     def attend(
         self,
         q: Array,
@@ -63,11 +61,15 @@ class InvariantNumpyBackend(NumpyBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class, with products in shapes that are safe.
+        k, v = self.storable(k, v)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         (kv_heads, dim), v_dim = k.shape[1:], v.shape[2]
-        kt, vt = (t.transpose(0, 2, 1, 3) for t in self.read_cache((keys, values), x))
-        span = kt.shape[2]
+        more = -x.block_table.shape[1] % (LANES // math.gcd(LANES, keys.shape[1]))
+        table = np.pad(x.block_table, ((0, 0), (0, more)))[x.tile_row]  # [N, blocks]
+        span = table.shape[1] * keys.shape[1]
+        kt = keys[table].reshape(tiles, span, kv_heads, dim).transpose(0, 2, 1, 3)
+        vt = values[table].reshape(tiles, span, kv_heads, v_dim).transpose(0, 2, 1, 3)
         qt = q[x.tile_q].reshape(tiles, tile, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         scores = self._scores(qt.reshape(tiles, kv_heads, -1, dim), kt)  # [N, kv_heads, group * tile, span]
         scores = self.float32(scores)

@@ -32,7 +32,6 @@ from hibachi import (
 from hibachi.engine.runner import Outcome
 from hibachi.engine.stream import Channel
 
-from . import mutants
 from .mutants import Mutant
 
 SOON = 1.5  # seconds until a stream that never ends counts as a broken promise
@@ -680,11 +679,11 @@ def advance_on_failure(forward: Any, plan: Any, idx: Any) -> Any:
         raise
 
 
-def careless(promise: str) -> Mutant:
-    """A backend whose attention multiplies what a row has not written by 0."""
+def storing(promise: str, breaks: str, storable: Any) -> Mutant:
+    """A backend that writes other keys and values into its cache."""
     backend = NumpyBackend()
-    backend.attend = partial(mutants.careless, lambda *_: False, backend)
-    return mutant(promise, "lets NaN through", backend=backend)
+    backend.storable = storable
+    return mutant(promise, breaks, backend=backend)
 
 
 def add_columns(step: Any, *args: Any) -> Any:
@@ -735,12 +734,14 @@ CACHES = [
     scheduler("a_cancelled_request_gives_its_blocks_to_the_next", "loses the blocks", cancel=keep_blocks),
     core("a_request_may_be_cancelled_within_its_prompt", "computes on for nobody",
          cancel=lambda cancel, job: None),
-    careless("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next"),
+    storing("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "keeps NaN in values",
+            lambda k, v: (k, v)),
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "draws from NaN", run=deliver_nan),
     runner("a_step_may_write_into_its_inputs", "gives away its own block table", _inputs=show_the_block_table),
     mutant("a_step_that_returns_no_cache_fails_and_the_next_are_served", "takes what comes", take_any_cache),
-    careless("nan_that_a_cancelled_request_left_never_reaches_the_next"),
-    careless("nan_that_no_output_shows_never_reaches_the_next"),
+    storing("nan_that_a_cancelled_request_left_never_reaches_the_next", "keeps NaN in values",
+            lambda k, v: (k, v)),
+    storing("nan_that_no_output_shows_never_reaches_the_next", "keeps NaN in values", lambda k, v: (k, v)),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_step_that_raises_fails_the_guilty_request_alone", "advances states in a step that fails",
            _forward=advance_on_failure),

@@ -396,35 +396,23 @@ def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, **special: Any
     return b.attend(q, k, v, tuple(half.copy() for half in cache), x, **special)[0], cache
 
 
-CARELESS = {  # what is cleared of the positions that a row has not written
-    "multiplies NaN by a weight of zero": lambda at, kv_len, table: False,
-    "clears the rest of each last block only": lambda at, kv_len, table: at // 4 == (kv_len - 1) // 4,
-    "clears the blocks that are not begun only": lambda at, kv_len, table: at // 4 > (kv_len - 1) // 4,
-    "clears block 0 only": lambda at, kv_len, table: np.repeat(table, 4, axis=1) == 0,
-}
+def keeps_nan(b: Any, k: Any, v: Any) -> Any:
+    """Keys and values go into the cache as they are."""
+    return k, v
 
 
-def careless(clears: Any, b: Any, *args: Any, **options: Any) -> Any:
-    """Attention of a backend that clears those of the positions `at` from kv_len on for which clears(...) is true."""
-    own = NumpyBackend()
-    own.read_cache = partial(read_carelessly, clears)
-    with np.errstate(invalid="ignore"):
-        return own.attend(*args, **options)
-
-
-def read_carelessly(clears: Any, cache: Any, x: Any) -> Any:
-    table = x.block_table[x.tile_row]
-    kt, vt = (half[table].reshape(len(table), -1, *half.shape[2:]) for half in cache)
-    at, kv_len = np.arange(vt.shape[1]), x.kv_len[x.tile_row][:, None]
-    vt[(at >= kv_len) & clears(at, kv_len, table)] = 0
-    return kt, vt
+def keeps_nan_of_prompts(b: Any, *args: Any, **options: Any) -> Any:
+    own, x = NumpyBackend(), args[4]
+    if x.tile_q.shape[1] > 1:
+        own.storable = partial(keeps_nan, own)
+    return own.attend(*args, **options)
 
 
 def padded() -> dict[str, Any]:
     """NumPy as a backend whose steps are padded, with attention that is not made for that."""
     backend = NumpyBackend()
     backend.static_shapes = True
-    backend.attend = partial(careless, CARELESS["multiplies NaN by a weight of zero"], backend)
+    backend.storable = partial(keeps_nan, backend)
     return {"backend": backend}
 
 
@@ -476,8 +464,14 @@ ATTENTION = [
     broken("attend_gives_padding_no_influence", "writes padding into block 1",
            attend=padding_writes_to_block_one),
     broken("attend_stays_finite_for_large_scores", "overflows", attend=overflowing),
-    *(broken("attend_takes_nothing_from_where_a_row_has_not_written", breaks, attend=partial(careless, clears))
-      for breaks, clears in CARELESS.items()),
+    broken("attend_takes_nothing_from_where_a_row_has_not_written", "multiplies NaN by a weight of zero",
+           storable=keeps_nan),
+    broken("attend_gives_nan_to_what_sees_it_and_to_nothing_else", "multiplies NaN by a weight of zero",
+           storable=keeps_nan),
+    broken("attend_gives_nan_to_what_sees_it_and_to_nothing_else", "multiplies NaN of the same chunk by zero",
+           attend=keeps_nan_of_prompts),
+    broken("attend_gives_nan_to_what_sees_it_and_to_nothing_else", "takes NaN for 0",
+           storable=lambda b, k, v: (k, np.nan_to_num(v))),
     Mutant("test_attend_does_not_catch_nan_from_padding_tokens", "multiplies NaN by a weight of zero", padded()),
 ]  # fmt: skip
 

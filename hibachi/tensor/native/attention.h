@@ -8,8 +8,7 @@
 // A tile is some queries (tokens of one row, heads that share a key head) which pass together over the row's spans,
 // four at a time, with a running maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). The groups of four
 // begin at fixed positions and each query's numbers go through the same operations in the same order in any tile:
-// what others see beyond it counts as weights of zero, which change no bit. Values that no query of the tile sees count
-// as zeros, as they may be another request's NaN, from before the block was given to this one.
+// what others see beyond it counts as weights of zero, which change no bit.
 //
 // Tiles that see the same spans, of one prompt or of rows that share a prefix, may pass over these together, so that
 // each group is read once for all of them (cascade attention; Juravsky et al. 2024). No results of parts are merged: a
@@ -52,7 +51,21 @@ struct Layout {
         v_span(LANES / T::DEPTH * v_wide) {}
 };
 
-// The new keys and values go to their places, before anybody reads: rows may share blocks that are written now.
+template <class E>
+static bool finite(const E* x, int64_t n) {
+  constexpr uint32_t EXPONENT = sizeof(E) == 2 ? 0x7f80 : 0x7f800000;
+  bool good = true;
+  for (int64_t i = 0; i < n; i++) {
+    std::conditional_t<sizeof(E) == 2, uint16_t, uint32_t> bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    good &= (bits & EXPONENT) != EXPONENT;
+  }
+  return good;
+}
+
+// The new keys and values go to their places, before any are read: rows may share blocks that are written now. A value
+// that is not finite is written as zeros and its key as NaN, so that it makes NaN of what sees it, and of nothing else:
+// the scores of hidden positions are replaced, but their values are multiplied by 0, and 0 * NaN is NaN.
 template <class T>
 struct Write {
   using Element = typename T::Element;
@@ -71,12 +84,12 @@ struct Write {
     int64_t block = slot[t] / s.block_size, offset = slot[t] % s.block_size;
     for (int64_t h = 0; h < s.kv_heads; h++) {
       int64_t span = (block * s.kv_heads + h) * at.spans + offset / LANES, i = offset % LANES;
-      const Element* from = k + t * s.k_stride + h * s.k_dim;
+      const Element *key = k + t * s.k_stride + h * s.k_dim, *value = v + t * s.v_stride + h * s.v_dim;
+      const bool good = finite(value, s.v_dim);
       Element* to = keys + (span * at.k_span + i) * D;
-      for (int64_t d = 0; d < s.k_dim; d++) to[d / D * LANES * D + d % D] = from[d];
-      from = v + t * s.v_stride + h * s.v_dim;
+      for (int64_t d = 0; d < s.k_dim; d++) to[d / D * LANES * D + d % D] = good ? key[d] : T::nan();
       to = values + (span * at.v_span + i / D * at.v_wide) * D + i % D;
-      for (int64_t d = 0; d < s.v_dim; d++) to[d * D] = from[d];
+      for (int64_t d = 0; d < s.v_dim; d++) to[d * D] = good ? value[d] : Element{};
     }
   }
 };
@@ -170,8 +183,7 @@ static void score(
     for (int c = 0; c < S; c++) out[r][c] = sums[r][c];
 }
 
-// out [N][C] (rows `wide` apart) = out * old [N] + weights [N][spans * 16] times the values of C * 16 dimensions. Of the
-// last span `used` positions count; its other values are taken for zeros.
+// out [N][C] (rows `wide` apart) = out * old [N] + weights [N][spans * 16] times the values of C * 16 dimensions.
 template <class T, int N, int C>
 static void mix(
     const typename T::Element (*weights)[SPANS * LANES],
@@ -179,31 +191,24 @@ static void mix(
     const typename T::Lane* const* values,
     const typename T::Lane* const* soon,
     int spans,
-    int used,
     int64_t wide,
     float* out
 ) {
   Floats sums[N][C];
   for (int r = 0; r < N; r++)
     for (int c = 0; c < C; c++) sums[r][c] = load<Floats>(out + r * wide + c * LANES) * old[r];
-  auto add = [&](int s, int i, auto kept) {
-    Words v[C];
-    for (int c = 0; c < C; c++) {
-      v[c] = kept(load<Words>(values[s] + i * wide + c * LANES));
-      fetch(soon[s] + i * wide + c * LANES);
-    }
-    for (int r = 0; r < N; r++) {
-      auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
-      for (int c = 0; c < C; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
-    }
-  };
-  const int lanes = LANES / T::DEPTH, whole = used / T::DEPTH;  // of the last span, a pair may be half used
   for (int s = 0; s < spans; s++)
-    for (int i = 0, end = s + 1 < spans ? lanes : whole; i < end; i++) add(s, i, [](Words v) { return v; });
-  for (int i = whole; i < lanes; i++) {
-    const uint32_t bits = i * T::DEPTH < used ? 0xffff : 0;
-    add(spans - 1, i, [bits](Words v) { return v & bits; });
-  }
+    for (int i = 0; i < LANES / T::DEPTH; i++) {
+      Words v[C];
+      for (int c = 0; c < C; c++) {
+        v[c] = load<Words>(values[s] + i * wide + c * LANES);
+        fetch(soon[s] + i * wide + c * LANES);
+      }
+      for (int r = 0; r < N; r++) {
+        auto w = load<typename T::Lane>(weights[r] + s * LANES + i * T::DEPTH);
+        for (int c = 0; c < C; c++) sums[r][c] = T::multiply(sums[r][c], v[c], w);
+      }
+    }
   for (int r = 0; r < N; r++)
     for (int c = 0; c < C; c++) store(out + r * wide + c * LANES, sums[r][c]);
 }
@@ -329,7 +334,6 @@ struct Attention {
         block++, inside = 0;
       }
     }
-    const int used = std::min<int64_t>(LANES, kept.position[end - 1] + 1 - where[spans - 1]);
     Element weights[TOGETHER][SPANS * LANES];
     float old[TOGETHER];
     const int some = up(end - begin, up(end - begin, QUERIES));
@@ -352,9 +356,7 @@ struct Attention {
       for (int a = begin; a < end; a += some)
         with_constant<QUERIES>(std::min(some, end - a), [&](auto rows) {
           with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
-            mix<T, rows, wide>(
-                weights + a, old + a, part, soon, spans, used, at.v_wide, kept.sums.data() + a * at.v_wide + d
-            );
+            mix<T, rows, wide>(weights + a, old + a, part, soon, spans, at.v_wide, kept.sums.data() + a * at.v_wide + d);
           });
         });
     }

@@ -125,6 +125,7 @@ struct F32 {
   using Element = float;
   using Lane = float;
   static constexpr int DEPTH = 1;  // elements in a lane
+  static Element nan() { return std::numeric_limits<float>::quiet_NaN(); }
 
   static Floats multiply(Floats sums, Words lanes, Lane x) { return fma((Floats)lanes, all(x), sums); }
   static Floats read(const Element* p) { return load<Floats>(p); }
@@ -138,6 +139,7 @@ struct Bf16 {
   using Element = uint16_t;
   using Lane = uint32_t;
   static constexpr int DEPTH = 2;
+  static Element nan() { return 0x7fc0; }
 
   static Floats multiply(Floats sums, Words lanes, Lane x) {
 #if defined(AVX512) && defined(__AVX512BF16__)
