@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import hibachi
 from hibachi import AutoregressiveBatchInference, SamplingParams, Terms
 from hibachi.testing.toys import VOCAB, SumBoth, SumState
 
@@ -22,21 +23,24 @@ def answer(tokens, n=5):
     return out
 
 
-@pytest.fixture(params=[SumState, SumBoth])
-def engine(request, backend):
-    if backend.name == "array_api_strict":
-        pytest.skip("NumPy underneath")
-    if backend.name == "jax" and "second_prompt" not in request.node.name:
-        pytest.skip("compiles for long; the first test will do")
+def cases(*libraries):
+    return [pytest.param((toy, name), id=f"{toy.__name__}-{name}") for name in libraries for toy in (SumState, SumBoth)]
+
+
+@pytest.fixture(params=cases("numpy", "torch"))
+def engine(request):
+    toy, name = request.param
+    backend = hibachi.load(name)
 
     def make(**options):
         return AutoregressiveBatchInference(
-            request.param(backend), backend=backend, max_model_len=600, block_size=4, max_batch_size=8, **options
+            toy(backend), backend=backend, max_model_len=600, block_size=4, max_batch_size=8, **options
         )
 
     return make
 
 
+@pytest.mark.parametrize("engine", cases("numpy", "torch", "jax"), indirect=True)
 def test_a_second_prompt_begins_where_the_first_was_kept(engine):
     with engine() as e:
         tokens = prompt(41)
@@ -88,9 +92,9 @@ def test_few_checkpoints_for_many_prompts(engine):
         assert e.stats().prefix_hits > 0
 
 
-def test_tight_memory_and_checkpoints_together(backend):
-    if backend.name in ("array_api_strict", "jax"):
-        pytest.skip("slow, and no different")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_tight_memory_and_checkpoints_together(library):
+    backend = hibachi.load(library)
     model = SumBoth(backend)
     spec = model.cache_spec()[0]
     block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4

@@ -10,12 +10,7 @@ from .models import Turnstile
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
 
 
-@pytest.fixture
-def library(backend):
-    """A backend that is used with models: the strict one only slowly does what NumPy does."""
-    if backend.name == "array_api_strict":
-        pytest.skip("NumPy underneath")
-    return backend
+every_library = pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 
 
 def ids(n, seed=0, vocab=2000):
@@ -30,6 +25,7 @@ def same(a, b):
             assert x[token] == pytest.approx(y[token], abs=1e-4)
 
 
+@every_library
 def test_v08_a_second_identical_prompt_of_40_tokens_hits_32(library):
     with LLM("tiny", backend=library) as llm:
         first = llm.generate(ids(40), GREEDY)[0]
@@ -62,6 +58,7 @@ def test_what_was_generated_is_reused_by_the_next_turn():
         assert llm.stats().prefix_hits == 48  # of 49 that were computed: the last token was never fed back
 
 
+@every_library
 def test_a_burst_with_a_common_prefix_computes_it_once(library):
     common = ids(512 - 60, 7)
     common = (common * 2)[:448]
@@ -102,6 +99,7 @@ def test_embedded_prompts_are_not_cached():
         assert outs[2].choices[0].logprobs != outs[0].choices[0].logprobs
 
 
+@every_library
 def test_v05_who_is_preempted_goes_on_as_if_nothing_had_happened(library):
     prompts = [ids(30, i) for i in range(6)]
     params = GREEDY.with_(max_tokens=60, ignore_eos=True)
