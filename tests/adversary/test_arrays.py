@@ -952,12 +952,15 @@ def test_low_a_model_may_look_whether_something_has_come(serve, library):
                 with pytest.raises(TimeoutError):
                     item.result(timeout=0)
                 self.item = item
+            elif (x == 3).any():  # by now it has come
+                self.seen = float(self.item.result())
             return x + 1
 
     model = Polls()
     engine = model.engine = serve(model)
     assert float(engine.run(float(POISON)).result(PATIENCE)) == POISON + 1
     assert float(model.item.result(PATIENCE)) == 2
+    assert float(engine.run(3.0).result(PATIENCE)) == 4 and model.seen == 2
 
 
 def test_the_helpers_of_these_tests_see_what_is_shared():
