@@ -39,8 +39,8 @@ from hibachi.tensor.array_backend import HostArray
 
 log = logging.getLogger("hibachi.engine")
 MOST_RESTARTS = 3  # in a row, without a token in between
-CLOSING = 10.0  # seconds
-LOOK = 0.1  # seconds from one look at what nobody tells of to the next
+CLOSING = 10.0  # seconds that a process has to end
+LOOK = 0.1  # seconds: `drain` looks so often whether streams were closed
 
 
 class RemoteEngine(Closing):
@@ -90,14 +90,14 @@ class RemoteEngine(Closing):
             script = f"{deaf}; from hibachi.engine.child import main; main({theirs.fileno()})"
             command = [sys.executable, "-c", script]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        if self._closing:  # it may be the one before that `close` has waited for
+        if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
         try:
             self._pipe.send(self._spec)
             word, value = self._pipe.recv()
         except (EOFError, OSError) as e:
             raise EngineFailed(
-                f"The engine's process ended before it was ready, with status {self._process.wait()}. Look at what it "
+                f"The engine's process ended before it was ready, with status {self._end(CLOSING)}. Look at what it "
                 f"wrote; was it killed for want of memory?"
             ) from e
         except BaseException:  # Ctrl-C while it loads
@@ -105,7 +105,7 @@ class RemoteEngine(Closing):
             self._process.wait()
             raise
         if word == "failed":
-            self._process.wait()
+            self._end(CLOSING)
             raise value
         self._health, self._heard = Health("idle", "No request has come yet."), time.monotonic()
         self._sender = Sender(self._pipe)
@@ -305,7 +305,7 @@ class RemoteEngine(Closing):
         return ItemStream(channel, partial(self._cancel, number), int)
 
     def _cancel(self, number: int) -> None:
-        """May be called by a destructor, in any thread: takes no lock."""
+        """Takes no lock, as a destructor may call it in any thread, at any time."""
         if self._channels.pop(number, None) is not None and not self._sender.withdraw(number):
             self._tell("cancel", number)
 
@@ -338,9 +338,8 @@ class RemoteEngine(Closing):
         return found
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others; False if `timeout` seconds were not enough.
-
-        False as well as soon as the process is lost or stalled.
+        """Take no new requests and wait for the others; False after `timeout` seconds, or once the process stalls or is
+        lost.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -350,7 +349,7 @@ class RemoteEngine(Closing):
                 left = until - time.monotonic()
                 if left <= 0 or self.health().state in ("stalled", "failed"):
                     return False
-                self._changed.wait(min(left, LOOK))  # cancelling, which may be a destructor, does not notify
+                self._changed.wait(min(left, LOOK))  # a stream that is closed does not notify: see `_cancel`
             return self.health().state != "failed"
 
     def close(self, timeout: float | None = CLOSING) -> None:
@@ -364,12 +363,12 @@ class RemoteEngine(Closing):
         self._end(timeout)
 
     def _disown(self) -> None:
-        """This process is a fork of ours, without the threads; and their locks may be held for ever."""
+        """Called in a fork of our process, which has none of the threads; locks that they held are never released."""
         self._refusal, self._changed = _forked, threading.Condition(threading.RLock())
         for channel in list(self._channels.values()):
             channel.error, channel.finish = _forked(), Finish.ERROR
         self._channels, self._answers = {}, {}
-        self._pipe.close()  # or the process would outlive the one that it belongs to
+        self._pipe.close()  # as the engine's process ends when no pipe leads to it any more
 
 
 _engines: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Sends to another process: what a caller may never wait for."""
+"""Messages to another process, sent without holding up the caller."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Sender:
         threading.Thread(target=self._send, name="hibachi-remote-send", daemon=True).start()
 
     def tell(self, *message: Any) -> None:
-        """Send a few words."""
+        """Send a short message that can be pickled."""
         self._queue.put((message, 0))
 
     def check(self, size: int) -> None:
-        """Raises QueueFull if a request of so many bytes is one too many for a process that does not read."""
+        """Raises QueueFull if a request of `size` bytes is too much, as the process does not read the others."""
         if (unsent := self._posted - self._passed) and unsent + size > MOST_UNSENT:
             raise QueueFull(
                 f"The engine's process does not take what it is sent: expected at most {MOST_UNSENT} bytes of requests "
@@ -39,17 +39,17 @@ class Sender:
             )
 
     def post(self, contents: bytes, what: str, number: int, *rest: Any) -> None:
-        """Send a request; one thread at a time."""
+        """Send (what, number, ...) and the pickled contents of a request. Called by one thread at a time."""
         self._posted += len(contents)
         self._contents[number] = contents
         self._queue.put(((what, number, *rest), len(contents)))
 
     def withdraw(self, number: int) -> bool:
-        """Do not send a request; False if that has begun."""
+        """Take back a request that has not been sent; False if it has."""
         return self._contents.pop(number, None) is not None
 
     def end(self, *last: Any) -> None:
-        """Send none of the requests that wait, and after this message nothing more."""
+        """Drop the requests that wait, send this last message if there is one, and end the thread."""
         self._contents.clear()
         if last:
             self.tell(*last)

@@ -252,11 +252,18 @@ def test_h2_refusals_beside_a_running_engine(eager_switching):
             refuse(1000 + len(refused))
             refused.append(None)
 
+    class Token:
+        def __init__(self, value):
+            self.value = value
+
+        def __int__(self):  # takes a while, so that fewer tokens do
+            return sum([self.value for _ in range(20)]) // 20
+
     other = Background(keep_refusing)
     wakeups = Wakeups()
     for step in range(400):
         for channel in channels:
-            channel.push(step, wakeups)
+            channel.push(Token(step), wakeups)
         wakeups.post()
     over.set()
     other.result()
@@ -498,6 +505,7 @@ RAISING = """
 import os
 import time
 
+import hibachi
 import numpy as np
 
 class Own(Exception):
@@ -517,6 +525,21 @@ class Raises:
             raise Own("thirteen")
         if (tokens == 14).any():
             time.sleep(60)
+        return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
+
+class Lost(Exception):
+    pass
+
+class Fragile(hibachi.NumpyBackend):
+    def fatal(self, error):
+        return isinstance(error, Lost)
+
+class Loses:
+    vocab_size, max_model_len, backend = 26, 64, Fragile()
+
+    def logits(self, tokens, lengths):
+        if (tokens == 13).any():
+            raise Lost("the device")
         return np.eye(26, dtype=np.float32)[(tokens[:, -1] + 1) % 26] * 10
 
 def broken():
@@ -547,6 +570,16 @@ def test_an_error_of_the_models_own_type_ends_its_request_only(raising):
                 Background(last.tokens.collect).result()
         finally:
             os.kill(int(raising.with_name("raising.py.pid").read_text()), signal.SIGKILL)
+
+
+def test_an_engine_that_has_failed_for_good_gets_a_new_process(raising):
+    params = SamplingParams(temperature=0, max_tokens=3)
+    with RemoteLLM(f"{raising}:Loses", restart=True) as llm:
+        first, bad = llm.engine.pid, llm.stream([13], params)
+        with pytest.raises(EngineFailed, match="the device"):
+            Background(bad.tokens.collect).result()
+        until(lambda: llm.engine.restarts == 1 and llm.health().ok)
+        assert llm.engine.pid != first and llm.generate([[1]], params)[0].token_ids == [2, 3, 4]
 
 
 def test_an_error_of_ones_own_type_while_it_loads(raising):
