@@ -123,7 +123,7 @@ class Decoder:
         if a.learned_positions:
             h = h + b.take(params["positions"], x.pos)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
-        if self.fused is not None and params["layers"] is self.params["layers"]:
+        if self.fused is not None and params is self.params:
             return self.fused(h, turns, cache, x)
         new = []
         for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):

@@ -48,6 +48,8 @@ class CachedModel(Protocol[T]):
 
     vocab_size: size of the logits, so that the engine samples; None if `step` returns the next tokens itself.
     params: the weights, passed to every step (a pytree), so that a library can compile the step around them.
+
+    A model may have `reach(n)`: it is called before a step at positions below n, which takes `params` after it.
     """
 
     vocab_size: int | None
