@@ -252,7 +252,7 @@ class Round:
             except AssertionError as e:
                 self.complain(f"scheduler.check: {e}")
         if self.place.mischief is not None:
-            self.place.mischief.begins()  # it lets go of what it kept
+            self.place.mischief.forget()
         return belongings(engine.pid if self.place.remote else None)
 
     def _end(self) -> None:

@@ -136,8 +136,12 @@ def shipped(backend: Callable[[], Any]) -> Make:
     """The shipped model, on kernels that do not depend on the batch."""
 
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
-        mischief = Mischief(())
-        model = load_model(TINY, mischief.around(backend().invariant()), dtype="float32", max_model_len=LENGTH)
+        mischief, kernels = Mischief(()), backend().invariant()
+        if kernels.static_shapes:  # it is traced
+            mischief.around(kernels)
+        model: Any = load_model(TINY, kernels, dtype="float32", max_model_len=LENGTH)
+        if not mischief.compiled:
+            model = hostile.Around(model, mischief)
         asked = _alone(options) if solo else _policy(options) | {"cache_bytes": _cache_bytes(model, options)}
         engine = AutoregressiveBatchInference(
             model, max_model_len=LENGTH, deterministic=True, dtype=model.dtype, **asked
