@@ -161,6 +161,19 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(own):
     )
 
 
+def test_what_others_left_in_the_cache_changes_nothing(own):
+    if own.rung != 2:
+        pytest.skip("does not apply: only models with a cache get memory that others have used")
+    skip_mixed(own)
+    own.spy.left = np.nan
+    engine = own.engine(rows=4, max_batch_tokens=5, block_size=4)
+    check(
+        own.changed_together(engine, "where others left NaN in the cache"),
+        "Until its row has written to it, a position holds anything, from x.kv_len on. `backend.attend` leaves it out; "
+        "attention of your own must do the same, and a weight of 0 is not enough, as 0 * NaN is NaN.",
+    )
+
+
 def test_a_prompt_of_one_token_is_answered_or_refused(own):
     """And an empty one is refused. Neither touches the others."""
     skip_feedforward(own)

@@ -88,11 +88,17 @@ def test_attend_gives_padding_no_influence(backend):
 
 
 def test_attend_does_not_catch_nan_from_padding_tokens(backend):
-    """They repeat a real token, so one request with NaN would otherwise spoil the whole batch."""
-    if backend.static_shapes:  # elsewhere no token is padding
-        memory = Memory(backend)
+    """They repeat a real token, so one request with NaN would otherwise spoil the whole batch.
+
+    Where no token is padding, tiles are filled up with the first token of all, and here that is NaN.
+    """
+    memory, first = Memory(backend), Row(0, 3, (2,))
+    if backend.static_shapes:
         memory.step([Row(0, 3, (1,)), Row(0, 5, (4, 6))], pad=3, padding=float("nan"))
         memory.step([Row(3, 1, (1,)), Row(5, 1, (4, 6))], pad=3, padding=float("nan"))
+    else:
+        memory.step([first, Row(0, 3, (1,)), Row(0, 5, (4, 6))], sick=3)
+        memory.step([first, Row(3, 1, (1,)), Row(5, 1, (4, 6))], sick=3)
 
 
 def test_attend_takes_nothing_from_where_a_row_has_not_written(backend):

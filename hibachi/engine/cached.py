@@ -177,7 +177,7 @@ class CachedRunner:
         except Exception as e:
             if flight.cache is not None:
                 self.cache = flight.cache
-            # The step after this one may have left NaN behind, at positions that are hidden when this one is repeated.
+            # What this step and the one after it wrote is not known.
             raise_for_all(e, self.backend, cache_lost=True)
             raise
         tokens, ok = tokens[: len(idx)], ok[: len(idx)]
@@ -580,9 +580,21 @@ class CheckedStep:
         if not isinstance(new, (tuple, list)) or len(new) != len(cache):
             raise self._wrong(f"the cache as a list of {len(cache)} layers, as it was given", new)
         return out, [
-            layer if layer is old or _alike(layer, old) else self._like(old, layer, i)
+            layer if layer is old or self._alike(old, layer) else self._like(old, layer, i)
             for i, (old, layer) in enumerate(zip(cache, new, strict=True))
         ]
+
+    def _alike(self, old: LayerCache, new: LayerCache) -> bool:
+        """Says quickly of nearly all layers that they are fine: pairs of arrays of the same types and shapes."""
+        if type(new) is not tuple or type(old) is not tuple or len(new) != 2 or len(old) != 2:
+            return False
+        (a, b), (c, d), unfit = new, old, self.backend.unfit
+        try:
+            return (a is c or (type(a) is type(c) and a.shape == c.shape and unfit(a) is None)) and (
+                b is d or (type(b) is type(d) and b.shape == d.shape and unfit(b) is None)
+            )
+        except AttributeError:
+            return False
 
     def _like(self, old: LayerCache, new: LayerCache, i: int) -> LayerCache:
         """`new`, if it is of the kind and the shape of `old`, in the same kind of tuple."""
@@ -607,17 +619,6 @@ class CheckedStep:
             f"{self.name} must return {expected}; got {what}. Return (outputs, [what `attend` returned, or the new "
             f"state, for each layer])."
         )
-
-
-def _alike(layer: LayerCache, old: LayerCache) -> bool:
-    """Says quickly of nearly all layers that they are fine: pairs of arrays of the same types and shapes."""
-    if type(layer) is not tuple or type(old) is not tuple or len(layer) != 2 or len(old) != 2:
-        return False
-    (a, b), (c, d) = layer, old
-    try:
-        return type(a) is type(c) and type(b) is type(d) and a.shape == c.shape and b.shape == d.shape
-    except AttributeError:
-        return False
 
 
 def _drawn(plan: StepPlan, before: Flight | None) -> tuple[Array, Any] | None:

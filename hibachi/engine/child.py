@@ -272,8 +272,9 @@ def main(place: int) -> None:
     """place: the file descriptor of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a terminal or a service; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(place, False)
     pipe = Connection(place)
+    os.set_inheritable(place, False)  # no process that the model starts may outlive us as the pipe's end
+    os.register_at_fork(after_in_child=pipe.close)
     try:
         texts = open_texts(**pipe.recv())
         child = Child(pipe, texts)
@@ -283,11 +284,13 @@ def main(place: int) -> None:
     except BaseException as e:
         pipe.send(("failed", _portable(e, EngineFailed)))
         raise SystemExit(1) from e
+    status = 1
     try:
         child.serve(facts)
+        status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         texts.close()
         sys.stdout.flush()
-        os._exit(0)  # threads of array libraries may hold up a regular exit
+        os._exit(status)  # threads of array libraries may hold up a regular exit

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -301,12 +300,10 @@ def check_output(
 _CONVERT = "Convert its output, or return logits from `logits` to have them sampled."
 
 
-@lru_cache(256)
 def _is_kind(xp: Any, dtype: Any, kind: str | tuple[str, ...]) -> bool:
-    """`xp.isdtype`, which takes long on NumPy, and does not know the dtypes that other packages add to it."""
     try:
         return bool(xp.isdtype(dtype, kind))
-    except TypeError:
+    except TypeError:  # NumPy's: a dtype that another package has added
         return False
 
 

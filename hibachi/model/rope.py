@@ -82,7 +82,7 @@ _PIECE = 1024  # positions
 
 def room(positions: int, longest: int) -> int:
     """Positions of tables that must have so many: a power of two from `FIRST` on, or `longest`."""
-    return min(max(FIRST, 1 << (positions - 1).bit_length()), longest)
+    return min(longest, max(FIRST, 1 << (positions - 1).bit_length()))
 
 
 def tables(rope: Rope, length: int, *, start: int = 0, longest: int | None = None) -> tuple[HostArray, HostArray]:

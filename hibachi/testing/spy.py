@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.cache import StepInputs
+from hibachi.plan.lower import lower
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.cache import Paged, State, StepInputs
 
 PATIENCE = 60.0  # seconds that a call is held at most
 
@@ -39,6 +40,7 @@ class Spy:
 
     before(call): called in the engine's thread before each call of the model; may raise.
     after(call, out): gives what the engine gets as the call's output.
+    left: what the paged cache of a new engine holds at first, as left by others; None: zeros.
     record: copies of calls are put into this list, if there is one.
     """
 
@@ -48,6 +50,7 @@ class Spy:
         self.model: Any = model
         if rung == 2:
             self.backend.compile = self._compile  # type: ignore[method-assign]
+            self.backend.make_cache = self._make_cache  # type: ignore[method-assign]
         else:
             self.model = self._wrapped(model, rung)
         self.calls = 0
@@ -58,6 +61,7 @@ class Spy:
 
     def undo(self) -> None:
         """No more failing or spoiling."""
+        self.left: float | None = None
         self.before: Callable[[Call], None] = lambda call: None
         self.after: Callable[[Call, Array], Any] = lambda call, out: out
 
@@ -96,6 +100,22 @@ class Spy:
             return self.after(call, out), cache
 
         return step
+
+    def _make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
+        b = self._plain
+        cache = b.make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
+        if self.left is None or isinstance(spec, State):
+            return cache
+        # Written as by one request a block, as nobody but the backend knows where things are in its cache.
+        each, full = np.arange(blocks), np.full(blocks, block_size, np.int32)
+        packed = lower(
+            each, 0 * full, full, full > 0, each[:, None].astype(np.int32), block_size, tiles=(1, block_size)
+        )
+        x = StepInputs(tok=b.put(packed.pos), **{f.name: b.put(getattr(packed, f.name)) for f in fields(packed)})
+        shapes = [(blocks * block_size, spec.kv_heads, dim) for dim in (spec.k_dim, spec.k_dim, spec.v_dim)]
+        q, k, v = (b.put(np.full(shape, self.left, np.float32), spec.dtype or dtype) for shape in shapes)
+        with b.guard():
+            return b.attend(q, k, v, cache, x)[1]
 
     def _rows(self, x: StepInputs[Array]) -> list[HostArray]:
         """The sequences behind the outputs of a step: what its rows held before, and their new tokens."""

@@ -704,8 +704,13 @@ def test_low_a_prompt_that_the_engine_cannot_hold(serve, library):
     engine = serve(Grows(library, 1))
     engine.run(np.array([1], np.int32), max_new_tokens=1).collect()
     assert ints(engine.run(np.array([5], np.int64), max_new_tokens=1).collect()) == [5]
-    with pytest.raises(InvalidRequest, match="14700000000"):
+    with pytest.raises(InvalidRequest, match="cannot hold 14700000000, token 1 of the prompt"):
         engine.run(np.array([1, 14700000000]), max_new_tokens=1)
+    floats = serve(Grows(library, 1, "float32"))
+    floats.run(np.array([1], np.float32), max_new_tokens=1).collect()
+    with pytest.raises(InvalidRequest, match=r"cannot hold 1e\+50, token 0 of the prompt"):
+        floats.run(np.array([1e50]), max_new_tokens=1)
+    assert len(floats.run(np.array([np.inf, 0.1]), max_new_tokens=1).collect()) == 1  # which float32 has as well
 
 
 # ---- Low: caches of a wrong kind ---------------------------------------------------------------------------------
@@ -725,6 +730,7 @@ def wrong_caches(library, toy):
     }
     if toy is not SumState:
         wrong |= {
+            "values that are masked or sparse": lambda new: [(new[0][0], odd(new[0][1])), *new[1:]],
             "keys alone": lambda new: [(new[0][0],), *new[1:]],
             "keys and an array of another library": lambda new: [(new[0][0], foreign(library, new[0][1])), *new[1:]],
         }
@@ -737,6 +743,10 @@ def cut(layer):
 
 def lists(layer):
     return tuple(half.tolist() for half in layer) if isinstance(layer, tuple) else layer.tolist()
+
+
+def odd(array):
+    return np.ma.masked_array(array) if isinstance(array, np.ndarray) else array.to_sparse()
 
 
 def foreign(library, array):

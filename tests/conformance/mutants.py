@@ -470,6 +470,8 @@ ATTENTION = [
     attention("caps_the_scores_softly", "caps before it scales",
               lambda scale, softcap, **_: {"softcap": scale * softcap}),
     attention("gives_padding_no_influence", "takes padded blocks for context", inputs(pos=everything)),
+    attention("does_not_catch_nan_from_padding_tokens", "lets one token's NaN into all",
+              lambda q, **_: {"q": q + 0 * q[0, 0, 0]}),
     broken("attend_remembers_what_earlier_steps_wrote", "returns the cache of before", attend=forgetful),
     broken("attend_gives_padding_no_influence", "writes padding into block 1",
            attend=padding_writes_to_block_one),

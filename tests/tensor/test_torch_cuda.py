@@ -22,6 +22,8 @@ from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.cuda import CudaTorchBackend  # noqa: E402
 from hibachi_torch.cuda_graphs import MOST, StepGraphs  # noqa: E402
 
+from ..engine.models import Turnstile  # noqa: E402
+
 PROMPTS = [[1, 2, 3], [4, 5], list(range(40)), [7], [9, 9, 9, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
@@ -84,9 +86,13 @@ def test_replayed_steps_give_the_tokens_of_steps_that_are_not(expected, reasons)
 
 
 def test_the_engine_pads_decode_steps_to_few_shapes_and_leaves_prompts_alone():
-    shapes = set()
+    shapes, turnstile = set(), Turnstile()
 
     class Watched(CudaTorchBackend):
+        def guard(self):
+            turnstile.arrive()
+            return super().guard()
+
         def compile(self, fn, *, donate=()):
             if donate != (1,):
                 return fn
@@ -97,9 +103,17 @@ def test_the_engine_pads_decode_steps_to_few_shapes_and_leaves_prompts_alone():
 
             return step
 
-    generate(Watched("cpu"), max_batch_size=6)
+    with hibachi.LLM("tiny", backend=Watched("cpu"), deterministic=False, block_size=16, max_batch_size=6) as llm:
+        try:
+            streams = [llm.engine.run([5], greedy(1))]
+            turnstile.wait()  # those that come meanwhile are computed together, in the other five rows
+            streams += [llm.engine.run(prompt, greedy()) for prompt in PROMPTS[:5]]
+        finally:
+            turnstile.open()
+        for stream in streams:
+            stream.collect()
     assert {s for s in shapes if s[0] == 1} <= {(1, n, n, 4) for n in (2, 6)}
-    assert any(tile > 1 and tokens == sum(map(len, PROMPTS)) for tile, tokens, *_ in shapes)  # exactly its tokens
+    assert any(tile > 1 and tokens == sum(map(len, PROMPTS[:5])) for tile, tokens, *_ in shapes)  # exactly its tokens
 
 
 def step_inputs(backend, rows, *, start=5, width=2, tokens=None):

@@ -196,6 +196,19 @@ class ForgetsTheChunkBefore(SumState):
         return super().step(params, [state * (x.tok.shape[0] == len(state))], x)
 
 
+class MultipliesWhatIsHidden(SumPaged):
+    """Its own sum over the cache, in which positions that are hidden count 0 times."""
+
+    def step(self, params, cache, x):
+        keys, values = cache[0]
+        values.reshape(-1)[x.slot] = x.tok
+        held = values[x.block_table[x.seg[x.last]], :, 0, 0]  # [n_out, blocks, block size]
+        place = np.arange(held.shape[1] * held.shape[2]).reshape(1, *held.shape[1:])
+        sums = (held * (place <= x.pos[x.last][:, None, None])).sum((1, 2))
+        known = one_hot(np.nan_to_num(sums).astype(int) + 1)
+        return np.where(np.isnan(sums)[:, None], np.float32(np.nan), known), [(keys, values)]
+
+
 class MixesPromptsOfOneToken(SumLogits):
     def logits(self, tokens, lengths):
         out = super().logits(tokens, lengths)
@@ -273,6 +286,7 @@ BROKEN = [
     Broken(CountsPaddingInItsMean, PADDED, r"padded with \[0\] beside 6 others", IDS),
     Broken(CountsPositionsInTheChunk, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
     Broken(ForgetsTheChunkBefore, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
+    Broken(MultipliesWhatIsHidden, "what_others_left_in_the_cache", "NonFiniteOutput"),
     Broken(MixesPromptsOfOneToken, "a_prompt_of_one_token", "a log-probability of .* beside longer ones$"),
     Broken(TakesPaddingForTheTokenBefore, "a_prompt_of_one_token", "beside longer ones, so that it is padded$"),
     Broken(HasTooFewPositions, "the_longest_prompt", "IndexError: .* out of bounds"),
