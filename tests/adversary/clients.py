@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import re
-import reprlib
 import threading
 import time
 from collections import deque
@@ -20,11 +19,9 @@ from . import drawn
 from .drawn import FIELDS, ODD, PREDICATES, PROCESSORS, PROMPTS, RUN, STOP, WORDS
 from .hostile import FAULTS
 from .places import Innocent, Place
+from .watch import short
 
 PATIENCE = 60.0  # seconds for a thread that must come back
-_repr = reprlib.Repr()
-_repr.maxstring, _repr.maxother, _repr.maxlong = 60, 80, 40
-short = _repr.repr
 
 
 # ---- hostile requests ------------------------------------------------------------------------------------------------

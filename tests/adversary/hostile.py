@@ -274,6 +274,19 @@ def _first_halves(cache: list[Any]) -> list[Array]:
     return [layer[0] if isinstance(layer, tuple) else layer for layer in cache]
 
 
+COMPILED = (
+    "raises",
+    "never",
+    "outputs: NaN",
+    "outputs: inf",
+    "outputs: minus",
+    "outputs: 1e38",
+    "is slow",
+    "collects",
+    "asks",
+)
+"""What a compiled model can do; its arrays are of the right kind, and nobody can write to its arguments."""
+
 VOCAB = WORDS + len(FAULTS)
 
 
@@ -287,6 +300,7 @@ class Mischief:
         self.buffers: dict[Any, Array] = {}
         self.kept: list[Array] = []
         self.ask: Callable[[], object] | None = None
+        self.compiled = False
 
     def arm(self, tokens: Sequence[int]) -> None:
         self.faults = dict(zip(tokens, FAULTS, strict=bool(len(tokens))))
@@ -304,11 +318,16 @@ class Mischief:
         for a in self.buffers.values():
             scribble(a)
 
+    def forget(self) -> None:
+        self.kept, self.buffers = [], {}
+
     def __call__(self, tokens: Any, call: Call) -> Any:
         """A call with these hostile tokens."""
         token = int(tokens[sum(self.done.values()) % len(tokens)])
         name = self.faults[token]
         self.done[name] += 1
+        if self.compiled and not name.startswith(COMPILED):
+            return call.compute()
         return FAULTS[name](call)
 
     def whole(self, compute: Callable[[], Any], tokens: Array, given: list[Array]) -> Any:
@@ -337,8 +356,8 @@ class Mischief:
         return self(np.sort(tok[bad]), Call(compute, rows, given, self, cache, np.asarray(x.slot)[after], list(first)))
 
     def around(self, backend: Any) -> Any:
-        """The same backend, around whose compiled model we stand: for models whose `step` is traced or made native."""
-        compile = backend.compile
+        """The same backend, and we stand around a model that it has compiled: inside, there is nothing to be done."""
+        self.compiled, compile = True, backend.compile
 
         def compiled(fn: Any, *, donate: Any = ()) -> Any:
             run = compile(fn, donate=donate)
@@ -348,6 +367,22 @@ class Mischief:
 
         backend.compile = compiled
         return backend
+
+
+class Around:
+    """A model of level 2 whose calls go through a `Mischief`; all else is the model's own."""
+
+    def __init__(self, model: Any, mischief: Mischief) -> None:
+        self._model, self._mischief = model, mischief
+
+    def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> Any:
+        return self._mischief.step(lambda: self._model.step(params, cache, x), cache, x)
+
+    def cache_spec(self) -> Any:
+        return self._model.cache_spec()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------

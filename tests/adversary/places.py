@@ -25,6 +25,7 @@ from hibachi.plan.policy import Priority
 from . import hostile
 from .drawn import STOP, WORDS, Predicate, Processor
 from .hostile import VOCAB, Forward, ForwardOfFloats, Logits, Mischief, Step, StepOfTokens, StepWithState
+from .watch import MALLOC
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 96  # longest request
@@ -136,8 +137,12 @@ def shipped(backend: Callable[[], Any]) -> Make:
     """The shipped model, on kernels that do not depend on the batch."""
 
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
-        mischief = Mischief(())
-        model = load_model(TINY, mischief.around(backend().invariant()), dtype="float32", max_model_len=LENGTH)
+        mischief, kernels = Mischief(()), backend().invariant()
+        if kernels.static_shapes:  # it is traced
+            mischief.around(kernels)
+        model: Any = load_model(TINY, kernels, dtype="float32", max_model_len=LENGTH)
+        if not mischief.compiled:
+            model = hostile.Around(model, mischief)
         asked = _alone(options) if solo else _policy(options) | {"cache_bytes": _cache_bytes(model, options)}
         engine = AutoregressiveBatchInference(
             model, max_model_len=LENGTH, deterministic=True, dtype=model.dtype, **asked
@@ -158,7 +163,7 @@ def remote(level: int, model: type) -> Make:
         asked = _alone(options) if solo else options | {"policy": options["policy"].replace("aging", "fair")}
         if level == 2 and not solo:
             asked["cache_bytes"] = _cache_bytes(model(), options)
-        with _found():
+        with _surroundings():
             texts = RemoteLLM(f"{hostile.__name__}:{model.__name__}", max_model_len=LENGTH, **asked)
         return Place(texts, texts.engine, level, remote=True, embed_size=getattr(model, "embed_size", None))
 
@@ -166,17 +171,20 @@ def remote(level: int, model: type) -> Make:
 
 
 @contextlib.contextmanager
-def _found() -> Iterator[None]:
-    """Another process finds these modules."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+def _surroundings() -> Iterator[None]:
+    """Another process finds these modules, and gives memory back as this one does."""
+    changed = {name: str(value) for name, (_, value) in MALLOC.items()}
+    changed["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _torch(native: bool) -> Any:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import io
 import logging
 import os
 import re
+import reprlib
 import resource
 import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .clients import short
-
 MOST_MEMORY = 4 * 2**30  # bytes beyond what is there already: then memory runs out here, not in the whole machine
+
+
+MALLOC = {"MALLOC_ARENA_MAX": (-8, 2), "MALLOC_MMAP_THRESHOLD_": (-3, 2**18)}
+"""Settings of glibc, (parameter of mallopt, value), with which memory that is let go goes back to the system."""
+
+
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxother, _repr.maxlong = 60, 80, 40
+short = _repr.repr
 
 
 def shown(value: Any) -> str:
@@ -69,7 +77,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(complain: Callable[[str], None], text: io.StringIO) -> Iterator[None]:
+def watched(complain: Callable[[str], None], text: deque[str]) -> Iterator[None]:
     """Threads that die and errors in destructors count; what is logged is kept, and formatted as by any handler."""
     log = logging.getLogger("hibachi")
     handler = _Kept(text, complain)
@@ -86,6 +94,10 @@ def watched(complain: Callable[[str], None], text: io.StringIO) -> Iterator[None
         complain(f"unraisable in {short(args.object)}: {shown(args.exc_value)} {args.err_msg or ''}")
 
     threading.excepthook, sys.unraisablehook = died, unraisable
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, wanted in MALLOC.values():
+            libc.mallopt(parameter, wanted)
     gc.freeze()  # what is there already is not looked at again, or each collection takes long among other tests
     try:
         with warnings.catch_warnings():
@@ -98,23 +110,18 @@ def watched(complain: Callable[[str], None], text: io.StringIO) -> Iterator[None
         log.propagate = propagates
 
 
-class _Kept(logging.StreamHandler):  # type: ignore[type-arg]
-    """Keeps the end of the log."""
+class _Kept(logging.Handler):
+    """Formats what is logged, as any handler does, and keeps the end of it."""
 
-    def __init__(self, text: io.StringIO, complain: Callable[[str], None]) -> None:
-        super().__init__(text)
+    def __init__(self, text: deque[str], complain: Callable[[str], None]) -> None:
+        super().__init__()
         self._text, self._complain = text, complain
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if self._text.tell() > 200_000:
-            end = self._text.getvalue()[-20_000:]
-            self._text.seek(0)
-            self._text.truncate()
-            self._text.write(end)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        self._complain(f"a log line cannot be made: {record.msg!r:.200}, {shown(sys.exc_info()[1])}")
+        try:
+            self._text.append(self.format(record)[-2000:])
+        except Exception as e:
+            self._complain(f"a log line cannot be made: {record.msg!r:.200}, {shown(e)}")
 
 
 def stacks() -> str:
