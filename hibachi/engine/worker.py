@@ -21,7 +21,7 @@ from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
 from hibachi.engine.stream import Channel
-from hibachi.errors import EngineClosed, EngineFailed, QueueFull
+from hibachi.errors import EngineClosed, EngineError, EngineFailed, QueueFull
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
@@ -217,8 +217,11 @@ class Worker:
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the others have ended.
 
-        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
+        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile. Raises EngineError in the
+        engine's own thread.
         """
+        if self._thread is threading.current_thread():
+            raise EngineError("The engine's own thread cannot wait for its requests to end. Drain it from another one.")
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             if self._refusal is None:

@@ -755,6 +755,17 @@ def test_m10_drain_ends_where_the_engine_stalls(caplog):
     engine.close()
 
 
+def test_m10_a_model_that_drains_its_own_engine_gets_an_error(serve):
+    class Drains(Next):
+        def forward(self, tokens):
+            self.engine.drain()
+
+    model = Drains()
+    model.engine = serve(model)
+    with pytest.raises(ModelError, match="cannot wait for its requests"):
+        Background(model.engine.run([1], max_new_tokens=1).collect).result()
+
+
 def test_m10_a_step_that_compiles_is_no_stall():
     """On a backend that compiles a program for each shape, the first call of a shape may take long."""
 
