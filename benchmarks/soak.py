@@ -82,13 +82,13 @@ class Troubled(InvariantTorchBackend):
         return step
 
     def _poison(self, out: Any, cache: Any, x: Any) -> Any:
-        """NaN in one row's output, and in all that it has just written."""
+        """NaN in one row's output, and in what it has just written: NaN for keys and zeros for values (`storable`)."""
         self.injected["rows of NaN"] += 1
         j = self.rng.randrange(len(x.last))
         slots = x.slot[x.seg == x.seg[x.last[j]]].long()
         for layer in cache:
-            for half in layer:
-                half.view(-1, *half.shape[2:])[slots] = float("nan")
+            for half, left in zip(layer, (float("nan"), 0.0), strict=True):
+                half.view(-1, *half.shape[2:])[slots] = left
         out = out.clone()
         out[j] = float("nan")
         return out

@@ -149,15 +149,15 @@ def _spoils_cache_list(call: Call) -> Any:
 
 
 def _nan_in_cache(call: Call) -> Any:
-    """Finite outputs, and NaN in what it wrote for the hostile rows."""
+    """Finite outputs, and in what it wrote for the hostile rows what `write_cache` leaves of NaN: see `storable`."""
     if call.cache is None:
         return call.inside(NAN)
     out, cache = call.compute()
     for layer in cache:
         if isinstance(layer, tuple) and not hasattr(layer[0], "at"):
-            for half in layer[:2]:
+            for half, left in zip(layer[:2], (NAN, 0), strict=False):
                 if hasattr(half, "shape") and len(half.shape) == 4:
-                    half.reshape(-1, *half.shape[2:])[call.slots] = NAN
+                    half.reshape(-1, *half.shape[2:])[call.slots] = left
         elif isinstance(layer, np.ndarray):  # a recurrent state
             layer[call.places] = NAN
     return out, cache
