@@ -149,17 +149,19 @@ def _spoils_cache_list(call: Call) -> Any:
 
 
 def _nan_in_cache(call: Call) -> Any:
-    """Finite outputs, and NaN in what it wrote for the hostile rows."""
+    """Finite outputs, and in the cache what `attend` writes for keys and values of NaN."""
     if call.cache is None:
         return call.inside(NAN)
     out, cache = call.compute()
     for layer in cache:
-        if isinstance(layer, tuple) and not hasattr(layer[0], "at"):
-            for half in layer[:2]:
-                if hasattr(half, "shape") and len(half.shape) == 4:
-                    half.reshape(-1, *half.shape[2:])[call.slots] = NAN
-        elif isinstance(layer, np.ndarray):  # a recurrent state
+        if isinstance(layer, np.ndarray):  # a recurrent state
             layer[call.places] = NAN
+        elif len(layer) == 2 and all(half.ndim == 4 for half in layer):  # else it is laid out as only its backend knows
+            halves = [half.reshape(-1, *half.shape[2:]) for half in layer]
+            for half, written in zip(
+                halves, call.habits.backend.storable(*(h[call.slots] * NAN for h in halves)), strict=True
+            ):
+                half[call.slots] = written
     return out, cache
 
 
@@ -300,7 +302,7 @@ class Mischief:
         self.buffers: dict[Any, Array] = {}
         self.kept: list[Array] = []
         self.ask: Callable[[], object] | None = None
-        self.compiled = False
+        self.compiled, self.backend = False, None
 
     def arm(self, tokens: Sequence[int]) -> None:
         self.faults = dict(zip(tokens, FAULTS, strict=bool(len(tokens))))
@@ -374,6 +376,7 @@ class Around:
 
     def __init__(self, model: Any, mischief: Mischief) -> None:
         self._model, self._mischief = model, mischief
+        mischief.backend = model.backend
 
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> Any:
         return self._mischief.step(lambda: self._model.step(params, cache, x), cache, x)
@@ -410,6 +413,7 @@ class Forward:
 
     def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
         self.mischief, self.backend = mischief or Mischief(), backend or NumpyBackend()
+        self.mischief.backend = self.backend
 
     def forward(self, tokens: Array, lengths: Array) -> Any:
         return self.mischief.whole(lambda: self._next(tokens, lengths), tokens, [tokens, lengths])
@@ -454,6 +458,7 @@ class Step:
 
     def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
         self.mischief, self.backend = mischief or Mischief(), backend or NumpyBackend()
+        self.mischief.backend = self.backend
 
     def cache_spec(self) -> list[Paged | State]:
         return [Paged(kv_heads=1, k_dim=2, v_dim=2), Paged(kv_heads=1, k_dim=2, v_dim=1)]
