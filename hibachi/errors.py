@@ -57,9 +57,10 @@ def restored(kind: type[HibachiError], args: tuple[Any, ...], attributes: dict[s
 def text_of(error: BaseException) -> str:
     """Type and message, also of one that was written by others and whose message cannot be had."""
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+        words = str(error)
+    except BaseException:  # whatever its author likes to raise
+        words = "(its message could not be made)"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 class InvalidTensorOperation(HibachiError, ValueError):

@@ -28,7 +28,10 @@ def _check(ok: bool, name: str, expected: str, got: object) -> None:
 
 def _tuple(x: object) -> tuple[Any, ...]:
     """Its elements; none for None. What has no elements is one, for the check that follows."""
-    return () if x is None else tuple(x) if isinstance(x, Iterable) else (x,)
+    try:
+        return () if x is None else tuple(x) if isinstance(x, Iterable) else (x,)
+    except TypeError:  # an array of rank 0
+        return (x,)
 
 
 def _is_int(x: object) -> bool:
@@ -266,5 +269,10 @@ class StopRule:
     atol: float = 0.0
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "tokens", tuple(self.tokens))
+        except BaseException as e:
+            expected = "a sequence of tokens, such as [3, 4]"
+            raise InvalidRequest(f"tokens must be {expected}; got {type(self.tokens).__qualname__}.") from e
         _check(self.where is None or callable(self.where), "where", "a callable (or None)", self.where)
         _check(_is_real(self.atol) and self.atol >= 0, "atol", "a finite number >= 0", self.atol)

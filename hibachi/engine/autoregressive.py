@@ -233,6 +233,8 @@ class AutoregressiveBatchInference(Service):
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
         if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
             raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
+        if not isinstance(include_stop, (bool, np.bool_)):
+            raise InvalidRequest(f"include_stop must be True or False; got {type(include_stop).__qualname__}.")
         if params is not None:
             assert self._vocab is not None
             check_params(params, limit, vocab=self._vocab, cached=self._level == 2)
@@ -249,7 +251,7 @@ class AutoregressiveBatchInference(Service):
             Channel(self._pause_after),
             host,
             stop=self._stopper(stop, params),
-            include_stop=include_stop or (params is not None and params.include_stop),
+            include_stop=bool(include_stop) or (params is not None and params.include_stop),
             params=params,
             seed=seed & (2**64 - 1),
             bad_words=bad_words,

@@ -145,7 +145,7 @@ def _portable(error: BaseException | None, other: type[HibachiError] = ModelErro
     """The error, if the parent knows its type, else one that says the same: of a base that it knows, or an `other`."""
     if error is None:
         return None
-    with suppress(Exception):
+    with suppress(BaseException):
         if isinstance(error, Exception) and _home(type(error)) in ("hibachi", "builtins"):
             pickle.loads(pickle.dumps(error))
             return error

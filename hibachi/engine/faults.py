@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-from hibachi.errors import HibachiError, InternalError, InvalidRequest, ModelError, ModelFault, OutOfCapacity
+from hibachi.errors import HibachiError, InternalError, InvalidRequest, ModelError, ModelFault, OutOfCapacity, text_of
 
 OURS = ("hibachi.engine", "hibachi.plan", "hibachi.decode")
 MOST_TEXT = 4000  # characters of a traceback that are kept
@@ -26,15 +26,6 @@ class Theirs:
         self.raised = error
 
 
-def said(error: BaseException) -> str:
-    """An error's type and words. The error may be anybody's, and its `__str__` may raise."""
-    try:
-        words = str(error)
-    except BaseException:
-        words = "(its message could not be made)"
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
-
-
 def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:
     """What a backend says of an error; False if it cannot read it."""
     try:
@@ -50,7 +41,7 @@ def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
         return error
     if theirs.raised is not error and _ended_in_ours(error):
         return internal(error)
-    return _because(ModelError(f"The model raised {said(error)}"), error)
+    return _because(ModelError(f"The model raised {text_of(error)}"), error)
 
 
 def internal(error: BaseException) -> HibachiError:
@@ -58,8 +49,10 @@ def internal(error: BaseException) -> HibachiError:
     if isinstance(error, HibachiError):
         return error
     if isinstance(error, MemoryError):
-        return _because(OutOfCapacity(f"There is no memory for this request ({said(error)}). Make it shorter."), error)
-    text = f"The engine could not handle this request: {said(error)}. It is a defect of hibachi, or of the policy."
+        return _because(
+            OutOfCapacity(f"There is no memory for this request ({text_of(error)}). Make it shorter."), error
+        )
+    text = f"The engine could not handle this request: {text_of(error)}. It is a defect of hibachi, or of the policy."
     return _because(InternalError(f"{text} Please report it."), error)
 
 

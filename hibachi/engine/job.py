@@ -10,9 +10,8 @@ from weakref import ref
 
 import numpy as np
 
-from hibachi.engine.faults import said
 from hibachi.engine.stream import Channel
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, text_of
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -105,7 +104,7 @@ def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBacken
         hit = where(batch)
         hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)
     except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
-        raise InvalidRequest(f"The stop predicate raised {said(e)}") from e
+        raise InvalidRequest(f"The stop predicate raised {text_of(e)}") from e
     if hit.shape != (n,):
         raise InvalidRequest(
             f"The stop predicate must return one bool for each of {n} rows, shape ({n},); got shape {hit.shape}. "

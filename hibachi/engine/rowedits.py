@@ -12,9 +12,8 @@ import numpy as np
 
 from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
-from hibachi.engine.faults import said
 from hibachi.engine.job import Job, TokenTable
-from hibachi.errors import HibachiError, InvalidRequest
+from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -201,7 +200,7 @@ class RowEdits:
         try:
             out = processor(list(output), logits)
         except BaseException as e:  # SystemExit and CancelledError as well: they are no signals in this thread
-            raise InvalidRequest(f"The logits processor {name} raised {said(e)}") from e
+            raise InvalidRequest(f"The logits processor {name} raised {text_of(e)}") from e
         shape = tuple(getattr(out, "shape", ()))
         if not self.backend.owns(out) or shape != (self.vocab_size,):
             raise InvalidRequest(

@@ -12,11 +12,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds, said
+from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds
 from hibachi.engine.job import Job, misfits, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
-from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput
+from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -187,7 +187,7 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, theirs
     both += isolate(call, idx[half:], backend, theirs, 1)
     if not both.faults and not both.short:
         then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
-        log.warning("%d rows failed together and %s: %s", len(idx), then, said(failed))
+        log.warning("%d rows failed together and %s: %s", len(idx), then, text_of(failed))
     return both
 
 

@@ -64,12 +64,14 @@ class WholeRunner:
 
     def run(self, plan: StepPlan) -> Outcome:
         lengths = plan.end
-        everyone = np.arange(len(lengths))
-        groups = [everyone]
+        wanted = np.flatnonzero(plan.emit)  # the others have no new token yet, and no cache to fill
+        if not len(wanted):
+            return Outcome([], {})
+        groups = [wanted]
         if self.alone:
-            groups = [everyone[i : i + 1] for i in everyone]
-        elif self.padding is None and (lengths != lengths[0]).any():
-            groups = [np.flatnonzero(lengths == n) for n in np.unique(lengths)]
+            groups = [wanted[i : i + 1] for i in range(len(wanted))]
+        elif self.padding is None and (lengths[wanted] != lengths[wanted[0]]).any():
+            groups = [wanted[lengths[wanted] == n] for n in np.unique(lengths[wanted])]
         outcome = Outcome([], {})
         for idx in groups:
             outcome += isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend, self.theirs)

@@ -217,8 +217,8 @@ class Worker:
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until the others have ended.
 
-        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile. Raises EngineError in the
-        engine's own thread.
+        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile. Raises EngineError in
+        the engine's own thread.
         """
         if self._thread is threading.current_thread():
             raise EngineError("The engine's own thread cannot wait for its requests to end. Drain it from another one.")
