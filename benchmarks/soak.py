@@ -82,13 +82,14 @@ class Troubled(InvariantTorchBackend):
         return step
 
     def _poison(self, out: Any, cache: Any, x: Any) -> Any:
-        """NaN in one row's output, and in what it has just written: NaN for keys and zeros for values (`storable`)."""
+        """NaN in one row's output, and in all that it has just written, as `attend` writes it."""
         self.injected["rows of NaN"] += 1
         j = self.rng.randrange(len(x.last))
         slots = x.slot[x.seg == x.seg[x.last[j]]].long()
         for layer in cache:
-            for half, left in zip(layer, (float("nan"), 0.0), strict=True):
-                half.view(-1, *half.shape[2:])[slots] = left
+            halves = [half.view(-1, *half.shape[2:]) for half in layer]
+            for half, rows in zip(halves, self.storable(*(h[slots] * float("nan") for h in halves)), strict=True):
+                half[slots] = rows
         out = out.clone()
         out[j] = float("nan")
         return out

@@ -97,7 +97,7 @@ EXCEPTIONS: dict[str, Callable[[], BaseException]] = {
     "one without a text": Mute,
     "a BaseException without a text": MuteBase,
     "one with a text that is no UTF-8": lambda: ValueError(SURROGATES),
-    "one with a long text": lambda: ValueError("long " * 10**6),
+    "one with a long text": lambda: ValueError(LONG),
     "one that cannot be pickled": lambda: Unpicklable("planted"),
     "one that cannot be unpickled": lambda: NeedsTwo("planted", 2),
     "one that ends who unpickles it": lambda: Bomb("planted"),

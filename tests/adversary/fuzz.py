@@ -154,10 +154,10 @@ class Round:
             self.first = once(self.place)
             left = max(2.0, began + self.seconds - time.monotonic())
             try:
-                self._storm(left / 3)
+                self._storm(0.4 * left)
                 warm = self._quiet()
-                self._storm(left - left / 3)
-                self._compare(warm, self._quiet(), "after the first third, and after the rest")
+                self._storm(0.6 * left)
+                self._compare(warm, self._quiet(), "early in the round, and at its end")
                 for n in range(INNOCENTS):  # nothing has remained of it all
                     self._bounded(lambda n=n: self._innocent(n, "at once"), f"innocent {n} at the end")
                 self._end()

@@ -73,6 +73,13 @@ def put_rows(out: Array, rows: Any, value: float) -> Array:
     return out
 
 
+def _columns(out: Array) -> Array:
+    """The same numbers, as a matrix that was turned lies in memory."""
+    if hasattr(out, "at") or out.ndim != 2:
+        return out
+    return out.T.contiguous().T if hasattr(out, "contiguous") else np.asfortranarray(out)
+
+
 class Angry(np.ndarray):
     """An array that cannot be read."""
 
@@ -149,17 +156,19 @@ def _spoils_cache_list(call: Call) -> Any:
 
 
 def _nan_in_cache(call: Call) -> Any:
-    """Finite outputs, and in what it wrote for the hostile rows what `write_cache` leaves of NaN: see `storable`."""
+    """Finite outputs, and in the cache what `attend` writes for keys and values of NaN."""
     if call.cache is None:
         return call.inside(NAN)
     out, cache = call.compute()
     for layer in cache:
-        if isinstance(layer, tuple) and not hasattr(layer[0], "at"):
-            for half, left in zip(layer[:2], (NAN, 0), strict=False):
-                if hasattr(half, "shape") and len(half.shape) == 4:
-                    half.reshape(-1, *half.shape[2:])[call.slots] = left
-        elif isinstance(layer, np.ndarray):  # a recurrent state
+        if isinstance(layer, np.ndarray):  # a recurrent state
             layer[call.places] = NAN
+        elif len(layer) == 2 and all(half.ndim == 4 for half in layer):  # else it is laid out as only its backend knows
+            halves = [half.reshape(-1, *half.shape[2:]) for half in layer]
+            for half, written in zip(
+                halves, call.habits.backend.storable(*(h[call.slots] * NAN for h in halves)), strict=True
+            ):
+                half[call.slots] = written
     return out, cache
 
 
@@ -241,7 +250,7 @@ FAULTS: dict[str, Callable[[Call], Any]] = {
     # The same answer in an array of another kind, which is fine.
     "outputs: read-only": lambda call: call.host(lambda out: (out.setflags(write=False), out)[1]),
     "outputs: backwards in memory": lambda call: call.host(lambda out: out[::-1].copy()[::-1]),
-    "outputs: column by column": lambda call: call.host(np.asfortranarray),
+    "outputs: column by column": lambda call: call.out(_columns),
     "outputs: in a buffer": _buffer,
     # What it does to its arguments.
     "overwrites its arguments": _overwrites,
@@ -300,7 +309,7 @@ class Mischief:
         self.buffers: dict[Any, Array] = {}
         self.kept: list[Array] = []
         self.ask: Callable[[], object] | None = None
-        self.compiled = False
+        self.compiled, self.backend = False, None
 
     def arm(self, tokens: Sequence[int]) -> None:
         self.faults = dict(zip(tokens, FAULTS, strict=bool(len(tokens))))
@@ -374,6 +383,7 @@ class Around:
 
     def __init__(self, model: Any, mischief: Mischief) -> None:
         self._model, self._mischief = model, mischief
+        mischief.backend = model.backend
 
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> Any:
         return self._mischief.step(lambda: self._model.step(params, cache, x), cache, x)
@@ -410,6 +420,7 @@ class Forward:
 
     def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
         self.mischief, self.backend = mischief or Mischief(), backend or NumpyBackend()
+        self.mischief.backend = self.backend
 
     def forward(self, tokens: Array, lengths: Array) -> Any:
         return self.mischief.whole(lambda: self._next(tokens, lengths), tokens, [tokens, lengths])
@@ -454,6 +465,7 @@ class Step:
 
     def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
         self.mischief, self.backend = mischief or Mischief(), backend or NumpyBackend()
+        self.mischief.backend = self.backend
 
     def cache_spec(self) -> list[Paged | State]:
         return [Paged(kv_heads=1, k_dim=2, v_dim=2), Paged(kv_heads=1, k_dim=2, v_dim=1)]
