@@ -65,8 +65,9 @@ class _Fields(dict[str, Any]):
 
 
 def once(place: Place) -> deque[tuple[str, Any]]:
-    """What every round tries once, before it draws: each fault, prompt, processor and predicate."""
-    items: list[tuple[str, Any]] = [("fault", name) for name in FAULTS]
+    """What a round tries before it draws: each fault, prompt, processor and predicate."""
+    faults = sorted(FAULTS, key=lambda name: "coroutine" not in name)  # those first: the engine gets an event loop
+    items: list[tuple[str, Any]] = [("fault", name) for name in faults]
     items += [("prompt", name) for name in PROMPTS]
     items += [("processor", each) for each in PROCESSORS if place.sampled]
     items += [("predicate", each) for each in PREDICATES if not place.remote]

@@ -186,7 +186,7 @@ class Round:
         assert used.isdisjoint(place.triggers), "an innocent request has a hostile token"
 
     def _storm(self, seconds: float) -> None:
-        """All clients at once, until the time is over and all is tried that is to be tried once. Raises Gone."""
+        """All clients at once, up to twice as long if not all is tried yet that is to be tried once. Raises Gone."""
         self.over.clear()
         self.storms += 1
         names = [f"innocent {n}" for n in range(INNOCENTS)] + [f"hostile {n}" for n in range(CLIENTS)]
@@ -194,7 +194,7 @@ class Round:
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
-        while time.monotonic() < end or self.first:
+        while (now := time.monotonic()) < end or (self.first and now < end + seconds):
             time.sleep(0.05)
             self._look()
         self.over.set()
