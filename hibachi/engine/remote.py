@@ -30,7 +30,7 @@ from hibachi.engine.meters import Meters
 from hibachi.engine.sender import Sender
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.texts import Texts
-from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, QueueFull
+from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, QueueFull, text_of
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling
@@ -275,10 +275,10 @@ class RemoteEngine(Closing):
         """Everything about a request that can be wrong; nothing is sent yet."""
         facts = self.facts
         if embeds is not None:
-            prompt, embeds = None, np.asarray(embeds, np.float32)
+            prompt, embeds = None, _array(embeds, np.float32, "Embeddings")
             length = len(embeds)
         else:
-            prompt = np.asarray(prompt, np.int64)
+            prompt = _array(prompt, np.int64, "A prompt")
             if prompt.ndim != 1 or not len(prompt):
                 raise InvalidRequest(f"A prompt must hold at least one token id; got shape {prompt.shape}.")
             check_ids(prompt, facts.vocab_size or 2**31 - 1)
@@ -381,6 +381,13 @@ def _disown_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
+
+
+def _array(value: Any, dtype: Any, what: str) -> HostArray:
+    try:
+        return np.asarray(value, dtype)
+    except Exception as e:
+        raise InvalidRequest(f"{what} must be an array of {np.dtype(dtype).name}; got {text_of(e)}.") from e
 
 
 def _closed() -> EngineClosed:

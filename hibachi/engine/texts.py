@@ -242,9 +242,9 @@ class Texts(Closing):
         else:
             ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
             if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or not all(map(_is_id, ids)):
-                raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {prompt!r:.80}.")
+                raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {_shown(prompt)}.")
         if not len(ids):
-            raise InvalidRequest(f"A prompt must hold at least one token; got {prompt!r}. Write something in it.")
+            raise InvalidRequest(f"A prompt must hold at least one token; got {_shown(prompt)}. Write something in it.")
         return [int(i) for i in ids]
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -280,6 +280,13 @@ class Texts(Closing):
         await in_thread(partial(self.close, timeout))
 
 
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # a list in a list in a list ...
+        return f"a {type(value).__qualname__} that cannot be shown"
+
+
 def _listed(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, (str, Mapping)):
@@ -287,7 +294,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
         raise InvalidRequest(
-            f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {prompts!r:.80}."
+            f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {_shown(prompts)}."
         )
     prompts = list(prompts)
     return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
@@ -310,7 +317,7 @@ def _conversations(messages: Any) -> list[Any]:
     many = [messages] if _is_conversation(messages) else messages
     if not isinstance(many, Sequence) or not all(map(_is_conversation, many)):
         raise InvalidRequest(
-            f'A conversation must be a list of messages {{"role": "user", "content": "..."}}; got {messages!r:.80}.'
+            f'A conversation must be a list of messages {{"role": "user", "content": "..."}}; got {_shown(messages)}.'
         )
     return list(many)
 

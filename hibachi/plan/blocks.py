@@ -20,8 +20,7 @@ class BlockPool:
     """Blocks 1 to total - 1. Free ones are handed out last in, first out, so that warm memory is reused.
 
     A block is sound once an output that was computed over it was finite. Those of a failed request that are not must
-    not serve again: see `unsound`. What its last owner left in a block is not cleared away: attention does not read
-    positions that a row has not written.
+    not serve again. A block is not cleared for its next owner: see `ArrayBackend.storable`.
     """
 
     def __init__(self, total: int, block_size: int) -> None:

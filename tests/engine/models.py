@@ -100,23 +100,27 @@ def ints(items):
 
 
 def step_with_nan(step, bad, params, cache, x):
-    """A level-2 step on NumPy in which `bad` tokens [T] are NaN, in the cache too, and so is all that sees them."""
+    """A level-2 step on NumPy in which `bad` tokens [T] are NaN, in the cache too, and so is all that sees them.
+
+    In a paged cache NaN is in the keys: see `ArrayBackend.storable`.
+    """
     with np.errstate(invalid="ignore"):
         states = [layer.copy() for layer in cache if not isinstance(layer, tuple)]
         out, new = step(params, cache, x)
     sick = bad.copy()
     for state in states:
         sick |= np.isnan(state).any(axis=1)[x.seg]
-    paged = [layer[1] for layer in new if isinstance(layer, tuple)]
-    flat = [half.reshape(-1, *half.shape[2:]) for layer in new if isinstance(layer, tuple) for half in layer]
+    paged = [layer for layer in new if isinstance(layer, tuple)]
     before = None
     while before is None or (sick != before).any():  # a row may see what another writes in this call
         before = sick.copy()
-        for half in flat:
-            half[x.slot[sick]] = np.nan
+        for keys, values in paged:
+            keys.reshape(-1, *keys.shape[2:])[x.slot[sick]] = np.nan
+            values.reshape(-1, *values.shape[2:])[x.slot[sick]] = 0
         for t, (i, at) in enumerate(zip(x.seg.tolist(), x.pos.tolist(), strict=True)):
             sick[t] |= (sick & (x.seg == i) & (x.pos <= at)).any()
-            sick[t] |= any(np.isnan(values[x.block_table[i]].reshape(-1)[:at]).any() for values in paged)
+            seen = (keys[x.block_table[i]].reshape(-1, keys[0, 0].size)[:at] for keys, _ in paged)
+            sick[t] |= any(np.isnan(keys).any() for keys in seen)
     out[sick[x.last]] = np.nan
     for layer in new:
         if not isinstance(layer, tuple):

@@ -51,16 +51,15 @@ struct Layout {
         v_span(LANES / T::DEPTH * v_wide) {}
 };
 
-template <class E>
-static bool finite(const E* x, int64_t n) {
-  constexpr uint32_t EXPONENT = sizeof(E) == 2 ? 0x7f80 : 0x7f800000;
-  bool good = true;
+template <class T>
+static bool finite(const typename T::Element* x, int64_t n) {
+  typename T::Bits most = 0;
   for (int64_t i = 0; i < n; i++) {
-    std::conditional_t<sizeof(E) == 2, uint16_t, uint32_t> bits;
+    typename T::Bits bits;
     std::memcpy(&bits, x + i, sizeof bits);
-    good &= (bits & EXPONENT) != EXPONENT;
+    most = std::max<typename T::Bits>(most, bits & T::EXPONENT);
   }
-  return good;
+  return most != T::EXPONENT;
 }
 
 // The new keys and values go to their places, before any are read: rows may share blocks that are written now. A value
@@ -85,11 +84,15 @@ struct Write {
     for (int64_t h = 0; h < s.kv_heads; h++) {
       int64_t span = (block * s.kv_heads + h) * at.spans + offset / LANES, i = offset % LANES;
       const Element *key = k + t * s.k_stride + h * s.k_dim, *value = v + t * s.v_stride + h * s.v_dim;
-      const bool good = finite(value, s.v_dim);
-      Element* to = keys + (span * at.k_span + i) * D;
-      for (int64_t d = 0; d < s.k_dim; d++) to[d / D * LANES * D + d % D] = good ? key[d] : T::nan();
-      to = values + (span * at.v_span + i / D * at.v_wide) * D + i % D;
-      for (int64_t d = 0; d < s.v_dim; d++) to[d * D] = good ? value[d] : Element{};
+      Element* to_key = keys + (span * at.k_span + i) * D;
+      Element* to_value = values + (span * at.v_span + i / D * at.v_wide) * D + i % D;
+      if (finite<T>(value, s.v_dim)) {
+        for (int64_t d = 0; d < s.k_dim; d++) to_key[d / D * LANES * D + d % D] = key[d];
+        for (int64_t d = 0; d < s.v_dim; d++) to_value[d * D] = value[d];
+      } else {
+        for (int64_t d = 0; d < s.k_dim; d++) to_key[d / D * LANES * D + d % D] = T::nan();
+        for (int64_t d = 0; d < s.v_dim; d++) to_value[d * D] = Element{};
+      }
     }
   }
 };

@@ -124,7 +124,9 @@ inline Floats normal(Floats x) {
 struct F32 {
   using Element = float;
   using Lane = float;
+  using Bits = uint32_t;
   static constexpr int DEPTH = 1;  // elements in a lane
+  static constexpr Bits EXPONENT = 0x7f800000;  // all ones in infinity and NaN
   static Element nan() { return std::numeric_limits<float>::quiet_NaN(); }
 
   static Floats multiply(Floats sums, Words lanes, Lane x) { return fma((Floats)lanes, all(x), sums); }
@@ -138,7 +140,9 @@ struct F32 {
 struct Bf16 {
   using Element = uint16_t;
   using Lane = uint32_t;
+  using Bits = uint16_t;
   static constexpr int DEPTH = 2;
+  static constexpr Bits EXPONENT = 0x7f80;
   static Element nan() { return 0x7fc0; }
 
   static Floats multiply(Floats sums, Words lanes, Lane x) {
