@@ -64,13 +64,16 @@ class _Fields(dict[str, Any]):
     """The fields of SamplingParams, Terms or StopRule, before one is made."""
 
 
-def once(place: Place) -> deque[tuple[str, Any]]:
-    """What every round tries once, before it draws: each fault, prompt, processor and predicate."""
-    items: list[tuple[str, Any]] = [("fault", name) for name in FAULTS]
+def once(place: Place, rng: random.Random) -> deque[tuple[str, Any]]:
+    """What a round tries before it draws: each fault, prompt, processor and predicate, each value of each field."""
+    faults = sorted(FAULTS, key=lambda name: "coroutine" not in name)  # those first: the engine gets an event loop
+    items: list[tuple[str, Any]] = [("fault", name) for name in faults]
     items += [("prompt", name) for name in PROMPTS]
     items += [("processor", each) for each in PROCESSORS if place.sampled]
     items += [("predicate", each) for each in PREDICATES if not place.remote]
-    return deque(items)
+    kinds = [Terms, *([SamplingParams] if place.sampled else []), *([] if place.remote else [StopRule])]
+    values = [("field", (kind, n, value)) for kind in kinds for n, given in FIELDS[kind].items() for value in given]
+    return deque(items + rng.sample(values, len(values)))
 
 
 class Draw:
@@ -99,7 +102,9 @@ class Draw:
         with contextlib.suppress(IndexError):
             kind, given = self.first.popleft()
         ways = ["run"] if not place.sampled else ["stream", "generate", "agenerate"] if place.remote else None
-        how = "run" if kind == "predicate" else rng.choice(ways or ["run", "run", "stream", "generate", "agenerate"])
+        how = rng.choice(ways or ["run", "run", "stream", "generate", "agenerate"])
+        if kind == "predicate" or (kind == "field" and given[0] is StopRule):
+            how = "run"
         values, read = {}, rng.choice(list(READS))
         values["prompt"], said, fault = self._prompt(kind, given)
         if place.sampled:
@@ -114,6 +119,10 @@ class Draw:
         values["terms"] = terms = _Fields(tenant=rng.choice("abc"))
         if kind == "predicate":
             values["stop"] = given
+        if kind == "field":
+            of, name, value = given
+            where = {SamplingParams: "params", Terms: "terms", StopRule: "stop"}[of]
+            values.setdefault(where, _Fields())[name] = value
         if kind is None:
             said = self._vary(how, values, said)
         if read == "never":  # so that it ends

@@ -58,12 +58,15 @@ class Report:
     reads: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     preemptions: int = 0
-    memory: int = 0  # most bytes that a round kept
+    memory: int = 0  # most bytes that a round kept: in use, and resident
+    resident: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Report) -> Report:
         both = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(Report)}
-        return Report(**{name: max(a, b) if name in ("slowest", "memory") else a + b for name, (a, b) in both.items()})
+        return Report(
+            **{name: max(a, b) if name in ("slowest", "memory", "resident") else a + b for name, (a, b) in both.items()}
+        )
 
     @property
     def good(self) -> bool:
@@ -82,7 +85,8 @@ class Report:
             ("engine deaths", self.deaths),
             ("hostile requests", sum(self.requests.values())),
             *((f"hostile requests: {what}", n) for what, n in sorted(self.requests.items())),
-            ("most memory kept by a round", f"{self.memory / 2**20:.1f} MiB"),
+            ("most memory kept by a round: in use", f"{self.memory / 2**20:.1f} MiB"),
+            ("resident", f"{self.resident / 2**20:.1f} MiB"),
             ("ways to read a stream", len(self.reads)),
             ("faults of the model, kinds", len(self.faults)),
             ("faults of the model", sum(self.faults.values())),
@@ -151,7 +155,7 @@ class Round:
             del alone
             self.place = make(self.options, random.Random(self.seed), False)
             self._arm()
-            self.first = once(self.place)
+            self.first = once(self.place, random.Random(self.seed))
             left = max(2.0, began + self.seconds - time.monotonic())
             try:
                 self._storm(0.4 * left)
@@ -186,7 +190,7 @@ class Round:
         assert used.isdisjoint(place.triggers), "an innocent request has a hostile token"
 
     def _storm(self, seconds: float) -> None:
-        """All clients at once, until the time is over and all is tried that is to be tried once. Raises Gone."""
+        """All clients at once, up to twice as long if not all is tried yet that is to be tried once. Raises Gone."""
         self.over.clear()
         self.storms += 1
         names = [f"innocent {n}" for n in range(INNOCENTS)] + [f"hostile {n}" for n in range(CLIENTS)]
@@ -194,7 +198,7 @@ class Round:
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
-        while time.monotonic() < end or self.first:
+        while (now := time.monotonic()) < end or (self.first and now < end + seconds):
             time.sleep(0.05)
             self._look()
         self.over.set()
@@ -276,15 +280,20 @@ class Round:
             raise Gone
 
     def _compare(self, before: dict[str, Any], after: dict[str, Any], when: str) -> None:
+        kept = {}
         for name in before.keys() & after.keys():
             had, has = before[name], after[name]
-            if not isinstance(had, int):
-                if len(has) > len(had):
-                    self.complain(f"{name}, {when}: {had} and {has}")
-            else:
-                self.report.memory = max(self.report.memory, has - had)
-                if has - had > MEMORY:
-                    self.complain(f"{name}, {when}: {had / 2**20:.1f} and {has / 2**20:.1f} MiB")
+            if isinstance(had, int):
+                kept[name] = has - had
+            elif len(has) > len(had):
+                self.complain(f"{name}, {when}: {had} and {has}")
+        self.report.resident = max(self.report.resident, *kept.values(), 0)
+        # What is resident and not in use, the allocators keep: a large list leaves holes among small objects.
+        kept["memory"] = min(kept.pop("memory", 0), kept.pop("memory in use", sys.maxsize))
+        for name, n in kept.items():
+            self.report.memory = max(self.report.memory, n)
+            if n > MEMORY:
+                self.complain(f"{name}, {when}: {n / 2**20:.1f} MiB more than the {before[name] / 2**20:.1f} before")
 
     # ---- the clients -----------------------------------------------------------------------------------------------
 
@@ -320,6 +329,7 @@ class Round:
             self.report.slowest = max(self.report.slowest, time.monotonic() - began)
         if not same:
             cause = f" from {shown(got.__cause__)}" if isinstance(got, BaseException) else ""
+            cause += "".join(getattr(got, "__notes__", ()))
             said = "\n".join(list(self.last)[-8:])
             self.complain(f"innocent {n} got {shown(got)}{cause}\ninstead of {shown(self.solo[n])}\nbeside\n{said}")
 

@@ -6,11 +6,12 @@ import os
 
 import pytest
 
-from hibachi import AutoregressiveBatchInference
+from hibachi import AutoregressiveBatchInference, HibachiError
 
-from .drawn import FIELDS, RUN
+from .drawn import FIELDS, ODD, RUN
 from .fuzz import fuzz
 from .places import CASES
+from .watch import shown
 
 SECONDS = 30.0  # for all cases together
 SEED = int(os.environ.get("HIBACHI_FUZZ_SEED", "0"))
@@ -21,6 +22,20 @@ TESTED = [name for name, case in CASES.items() if not case.soak]
 def test_every_field_is_drawn(kind):
     fields = {field.name for field in dataclasses.fields(kind)}
     assert fields == FIELDS[kind].keys(), "drawn.FIELDS says what the fuzzer puts into each field"
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
+def test_every_value_is_taken_or_refused(kind):
+    wrong = []
+    for name, values in FIELDS[kind].items():
+        for value in (*values, *ODD):
+            try:
+                kind(**{name: value})
+            except HibachiError:
+                pass
+            except Exception as e:
+                wrong.append(f"{name}={shown(value):.60}: {type(e).__name__}: {e}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_argument_is_drawn():

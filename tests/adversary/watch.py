@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MOST_MEMORY = 4 * 2**30  # bytes beyond what is there already: then memory runs out here, not in the whole machine
 
@@ -39,13 +39,36 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} whose repr raises {type(e).__name__}"
 
 
+class _Heap(ctypes.Structure):
+    """mallinfo2 of glibc."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def _in_use() -> int | None:
+    """Bytes that are allocated, without what the allocators keep for later; None where that cannot be known."""
+    try:
+        mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+    except (OSError, AttributeError):
+        return None
+    mallinfo.restype = _Heap
+    heap = mallinfo()
+    return int(heap.uordblks + heap.hblkhd) + 64 * sys.getallocatedblocks()  # small objects of Python, at a mean size
+
+
 def belongings(child: int | None = None) -> dict[str, Any]:
     """Threads, descriptors and memory of this process and of the engine's."""
     for _ in range(3):
         gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    own = {"threads": sorted(t.name for t in threading.enumerate()), **_process(os.getpid())}
+    own: dict[str, Any] = {"threads": sorted(t.name for t in threading.enumerate())}
+    own |= _process(os.getpid())
+    if "memory" in own and (used := _in_use()) is not None:
+        own["memory in use"] = used
     if child is not None:
         own |= {f"{name} of the engine's process": value for name, value in _process(child).items()}
         own["threads of the engine's process"] = os.listdir(f"/proc/{child}/task")
