@@ -36,7 +36,6 @@ from .places import CASES, ask, innocents, options_of
 from .watch import belongings, bounded_memory, shown, stacks, watched
 
 INNOCENTS, CLIENTS = 16, 5
-MEMORY = 20 * 2**20  # bytes that may be missing in the end
 ROUND = 20.0  # seconds at most; then comes another engine, with the next seed
 
 
@@ -292,7 +291,7 @@ class Round:
         kept["memory"] = min(kept.pop("memory", 0), kept.pop("memory in use", sys.maxsize))
         for name, n in kept.items():
             self.report.memory = max(self.report.memory, n)
-            if n > MEMORY:
+            if n > CASES[self.case].memory:
                 self.complain(f"{name}, {when}: {n / 2**20:.1f} MiB more than the {before[name] / 2**20:.1f} before")
 
     # ---- the clients -----------------------------------------------------------------------------------------------
