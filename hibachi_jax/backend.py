@@ -149,7 +149,7 @@ class JaxBackend(ArrayBackend):
         how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
         if len(cache) != 1 and not self._loops:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[-1].dtype)
         if len(cache) == 1:
             pages = tpu.write(cache[0], x.slot, k, v)
             return tpu.attend(q, pages, x, how), (pages,)

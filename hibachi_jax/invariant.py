@@ -76,7 +76,7 @@ class InvariantJaxBackend(JaxBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
 
         def look(q: Array, pos: Array, seg: Array) -> Array:

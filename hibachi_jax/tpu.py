@@ -49,7 +49,11 @@ def write(pages: Array, slot: Array, k: Array, v: Array) -> Array:
 
 
 def attend(q: Array, pages: Array, x: StepInputs[Array], how: How) -> Array:
-    """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last."""
+    """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last.
+
+    The kernel takes what lies from x.kv_len on for zeros. To scores that are hidden within a chunk it adds a large
+    number instead of replacing them, so a NaN key makes NaN of its row's earlier tokens of that chunk as well.
+    """
     rows = jnp.sum(x.cu_q[1:] > x.cu_q[:-1], dtype=jnp.int32)[None]
     options = {"sm_scale": how.scale, "sliding_window": how.window, "soft_cap": how.softcap}
     return kernel()(q, pages, x.kv_len, x.block_table, x.cu_q, rows, **options)

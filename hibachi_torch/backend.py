@@ -104,10 +104,10 @@ class TorchBackend(ArrayBackend):
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
-    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
+    def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
         if self.device.type == "cpu" and math.isfinite(v.sum()):  # elsewhere, to look is to wait
-            return k, v
-        return super().storable(k, v)
+            return k, v  # (PyTorch writes no other dtype than the cache's)
+        return super().storable(k, v, dtype)
 
     # ---- math --------------------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class CudaTorchBackend(TorchBackend):
             out, _ = super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
             return out, cache
         if x.tile_q.shape[1] > 1:  # the kernel itself passes over what lies behind a row's end: `find` looks
-            k, v = self.storable(k, v)
+            k, v = self.storable(k, v, values.dtype)
         slot = self._long_slot(x)
         keys.view(-1, *keys.shape[2:]).index_copy_(0, slot, k)
         values.view(-1, *values.shape[2:]).index_copy_(0, slot, v)

@@ -116,7 +116,7 @@ class InvariantTorchBackend(TorchBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class, with products in shapes that are safe.
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         (tiles, tile), (kv_heads, dim) = x.tile_q.shape, k.shape[1:]
         group, size = q.shape[1] // kv_heads, keys.shape[1]

@@ -325,16 +325,16 @@ class ArrayBackend:
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
         return self.xp.reshape(self.scatter_rows(flat, slot, rows), cache.shape)
 
-    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """New keys and values [T, kv_heads, dim] as `attend` writes them: a value that is not finite as zeros, and its
-        key as NaN.
+    def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
+        """New keys and values [T, kv_heads, dim] as `attend` writes them: a value that is not finite in the cache's
+        dtype as zeros, and its key as NaN.
 
         So it makes NaN of what sees it, and of nothing else. The scores of hidden positions are replaced, but their
         values are multiplied by 0, and 0 * NaN is NaN: of what another request left where a row has not written yet,
         of padding in block 0, and of the tokens that come later in the same chunk.
         """
         xp = self.xp
-        good = xp.all(xp.isfinite(v), axis=-1, keepdims=True)
+        good = xp.all(xp.isfinite(xp.astype(v, dtype, copy=False)), axis=-1, keepdims=True)
         nan, zero = (xp.full((1, 1, 1), x, dtype=t.dtype, device=self.device) for x, t in ((math.nan, k), (0.0, v)))
         return xp.where(good, k, nan), xp.where(good, v, zero)
 
@@ -364,7 +364,7 @@ class ArrayBackend:
         The reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
         """
         xp = self.xp
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]

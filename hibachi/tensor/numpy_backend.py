@@ -61,8 +61,8 @@ class NumpyBackend(ArrayBackend):
         dst[idx] = src
         return dst
 
-    def storable(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return (k, v) if np.isfinite(v).all() else super().storable(k, v)
+    def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
+        return (k, v) if np.isfinite(v.astype(dtype, copy=False)).all() else super().storable(k, v, dtype)
 
     def attend(
         self,
@@ -77,7 +77,7 @@ class NumpyBackend(ArrayBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class step by step, in half as many calls and without copies of the scores.
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         kv_heads, dim = k.shape[1:]

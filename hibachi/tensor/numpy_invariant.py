@@ -61,7 +61,7 @@ class InvariantNumpyBackend(NumpyBackend):
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class, with products in shapes that are safe.
-        k, v = self.storable(k, v)
+        k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
         (kv_heads, dim), v_dim = k.shape[1:], v.shape[2]

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hibachi import AutoregressiveBatchInference, NonFiniteOutput, NumpyBackend, Paged, SamplingParams
+from hibachi import AutoregressiveBatchInference, NonFiniteOutput, NumpyBackend, Paged, SamplingParams, State
 from hibachi_torch import TorchBackend
 
 POISON = 13  # a token whose key and value are NaN
@@ -158,3 +158,47 @@ def test_h4_nan_reaches_no_request_that_shares_what_comes_before_it(name, dtype)
     """Within a chunk it is hidden from the tokens before it, of which the next layer keeps something in the blocks."""
     model = TwoLayers(BACKENDS[name](), dtype)
     check(model, [[1] * 9 + [POISON, 1]], [[1] * 9 + [0, 1], [1] * 8 + [2]], prefix_cache=True)
+
+
+class Overflows(Hides):
+    """The poison's value is finite, but not in the cache, which has fewer bits."""
+
+    def cache_spec(self):
+        return [Paged(1, 2, 1, dtype="float16")]
+
+    def step(self, params, cache, x):
+        values = np.where(x.tok == POISON, 1e5, x.tok).astype(np.float32)[:, None, None]
+        nothing = np.zeros((len(values), 1, 2), np.float32)
+        with np.errstate(over="ignore"):
+            mean, layer = self.backend.attend(nothing, nothing, values, cache[0], x)
+        return self.output((mean[:, 0, 0] * (x.pos + 1)).round()[x.last]), [layer]
+
+
+@pytest.mark.parametrize("name", ["numpy", "numpy invariant"])
+def test_h4_values_that_overflow_in_the_cache_reach_no_later_owner(name):
+    check(Overflows(BACKENDS[name]()), [[5, POISON, 5]] * 3, [[1, 2], [1, 1, 0, 1, 0], [0] * 30 + [1]])
+
+
+class Recurrent(Hides):
+    """The running sum of each row, in a state that the poison makes NaN for good."""
+
+    def cache_spec(self):
+        return [State((1,))]
+
+    def step(self, params, cache, x):
+        b, xp, (state,) = self.backend, self.backend.xp, cache
+        tokens = xp.reshape(b.float32(x.tok), (state.shape[0], -1))
+        sums = state + xp.cumulative_sum(xp.where(tokens == POISON, tokens * float("nan"), tokens), axis=1)
+        return self.output(b.take(xp.reshape(sums, (-1,)), x.last)), [sums[:, -1:]]
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_h4_nan_in_a_recurrent_state_stays_in_its_row(name):
+    """Rows that start get zeros, whatever the last request left; others run beside it, and a prefix is kept."""
+    model, prompts = Recurrent(BACKENDS[name]()), [[1, 2], [1] * 9, [1] * 8 + [2]]
+    with AutoregressiveBatchInference(model, backend=model.backend, block_size=BLOCK, max_batch_size=2) as e:
+        want = [[int(t) for t in e.run(prompt, max_new_tokens=4)] for prompt in prompts]
+        for _ in range(2):
+            streams = [e.run(prompt, max_new_tokens=4) for prompt in ([1] * 8 + [POISON], *prompts, [POISON])]
+            got = [[int(t) for t in stream] for stream in streams]
+            assert got[1:-1] == want and got[0] == got[-1] == [HIDDEN] * 4

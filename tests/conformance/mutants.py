@@ -396,7 +396,7 @@ def forgetful(b: Any, q: Any, k: Any, v: Any, cache: Any, x: Any, **special: Any
     return b.attend(q, k, v, tuple(half.copy() for half in cache), x, **special)[0], cache
 
 
-def keeps_nan(b: Any, k: Any, v: Any) -> Any:
+def keeps_nan(b: Any, k: Any, v: Any, dtype: Any) -> Any:
     """Keys and values go into the cache as they are."""
     return k, v
 
@@ -471,7 +471,7 @@ ATTENTION = [
     broken("attend_gives_nan_to_what_sees_it_and_to_nothing_else", "multiplies NaN of the same chunk by zero",
            attend=keeps_nan_of_prompts),
     broken("attend_gives_nan_to_what_sees_it_and_to_nothing_else", "takes NaN for 0",
-           storable=lambda b, k, v: (k, np.nan_to_num(v))),
+           storable=lambda b, k, v, dtype: (k, np.nan_to_num(v))),
     Mutant("test_attend_does_not_catch_nan_from_padding_tokens", "multiplies NaN by a weight of zero", padded()),
 ]  # fmt: skip
 
