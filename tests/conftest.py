@@ -1,8 +1,11 @@
 """What tests of several floors share: copies of the shipped model, whole or damaged."""
 
+import ctypes
+import gc
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,17 @@ os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_goes_back():
+    """JAX keeps its programs, and what compilers free stays with the process unless the C library is told."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,13 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("in another order", "in chunks of 24") else ())
+        for name in SITUATIONS
+    ],
+)
 def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situation):
     todo = list(enumerate(prompts(tiny.vocab_size)))
     if situation == "in another order":
@@ -234,9 +240,18 @@ def test_the_programs_are_compiled_before_the_first_request(tiny_eight, eight):
 
 # ---- attention -----------------------------------------------------------------------------------------------------
 
+SPECIAL = [{}, dict(window=40), dict(softcap=5.0, scale=0.3)]
 
-@pytest.mark.parametrize("special", [{}, dict(window=40), dict(softcap=5.0, scale=0.3)], ids=str)
-@pytest.mark.parametrize("block_size", [16, 48])
+
+@pytest.mark.parametrize(
+    "block_size, special",
+    [
+        *((16, special) for special in SPECIAL),
+        (48, SPECIAL[0]),
+        *(pytest.param(48, special, marks=pytest.mark.slow) for special in SPECIAL[1:]),
+    ],
+    ids=str,
+)
 def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
     loops, dense = JaxBackend(), JaxBackend()
     dense._loops = False  # as on accelerators

@@ -1,5 +1,8 @@
 """Embeddings: pooled hidden states, against transformers, whatever the batch and the chunks."""
 
+import itertools
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -23,25 +26,39 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def model(request, tmp_path_factory):
-    """A folder, and the hidden states of each prompt by transformers."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
-    reference.save_pretrained(folder)
-    with torch.no_grad():
-        states = [reference.base_model(torch.tensor(p)[None])[0][0].numpy() for p in PROMPTS]
-    return folder, states
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """model(kind): a folder, and the hidden states of each prompt by transformers."""
+
+    @cache
+    def make(kind):
+        folder = tmp_path_factory.mktemp("model")
+        torch.manual_seed(0)
+        reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
+        reference.save_pretrained(folder)
+        with torch.no_grad():
+            states = [reference.base_model(torch.tensor(p)[None])[0][0].numpy() for p in PROMPTS]
+        return folder, states
+
+    return make
 
 
 POOLED = {"mean": lambda h: h.mean(0), "last": lambda h: h[-1], "cls": lambda h: h[0]}
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-@pytest.mark.parametrize("pooling", POOLED)
-def test_vectors_are_those_of_transformers_in_chunks_and_side_by_side(model, pooling, library):
-    folder, states = model
+EACH = [
+    pytest.param(
+        *case,
+        marks=pytest.mark.slow if case[2] == "jax" and case != ("llama", "mean", "jax") else (),
+        id="-".join(case),
+    )
+    for case in itertools.product(CONFIGS, POOLED, ("numpy", "torch", "jax"))
+]
+
+
+@pytest.mark.parametrize("kind, pooling, library", EACH)
+def test_vectors_are_those_of_transformers_in_chunks_and_side_by_side(model, kind, pooling, library):
+    folder, states = model(kind)
     options = dict(max_batch_size=3, max_batch_tokens=11, max_model_len=64, backend=library)
     backend = hibachi.load(library)
     with PoolingBatchInference(hibachi.load_model(folder, backend), pooling=pooling, **options) as engine:

@@ -10,7 +10,7 @@ from .models import Turnstile
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
 
 
-every_library = pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+LIBRARIES = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
 
 
 def ids(n, seed=0, vocab=2000):
@@ -25,7 +25,7 @@ def same(a, b):
             assert x[token] == pytest.approx(y[token], abs=1e-4)
 
 
-@every_library
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_v08_a_second_identical_prompt_of_40_tokens_hits_32(library):
     with LLM("tiny", backend=library) as llm:
         first = llm.generate(ids(40), GREEDY)[0]
@@ -58,7 +58,7 @@ def test_what_was_generated_is_reused_by_the_next_turn():
         assert llm.stats().prefix_hits == 48  # of 49 that were computed: the last token was never fed back
 
 
-@every_library
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_burst_with_a_common_prefix_computes_it_once(library):
     common = ids(512 - 60, 7)
     common = (common * 2)[:448]
@@ -99,7 +99,7 @@ def test_embedded_prompts_are_not_cached():
         assert outs[2].choices[0].logprobs != outs[0].choices[0].logprobs
 
 
-@every_library
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_v05_who_is_preempted_goes_on_as_if_nothing_had_happened(library):
     prompts = [ids(30, i) for i in range(6)]
     params = GREEDY.with_(max_tokens=60, ignore_eos=True)

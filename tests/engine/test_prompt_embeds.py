@@ -24,11 +24,12 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
+    """Of a model, a Llama unless a test names another kind."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(KINDS[request.param])
+    model = transformers.AutoModelForCausalLM.from_config(KINDS[getattr(request, "param", "llama")])
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(0, 1)
     model.save_pretrained(folder)
@@ -40,20 +41,28 @@ def embedded(model, backend, prompt):
         return backend.get(backend.weight_rows(model.params["embed"], backend.put(prompt.astype(np.int32))))
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-def test_embeddings_of_tokens_give_what_the_tokens_give(folder, library):
+def of_tokens_and_of_embeddings(folder, library, prompts, **options):
     backend = hibachi.load(library)
     model = hibachi.load_model(folder, backend)
-    options = dict(max_batch_size=3, max_batch_tokens=10, max_model_len=64, block_size=8, backend=backend)
-    with AutoregressiveBatchInference(model, **options) as engine:
-        wanted = [stream.collect() for stream in [engine.run(p, GREEDY) for p in PROMPTS]]
+    with AutoregressiveBatchInference(model, max_model_len=64, backend=backend, **options) as engine:
+        wanted = [stream.collect() for stream in [engine.run(p, GREEDY) for p in prompts]]
         streams = [  # half of them in tokens, beside the others
             engine.run(None, GREEDY, prompt_embeds=embedded(model, backend, p)) if i % 2 else engine.run(p, GREEDY)
-            for i, p in enumerate(PROMPTS)
+            for i, p in enumerate(prompts)
         ]
         assert [stream.collect() for stream in streams] == wanted
-        others = [engine.run(None, GREEDY, prompt_embeds=-embedded(model, backend, p)) for p in PROMPTS]
+        others = [engine.run(None, GREEDY, prompt_embeds=-embedded(model, backend, p)) for p in prompts]
         assert [stream.collect() for stream in others] != wanted
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_embeddings_of_tokens_give_what_the_tokens_give(folder, library):
+    of_tokens_and_of_embeddings(folder, library, PROMPTS, max_batch_size=3, max_batch_tokens=10, block_size=8)
+
+
+def test_embeddings_of_tokens_give_what_the_tokens_give_in_few_shapes_on_jax(folder):
+    of_tokens_and_of_embeddings(folder, "jax", PROMPTS[1::2], max_batch_size=2, max_batch_tokens=16, block_size=64)
 
 
 @pytest.mark.parametrize(

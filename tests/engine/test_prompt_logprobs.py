@@ -1,5 +1,7 @@
 """Log-probabilities of the tokens of a prompt, at level 2."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -47,9 +49,18 @@ def log_probs_of_sums(prompt):
     return [dict(enumerate(log_softmax(row))) for row in rows]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kind", [PlainPaged, PlainState, PlainBoth])
-@pytest.mark.parametrize("budget", [64, 5])
+KINDS = [PlainPaged, PlainState, PlainBoth]
+EACH = [
+    pytest.param(
+        *case,
+        marks=pytest.mark.slow if case[2] == "jax" and case[:2] != (5, PlainBoth) else (),
+        id=f"{case[0]}-{case[1].__name__}-{case[2]}",
+    )
+    for case in itertools.product([64, 5], KINDS, BACKENDS)
+]
+
+
+@pytest.mark.parametrize("budget, kind, name", EACH)
 def test_every_token_but_the_first_is_scored(name, kind, budget):
     """In chunks or at once, beside requests that ask for nothing; what is generated is the same."""
     prompts = [[1, 2, 3], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [6, 6]]
@@ -68,7 +79,7 @@ def test_every_token_but_the_first_is_scored(name, kind, budget):
                     assert max(logs, key=logs.get) in got
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_they_are_the_logprobs_of_generating_it(name):
     """A decoder: of each prefix, computed alone."""
     backend = BACKENDS[name]

@@ -205,7 +205,12 @@ def mixed_rows(n=32):
     return rows, (-np.log(ranks) * steep).astype(np.float32)
 
 
-@pytest.mark.parametrize("library", [NUMPY, BACKENDS["torch"], pytest.param(BACKENDS["jax"], marks=pytest.mark.slow)])
+slow_on_jax = pytest.mark.parametrize(
+    "library", [NUMPY, BACKENDS["torch"], pytest.param(BACKENDS["jax"], marks=pytest.mark.slow)], ids=BACKENDS
+)
+
+
+@slow_on_jax
 def test_a_row_gets_the_same_whoever_shares_its_batch(library):
     """V-19: what a seed gives is reproducible whatever the batch mates, and at temperature 0 it is the argmax."""
     rows, logits = mixed_rows()
@@ -222,7 +227,7 @@ def test_a_row_gets_the_same_whoever_shares_its_batch(library):
     assert plain and everyone.tokens[plain].tolist() == logits[plain].argmax(axis=1).tolist()
 
 
-@on_each
+@slow_on_jax
 def test_a_mixed_batch_gives_what_the_definition_gives(library):
     rows, logits = mixed_rows()
     drawn = Rows(library, VOCAB, rows).draw(logits)
