@@ -30,7 +30,7 @@ import hibachi
 from hibachi import HibachiError, QueueFull, SamplingParams
 
 from .clients import READS, Draw, Request, once
-from .drawn import WORDS
+from .drawn import SALTS, WORDS
 from .hostile import FAULTS
 from .places import CASES, ask, innocents, options_of
 from .watch import belongings, bounded_memory, shown, stacks, watched
@@ -303,17 +303,17 @@ class Round:
         while not self.over.is_set():
             self.doing[name] = time.monotonic(), "its request"
             if kind == "innocent":
-                self._innocent(int(n), rng.choice(("at once", "at once", "asyncio", "slowly")))
+                self._innocent(int(n), rng.choice(("at once", "at once", "asyncio", "slowly")), rng.choice(SALTS))
             else:
                 self._hostile(name, draw, rng)
         del self.doing[name]
 
-    def _innocent(self, n: int, how: str) -> None:
+    def _innocent(self, n: int, how: str, salt: str | None = None) -> None:
         """One request, which must get what it gets alone."""
         began = time.monotonic()
         got: Any
         try:
-            got = ask(self.place, self.innocents[n], how)
+            got = ask(self.place, self.innocents[n], how, salt)
         except QueueFull:
             time.sleep(0.005)
             return
