@@ -12,7 +12,8 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
 WORKERS ?= 2
-TESTS = .venv/bin/python -m pytest -n $(WORKERS)
+# Threads that wait sleep: those of two processes that spin on two cores take twice the time.
+TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 .venv/bin/python -m pytest -n $(WORKERS)
 # A slow test may take long, and those that install (in one worker, as they share what they made) far longer.
 PATIENT = -o faulthandler_timeout=3600 --dist loadgroup
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -39,7 +40,10 @@ def _is_int(x: object) -> bool:
 
 
 def _as_int(x: Any) -> Any:
-    return int(x) if hasattr(x, "__index__") and not isinstance(x, bool) else x
+    try:
+        return x if isinstance(x, bool) else operator.index(x)
+    except Exception:  # no integer, for the check that follows
+        return x
 
 
 def _is_real(x: object) -> bool:

@@ -5,6 +5,10 @@ rows of a small matrix; it also adds up long products in pieces that depend on t
 has as well, computes every row alike for two rows or more, and as its weights are packed once, it is faster too. What
 oneDNN does not take (other dtypes) is padded to a multiple of PADDED rows.
 
+With AMX, which oneDNN multiplies bfloat16 with, it adds up in pieces that depend on the number of rows, the columns and
+the threads. Up to TILE rows it makes one piece of the whole sum if each thread has columns enough; otherwise they are
+filled up to TILE. More rows are multiplied in tiles.
+
 PyTorch's activations use other code for the last few elements of an array than for the others. Its exp, tanh and erf
 do not, so the activations are made of these.
 """
@@ -13,6 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +27,24 @@ from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 from hibachi_torch.backend import TorchBackend
 
-PADDED = 8  # rows: with a multiple of them MKL computes every row alike
+FEW = 8  # rows: with a multiple of them MKL computes sums of up to PIECE products alike
+TILE = 32  # rows of bfloat16 that are multiplied at once with AMX
+COLUMNS = 256  # that each thread has with AMX, so that oneDNN does not cut the sums of up to TILE rows
 SPAN = 16  # positions that attention looks at, and numbers of a value, are a multiple of this: no vector is cut
+SPAN_BFLOAT16 = 32  # positions: AMX adds up what is left of a multiple of them apart
 PIECE = 128  # positions that are multiplied with values at once: from 193 on MKL adds up in pieces of its own
+ONEDNN_FROM = 16**3  # multiplications: PyTorch makes smaller products of bfloat16, all rows together, in another way
+
+
+def _mkl_rows() -> int:
+    """With a multiple of so many rows MKL computes every row alike: on AMD 8 do, on Intel a sum of 384 takes 16."""
+    try:
+        return 8 if "AuthenticAMD" in Path("/proc/cpuinfo").read_text() else 16
+    except OSError:
+        return 16
+
+
+PADDED = _mkl_rows()
 
 
 class Weight:
@@ -76,10 +97,10 @@ class InvariantTorchBackend(TorchBackend):
         if not len(rows):
             return x.new_empty((*x.shape[:-1], w.shape[0]))
         if isinstance(w, Weight):
-            some = rows if len(rows) > 1 else rows.expand(2, -1)  # long sums of a single row are made in other pieces
-            y = torch.ops.mkldnn._linear_pointwise(some.contiguous(), w.packed(), b, "none", [], "")[: len(rows)]
+            tiles = w.dtype == torch.bfloat16 and _amx() and len(rows) > TILE
+            y = torch.cat([_multiply(t, w, b) for t in rows.split(TILE)]) if tiles else _multiply(rows, w, b)
         else:
-            y = _padded(rows, lambda padded: F.linear(padded, w, b))
+            y = _padded(rows, PADDED, lambda padded: F.linear(padded, w, b))
         return y.view(*x.shape[:-1], -1)
 
     def attend(
@@ -100,21 +121,25 @@ class InvariantTorchBackend(TorchBackend):
         (tiles, tile), (kv_heads, dim) = x.tile_q.shape, k.shape[1:]
         group, size = q.shape[1] // kv_heads, keys.shape[1]
         table = x.block_table.index_select(0, x.tile_row)
-        table = F.pad(table, (0, -table.shape[1] % (SPAN // math.gcd(SPAN, size))))
+        unit = SPAN_BFLOAT16 if q.dtype == torch.bfloat16 else SPAN
+        table = F.pad(table, (0, -table.shape[1] % (unit // math.gcd(unit, size))))
         span = table.shape[1] * size
         kt = self.take(keys, table).view(tiles, span, kv_heads, dim).permute(0, 2, 3, 1)
         vt = self.take(values, table).view(tiles, span, kv_heads, -1).transpose(1, 2)
         v_dim = vt.shape[-1]
         vt = F.pad(vt, (0, -v_dim % SPAN)) if v_dim % SPAN else vt
         qt = self.take(q, x.tile_q).view(tiles, tile, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), lambda rows: rows @ kt).float()
+        if q.dtype == torch.bfloat16 and FEW * unit * min(dim, vt.shape[-1]) <= ONEDNN_FROM:
+            qt, kt, vt = qt.float(), kt.float(), vt.float()
+        many = FEW if dim <= PIECE else PADDED
+        scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
         scores = scores * (dim**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         at, seen = x.pos[x.tile_q][:, :, None], self._positions(span)
         hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
         scores.view(tiles, kv_heads, group, tile, span).masked_fill_(hidden[:, None, None], -math.inf)
-        weights = torch.softmax(scores, -1).to(v.dtype)
+        weights = torch.softmax(scores, -1).to(vt.dtype)
 
         def multiply(rows: Array) -> Array:
             out = rows[..., :PIECE] @ vt[..., :PIECE, :]
@@ -122,7 +147,8 @@ class InvariantTorchBackend(TorchBackend):
                 out = out + rows[..., i : i + PIECE] @ vt[..., i : i + PIECE, :]
             return out
 
-        out = _padded(weights, multiply)[..., :v_dim].reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
+        out = _padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
+        out = out.reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
 
     def gelu(self, x: Array) -> Array:
@@ -143,8 +169,24 @@ def _bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _padded(rows: Array, f: Callable[[Array], Array]) -> Array:
-    """f(rows) for a function of each row of [..., rows, dim], called with a multiple of PADDED rows."""
+@cache
+def _amx() -> bool:
+    """Has the processor AMX? Yes if this version of PyTorch cannot say: tiles are right on any."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)())
+
+
+def _multiply(rows: Array, w: Weight, b: Array | None) -> Array:
+    """rows w^T + b by oneDNN, with the number of rows filled up where their sums would be cut otherwise."""
+    n = len(rows)
+    fill = 2 - n  # long sums of a single row are made in other pieces
+    if w.dtype == torch.bfloat16 and _amx():
+        fill = 0 if w.shape[0] >= COLUMNS * torch.get_num_threads() else TILE - n
+    some = F.pad(rows, (0, 0, 0, fill)) if fill > 0 else rows.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(some, w.packed(), b, "none", [], "")[:n]
+
+
+def _padded(rows: Array, many: int, f: Callable[[Array], Array]) -> Array:
+    """f(rows) for a function of each row of [..., rows, dim], called with a multiple of `many` rows."""
     n = rows.shape[-2]
-    fill = -n % PADDED
+    fill = -n % many
     return f(F.pad(rows, (0, 0, 0, fill)))[..., :n, :] if fill else f(rows)

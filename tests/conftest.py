@@ -17,6 +17,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("HIBACHI_NATIVE", "0")
 os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
 
+# Threads that have nothing to do sleep instead of spinning, which costs the cores that others test on.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
 
 

@@ -491,7 +491,7 @@ class OwnFault(NonFiniteOutput):
         (Panic("regex"), ModelError, "Panic: regex"),
         (SystemExit(3), ModelError, "SystemExit: 3"),
         (Unpicklable("x"), ModelError, "Unpicklable: x"),
-        (Mute("x"), ModelError, "Mute"),
+        (Mute("x"), ModelError, "Mute: (its message could not be made)"),
         (OwnFault(1, 2), NonFiniteOutput, "OwnFault: 1 and 2"),
         (MemoryError("12 GB"), MemoryError, "12 GB"),
     ],

@@ -12,17 +12,30 @@ from hibachi.plan.lower import lower
 from hibachi.tensor import numpy_backend
 
 COUNTS = [*range(1, 71), 96, 127, 129, 256, 400]
-SIZES = [(64, 192), (100, 37), (256, 512), (640, 256), (1300, 48)]
+SIZES = [(64, 192), (100, 37), (256, 512), (640, 256), (1300, 48), (2048, 64)]
+HEADS = [(4, 2, 64, 16), (3, 3, 32, 8), (7, 1, 80, 4), (8, 2, 128, 16), (2, 2, 6, 5), (2, 1, 256, 16), (1, 1, 32, 16)]
+SCALE = 2.0**17  # of scores that are rounding alone
 
 
 def random(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+def cancelling(one, other):
+    """Two arrays [..., n] made twice as long, so that all products of their rows are 0 but for the rounding of sums.
+
+    The order in which a sum is made shows in its bits then, also where they are rounded to bfloat16.
+    """
+    order = np.random.default_rng(1).permutation(2 * one.shape[-1])
+    pairs = np.concatenate([one, one], -1), np.concatenate([other, -other], -1)
+    return tuple(np.take(pair, order, -1) for pair in pairs)
+
+
 def linear(b, dtype):
     """Every number of rows, at several places, whole and cut out of wider rows."""
     for size, out in SIZES:
-        w, x = b.put_weight(random(out, size) / 8, dtype), random(402, 2 * size)
+        x, w = cancelling(random(402, size // 2), random(out, size // 2))
+        w, x = b.put_weight(w, dtype), np.concatenate([x, x], 1)
         alone = np.concatenate([b.get(b.linear(b.put(x[i : i + 1, :size].copy(), dtype), w)) for i in range(402)])
         wide = b.put(x, dtype)
         for n in COUNTS:
@@ -34,17 +47,18 @@ def linear(b, dtype):
 
 def attention(b, dtype):
     """Tables of every width and company of every size, a token at a time and in chunks, small heads and large."""
-    for heads, kv_heads, dim, size in ((4, 2, 64, 16), (3, 3, 32, 8), (7, 1, 80, 4), (8, 2, 128, 16), (2, 2, 6, 5)):
+    for heads, kv_heads, dim, size in HEADS:
         length = 600 if dim == 64 else 130
         width = -(-length // size)
-        q, k, v = (b.put(random(length, n, dim), dtype) for n in (heads, kv_heads, kv_heads))
+        q, k = cancelling(random(length, heads, dim // 2), random(length, kv_heads, dim // 2))
+        q, k, v = (b.put(a, dtype) for a in (q, k, random(length, kv_heads, dim)))
 
         def run(rows, starts, qs, table, cache, b=b, q=q, k=k, v=v, size=size):
             rows, starts, qs = (np.array(a, np.int32) for a in (rows, starts, qs))
             packed = lower(rows, starts, qs, np.ones(len(rows), bool), table, size, tiles=b.tiles)
             fields = {name: b.put(getattr(packed, name)) for name in packed.__slots__}
             x = StepInputs(tok=fields["pos"], **fields)
-            y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x)
+            y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x, scale=SCALE)
             return b.get(b.float32(y)), cache
 
         def fresh(rows, b=b, kv_heads=kv_heads, dim=dim, size=size, width=width):

@@ -52,22 +52,39 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
         assert load([7, 61, 2, 100, 24, 12]) == first
 
 
-START = """
-import json, time
-from hibachi import LLM, SamplingParams
-import jax, logging
+MODELS = """
+from hibachi import AutoregressiveBatchInference, SamplingParams, load, load_model
+from hibachi.testing.toys import TinyDecoder, tiny_weights
+
+backend = load("jax")
+
+def made(which):
+    return load_model("tiny", backend) if which == "tiny" else TinyDecoder(backend, tiny_weights())
+
+def answers(model, prompts, n):
+    options = dict(max_model_len=64 if model.vocab_size > 32 else 16, max_batch_size=2, prefix_cache=False)
+    params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+    with AutoregressiveBatchInference(model, backend=backend, **options) as engine:
+        return [list(map(int, s)) for s in [engine.run(p, params) for p in prompts]]
+"""
+EITHER = pytest.mark.parametrize("model", ["toy", pytest.param("tiny", marks=pytest.mark.slow)])
+START = (
+    MODELS
+    + """
+import json, sys, jax
 found = []
 jax.monitoring.register_event_listener(lambda event, **about: found.append(event))
-began = time.perf_counter()
-with LLM("tiny", backend="jax", max_model_len=64) as llm:
-    text = llm.generate("She was", SamplingParams(temperature=0, max_tokens=8))
+said = answers(made(WHICH), [[5, 6, 7]], 8)
 hits = sum(e == "/jax/compilation_cache/cache_hits" for e in found)
-print(json.dumps([text[0].choices[0].text, hits, str(jax.config.jax_compilation_cache_dir)]))
+print(json.dumps([said, hits, str(jax.config.jax_compilation_cache_dir)]))
 """
+)
 
 
-def test_a_second_process_reads_what_the_first_has_compiled(tmp_path):
-    cold, warm = (run(START, XDG_CACHE_HOME=str(tmp_path), HIBACHI_NATIVE="0") for _ in range(2))
+@EITHER
+def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model):
+    code = START.replace("WHICH", repr(model))
+    cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_NATIVE="0") for _ in range(2))
     assert cold[0] == warm[0] and cold[1] == 0 and warm[1] >= 2
     assert cold[2].startswith(str(tmp_path / "hibachi" / "jax"))
 
@@ -92,30 +109,32 @@ def test_the_doctor_says_which_dtype_is_fast_on_a_cpu():
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
 
-SHARDED = """
+SHARDED = (
+    MODELS
+    + """
 import json, numpy as np, jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from hibachi import LLM, SamplingParams
 mesh = Mesh(np.array(jax.devices()), ("model",))
 assert mesh.size == 2
 def spread(a):
     whole = next((i for i in range(a.ndim - 1, -1, -1) if a.ndim > 1 and a.shape[i] % 2 == 0), None)
     return jax.device_put(a, NamedSharding(mesh, P(*("model" if i == whole else None for i in range(a.ndim)))))
 def tokens(sharded):
-    with LLM("tiny", backend="jax", max_model_len=64, prefix_cache=False) as llm:
-        if sharded:
-            llm.model.params = jax.tree.map(spread, llm.model.params)
-            leaves = jax.tree.leaves(llm.model.params)
-            assert any(len(a.sharding.device_set) == 2 and not a.is_fully_replicated for a in leaves)
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        return [out.choices[0].token_ids for out in llm.generate(["She was", "The letter", "He had never"], params)]
-print(json.dumps([[list(map(int, t)) for t in tokens(sharded)] for sharded in (False, True)]))
+    model = made(WHICH)
+    if sharded:
+        model.params = jax.tree.map(spread, model.params)
+        leaves = jax.tree.leaves(model.params)
+        assert any(len(a.sharding.device_set) == 2 and not a.is_fully_replicated for a in leaves)
+    return answers(model, [[5, 6, 7], [8, 9, 10], [11]][:HOW_MANY], 12)
+print(json.dumps([tokens(sharded) for sharded in (False, True)]))
 """
+)
 
 
-def test_parameters_on_two_devices_give_the_same_tokens(tmp_path):
-    env = dict(XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_JAX_CACHE="0", HIBACHI_NATIVE="0")
-    one, two = run(SHARDED, **env)
+@EITHER
+def test_parameters_on_two_devices_give_the_same_tokens(model):
+    code = SHARDED.replace("WHICH", repr(model)).replace("HOW_MANY", "3" if model == "tiny" else "2")
+    one, two = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_NATIVE="0")
     assert one == two and len(one[0]) == 12
 
 
