@@ -630,6 +630,7 @@ def test_l_rows_that_fail_only_together_cannot_stop_the_others(serve):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of JAX, if it was imported before
 def test_m2_an_engine_used_after_a_fork_raises_at_the_call(serve):
     gate = Gate()
     engine = serve(gate, max_batch_size=1)

@@ -726,6 +726,9 @@ def raised(call):
         return f"{type(e).__name__}: {e}"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of JAX, if it was imported before
 def test_m2_a_fork_has_no_engine(there):
     running = there.stream("a", LONG)
     calls = {
