@@ -16,7 +16,7 @@ from typing import Any
 from hibachi import SamplingParams, StopRule, Terms
 
 from . import drawn
-from .drawn import FIELDS, ODD, PREDICATES, PROCESSORS, PROMPTS, RUN, STOP, WORDS
+from .drawn import FIELDS, ODD, PREDICATES, PROCESSORS, PROMPTS, RUN, SALTS, STOP, WORDS
 from .hostile import FAULTS
 from .places import Innocent, Place
 from .watch import short
@@ -116,7 +116,7 @@ class Draw:
             values["params"] = params
         else:
             values["max_new_tokens"] = rng.choice((1, 3, 8, 20))
-        values["terms"] = terms = _Fields(tenant=rng.choice("abc"))
+        values["terms"] = terms = _Fields(tenant=rng.choice("abc"), cache_salt=rng.choice(SALTS))
         if kind == "predicate":
             values["stop"] = given
         if kind == "field":
@@ -142,7 +142,7 @@ class Draw:
         ids = rng.choice(self.innocents).ids
         ids = ids[: rng.randrange(len(ids) + 1)] + [rng.randrange(WORDS) for _ in range(rng.randrange(1, 4))]
         fault = None
-        if kind == "fault" or (kind is None and luck < 0.85):
+        if kind == "fault" or (kind in (None, "field") and luck < 0.85):
             fault = given if kind == "fault" else rng.choice(list(FAULTS))
             ids.insert(rng.randrange(len(ids) + 1), self._trigger(fault))
         return ids if place.sampled else place.prompt(ids), f"{len(ids)} tokens, model {fault or 'honest'}", fault

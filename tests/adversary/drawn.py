@@ -22,6 +22,7 @@ from hibachi import SamplingParams, StopRule, Terms
 
 WORDS = 64  # ordinary token ids of our own models; beyond them are those that make a model hostile
 STOP = 7  # a stop token of some innocent requests
+SALTS = (None, "a", "b", "c")  # of all requests: those with one salt share prefixes, as long as they are in the cache
 HUGE, NAN, INF = 10**400, float("nan"), float("inf")
 MANY = 10**5
 LONG, SURROGATES = "a" * MANY, "\ud800 \udfff"

@@ -30,7 +30,7 @@ import hibachi
 from hibachi import HibachiError, QueueFull, SamplingParams
 
 from .clients import READS, Draw, Request, once
-from .drawn import WORDS
+from .drawn import SALTS, WORDS
 from .hostile import FAULTS
 from .places import CASES, ask, innocents, options_of
 from .watch import belongings, bounded_memory, shown, stacks, watched
@@ -247,9 +247,15 @@ class Round:
             busy = stats.running or stats.waiting or stats.free_blocks != stats.blocks
             return not busy and health.state == "idle" and not health.paused
 
-        if not wait(idle, self.bound):
-            self.complain(f"the engine does not come to rest: {engine.health()}, {engine.stats()}\n{stacks()}")
-            raise Gone
+        def rests() -> None:
+            if not wait(idle, self.bound):
+                self.complain(f"the engine does not come to rest: {engine.health()}, {engine.stats()}\n{stacks()}")
+                raise Gone
+
+        rests()
+        if self.place.remote:  # the other process tidies up as this one does
+            self._bounded(self._collect_there, "a request that collects garbage")
+            rests()
         if not self.place.remote:
             try:
                 engine._worker._engine.scheduler.check()
@@ -258,6 +264,10 @@ class Round:
         if self.place.mischief is not None:
             self.place.mischief.forget()
         return belongings(engine.pid if self.place.remote else None)
+
+    def _collect_there(self) -> None:
+        trigger = self.place.triggers[list(FAULTS).index("collects garbage")]
+        self.place.texts.generate([trigger], SamplingParams(max_tokens=1))
 
     def _end(self) -> None:
         """Drain and close. Raises Gone."""
@@ -303,17 +313,17 @@ class Round:
         while not self.over.is_set():
             self.doing[name] = time.monotonic(), "its request"
             if kind == "innocent":
-                self._innocent(int(n), rng.choice(("at once", "at once", "asyncio", "slowly")))
+                self._innocent(int(n), rng.choice(("at once", "at once", "asyncio", "slowly")), rng.choice(SALTS))
             else:
                 self._hostile(name, draw, rng)
         del self.doing[name]
 
-    def _innocent(self, n: int, how: str) -> None:
+    def _innocent(self, n: int, how: str, salt: str | None = None) -> None:
         """One request, which must get what it gets alone."""
         began = time.monotonic()
         got: Any
         try:
-            got = ask(self.place, self.innocents[n], how)
+            got = ask(self.place, self.innocents[n], how, salt)
         except QueueFull:
             time.sleep(0.005)
             return

@@ -9,7 +9,6 @@ through the paged cache.
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from hibachi import NumpyBackend, Paged, State, StepInputs
 
 from .drawn import EXCEPTIONS, NAN, WORDS, scribble
+from .watch import tidy
 
 Array = Any
 
@@ -173,7 +173,7 @@ def _nan_in_cache(call: Call) -> Any:
 
 
 def _collects(call: Call) -> Any:
-    gc.collect()
+    tidy()
     return call.compute()
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ def innocents(place: Place) -> list[Innocent]:
         more: dict[str, Any] = {"stop": Predicate("fine")} if n in (3, 8) else {}
         if n == 5 and not place.pairs:
             more = {"stop": STOP}
-        terms = Terms(priority=n % 3, tenant=f"innocent {n % 4}", cache_salt="salt" if n == 7 else None)
+        terms = Terms(priority=n % 3, tenant=f"innocent {n % 4}")
         if not place.sampled:
             out.append(Innocent(ids, None, more | {"max_new_tokens": limit}, terms))
         else:
@@ -266,14 +266,15 @@ def innocents(place: Place) -> list[Innocent]:
 Answer = tuple[Any, ...]
 
 
-def ask(place: Place, innocent: Innocent, how: str) -> Answer:
+def ask(place: Place, innocent: Innocent, how: str, salt: str | None = None) -> Answer:
     """What an innocent request gets: tokens, log-probabilities, those of its prompt, why it ended."""
+    terms = replace(innocent.terms, cache_salt=salt)
     if place.remote:
-        stream = place.texts.stream(innocent.ids, innocent.params, terms=innocent.terms)
+        stream = place.texts.stream(innocent.ids, innocent.params, terms=terms)
         tokens = _read(stream.tokens, how)
         return tuple(tokens), stream.tokens.logprobs, stream.tokens.prompt_logprobs, stream.tokens.finish_reason
     prompt = place.prompt(innocent.ids)
-    stream = place.engine.run(prompt, innocent.params, terms=innocent.terms, **innocent.more)
+    stream = place.engine.run(prompt, innocent.params, terms=terms, **innocent.more)
     prompt[...] = 1  # what the caller does with its array after the call is its own business
     tokens = [np.asarray(token).tolist() for token in _read(stream, how)]
     return tuple(map(str, tokens)), stream.logprobs, stream.prompt_logprobs, stream.finish_reason

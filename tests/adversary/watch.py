@@ -59,12 +59,17 @@ def _in_use() -> int | None:
     return int(heap.uordblks + heap.hblkhd) + 64 * sys.getallocatedblocks()  # small objects of Python, at a mean size
 
 
-def belongings(child: int | None = None) -> dict[str, Any]:
-    """Threads, descriptors and memory of this process and of the engine's."""
-    for _ in range(3):
-        gc.collect()
+def tidy() -> None:
+    """Let go of all memory that is not in use."""
+    gc.collect()
+    gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def belongings(child: int | None = None) -> dict[str, Any]:
+    """Threads, descriptors and memory of this process and of the engine's."""
+    tidy()
     own: dict[str, Any] = {"threads": sorted(t.name for t in threading.enumerate())}
     own |= _process(os.getpid())
     if "memory" in own and (used := _in_use()) is not None:
