@@ -101,6 +101,8 @@ class RowSampler:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
         get, put = self.backend.get, self.backend.put
         n, m = len(tokens), logits.shape[0]
+        if not n:  # a piece of a chunk in which no output is wanted
+            return []
         sizes = [self._list_size(w) for w in wanted]
         size = sizes[0]
         if any(other != size for other in sizes):  # the length of a row's list decides how ties are broken
