@@ -104,6 +104,9 @@ class JaxBackend(ArrayBackend):
         flat = np.concatenate([a.reshape(-1) for a in arrays])
         return _split(flat if self.device is None else self.put(flat), tuple(a.shape for a in arrays))
 
+    def row_major(self, t: Array) -> Array:
+        return t  # XLA decides
+
     def take(self, t: Array, idx: Array) -> Array:
         return _take(t, idx)
 

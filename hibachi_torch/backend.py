@@ -86,7 +86,10 @@ class TorchBackend(ArrayBackend):
         return (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
 
     def copy(self, t: Array) -> Array:
-        return t.clone()
+        return t.clone(memory_format=torch.contiguous_format)
+
+    def row_major(self, t: Array) -> Array:
+        return t.contiguous()
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         if self.device.type != "cpu":

@@ -93,7 +93,7 @@ class InvariantTorchBackend(TorchBackend):
         return self.take(w.plain() if isinstance(w, Weight) else w, idx)
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = self.row_major(x).reshape(-1, x.shape[-1])
         if not len(rows):
             return x.new_empty((*x.shape[:-1], w.shape[0]))
         if isinstance(w, Weight):
@@ -150,6 +150,9 @@ class InvariantTorchBackend(TorchBackend):
         out = _padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
         out = out.reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        return super().rms_norm(self.row_major(x), w, eps)
 
     def gelu(self, x: Array) -> Array:
         f = x.float()

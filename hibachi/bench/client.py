@@ -155,10 +155,11 @@ class Client:
         return await self._with(await self._connect(), request, take)
 
     async def _with(self, connection: Connection, request: bytes, take: Take) -> Response:
-        answer = await connection.ask(request, take)
-        if connection.open:
-            self._free.append(connection)
-        return answer
+        try:
+            return await connection.ask(request, take)
+        finally:  # also when cancelled just as the answer was whole: nobody else would close it
+            if connection.open:
+                self._free.append(connection)
 
     async def _connect(self) -> Connection:
         url, loop = self.url, asyncio.get_running_loop()

@@ -155,7 +155,7 @@ class CachedRunner:
                 x = self._inputs(plan.rows, plan.start, plan.q, plan.emit, _drawn(plan, before))
                 out = self._call_model(x)
                 expected = (x.last.shape[0], self.sampler.vocab_size)
-                check_output(out, self.backend, expected, self.name, kind="logits")
+                out = check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
                     drawn = self.sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
@@ -433,7 +433,7 @@ class CachedRunner:
         wanted = x.last.shape[0]
         jobs, n = jobs_of(plan, idx), len(idx)
         if self.sampler:
-            check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name, kind="logits")
+            out = check_output(out, self.backend, (wanted, self.sampler.vocab_size), self.name, kind="logits")
             faults: dict[int, HibachiError] = {}
             if call is not None:
                 out, faults = self._score(plan, out, *call)

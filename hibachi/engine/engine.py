@@ -109,7 +109,6 @@ class Engine:
         self._lost = 0  # devices, since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
         self.invalid_why = ""  # what was wrong with the last one
-        self._alone = 0  # times that memory ran out for a single token, since a step last succeeded
         self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0: none had
         self._good = 0  # steps that succeeded since the token budget last changed
         self._grow_after = GROW_AFTER
@@ -267,7 +266,6 @@ class Engine:
 
     def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """The step is computed."""
-        self._alone = 0
         self._adapt(plan, outcome)
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
@@ -416,37 +414,35 @@ class Engine:
                 return
 
     def _shrink(self, plan: StepPlan, alone: int | None, cause: BaseException) -> None:
-        """Compute fewer tokens at once after an out-of-memory step: of one request if it failed by itself, or of all.
+        """Compute fewer tokens at once after an out-of-memory step: of one request if it is to blame, or of all.
 
-        alone: its place in the plan. A request that fails by itself with a single token is ended.
+        alone: its place in the plan, if it failed by itself; None: the cache was lost, so that nobody could be tried.
         """
         if alone is not None:
-            seq, tokens = plan.seqs[alone], int(plan.q[alone])
-            if tokens > 1:
-                log.warning(
-                    "memory ran out for %d tokens of one request, now at most %d: %r", tokens, tokens // 2, cause
-                )
-                self.recorder.note("slow", seq, tokens // 2)
-                self.scheduler.slow(seq, tokens // 2)
-                if self._slowed not in (0, seq.number):  # it is not one request's own doing
-                    self._halve(tokens // 2)
-                self._slowed = seq.number
-            else:
-                self._fail(seq, _no_room(cause))
-                self._wakeups.post()
+            self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)
             return
-        tokens = int(plan.q.sum())
-        if tokens > 1:
+        tokens, most = int(plan.q.sum()), self.scheduler.limits.budget
+        guilty = _guilty(plan, most)
+        for i in guilty:
+            self._shrink_one(plan.seqs[i], int(plan.q[i]), cause)
+        if guilty:
+            self._limit(most)  # how many tokens a step had was not to blame
+        elif tokens > 1:
             log.warning("memory ran out with %d tokens in a step: %r", tokens, cause)
             self._halve(tokens // 2, 1)
-            return
-        self._alone += 1
-        if self._alone == 2:
-            self._alone = 0
-            for seq in plan.seqs:
-                self._fail(seq, _no_room(cause))
+
+    def _shrink_one(self, seq: Seq, tokens: int, cause: BaseException) -> None:
+        """Compute fewer tokens of this request at once; if there is no memory for even one, end it."""
+        if tokens == 1:
+            self._fail(seq, _no_room(cause))
             self._wakeups.post()
-            self._limit(self.scheduler.limits.budget)  # it was not to blame
+            return
+        log.warning("memory ran out for %d tokens of one request, now at most %d: %r", tokens, tokens // 2, cause)
+        self.recorder.note("slow", seq, tokens // 2)
+        self.scheduler.slow(seq, tokens // 2)
+        if self._slowed not in (0, seq.number):  # it is not one request's own doing
+            self._halve(tokens // 2)
+        self._slowed = seq.number
 
     def _halve(self, budget: int, least: int | None = None) -> None:
         """Fewer tokens in a step, as memory ran out. Each time it takes longer until more are tried.
@@ -591,7 +587,7 @@ class Engine:
         policy = _copied(self._policy)
         assert policy is not None
         self.scheduler = self.scheduler.fresh(policy)
-        self._flight, self._calm, self._alone, self._good = None, False, 0, 0
+        self._flight, self._calm, self._good = None, False, 0
         self._paused.clear()
         self.runner.adopt(self.scheduler)
         self.recorder.note("again")
@@ -610,6 +606,26 @@ def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:
     """Places in a plan in such an order that who wrote a shared block comes before who read it."""
     started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
     return sorted(places, key=lambda i: started.get(plan.seqs[i], 0))
+
+
+def _guilty(plan: StepPlan, budget: int) -> list[int]:
+    """Places in a plan of who is to blame for steps that failed as a whole, of which this plan's is the latest.
+
+    Suspected is who has not come past the length of such a step since then; others have, as they computed again what
+    was lost. The only suspect is to blame, and who is suspected more often than tokens can be halved.
+    """
+    times = []
+    for seq, start, end in zip(plan.seqs, plan.start.tolist(), plan.end.tolist(), strict=True):
+        job: Job = seq.owner
+        failures, length = job.failures if job is not None else (0, 0)  # None: it has ended
+        failures, length = (1, end) if start >= length else (failures + 1, min(length, end))
+        if job is not None:
+            job.failures = failures, length
+        times.append(failures)
+    suspects = [i for i, n in enumerate(times) if n > 1]
+    if len(suspects) == 1 and (len(times) > 1 or int(plan.q[0]) == 1):
+        return suspects
+    return [i for i in suspects if times[i] > 4 + 2 * budget.bit_length()]
 
 
 def _too_late(seq: Seq, now: float) -> DeadlineExceeded:

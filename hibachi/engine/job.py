@@ -36,6 +36,7 @@ class Job:
     known: History | None = None  # see `history`
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
+    failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property
     def sampling(self) -> SamplingParams:

@@ -100,7 +100,7 @@ class _PoolingRunner(CachedRunner):
 
     def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array], call: Any = None) -> Part:
         check_output(out, self.backend, (x.last.shape[0], None), self.name, kind="f")
-        host = self.backend.get(out).astype(np.float64)
+        host = self.backend.get(out).astype(np.float64, order="C")
         if call is not None:
             host = self._sum(plan, *call, host)
         vectors = host[: len(idx)]

@@ -266,7 +266,7 @@ def check_output(
 
     expected: None stands for any size. kind: "logits" (real numbers), or NumPy's letter of the dtype of the prompts:
     tokens must be integers, floats or bools as these are. None means any numbers, bools among them. Raises
-    InvalidModelOutput. Looks at nothing that the device would have to be asked for.
+    InvalidModelOutput. Looks at nothing that the device would have to be asked for. Logits are in row-major order.
     """
     if not backend.owns(out) or (why := backend.unfit(out)) is not None:
         got = f"{type(out).__module__}.{type(out).__qualname__}"
@@ -296,7 +296,7 @@ def check_output(
             f"{call} must return {words}; got {out.dtype}. "
             + ("Convert its output." if kind in (None, "logits") else _CONVERT)
         )
-    return out
+    return backend.row_major(out) if kind == "logits" else out
 
 
 _CONVERT = "Convert its output, or return logits from `logits` to have them sampled."

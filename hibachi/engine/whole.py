@@ -89,9 +89,9 @@ class WholeRunner:
                 out = self.wait(self._call(shown, shown_lengths))
             if self.sampler:
                 expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
-                check_output(out, self.backend, expected, self.name, kind="logits")
+                logits = check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
-                    drawn = self.sampler.draw(out, jobs, rows, lengths)
+                    drawn = self.sampler.draw(logits, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
             dtype = self.table.values.dtype
             check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=dtype.kind)

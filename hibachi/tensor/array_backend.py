@@ -265,8 +265,16 @@ class ArrayBackend:
         return np.asarray(t)
 
     def copy(self, t: Array) -> Array:
-        """The same numbers in memory of their own."""
-        return self.xp.asarray(t, copy=True)
+        """The same numbers in memory of their own, row by row."""
+        return self.xp.asarray(self.row_major(t), copy=True)
+
+    def row_major(self, t: Array) -> Array:
+        """The same array, in memory row by row ("C order"), copied if it is not.
+
+        Libraries sum another way where it is not, and an array of one row always is: with the outputs of
+        `(w @ x.T).T`, a request would get other bits alone than in company.
+        """
+        return self.xp.reshape(self.xp.reshape(t, (-1,)), t.shape)
 
     def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
         """Begin to copy arrays to the host; what is returned gives them, and waits for what was asked for until now."""

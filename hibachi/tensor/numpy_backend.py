@@ -34,7 +34,7 @@ class NumpyBackend(ArrayBackend):
         return [a.copy() for a in arrays]
 
     def copy(self, t: Array) -> Array:
-        return np.array(t)
+        return np.array(t, order="C")
 
     def quantized(self, how: str) -> ArrayBackend:
         raise UnsupportedOperation(
@@ -56,6 +56,9 @@ class NumpyBackend(ArrayBackend):
 
     def take(self, t: Array, idx: Array) -> Array:
         return t[idx]
+
+    def row_major(self, t: Array) -> Array:
+        return np.asarray(t, order="C")
 
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
         dst[idx] = src

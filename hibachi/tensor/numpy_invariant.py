@@ -38,7 +38,7 @@ class InvariantNumpyBackend(NumpyBackend):
         return weight
 
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = self.row_major(x).reshape(-1, x.shape[-1])
         if w.ndim == 3:
             n, _, width = w.shape
             y = np.empty((len(rows), n * width), np.result_type(x, w))
@@ -70,7 +70,7 @@ class InvariantNumpyBackend(NumpyBackend):
         span = table.shape[1] * keys.shape[1]
         kt = keys[table].reshape(tiles, span, kv_heads, dim).transpose(0, 2, 1, 3)
         vt = values[table].reshape(tiles, span, kv_heads, v_dim).transpose(0, 2, 1, 3)
-        qt = q[x.tile_q].reshape(tiles, tile, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
+        qt = self.row_major(q)[x.tile_q].reshape(tiles, tile, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
         scores = self._scores(qt.reshape(tiles, kv_heads, -1, dim), kt)  # [N, kv_heads, group * tile, span]
         scores = self.float32(scores)
         scores *= dim**-0.5 if scale is None else scale
@@ -89,6 +89,15 @@ class InvariantNumpyBackend(NumpyBackend):
         out = self._weighted(weights, vt)
         out = out.reshape(tiles, kv_heads, -1, tile, v_dim).transpose(0, 3, 1, 2, 4)
         return out.reshape(tiles * tile, q.shape[1], v_dim)[x.tile_of], (keys, values)
+
+    def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
+        return super().rms_norm(self.row_major(x), w, eps)
+
+    def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
+        return super().layer_norm(self.row_major(x), w, b, eps)
+
+    def softmax(self, x: Array) -> Array:
+        return super().softmax(self.row_major(x))
 
     def _scores(self, q: Array, k: Array) -> Array:
         """q [..., rows, dim] @ k [..., span, dim] turned -> [..., rows, span], in memory row by row."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import traceback
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ class Answer:
     def told(self) -> str:
         """How it ended, in words."""
         if self.error is not None:
-            return f"{self.ending}: {self.error}{_where(self.error.__cause__)}"
+            return f"{self.ending}: {self.error}{_where(self.error)}"
         if self.ending == "length":
             return listed(self.items)
         return f"the end {self.ending!r} after {len(self.items)} tokens"
@@ -92,7 +93,10 @@ def show(value: Any) -> str:
     return text if array.size <= 12 else f"{text} ({len(array)} of them)"
 
 
-def _where(cause: BaseException | None) -> str:
-    """The line that raised."""
-    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-    return f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
+_PLACE = re.compile(r'File "([^"]*)", line (\d+)')
+
+
+def _where(error: BaseException) -> str:
+    """The line that raised, of which the engine keeps words only."""
+    places = _PLACE.findall("".join(getattr(error, "__notes__", ())))
+    return f" ({Path(places[-1][0]).name}, line {places[-1][1]})" if places else ""

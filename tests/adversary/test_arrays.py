@@ -314,6 +314,41 @@ def test_c4_logits_that_reuse_a_buffer_in_several_calls_of_a_step(serve, library
     assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_layout_of_outputs_changes_no_bit(together, library, level):
+    """`(w @ x.T).T` lies column by column in memory, but for a single row; libraries sum it in another order."""
+    table = np.random.default_rng(0).normal(size=(300, 10)).astype(np.float32)
+
+    class Columns(SumPaged):
+        vocab_size = 300
+        of = library.put(table)
+
+        def _turned(self, tokens):
+            return library.xp.matrix_transpose(library.copy(self.of[:, tokens]))
+
+        def logits(self, tokens, lengths=None):
+            self.door()
+            return self._turned(tokens[:, -1] % 10)
+
+        def step(self, params, cache, x):
+            self.door()
+            out, cache = super().step(params, cache, x)
+            return self._turned(library.xp.argmax(out, axis=-1)), cache
+
+    class Level1:
+        vocab_size, of, _turned, logits = 300, Columns.of, Columns._turned, Columns.logits
+
+    model = Level1() if level == 1 else Columns(library)
+    options = dict(padding_token=np.zeros(1, int)) if level == 1 else {}
+    params = SamplingParams(seed=1, logprobs=2, max_tokens=None)
+    prompts, alone = [[i] for i in range(9)], []
+    for prompt in prompts:
+        _, (stream,) = together(model, [prompt], params=params, **options)
+        alone.append((stream.collect(), stream.logprobs))
+    _, streams = together(model, prompts, params=params, **options)
+    assert [(s.collect(), s.logprobs) for s in streams] == alone
+
+
 def test_c4_a_logits_processor_that_reuses_a_buffer(together, library):
     class Next:
         vocab_size = 10

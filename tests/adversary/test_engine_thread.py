@@ -624,6 +624,40 @@ def test_l_rows_that_fail_only_together_cannot_stop_the_others(serve):
     assert engine._worker._engine.scheduler.budget >= 4
 
 
+class Donates(hibachi.NumpyBackend):
+    """A call that fails has cost the cache, as where a library gives its memory to compiled calls (JAX)."""
+
+    def usable(self, cache):
+        return False
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_l_a_request_that_costs_the_cache_again_and_again_is_found(serve, place):
+    """Others compute what was lost again, and succeed, so they look innocent; it never comes past one length."""
+    model = Hungry(hibachi.load("numpy"))
+    engine = serve(model, backend=Donates(), max_batch_size=8, max_batch_tokens=64, block_size=4)
+    prompts = [[0] * i for i in (1, 4, 5, 6)]
+    prompts.insert(place, [0, 0, 0, BAD])
+    streams = [engine.run(p, GREEDY, max_new_tokens=200) for p in prompts]
+    with pytest.raises(OutOfCapacity):
+        Background(streams.pop(place).collect).result()
+    assert all(s.finish_reason is None for s in streams)  # they did not have to end first
+    prompts.pop(place)
+    for p, s in zip(prompts, streams, strict=True):
+        assert Background(s.collect).result() == expected(p, 200)
+    assert engine._worker._engine.scheduler.budget == 64
+
+
+def test_l_memory_that_runs_out_for_everybody_blames_nobody_though_the_cache_is_lost(serve):
+    model = Hungry(hibachi.load("numpy"))
+    model.most = 3
+    engine = serve(model, backend=Donates(), max_batch_size=8, max_batch_tokens=2048, block_size=4)
+    prompts = [[0] * (7 * i + 1) for i in range(6)]
+    streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
+    for p, s in zip(prompts, streams, strict=True):
+        assert Background(s.collect).result() == expected(p, 20)
+
+
 # ---- after a fork ------------------------------------------------------------------------------------------------
 
 

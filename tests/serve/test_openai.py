@@ -285,7 +285,11 @@ def test_what_may_be_ignored_is(server):
 
 def test_the_official_client(server):
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asks_for_everything(openai, client)
+
+
+def asks_for_everything(openai, client):
     assert [m.id for m in client.models.list()] == ["tiny"]
     whole = client.completions.create(model="tiny", prompt="Emma", max_tokens=6, temperature=0, logprobs=2)
     chunks = client.completions.create(model="tiny", prompt="Emma", max_tokens=6, temperature=0, stream=True)

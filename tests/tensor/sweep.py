@@ -88,12 +88,33 @@ def attention(b, dtype):
                     yield f"attention of row {row} in chunks of {chunk}, {heads} heads of {dim}"
 
 
+def layouts(b, dtype):
+    """Rows that lie column by column in memory, as convolutions and `(w @ x.T).T` leave them."""
+    for size, out in SIZES:
+        some = random(80, size), b.put(random(size), dtype)
+        (x, w), norm = cancelling(random(80, size // 2), random(out, size // 2)), some[1]
+        w = b.put_weight(w, dtype)
+        calls = {
+            "linear": lambda t, w=w: b.linear(t, w),
+            "rms_norm": lambda t, norm=norm: b.rms_norm(t, norm, 1e-5),
+            "layer_norm": lambda t, norm=norm: b.layer_norm(t, norm, norm, 1e-5),
+            **{name: getattr(b, name) for name in ("softmax", "silu", "gelu", "gelu_tanh")},
+        }
+        for name, call in calls.items():
+            of = x if name == "linear" else some[0]
+            alone = [b.get(b.float32(call(b.put(of[i : i + 1].copy(), dtype)))) for i in range(80)]
+            for n in (2, 5, 17, 33, 80):
+                columns = b.xp.matrix_transpose(b.put(np.ascontiguousarray(of[:n].T), dtype))
+                if (b.get(b.float32(call(columns))) != np.concatenate(alone[:n])).any():
+                    yield f"{name} of {n} rows of {size} that lie column by column"
+
+
 if __name__ == "__main__":
     name, dtype, *single = sys.argv[1:]
     if single:
         numpy_backend._small_products_are_fast = lambda: False
     b = load(name).invariant()
     with b.guard():
-        found = [*linear(b, dtype), *attention(b, dtype)]
+        found = [*linear(b, dtype), *attention(b, dtype), *layouts(b, dtype)]
     print(b.fingerprint(), *found[:20], sep="\n")
     sys.exit(bool(found))
