@@ -35,6 +35,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_SHOWN = 200  # characters of a value that a message repeats
+MOST_WORDS = 2000  # characters of somebody else's message
+
 
 class HibachiError(Exception):
     """Root of all errors raised by hibachi. They can be pickled; what becomes of `__cause__` then is its text."""
@@ -54,12 +57,23 @@ def restored(kind: type[HibachiError], args: tuple[Any, ...], attributes: dict[s
     return error
 
 
+def shown(value: object) -> str:
+    """A value that a caller gave, for a message: its repr, if it has one, and no more than the beginning of it."""
+    try:
+        text = repr(value)
+    except BaseException:  # of a class of the caller's own, or of an integer of more digits than Python writes
+        return f"a value of type {type(value).__qualname__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text)} characters)"
+
+
 def text_of(error: BaseException) -> str:
     """Type and message, also of one that was written by others and whose message cannot be had."""
     try:
         words = str(error)
     except BaseException:  # whatever its author likes to raise
         words = "(its message could not be made)"
+    if len(words) > MOST_WORDS:
+        words = f"{words[:MOST_WORDS]} ... ({len(words)} characters)"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 

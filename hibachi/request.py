@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
 
 
 class Finish(StrEnum):
@@ -24,7 +24,7 @@ class Finish(StrEnum):
 
 def _check(ok: bool, name: str, expected: str, got: object) -> None:
     if not ok:
-        raise InvalidRequest(f"{name} must be {expected}; got {got!r}.")
+        raise InvalidRequest(f"{name} must be {expected}; got {shown(got)}.")
 
 
 def _tuple(x: object) -> tuple[Any, ...]:
@@ -147,7 +147,8 @@ class SamplingParams:
         _check(_is_int(self.n) and 1 <= self.n <= MOST_RUNS, "n", f"an integer from 1 to {MOST_RUNS}", self.n)
         best, expected = self.best_of, f"an integer from n, {self.n}, to {MOST_RUNS}"
         _check(best is None or (_is_int(best) and self.n <= best <= MOST_RUNS), "best_of", expected, best)
-        _check(isinstance(self.include_stop, bool), "include_stop", "True or False", self.include_stop)
+        for name in ("ignore_eos", "include_stop"):
+            _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         self._set_texts("stop")
         self._set_texts("bad_words")
         self._set_ids("stop_token_ids")
@@ -245,7 +246,7 @@ def as_terms(value: object) -> Terms:
     if value is None:
         return Terms()
     if not isinstance(value, Terms):
-        raise InvalidRequest(f"terms must be a hibachi.Terms (or None); got {value!r}. Write Terms(priority=...).")
+        raise InvalidRequest(f"terms must be a hibachi.Terms (or None); got {shown(value)}. Write Terms(priority=...).")
     return value
 
 
@@ -254,7 +255,8 @@ def as_params(value: object, default: SamplingParams) -> SamplingParams:
     if value is None:
         return default
     if not isinstance(value, SamplingParams):
-        raise InvalidRequest(f"params must be a SamplingParams (or None); got {value!r}. Write SamplingParams(...).")
+        expected = "a SamplingParams (or None)"
+        raise InvalidRequest(f"params must be {expected}; got {shown(value)}. Write SamplingParams(...).")
     return value
 
 

@@ -25,7 +25,7 @@ from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stream import Channel, ItemStream, native_row
 from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
-from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.errors import ConfigError, InvalidRequest, shown
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
@@ -197,7 +197,9 @@ class AutoregressiveBatchInference(Service):
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
                 if got := getattr(params, name):
-                    raise InvalidRequest(f"{name} takes a tokenizer, which only hibachi.LLM has; got {got!r}. {_IDS}")
+                    raise InvalidRequest(
+                        f"{name} takes a tokenizer, which only hibachi.LLM has; got {shown(got)}. {_IDS}"
+                    )
             if params.runs > 1:
                 raise InvalidRequest(
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
@@ -232,7 +234,7 @@ class AutoregressiveBatchInference(Service):
             params = as_params(params, SamplingParams(max_tokens=None))
         limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
         if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
-            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {limit!r}.")
+            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
         if not isinstance(include_stop, (bool, np.bool_)):
             raise InvalidRequest(f"include_stop must be True or False; got {type(include_stop).__qualname__}.")
         if params is not None:

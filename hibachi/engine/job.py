@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 
 from hibachi.engine.stream import Channel
-from hibachi.errors import InvalidRequest, text_of
+from hibachi.errors import InvalidRequest, shown, text_of
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -118,7 +118,7 @@ def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostA
     """One token as a host array of this shape: from a number, or an array of shape (*tok) or (1, *tok)."""
     token = np.asarray(value)
     if token.dtype.kind not in "iufb":
-        raise InvalidRequest(f"The {what} must be a number or an array of numbers; got {value!r}.")
+        raise InvalidRequest(f"The {what} must be a number or an array of numbers; got {shown(value)}.")
     if token.shape == (1, *shape):
         token = token[0]
     if token.shape != shape:

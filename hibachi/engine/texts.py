@@ -18,7 +18,7 @@ from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of
 from hibachi.engine.meters import Meters
 from hibachi.engine.stream import amerge, merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
 from hibachi.model.pooling import Pooling
 from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params
@@ -161,7 +161,7 @@ class Texts(Closing):
         else:
             after = self._encode(continuation)
         if not after:
-            raise InvalidRequest(f"A continuation must hold at least one token; got {continuation!r} after a prompt.")
+            raise InvalidRequest(f"A continuation must hold at least one token; got {shown(continuation)}.")
         return before, after
 
     def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
@@ -222,7 +222,7 @@ class Texts(Closing):
         texts = word.lstrip(), " " + word.lstrip()
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {()}
         if not found:
-            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {word!r}.")
+            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {shown(word)}.")
         return found
 
     def _ids(self, prompt: Prompt) -> list[int]:

@@ -104,6 +104,31 @@ def test_l_numbers_without_a_meaning_are_refused_with_the_range(field, value):
         SamplingParams(**{field: value})
 
 
+class Unsaid:
+    def __bool__(self):
+        raise SystemExit("neither true nor false")
+
+    def __repr__(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "include_stop", "seed", "stop", "logit_bias"])
+@pytest.mark.parametrize("value", [10**5000, b"x" * 10**6, [["deep"] * 10**5], Unsaid(), np.zeros(3)], ids=type)
+def test_l_values_of_any_type_are_refused_in_few_words(field, value):
+    if field == "seed" and isinstance(value, int):
+        value = -value
+    with pytest.raises(InvalidRequest, match=field) as e:
+        SamplingParams(**{field: value})
+    assert len(str(e.value)) < 500
+
+
+def test_l_long_words_of_a_model_are_cut(serve):
+    stream = serve(raiser(ValueError("x" * 10**6))).run([BAD], max_new_tokens=1)
+    with pytest.raises(ModelError, match="1000000 characters") as e:
+        Background(stream.collect).result()
+    assert len(str(e.value)) < 3000
+
+
 @pytest.mark.parametrize("priority", [10**400, 2**63, -(2**63) - 1, 1.5, True])
 def test_c1_priorities_without_a_meaning_are_refused_with_the_range(priority):
     with pytest.raises(InvalidRequest, match=r"priority must be an integer from -2\^63"):
