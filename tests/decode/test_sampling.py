@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hibachi import NumpyBackend
+from hibachi.decode import sampling
 from hibachi.decode.sampling import greedy, row_finite, sample
 from hibachi.decode.uniforms import uniforms
 
@@ -324,3 +326,29 @@ def test_a_bad_row_leaves_its_neighbours_alone(library, vocab):
     for before, after in zip(good, got, strict=True):
         assert after[rest].tolist() == before[rest].tolist()
         assert ((after >= 0) & (after < vocab)).all()
+
+
+@pytest.mark.parametrize(
+    "filters, least, before_top_p",
+    [
+        (dict(), 0.0, 0.0),
+        (dict(top_k=1), 1.0, 1.0),
+        (dict(top_k=2), 0.5, 0.5),
+        (dict(top_k=4), 0.125, 0.125),
+        (dict(top_p=0.5), 1.0, 0.0),  # the first has just this share of 2
+        (dict(top_p=0.5625), 0.5, 0.0),
+        (dict(top_p=0.75), 0.5, 0.0),
+        (dict(top_p=0.875), 0.25, 0.0),
+        (dict(top_p=1.0), 0.0, 0.0),
+        (dict(min_p=0.5), 0.5, 0.5),
+        (dict(min_p=0.3, top_k=4), 0.3, 0.3),
+        (dict(top_k=2, top_p=2 / 3), 1.0, 0.5),  # a share of 1.5
+        (dict(top_k=2, top_p=0.75), 0.5, 0.5),
+    ],
+)
+def test_where_filters_cut_when_sums_are_exact(filters, least, before_top_p):
+    ranked = np.array([[1.0, 0.5, 0.25, 0.125, 0.125, 0.0]], np.float32)
+    cutoff, base = sampling._cutoff(NumpyBackend(), ranked, how(1, NumpyBackend(), u=0.5, **filters))
+    assert (cutoff.tolist(), base.tolist()) == ([np.float32(least)], [np.float32(before_top_p)])
+    cutoff, _ = sampling._cutoff(NumpyBackend(), ranked, how(1, NumpyBackend(), u=0.5, top_p=0.25), np.float32([4.0]))
+    assert cutoff.tolist() == [1.0]  # of a mass that is not all in sight

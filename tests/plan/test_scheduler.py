@@ -222,6 +222,20 @@ def test_who_was_preempted_starts_again_with_a_block_to_spare_for_each_that_runs
     assert s.step() == {"a": (9, 1, True)} | ({"c": (0, 9, True)} if starts else {})
 
 
+@pytest.mark.parametrize(
+    "reserve_all, free, starts", [(False, 6, True), (False, 5, False), (True, 4, True), (True, 3, False)]
+)
+def test_who_runs_is_left_a_hundredth_of_the_blocks(reserve_all, free, starts):
+    """So that who starts does not preempt it at once; where all blocks are reserved, none need be left."""
+    s = Checked(blocks=201, block_size=4, max_len=1000, budget=2000, chunk=2000, reserve_all=reserve_all)
+    taken = 4 * (200 - free)
+    s.new("a", taken - 7 if reserve_all else taken - 3, max_new=8)
+    s.step()
+    assert s.pool.free == free
+    s.new("b", 13, max_new=4)  # four blocks
+    assert ("b" in s.step()) == starts
+
+
 def test_all_blocks_come_back():
     s = Checked(blocks=9, block_size=2, rows=3)
     for name, n in ("a", 3), ("b", 5), ("c", 2):
@@ -231,6 +245,53 @@ def test_all_blocks_come_back():
     while s.step():
         pass
     assert s.pool.free == s.pool.usable == 8 and s.running == 0
+
+
+def test_deadlines_of_those_who_ended_are_passed_over():
+    s = Checked()
+    assert s.next_deadline() is None
+    early, late = Seq(2, 5, owner="early", deadline=5.0, start_by=3.0), Seq(2, 5, owner="late", deadline=7.0)
+    s.add(early)
+    s.add(late)
+    assert s.next_deadline() == 3.0
+    s.step()
+    assert s.expire(3.0) == [] and s.next_deadline() == 5.0  # it has started
+    s.drop(early)
+    assert s.next_deadline() == 7.0 and s.expire(6.9) == []
+    assert s.expire(7.0) == [late] and late.finish == Finish.ERROR
+    assert s.next_deadline() is None and s.expire(100.0) == []
+
+
+def test_who_should_have_started_ends():
+    s = Checked(rows=1)
+    s.new("a", 2)
+    waits = Seq(2, 5, owner="waits", start_by=3.0)
+    s.add(waits)
+    s.step()
+    assert s.expire(2.9) == [] and s.expire(3.0) == [waits] and s.waiting == 0
+
+
+def test_who_waits_for_a_checkpoint_that_another_is_about_to_make():
+    """Of a prefix that both have; not where it has another salt, is paused, or has a token already."""
+    keys = list("abcdefgh")
+
+    def start(**changes):
+        s = Checked(rows=4, chunk=4, budget=8, block_size=4, checkpoints=4, checkpoint_every=2)
+        first = Seq(21, 4, owner="first", keys=keys[:5])
+        s.add(first)
+        s.step()
+        second = Seq(21, 4, owner="second", keys=changes.pop("keys", keys[:5]), **changes)
+        s.add(second)
+        return s, first, s.step()
+
+    assert list(start()[2]) == ["first"]
+    assert set(start(salt="other")[2]) == {"first", "second"}
+    assert set(start(keys=["x", *keys[1:5]])[2]) == {"first", "second"}
+    assert set(start(keys=["a", "x", *keys[2:5]])[2]) == {"first", "second"}
+    assert list(start(keys=["a", "b", "x", *keys[3:5]])[2]) == ["first"]
+    s, first, _ = start()
+    s.pause(first)
+    assert list(s.step()) == ["second"]
 
 
 def test_fresh_names_who_just_got_a_row():
