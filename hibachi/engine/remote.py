@@ -70,7 +70,7 @@ class RemoteEngine(Closing):
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
         self._changed = threading.Condition(threading.RLock())
         self._refusal: Callable[[], Exception] | None = None
-        self._closing = False
+        self._closing = self._draining = False
         self._health, self._stats, self._heard = Health("idle", "No request has come yet."), Stats(), time.monotonic()
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
@@ -217,7 +217,7 @@ class RemoteEngine(Closing):
             if self._closing:
                 self._sender.end("stop")
             else:
-                self._refusal = None
+                self._refusal = _draining if self._draining else None
         return True
 
     def _end_all(self, reason: Finish) -> None:
@@ -343,6 +343,7 @@ class RemoteEngine(Closing):
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._changed:
+            self._draining = True  # a process that takes the place of this one takes no requests either
             if self._refusal is None:
                 self._refusal = _draining
             while self._channels:

@@ -91,12 +91,13 @@ class Stage:
     """An engine whose processes are puppets."""
 
     def __init__(self, monkeypatch, **options):
-        self.puppets = []
+        self.puppets, self.meanwhile = [], lambda: None
         fake = SimpleNamespace(Popen=self._made, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
         monkeypatch.setattr(remote, "subprocess", fake)
         self.engine = RemoteEngine("a model", **options)
 
     def _made(self, *args, **kwargs):
+        self.meanwhile()
         self.puppets.append(Puppet(*args, **kwargs))
         return self.puppets[-1]
 
@@ -666,6 +667,18 @@ def test_one_that_drains_is_not_begun_again(stage):
     own.engine._listener.join(PATIENCE)
     assert not own.engine._listener.is_alive() and len(own.puppets) == 1
     assert own.engine.health().state == "failed" and stream.finish_reason is Finish.ERROR
+
+
+def test_one_that_was_drained_while_it_began_again_takes_no_requests(stage):
+    own = stage(restart=True)
+    drained = []
+    own.meanwhile = lambda: drained.append(own.engine.drain(0))
+    own.puppet.kill()
+    until(lambda: own.engine.restarts == 1)
+    assert drained == [False] and own.engine.health().ok
+    with pytest.raises(EngineClosed, match="draining"):
+        own.stream()
+    assert own.engine.drain(0)
 
 
 def test_draining_sees_that_a_stream_was_closed(stage):

@@ -220,14 +220,18 @@ def test_a_recording_is_played_again(serve, tmp_path, policy):
 
 
 def test_a_recording_with_faults_is_played_again(serve):
+    began, queued = threading.Event(), threading.Event()
+
     class Sick(SumPaged):
         steps = 0
 
         def step(self, params, cache, x):
+            began.set()
+            assert queued.wait(20)
             self.steps += 1
-            if self.steps % 11 == 5:
+            if self.steps in (4, 12):
                 raise MemoryError("no more")
-            if self.steps % 13 == 7:
+            if self.steps in (8, 20):
                 raise ConnectionError("the device is gone")
             out, new = super().step(params, cache, x)
             if (x.tok == 9).any():
@@ -241,7 +245,11 @@ def test_a_recording_with_faults_is_played_again(serve):
     backend = Losing()
     engine = serve(Sick(backend), backend=backend, restart="on_failure", max_batch_size=4, block_size=4)
     prompts = [[1, 2, 3, 4, i, 9 if i == 3 else 1] for i in range(8)]
-    for prompt, s in [(p, engine.run(p, GREEDY, max_new_tokens=6)) for p in prompts]:
+    streams = [engine.run(prompts[0], GREEDY, max_new_tokens=6)]
+    assert began.wait(20)  # alone, so that every run is the same
+    streams += [engine.run(p, GREEDY, max_new_tokens=6) for p in prompts[1:]]
+    queued.set()
+    for prompt, s in zip(prompts, streams, strict=True):
         with suppress(NonFiniteOutput):
             assert s.collect() == expected(prompt, 6)
     dump = json.loads(json.dumps(engine.dump()))
