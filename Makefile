@@ -17,7 +17,7 @@ TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 .venv/bin/python -m py
 # A slow test may take long, and those that install (in one worker, as they share what they made) far longer.
 PATIENT = -o faulthandler_timeout=3600 --dist loadgroup
 
-.PHONY: help demo chat quick test test-all soak check format clean
+.PHONY: help demo chat quick long test test-all soak check format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on P
 
 quick: check  ## lint, types and the tests that are fast and need no JAX: about a minute
 	$(TESTS) --dist worksteal -m "not slow and not install and not long" -k "not jax" $(ARGS)
+
+long: .venv/installed  ## measure which tests `make quick` leaves out (tests/long.txt)
+	$(TESTS) -q -k "not jax" --durations=0 --durations-min=0.001 > .long; .venv/bin/python tests/long.py < .long; rm .long
 
 test: check  ## lint, types, tests and conformance: 7 minutes, 12 the first time; a part: make test ARGS=tests/plan
 	@$(if $(ARGS),,echo "The tests take about 7 minutes on two free cores; the first time 12, as JAX compiles.")
