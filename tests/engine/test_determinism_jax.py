@@ -102,14 +102,12 @@ SITUATIONS = {
     "in chunks of 24": dict(max_prefill_tokens=24),
     "in single tokens": dict(max_prefill_tokens=1),
 }
+SLOW = "in another order", "in chunks of 24", "in single tokens"
 
 
 @pytest.mark.parametrize(
     "situation",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("in another order", "in chunks of 24") else ())
-        for name in SITUATIONS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SITUATIONS],
 )
 def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situation):
     todo = list(enumerate(prompts(tiny.vocab_size)))

@@ -227,7 +227,11 @@ def test_a_row_gets_the_same_whoever_shares_its_batch(library):
     assert plain and everyone.tokens[plain].tolist() == logits[plain].argmax(axis=1).tolist()
 
 
-@slow_on_jax
+@pytest.mark.parametrize(
+    "library",
+    [NUMPY, *(pytest.param(BACKENDS[name], marks=pytest.mark.slow) for name in ("torch", "jax"))],
+    ids=BACKENDS,
+)
 def test_a_mixed_batch_gives_what_the_definition_gives(library):
     rows, logits = mixed_rows()
     drawn = Rows(library, VOCAB, rows).draw(logits)

@@ -75,6 +75,7 @@ def test_custom_torch_recites_the_rest_of_each_line(tmp_path):
     assert [prompt + rest for prompt, rest in found.items()] == RHYME
 
 
+@pytest.mark.slow
 def test_custom_jax_counts_on_in_english(tmp_path):
     found = completions(run("custom_jax", cwd=tmp_path))
     assert found["thirty-four "].startswith("thirty-five thirty-six ")

@@ -24,6 +24,7 @@ def test_it_is_found_by_its_arrays(python):
     assert python("-c", code).startswith("StrictBackend(")
 
 
+@pytest.mark.slow
 def test_it_keeps_every_promise(python):
     said = python("-m", "hibachi.testing.run", "--backend", "array_api_strict").splitlines()
     rows = [line.rsplit(maxsplit=1) for line in said if line.count("/") == 1]

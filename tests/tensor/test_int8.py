@@ -205,7 +205,9 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
             assert (alone.token_ids, alone.logprobs) == (c.token_ids, c.logprobs)
 
 
-@pytest.mark.parametrize("where", ("native.int8:Int8TorchBackend", "int8:Int8WeightsTorchBackend"))
+@pytest.mark.parametrize(
+    "where", ["native.int8:Int8TorchBackend", pytest.param("int8:Int8WeightsTorchBackend", marks=pytest.mark.slow)]
+)
 def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
     if where.startswith("native") and Int8TorchBackend is None:
         pytest.skip(str(compiled.why_missing()))

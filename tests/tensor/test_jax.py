@@ -89,6 +89,7 @@ def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model):
     assert cold[2].startswith(str(tmp_path / "hibachi" / "jax"))
 
 
+@pytest.mark.slow
 def test_a_cache_of_the_users_own_is_left_alone_and_ours_can_be_switched_off(tmp_path):
     code = (
         "import jax, json; from hibachi_jax import JaxBackend; remarks = JaxBackend().remarks(); c = jax.config;"
