@@ -39,6 +39,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    gc.unfreeze()  # hypothesis, loaded for its summary at the latest, asks the collector who refers to what
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_goes_back():
     """JAX keeps its programs, and what compilers free stays with the process unless the C library is told."""
