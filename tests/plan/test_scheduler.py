@@ -294,6 +294,43 @@ def test_who_waits_for_a_checkpoint_that_another_is_about_to_make():
     assert list(s.step()) == ["second"]
 
 
+def at_a_checkpoint():
+    """A scheduler with two slots, of which a long prompt has one already and its next step is to write the other."""
+    s = Checked(rows=4, chunk=4, budget=8, block_size=4, checkpoints=2, checkpoint_every=1)
+    seq = Seq(13, 4, owner="a", keys=list("abc"))
+    s.add(seq)
+    s.step()
+    first, plan = s._slots[seq][0][1], s.plan()[0]
+    assert [(who, slot != first) for who, _, slot in plan.saves] == [(seq, True)]
+    return s, seq, plan
+
+
+def test_a_step_that_did_not_happen_gives_its_checkpoint_back():
+    s, seq, plan = at_a_checkpoint()
+    (first, _) = [slot for _, slot in s._slots[seq]]
+    s.rollback(plan)
+    s.check()
+    assert [slot for _, slot in s._slots[seq]] == [first] and s.checkpoints.reserve() is not None
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_checkpoints_that_nobody_vouched_for_go_with_their_request(happened):
+    s, seq, plan = at_a_checkpoint()
+    if happened:
+        s.done(plan)
+    s.drop(seq)
+    assert not s._slots and sorted((s.checkpoints.reserve(), s.checkpoints.reserve())) == [0, 1]
+
+
+def test_a_checkpoint_is_found_once_its_request_has_a_token():
+    s, _, plan = at_a_checkpoint()
+    s.done(plan)
+    assert not s.checkpoints.knows(None, "abc", 1)
+    s.step()  # no slot is left for the third
+    s.step()
+    assert [s.checkpoints.knows(None, "abc", n) for n in (1, 2, 3)] == [True, True, False] and not s._slots
+
+
 def test_fresh_names_who_just_got_a_row():
     s = Checked()
     a = s.new("a", 3)
