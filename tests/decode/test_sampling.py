@@ -328,6 +328,33 @@ def test_a_bad_row_leaves_its_neighbours_alone(library, vocab):
         assert ((after >= 0) & (after < vocab)).all()
 
 
+@every_library
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_the_most_likely_token_and_whether_there_is_one(library, in_one_pass, monkeypatch):
+    """In one pass where the backend can: it says the largest logit, which is NaN or infinite for a bad row."""
+    rows = np.array([[0, 2, 2], [3, 1, 2], [float("nan"), 1, 2], [INF, 1, 0], [-INF, 1, 0], [-INF] * 3], np.float32)
+
+    def both(logits):
+        host = library.get(logits)
+        return library.put(host.argmax(axis=1).astype(np.int32)), library.put(host.max(axis=1))
+
+    monkeypatch.setattr(type(library), "best", lambda self, logits: both(logits) if in_one_pass else None)
+    ids, ok = sampling.best(library, library.put(rows))
+    assert library.get(ok).tolist() == [True, True, False, False, True, False]
+    assert library.get(ids)[[0, 1, 4]].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "typical_p, kept",
+    [(0.125, [1]), (0.25, [1]), (0.26, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+)
+def test_where_typical_p_cuts_when_sums_are_exact(typical_p, kept):
+    """1, 2, 3 and 3 bits, where 1.75 are expected: the second is the most typical, then come the first and both last."""
+    weights = np.array([[4, 2, 1, 1]], np.float32)
+    left = sampling._typical(NumpyBackend(), weights, np.array([typical_p], np.float32))
+    assert np.flatnonzero(left[0]).tolist() == kept and (left[0][kept] == weights[0][kept]).all()
+
+
 @pytest.mark.parametrize(
     "filters, least, before_top_p",
     [
