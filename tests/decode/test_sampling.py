@@ -349,7 +349,7 @@ def test_the_most_likely_token_and_whether_there_is_one(library, in_one_pass, mo
     [(0.125, [1]), (0.25, [1]), (0.26, [0, 1]), (0.75, [0, 1]), (0.76, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
 )
 def test_where_typical_p_cuts_when_sums_are_exact(typical_p, kept):
-    """1, 2, 3 and 3 bits, where 1.75 are expected: the second is the most typical, then come the first and both last."""
+    """1, 2, 3 and 3 bits, where 1.75 are expected: the most typical is the second, then the first."""
     weights = np.array([[4, 2, 1, 1]], np.float32)
     left = sampling._typical(NumpyBackend(), weights, np.array([typical_p], np.float32))
     assert np.flatnonzero(left[0]).tolist() == kept and (left[0][kept] == weights[0][kept]).all()
