@@ -298,7 +298,9 @@ class Round:
                 self.complain(f"{name}, {when}: {had} and {has}")
         self.report.resident = max(self.report.resident, *kept.values(), 0)
         # What is resident and not in use, the allocators keep: a large list leaves holes among small objects.
-        kept["memory"] = min(kept.pop("memory", 0), kept.pop("memory in use", sys.maxsize))
+        for whose in ("", " of the engine's process"):
+            used = kept.pop(f"memory in use{whose}", sys.maxsize)
+            kept[f"memory{whose}"] = min(kept.pop(f"memory{whose}", 0), used)
         for name, n in kept.items():
             self.report.memory = max(self.report.memory, n)
             if n > CASES[self.case].memory:

@@ -20,7 +20,7 @@ import numpy as np
 from hibachi import NumpyBackend, Paged, State, StepInputs
 
 from .drawn import EXCEPTIONS, NAN, WORDS, scribble
-from .watch import tidy
+from .watch import note_memory, tidy
 
 Array = Any
 
@@ -174,6 +174,7 @@ def _nan_in_cache(call: Call) -> Any:
 
 def _collects(call: Call) -> Any:
     tidy()
+    note_memory()
     return call.compute()
 
 

@@ -11,6 +11,7 @@ import re
 import reprlib
 import resource
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -59,6 +60,15 @@ def _in_use() -> int | None:
     return int(heap.uordblks + heap.hblkhd) + 64 * sys.getallocatedblocks()  # small objects of Python, at a mean size
 
 
+NOTES = "HIBACHI_FUZZ_NOTES"  # in the environment of the engine's process: where it notes its memory in use
+OWN_NOTES = Path(tempfile.gettempdir()) / f"hibachi-fuzz-{os.getpid()}"
+
+
+def note_memory() -> None:
+    if (file := os.environ.get(NOTES)) and (used := _in_use()) is not None:
+        Path(file).write_text(str(used))
+
+
 def tidy() -> None:
     """Let go of all memory that is not in use."""
     gc.collect()
@@ -76,6 +86,9 @@ def belongings(child: int | None = None) -> dict[str, Any]:
         own["memory in use"] = used
     if child is not None:
         own |= {f"{name} of the engine's process": value for name, value in _process(child).items()}
+        if OWN_NOTES.exists():
+            own["memory in use of the engine's process"] = int(OWN_NOTES.read_text())
+            OWN_NOTES.unlink()
         own["threads of the engine's process"] = os.listdir(f"/proc/{child}/task")
     return own
 
