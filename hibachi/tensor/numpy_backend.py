@@ -65,7 +65,10 @@ class NumpyBackend(ArrayBackend):
         return dst
 
     def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
-        return (k, v) if np.isfinite(v.astype(dtype, copy=False)).all() else super().storable(k, v, dtype)
+        if v.dtype == dtype and np.isfinite(v).all():
+            return k, v
+        with np.errstate(over="ignore"):  # what the cache's dtype cannot hold is looked for
+            return (k, v) if np.isfinite(v.astype(dtype)).all() else super().storable(k, v, dtype)
 
     def attend(
         self,
