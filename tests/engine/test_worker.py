@@ -11,6 +11,7 @@ from weakref import ref
 import pytest
 
 from hibachi import AutoregressiveBatchInference, EngineClosed, Finish
+from hibachi.engine import worker
 from hibachi.engine.engine import Engine
 
 from .models import PATIENCE, Background, Gate, Next, ints, until
@@ -361,3 +362,17 @@ def test_the_garbage_collector_may_cancel_in_the_midst_of_the_workers_own_method
             worker.stop()
 
     Background(reenter).result()
+
+
+def test_at_the_end_of_the_interpreter_all_engines_share_one_limit(monkeypatch):
+    class Closes:
+        def close(self, timeout):
+            limits.append(timeout)
+            time.sleep(0.01)
+
+    limits, engines = [], [Closes() for _ in range(3)]
+    monkeypatch.setattr(worker, "_workers", set(engines))
+    monkeypatch.setattr(worker, "CLOSE_WITHIN", 0.015)
+    worker._close_all()
+    first, second, last = limits
+    assert 0.01 < first <= 0.015 and second < first - 0.009 and last == 0
