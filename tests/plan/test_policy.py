@@ -168,6 +168,14 @@ def test_fair_ahead_of_the_first_of_a_tenant():
     assert queued(policy, back).ahead(late) == 10 + 30 + 7
 
 
+def test_fair_ahead_counts_every_other_tenant_and_not_ones_own():
+    seqs = [seq(i, tenant=name, end=10) for i, name in enumerate("abc")]
+    assert [queued(Fair(), *seqs).ahead(s) for s in seqs] == [20, 20, 20]
+    other = seq(9, tenant="x", end=10, priority=1)
+    alone = queued(Fair(), seqs[0], other)
+    assert alone.ahead(seqs[0]) == 0 and alone.ahead(other) is None
+
+
 def test_fair_settles_who_is_first_of_its_tenant_in_the_best_class():
     first, second, worse = seq(1, tenant="a"), seq(2, tenant="a"), seq(3, tenant="a", priority=1)
     policy = queued(Fair(), first, second, worse)

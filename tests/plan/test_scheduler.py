@@ -331,6 +331,17 @@ def test_a_checkpoint_is_found_once_its_request_has_a_token():
     assert [s.checkpoints.knows(None, "abc", n) for n in (1, 2, 3)] == [True, True, False] and not s._slots
 
 
+def test_a_reader_that_fails_takes_nothing_from_a_writer_that_has_a_token():
+    s = Checked(blocks=20, block_size=4)
+    writer, reader = (Seq(9, 5, owner=name, keys=["x", "y"]) for name in ("writer", "reader"))
+    s.add(writer)
+    s.step()
+    s.add(reader)
+    assert s.plan()[1]["reader"][0] == 8  # two blocks are shared
+    assert s.fail(reader) == [] and writer.row >= 0
+    s.check()
+
+
 def test_fresh_names_who_just_got_a_row():
     s = Checked()
     a = s.new("a", 3)
