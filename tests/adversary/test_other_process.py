@@ -344,7 +344,7 @@ def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
     *before, last = hearing.result()
     sent = [number for what, number, _ in before if what == "run"]
     assert sorted(number for what, number, _ in before if what == "cancel") == sent
-    assert len(sent) < len(streams) - 100  # the others were cancelled before they were sent, and never were
+    assert len(sent) < len(streams) // 2  # the others were cancelled before they were sent, and never were
     own.puppet.finish(last[1])
     assert streams[-1].collect() == []
 
