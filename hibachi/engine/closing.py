@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
+
+from hibachi.errors import ConfigError, shown
+from hibachi.request import MOST_SECONDS
 
 CLOSE_WITHIN = 10.0  # seconds that `close` waits for what runs
+
+
+def waited(timeout: Any) -> float | None:
+    """How long to wait, as clocks take it: from 0 to a century; None: any time. Raises ConfigError for no number."""
+    if timeout is None:
+        return None
+    try:
+        if timeout == timeout:  # not NaN
+            return max(0.0, float(min(timeout, MOST_SECONDS)))
+    except Exception as e:
+        raise ConfigError(f"timeout must be a number of seconds (or None: any time); got {shown(timeout)}.") from e
+    raise ConfigError(f"timeout must be a number of seconds (or None: any time); got {shown(timeout)}.")
 
 
 class Closing:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params
 from hibachi.engine.child import Facts
-from hibachi.engine.closing import Closing
+from hibachi.engine.closing import Closing, waited
 from hibachi.engine.custom import is_own, module_of
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health, State
@@ -341,6 +341,7 @@ class RemoteEngine(Closing):
         """Take no new requests and wait for the others; False after `timeout` seconds, or once the process stalls or is
         lost.
         """
+        timeout = waited(timeout)
         until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._draining = True  # a process that takes the place of this one takes no requests either
@@ -355,6 +356,7 @@ class RemoteEngine(Closing):
 
     def close(self, timeout: float | None = CLOSING) -> None:
         """End all streams and the process, which is killed after `timeout` seconds. Closing twice is fine."""
+        timeout = waited(timeout)
         if self._refusal is _forked:
             return
         with self._changed:

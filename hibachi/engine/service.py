@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.closing import CLOSE_WITHIN, Closing
+from hibachi.engine.closing import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
@@ -103,6 +103,7 @@ class Service(Closing):
 
         False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
         """
+        timeout = waited(timeout)
         with self._building:
             self._closed = True
         return self._worker.drain(timeout) if self._worker else True
@@ -113,6 +114,7 @@ class Service(Closing):
         A step that takes longer than `timeout` seconds is let go: the streams end, and the log says where it stands.
         An `async def` model is cancelled then. None waits for any time.
         """
+        timeout = waited(timeout)
         with self._building:
             self._closed = True
         if self._worker is not None:

@@ -19,6 +19,7 @@ import pytest
 import hibachi
 from hibachi import (
     AutoregressiveBatchInference,
+    ConfigError,
     EngineClosed,
     EngineFailed,
     HibachiError,
@@ -751,6 +752,17 @@ def test_m10_close_lets_a_hanging_forward_go(caplog):
     model.over.set()
     engine._worker._thread.join(20)
     assert not engine._worker._thread.is_alive(), "it ends when its forward does"
+
+
+@pytest.mark.parametrize("what", ["close", "drain"])
+def test_m10_any_number_of_seconds_to_wait(serve, what):
+    for timeout in (-1, 0, 2**31, 2**63, 10**400, 1e300, math.inf, None):
+        engine = serve(Next())
+        assert ints(engine.run([1], max_new_tokens=2).collect()) == [2, 3]
+        Background(getattr(engine, what), timeout).result()
+    for wrong in (math.nan, "1", [], Unsaid()):
+        with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
+            getattr(serve(Next()), what)(wrong)
 
 
 def test_m10_an_async_forward_is_cancelled_at_the_end():
