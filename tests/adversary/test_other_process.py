@@ -4,6 +4,7 @@ Most tests hold the other end of the pipe in their own hands (`Puppet`); some ha
 """
 
 import gc
+import math
 import os
 import pickle
 import signal
@@ -29,6 +30,7 @@ from hibachi.engine.meters import Meters
 from hibachi.engine.remote import RemoteEngine, RemoteLLM
 from hibachi.engine.stream import Channel
 from hibachi.errors import (
+    ConfigError,
     EngineClosed,
     EngineFailed,
     HibachiError,
@@ -688,6 +690,19 @@ def test_draining_sees_that_a_stream_was_closed(stage):
     until(lambda: own.engine._refusal is remote._draining)
     stream.close()
     assert draining.result() is True
+
+
+@pytest.mark.parametrize("what", ["close", "drain"])
+def test_any_number_of_seconds_to_wait(stage, what):
+    own = stage()
+    for wrong in (math.nan, "1", []):
+        with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
+            getattr(own.engine, what)(wrong)
+    assert own.engine.health().ok, "what was refused did nothing"
+    own.puppet.kill()
+    until(lambda: own.engine.health().state == "failed")
+    for timeout in (-1, 0, 2**63, 10**400, 1e300, math.inf, None):
+        Background(getattr(own.engine, what), timeout).result()
 
 
 def test_closing_with_a_full_pipe_ends_streams_and_kills(stage):
