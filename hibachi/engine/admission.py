@@ -1,10 +1,13 @@
-"""What of a request only those can know to be wrong who know the model."""
+"""What of a request only those can know to be wrong who know the model, and whether there is room for it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, QueueFull
+from hibachi.plan.scheduler import Limits
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import HostArray
 
@@ -36,3 +39,34 @@ def check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool
             f"prompt_logprobs={params.prompt_logprobs} for one without. Leave it out, or give the model `cache_spec` "
             f"and `step`."
         )
+
+
+MOST_TIMES = 4  # all tenants together may hold so many times what one may that is alone
+
+
+def check_room(
+    tenant: Hashable,
+    new: int,
+    here: int,
+    limits: Limits,
+    max_waiting: int | None,
+    tenants: Callable[[], Iterable[Hashable]],
+) -> None:
+    """Is there room for so many requests more? Raises QueueFull.
+
+    A tenant alone may have `limits.rows + max_waiting` here. With others, it is not refused for what they have: each
+    may have its part of that, also where the queue is full already. here: requests of all; tenants: whose they are, one
+    entry for each, asked for only where it matters. max_waiting: None: any number.
+    """
+    if max_waiting is None or here + new <= (most := limits.rows + max_waiting):
+        return
+    held = Counter(tenants())
+    share = most // len({*held, tenant})
+    if held[tenant] + new <= share < most and here + new <= MOST_TIMES * most:
+        return
+    of_it = f" ({held[tenant]} of them of this tenant, whose part is {share})" if share < most else ""
+    raise QueueFull(
+        f"The queue is full: expected at most {most} requests here ({limits.rows} that run at once and "
+        f"max_waiting={max_waiting} that wait); got {here}{of_it} and {new} more. Try again later, or raise "
+        f"max_waiting."
+    )

@@ -283,6 +283,11 @@ class AutoregressiveBatchInference(Service):
             raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
         return host.astype(np.float32)  # a copy: the caller's may change
 
+    def _check_room(self, tenant: Hashable, new: int) -> None:
+        """Raises QueueFull if there is no room for so many requests more."""
+        if self._worker is not None:
+            self._worker.check_room(tenant, new)
+
     def _submit(self, job: Job) -> ItemStream[Any]:
         assert self._worker is not None
         self._worker.add(job)

@@ -197,7 +197,7 @@ class Engine:
         """One step; False if there was nothing to compute."""
         began, now = self._begin(), time.monotonic()
         self._expire(now)
-        if self._paused and (sent := self.scheduler.make_room()):
+        if sent := self.scheduler.make_room():
             self.recorder.note("room", sent)
             self._suspend(sent)
         plan = self.scheduler.schedule(now)

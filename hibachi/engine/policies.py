@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.plan.policy import Fair, Fcfs, Policy, Priority, WaitingServed
+from hibachi.plan.policy import Fair, Fcfs, Policy, Priority, Shares, WaitingServed
 from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.policies"
@@ -14,6 +14,7 @@ SHIPPED: dict[str, Callable[[], Policy]] = {
     "fcfs": Fcfs,
     "priority": Priority,
     "fair": Fair,
+    "shares": Shares,
     "waiting-served": WaitingServed,
 }
 _METHODS = ("rank", "push", "peek", "pop", "left", "opens", "settled", "ahead")

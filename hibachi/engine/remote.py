@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.admission import check_ids, check_params
+from hibachi.engine.admission import check_ids, check_params, check_room
 from hibachi.engine.child import Facts
 from hibachi.engine.closing import Closing, waited
 from hibachi.engine.custom import is_own, module_of
@@ -30,7 +30,7 @@ from hibachi.engine.meters import Meters
 from hibachi.engine.sender import Sender
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.texts import Texts
-from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, QueueFull, text_of
+from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling
@@ -271,8 +271,8 @@ class RemoteEngine(Closing):
         bad_words: tuple[tuple[int, ...], ...] = (),
         embeds: Any = None,
         terms: Any = None,
-    ) -> bytes:
-        """Everything about a request that can be wrong; nothing is sent yet."""
+    ) -> tuple[Hashable, bytes]:
+        """Everything about a request that can be wrong: (tenant, what is to be sent); nothing is sent yet."""
         facts = self.facts
         if embeds is not None:
             prompt, embeds = None, _array(embeds, np.float32, "Embeddings")
@@ -286,22 +286,26 @@ class RemoteEngine(Closing):
         params = as_params(params, SamplingParams(max_tokens=None))
         check_params(params, params.max_tokens, vocab=facts.vocab_size or 2**31 - 1, cached=facts.cached)
         facts.limits.fit(length, params.max_tokens)
-        return _packed((prompt, params, include_stop, bad_words, embeds, as_terms(terms)))
+        terms = as_terms(terms)
+        return terms.tenant, _packed((prompt, params, include_stop, bad_words, embeds, terms))
 
-    def _submit(self, job: bytes) -> ItemStream[int]:
+    def _check_room(self, tenant: Hashable, new: int) -> None:
+        """Raises QueueFull if there is no room for so many requests more."""
+        check_room(tenant, new, len(self._channels), self.facts.limits, self._max_waiting, self._tenants)
+
+    def _tenants(self) -> list[Hashable]:
+        return [channel.tenant for channel in list(self._channels.values())]
+
+    def _submit(self, job: tuple[Hashable, bytes]) -> ItemStream[int]:
         """Raises QueueFull, EngineClosed or EngineFailed."""
+        tenant, contents = job
         channel: Channel[int] = Channel(self._pause_after)
+        channel.tenant = tenant
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            rows, here = self.facts.limits.rows, len(self._channels)
-            if self._max_waiting is not None and here >= rows + self._max_waiting:
-                raise QueueFull(
-                    f"The queue is full: expected fewer than {rows + self._max_waiting} requests here ({rows} that run "
-                    f"at once and max_waiting={self._max_waiting} that wait); got {here}. Try again later, or raise "
-                    f"max_waiting."
-                )
-            number = self._post(self._channels, channel, job, "run")
+            self._check_room(tenant, 1)
+            number = self._post(self._channels, channel, contents, "run")
         return ItemStream(channel, partial(self._cancel, number), int)
 
     def _cancel(self, number: int) -> None:

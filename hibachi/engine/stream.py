@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -42,6 +42,7 @@ class Channel(Generic[T]):
         "reused",
         "started",
         "stop_logprob",
+        "tenant",
         "thread",
     )
 
@@ -55,6 +56,7 @@ class Channel(Generic[T]):
         self.reused = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None
         self.error: BaseException | None = None
+        self.tenant: Hashable = ""  # whose request it is
         self.thread: int | None = None  # the identifier of the one that fills the buffer; None: of none that may wait
         self._waiters: deque[Waiter] = deque()
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import InvalidRequest, shown
 from hibachi.model.pooling import Pooling
 from hibachi.model.text import Detokenizer
-from hibachi.request import SamplingParams, Terms, as_params
+from hibachi.request import SamplingParams, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
 
@@ -173,7 +174,12 @@ class Texts(Closing):
     ) -> list[TextStream]:
         """Queue requests, after all of them have been checked."""
         each = [as_params(p, self.default_params) for p in _for_each(params, prompts, "SamplingParams")]
-        served = _for_each(terms, prompts, "Terms")
+        served = [as_terms(t) for t in _for_each(terms, prompts, "Terms")]
+        wanted: Counter[Hashable] = Counter()
+        for p, t in zip(each, served, strict=True):
+            wanted[t.tenant] += p.runs
+        for tenant, runs in wanted.items():  # before anything is made of them
+            self.engine._check_room(tenant, runs)
         jobs = [self._jobs(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
         return [
             TextStream(
@@ -204,7 +210,7 @@ class Texts(Closing):
         host = np.asarray(ids) if embeds is None else None
         jobs = []
         for i in range(p.runs):
-            if i:
+            if i and (i == 1 or p.seed is not None):
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
             jobs.append(

@@ -8,12 +8,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from queue import Empty
 from typing import Any
 
+from hibachi.engine.admission import check_room
 from hibachi.engine.closing import CLOSE_WITHIN
 from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine, Stats
 from hibachi.engine.faults import drop_frames
@@ -21,7 +22,7 @@ from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
 from hibachi.engine.stream import Channel
-from hibachi.errors import EngineClosed, EngineError, EngineFailed, QueueFull
+from hibachi.errors import EngineClosed, EngineError, EngineFailed
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
@@ -43,7 +44,8 @@ class Worker:
     ) -> None:
         """max_waiting: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
         self._engine = engine
-        self._most = None if max_waiting is None else engine.scheduler.limits.rows + max_waiting
+        self._max_waiting = max_waiting
+        self._channels: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
         self._stall_after = stall_after
         self._watchdog: Watchdog | None = None
         self._woke = 0.0  # when there was something to do again
@@ -67,13 +69,8 @@ class Worker:
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
+            self.check_room(job.seq.tenant, 1)
             here = self._accepted - self._engine.finished
-            if self._most is not None and here >= self._most:
-                rows = self._engine.scheduler.limits.rows
-                raise QueueFull(
-                    f"The queue is full: expected fewer than {self._most} requests here ({rows} that run at once and "
-                    f"max_waiting={self._most - rows} that wait); got {here}. Try again later, or raise max_waiting."
-                )
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name="hibachi-engine", daemon=True)
                 thread.start()
@@ -86,8 +83,20 @@ class Worker:
             if self._watchdog is not None:
                 self._watchdog.work()
             self._accepted += 1
-            job.channel.thread = self._thread.ident
+            job.channel.thread, job.channel.tenant = self._thread.ident, job.seq.tenant
+            if self._max_waiting is not None:
+                self._channels.append(job.channel)
+                if len(self._channels) > 2 * (here + 32):
+                    self._channels = [c for c in self._channels if c.finish is None]
             self._inbox.put((self._engine.add, job))
+
+    def check_room(self, tenant: Hashable, new: int) -> None:
+        """Raises QueueFull if there is no room for so many requests more."""
+        here = self._accepted - self._engine.finished
+        check_room(tenant, new, here, self._engine.scheduler.limits, self._max_waiting, self._tenants)
+
+    def _tenants(self) -> list[Hashable]:
+        return [c.tenant for c in self._channels if c.finish is None]
 
     def cancel(self, job: Job) -> None:
         self._inbox.put((self._engine.cancel, job))

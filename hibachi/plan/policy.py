@@ -3,6 +3,7 @@
     Fcfs           first come, first served
     Priority       by class, in a class first come, first served; with ageing, nobody waits for ever
     Fair           in a class, tenants by turns, so that each gets as many tokens
+    Shares         in a class, tenants by rows: who holds more than its share gives rows back when another waits
     WaitingServed  a gate before any of these: prompts start together (for models that cannot mix)
 
 A policy of one's own has these methods; the entry-point group `hibachi.policies` gives it a name.
@@ -12,15 +13,22 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Protocol
 
 from hibachi.errors import ConfigError
 from hibachi.plan.sequence import Seq
 
+_NEVER = 2**62  # later than any start
+
 
 class Policy(Protocol):
-    """The order of service. All methods are called by the scheduler, from one thread."""
+    """The order of service. All methods are called by the scheduler, from one thread.
+
+    One that takes rows back has a method `displaced()` besides: see `Shares`.
+    """
 
     def rank(self, seq: Seq) -> Any:
         """Its place among those who run, asked once: the last is preempted first. Smaller is better."""
@@ -55,7 +63,7 @@ class Policy(Protocol):
         ...
 
 
-class _Queue:
+class RankQueue:
     """A heap by rank. Who ended while waiting is dropped when it comes to the front, or when half of it is such."""
 
     def __init__(self) -> None:
@@ -78,8 +86,20 @@ class _Queue:
     def pop(self) -> Seq:
         return heapq.heappop(self._heap)[1]
 
+    def count(self, most: int) -> int:
+        """How many wait in it, as far as `most`."""
+        return sum(1 for _ in islice(self, most))
+
     def __iter__(self) -> Iterator[Seq]:
         return (seq for _, seq in self._heap if seq.finish is None)
+
+
+def _weights(given: dict[Hashable, float] | None) -> dict[Hashable, float]:
+    """Raises ConfigError."""
+    for tenant, weight in (given or {}).items():
+        if not weight > 0:
+            raise ConfigError(f"A tenant's weight must be > 0; got {weight!r} for {tenant!r}.")
+    return dict(given or {})
 
 
 def most_tokens(seqs: Iterable[Seq]) -> int:
@@ -100,7 +120,7 @@ class Priority:
         if age is not None and not age > 0:
             raise ConfigError(f"age must be a number of seconds > 0 (or None: no ageing); got {age!r}.")
         self.age, self.best = age, best
-        self._queue = _Queue()
+        self._queue = RankQueue()
 
     def rank(self, seq: Seq) -> Any:
         # priority - waited / age orders as this does at any time, so it need not be asked again.
@@ -174,13 +194,10 @@ class Fair:
         best: the best class that anybody uses. largest: tokens of the largest request, if known; it grows with those
         that come.
         """
-        self._weights = dict(weights or {})
-        for tenant, weight in self._weights.items():
-            if not weight > 0:
-                raise ConfigError(f"A tenant's weight must be > 0; got {weight!r} for {tenant!r}.")
+        self._weights = _weights(weights)
         self.best, self.largest = best, largest
-        self._queues: dict[int, dict[Hashable, _Queue]] = {}  # those who have not started, by class and tenant
-        self._back = _Queue()  # those who were preempted: they were charged, and go before new ones of their class
+        self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # those who have not started, by class and tenant
+        self._back = RankQueue()  # those who were preempted: they were charged, and go before new ones of their class
         self._used: dict[tuple[int, Hashable], float] = {}  # the counters of those who wait or run
         self._running: dict[tuple[int, Hashable], int] = {}  # tokens that their running requests were charged
         self._level: dict[int, float] = {}  # the counter of who was served last in a class, before it was charged
@@ -204,7 +221,7 @@ class Fair:
             waiting = [self._used[seq.priority, tenant] for tenant, queue in queues.items() if queue.peek()]
             level = max([self._level.setdefault(seq.priority, 0.0), *waiting])
             self._used[key] = max(self._used.get(key, level), level)
-        queues.setdefault(seq.tenant, _Queue()).push(seq)
+        queues.setdefault(seq.tenant, RankQueue()).push(seq)
 
     def peek(self) -> Seq | None:
         back = self._back.peek()
@@ -298,6 +315,118 @@ class Fair:
             self._used.pop(key, None)
             if all(p != priority for p, _ in self._used):
                 del self._level[priority]
+
+
+class Shares:
+    """Tenants by rows: the next request is of the tenant that holds the fewest, over its weight. Classes come first.
+
+    When another tenant waits and all rows are taken, the one with the most gives some back (`displaced`), until both
+    hold as many: the last of its requests that started, never its first, go back to the queue and compute the end of
+    their tokens again. So a tenant that comes waits a step, however much others have asked for. A class gives rows to
+    its own tenants and to better ones.
+
+    `Fair` counts tokens, and takes nobody's row: who comes while all rows are taken waits until a request ends. Here no
+    bound is given: how soon the requests of a tenant after its first start depends on who comes meanwhile.
+    """
+
+    def __init__(self, weights: dict[Hashable, float] | None = None) -> None:
+        """weights: what a tenant's share counts (1 if not named): with 2 it may hold twice the rows."""
+        self._weights = _weights(weights)
+        self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # by class and tenant
+        self._holders: set[Seq] = set()  # who started and has not ended, also where it was paused and lost its row
+        self._served: dict[Hashable, int] = {}  # when each tenant that is here was last served
+        self._started = 0
+
+    def rank(self, seq: Seq) -> Any:
+        return seq.priority, _NEVER, seq.arrival, seq.number
+
+    def push(self, seq: Seq) -> None:
+        self._holders.discard(seq)
+        self._served.setdefault(seq.tenant, self._started)
+        self._queues.setdefault(seq.priority, {}).setdefault(seq.tenant, RankQueue()).push(seq)
+
+    def peek(self) -> Seq | None:
+        heads = self._heads()
+        if len(heads) < 2:
+            return next(iter(heads.values()), None)
+        rows = self._rows()
+        return heads[min(heads, key=lambda t: (self._load(rows, t, 1), self._served[t], heads[t].rank))]
+
+    def pop(self, seq: Seq) -> None:
+        self._queues[seq.priority][seq.tenant].pop()
+        self._holders.add(seq)
+        self._started += 1
+        self._served[seq.tenant] = self._started
+        if not seq.started:
+            seq.rank = seq.priority, self._started, 0.0, 0  # nobody who starts later comes before it
+
+    def left(self, seq: Seq, tokens: int) -> None:
+        self._holders.discard(seq)
+        self._forget(seq.tenant)
+
+    def opens(self, waiting: int, running: int, step: int) -> bool:
+        return True
+
+    def displaced(self) -> list[Seq]:
+        """Who must give back its row, as another tenant waits that holds fewer; asked when no row is free."""
+        heads = self._heads()
+        if not heads:
+            return []
+        held: dict[Hashable, list[Seq]] = {}
+        for seq in sorted((s for s in self._holders if s.row >= 0), key=lambda s: s.rank):
+            held.setdefault(seq.tenant, []).append(seq)
+        rows = Counter({tenant: len(seqs) for tenant, seqs in held.items()})
+        priority = next(iter(heads.values())).priority
+        waiting = {t: self._queues[priority][t].count(rows.total()) for t in heads}
+        out: list[Seq] = []
+        while waiting:
+            taker = min(waiting, key=lambda t: (self._load(rows, t, 1), self._served[t]))
+            givers = [t for t, seqs in held.items() if t != taker and len(seqs) > 1 and seqs[-1].priority >= priority]
+            giver = max(givers, key=lambda t: self._load(rows, t, 0), default=None)
+            if giver is None or self._load(rows, giver, -1) < self._load(rows, taker, 1):
+                break
+            out.append(held[giver].pop())
+            rows[giver] -= 1
+            rows[taker] += 1
+            waiting[taker] -= 1
+            if not waiting[taker]:
+                del waiting[taker]
+        return out
+
+    def settled(self, seq: Seq) -> float:
+        return math.inf
+
+    def ahead(self, seq: Seq) -> int | None:
+        return None
+
+    def _heads(self) -> dict[Hashable, Seq]:
+        """The first of each tenant, in the best class in which anybody waits."""
+        for priority in sorted(self._queues):
+            queues, heads = self._queues[priority], {}
+            for tenant, queue in list(queues.items()):
+                if (head := queue.peek()) is None:
+                    del queues[tenant]
+                    self._forget(tenant)
+                else:
+                    heads[tenant] = head
+            if heads:
+                return heads
+            del self._queues[priority]
+        return {}
+
+    def _rows(self) -> Counter[Hashable]:
+        return Counter(seq.tenant for seq in self._holders if seq.row >= 0)
+
+    def _load(self, rows: Counter[Hashable], tenant: Hashable, more: int) -> float:
+        """What a tenant would hold with so many rows more, over its weight."""
+        return (rows[tenant] + more) / self._weights.get(tenant, 1.0)
+
+    def _forget(self, tenant: Hashable) -> None:
+        """A tenant that has nothing here any more leaves nothing behind."""
+        if not any(tenant in queues for queues in self._queues.values()) and not any(
+            seq.tenant == tenant for seq in self._holders
+        ):
+            self._served.pop(tenant, None)
 
 
 class WaitingServed:

@@ -148,6 +148,7 @@ class Scheduler:
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
+        self._displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
         self._deadlines: list[tuple[float, int, Seq]] = []
         self._ripe = 64  # length at which they are looked through
         self.preempted: Sent = []  # who lost its row in the last `schedule`, also where no plan came of it
@@ -248,15 +249,25 @@ class Scheduler:
                 self.policy.push(seq)
 
     def make_room(self) -> Sent:
-        """Paused sequences lose their rows where somebody waits who could not start otherwise."""
-        if not self._paused or self.policy.peek() is None:
+        """Who loses its row where somebody waits who could not start otherwise: the paused, then whom the policy names.
+
+        Asked before each step.
+        """
+        if not self.waiting or (not self._paused and self._displaced is None) or (next_ := self.policy.peek()) is None:
             return []
-        paused = [seq for seq in self._running if seq.row >= 0 and seq.paused]
-        others_run = len(paused) < self.running
-        if self._free_rows and others_run:
+        if self._paused:
+            paused = [seq for seq in self._running if seq.row >= 0 and seq.paused]
+            others_run = len(paused) < self.running
+            if not (self._free_rows and others_run):
+                # One row is enough while others go on; where nobody does, blocks may be what is missing.
+                return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
+        if self._displaced is None or (self._free_rows and not self._short(next_)):
             return []
-        # One row is enough while others go on; where nobody does, blocks may be what is missing.
-        return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
+        return [self._preempt(seq) for seq in self._displaced()]
+
+    def _short(self, seq: Seq) -> bool:
+        """Did it find too few blocks, and has none become free since?"""
+        return bool(self.pool and self._stuck and self._stuck[0] is seq and self.pool.free <= self._stuck[1])
 
     def limit(self, budget: int) -> None:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""
@@ -362,7 +373,7 @@ class Scheduler:
             left = self.budget - (len(q) if decode else int(q.sum()))
             if left < 0 or not decode:
                 decode = False
-                q, left = self._share(q)
+                q, left = self._share(q, seqs)
             elif self.limits.prefill is not None:
                 left = min(left, self.limits.prefill)
             end = start + q
@@ -431,17 +442,34 @@ class Scheduler:
         self._running = running
         self._rows = np.fromiter((s.row for s in running), np.intp, len(running))
 
-    def _share(self, want: Ints) -> tuple[Ints, int]:
-        """Hand out the token budget: first one token to each decode row, then chunks in the order of service."""
+    def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
+        """Hand out the token budget: first one token to each decode row, then chunks in the order of service.
+
+        Where tenants share rows, each gets as much for its chunks, and who waits to start finds its part left.
+        """
         single = np.flatnonzero(want == 1)[: self.budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
         left = self.budget - len(single)
         if self.limits.prefill is not None:
             left = min(left, self.limits.prefill)
-        for i in np.flatnonzero(want > 1).tolist():
-            q[i] = min(int(want[i]), self.limits.chunk, left)
-            left -= int(q[i])
+        prompts, kept = np.flatnonzero(want > 1).tolist(), 0
+        if self._displaced is not None and prompts:
+            quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
+            comes = self.policy.peek() if self.waiting and self._free_rows else None
+            if comes is not None:
+                quota[comes.tenant] = 0
+            each = left // len(quota)
+            quota = dict.fromkeys(quota, each)
+            for i in prompts:
+                q[i] = min(int(want[i]), self.limits.chunk, quota[seqs[i].tenant])
+                quota[seqs[i].tenant] -= int(q[i])
+                left -= int(q[i])
+            kept = 0 if comes is None else quota[comes.tenant]
+        for i in prompts:
+            more = min(int(want[i]) - int(q[i]), self.limits.chunk - int(q[i]), left - kept)
+            q[i] += more
+            left -= more
         return q, left
 
     # ---- blocks ------------------------------------------------------------------------------------------------
@@ -525,7 +553,7 @@ class Scheduler:
         if not policy.opens(self.waiting - len(self._parked), self.running - self._paused, self._steps):
             return started
         while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
-            if pool and self._stuck is not None and self._stuck[0] is seq and pool.free <= self._stuck[1]:
+            if self._short(seq):
                 break
             found = self._reserve(seq, at_work)
             if found is None:  # nobody overtakes: the next in order gets the next blocks

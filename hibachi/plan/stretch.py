@@ -55,6 +55,8 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
     n = len(rows)
     if not n or scheduler._paused or n > scheduler.budget:
         return None
+    if scheduler.waiting and scheduler._displaced is not None and scheduler._displaced():
+        return None
     most = _closed(scheduler) if scheduler.waiting and scheduler._free_rows else None
     if most == 0:
         return None
@@ -76,8 +78,8 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
 
 def _closed(scheduler: Scheduler) -> int | None:
     """For how many steps none of those who wait can start, though a row is free; None: for as long as nothing ends."""
-    policy, stuck = scheduler.policy, scheduler._stuck
-    if stuck is not None and scheduler.pool and scheduler.pool.free <= stuck[1] and policy.peek() is stuck[0]:
+    policy = scheduler.policy
+    if (seq := policy.peek()) is not None and scheduler._short(seq):
         return None
     running, step = scheduler.running, scheduler._steps
     for n in range(_PATIENCE):

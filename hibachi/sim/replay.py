@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
-from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.plan.stretch import Stretch, look_ahead
 from hibachi.sim.record import NEVER, Record
@@ -87,6 +87,7 @@ class Replay:
             if fast and (stretch := look_ahead(scheduler)):
                 clock = self._stretch(stretch, clock, arrival[i])
                 continue
+            self._suspend(scheduler.make_room())
             plan = scheduler.schedule(clock / PICOSECONDS)
             if plan is not None:
                 clock = self._step(plan, clock)
@@ -113,6 +114,12 @@ class Replay:
             cause = type(e).__name__
             self.record.refused[cause] = self.record.refused.get(cause, 0) + 1
 
+    def _suspend(self, sent: Sent) -> None:
+        """These have lost their rows."""
+        for seq, row in sent:
+            self.record.last[seq.owner] = self._last[row]
+            self._silent -= self.record.last[seq.owner] == NEVER
+
     def _step(self, plan: StepPlan, clock: int) -> int:
         """One planned step; returns the clock after it."""
         record, scheduler = self.record, self.scheduler
@@ -121,9 +128,7 @@ class Replay:
         record.steps += 1
         record.planned += 1
         record.computed_tokens += tokens
-        for seq, row in plan.preempted:
-            record.last[seq.owner] = self._last[row]
-            self._silent -= record.last[seq.owner] == NEVER
+        self._suspend(plan.preempted)
         for seq in plan.fresh:
             i = seq.owner
             self._owner[seq.row] = i

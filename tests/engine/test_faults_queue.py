@@ -28,7 +28,7 @@ def test_a_full_queue_refuses_at_the_call(serve):
     streams = [engine.run([i], max_new_tokens=2) for i in range(5)]  # also before anybody has started
     for _ in range(2):
         with pytest.raises(
-            QueueFull, match=r"fewer than 5 requests here \(2 that run at once and max_waiting=3 that wait\); got 5"
+            QueueFull, match=r"at most 5 requests here \(2 that run at once and max_waiting=3 that wait\); got 5"
         ):
             engine.run([9])
     gate.wait()

@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said_at_the_call(there):
 def test_the_queue_is_bounded_and_closing_makes_room(there):
     rows = there.engine.facts.limits.rows
     streams = [there.stream("a", LONG) for _ in range(rows + 8)]
-    with pytest.raises(QueueFull, match=f"fewer than {rows + 8}"):
+    with pytest.raises(QueueFull, match=f"at most {rows + 8}"):
         there.stream("a", LONG)
     streams.pop().close()
     streams.append(there.stream("a", LONG))

@@ -12,7 +12,7 @@ import numpy as np
 
 from hibachi.errors import PromptTooLong, QueueFull
 from hibachi.plan.lower import lower, pad
-from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
+from hibachi.plan.policy import Fair, Fcfs, Priority, Shares, WaitingServed
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
@@ -40,7 +40,7 @@ def solo(prompt, end, stop):
 
 def turn(policy, seq):
     """What orders the queue, said once more; in the order of arrival, names grow."""
-    if isinstance(policy, Fair):
+    if isinstance(policy, (Fair, Shares)):
         return seq.priority
     if isinstance(policy, Fcfs):
         return seq.owner.name
@@ -227,8 +227,8 @@ class World:
 
     def launch(self):
         s = self.scheduler
-        if s._paused:
-            self.send_back(s.make_room())
+        if sent := s.make_room():
+            self.send_back(sent)
             self.check()
         order = [seq for seq in s._running if seq.row >= 0]
         moving = [seq for seq in order if not seq.paused]
@@ -280,7 +280,7 @@ class World:
             new = not seq.owner.begun
             for other in waits:
                 assert turn(policy, seq) <= turn(policy, other), "somebody overtook in the queue"
-                if new and other.owner.begun:
+                if new and other.owner.begun and not (isinstance(policy, Shares) and other.tenant != seq.tenant):
                     assert other.priority != seq.priority, "new work before preempted work of its class"
 
     def enter(self, seq):
@@ -460,7 +460,7 @@ def _event(world, rng):
     return None
 
 
-POLICIES = (
+KEEPING = (  # rows, as long as there is memory
     Fcfs,
     Priority,
     lambda: Priority(age=4.0),
@@ -469,9 +469,11 @@ POLICIES = (
     lambda: WaitingServed(1.2, 3),
     lambda: WaitingServed(2.0, 5, Fair()),
 )
+SHARES = (Shares, lambda: Shares({"x": 2.0, "y": 0.5}))
+POLICIES = KEEPING + SHARES
 
 
-def random_world(rng, *, depth=None, strict=True, policy=None):
+def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES):
     """A world with few rows, few blocks and tight budgets."""
     rows = rng.randint(1, 6)
     budget = max(rows, rng.randint(1, 40))
@@ -488,7 +490,7 @@ def random_world(rng, *, depth=None, strict=True, policy=None):
     )
     return World(
         limits,
-        rng.choice(POLICIES)() if policy is None else policy,
+        rng.choice(policies)() if policy is None else policy,
         rng.randint(1, 3) if depth is None else depth,
         padded=rng.random() < 0.3,
         strict=strict,

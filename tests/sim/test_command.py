@@ -119,7 +119,7 @@ def test_a_picture_without_the_library(sim, trace, tmp_path, monkeypatch):
             "Options of a policy are name:option=number,...; got 'priority:age'",
         ),
         (["TRACE", "--policy", "fcfs:age=1"], 1, "Options of a policy are name:option=number,...; got 'fcfs:age=1'"),
-        (["TRACE", "--policy", "best:age=1"], 1, "Only fcfs, priority, fair, waiting-served take options"),
+        (["TRACE", "--policy", "best:age=1"], 1, "Only fcfs, priority, fair, shares, waiting-served take options"),
         (["TRACE", "--plot", "a.gif"], 1, "A picture is a .png or .svg file; got 'a.gif'"),
         (["--synthetic", "9", "--rate", "0"], 1, "rate must be above 0"),
         (["no-such.csv"], 1, "no-such.csv"),
