@@ -59,7 +59,7 @@ class AutoregressiveBatchInference(Service):
     prefix_cache: level 2, requests share the keys and values of what they have in common at the beginning, also with
     those that have ended, as long as nobody needs the memory.
     policy: who is served next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair",
-    "waiting-served", one that is installed, or an object (`hibachi.plan.policy`).
+    "shares", "waiting-served", one that is installed, or an object (`hibachi.plan.policy`).
     reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.
     False: when there is memory for its prompt; if memory runs out later, the last in the order of service is preempted
     and computes its tokens again.

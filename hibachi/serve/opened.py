@@ -72,7 +72,7 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
         block_size=settings.block_size,
         cache_bytes=settings.kv_cache_memory_bytes,
         prefix_cache=settings.enable_prefix_caching,
-        policy=settings.scheduling_policy or ("fair" if several else None),
+        policy=settings.scheduling_policy or ("shares" if several else None),
         max_waiting=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
         restart=settings.restart if child else "on_failure" if settings.restart else None,

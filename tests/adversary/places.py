@@ -80,7 +80,7 @@ def options_of(rng: random.Random, level: int) -> dict[str, Any]:
         "max_batch_size": rng.choice((3, 5, 8)),
         "max_waiting": 80,
         "pause_after": rng.choice((1, 4, 16)),
-        "policy": rng.choice(("priority", "fcfs", "fair", "waiting-served", "aging")),
+        "policy": rng.choice(("priority", "fcfs", "fair", "shares", "waiting-served", "aging")),
     }
     if level == 2:
         options |= {

@@ -13,7 +13,7 @@ import pytest
 
 from hibachi import EngineFailed, FeedforwardBatchInference, NonFiniteOutput, NumpyBackend, SamplingParams, Terms
 from hibachi.engine.recorder import Recorder, ReplayDiffers, read, replay
-from hibachi.plan.policy import Fair, Fcfs, Priority
+from hibachi.plan.policy import Fair, Fcfs, Priority, Shares
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
@@ -197,7 +197,7 @@ def traffic(engine, seed, n=40):
     until(lambda: engine.stats().finished == n)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "shares"])
 def test_a_recording_is_played_again(serve, tmp_path, policy):
     path = tmp_path / "plans.jsonl"
     engine = serve(
@@ -213,7 +213,7 @@ def test_a_recording_is_played_again(serve, tmp_path, policy):
     assert {"add", "plan", "commit", "cancel", "pause", "unpause"} <= kinds
     steps = sum(event["event"] == "plan" and event["plan"] is not None for event in recording["events"])
     assert replay(recording) == steps == stats.steps
-    assert recording["policy"] == {"fcfs": Fcfs, "priority": Priority, "fair": Fair}[policy].__name__
+    assert recording["policy"] == {"fcfs": Fcfs, "priority": Priority, "fair": Fair, "shares": Shares}[policy].__name__
     if policy == "priority":  # another policy makes other plans
         with pytest.raises(ReplayDiffers):
             replay(recording, Fcfs())

@@ -68,7 +68,7 @@ def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, firs
             max_batch_tokens=rng.choice([6, 24]),
             cache_bytes=rng.choice([7, 9, 12]) * 4 * 10,
             restart="on_failure",
-            policy=rng.choice(["fair", "fcfs", "priority"]),
+            policy=rng.choice(["fair", "fcfs", "priority", "shares"]),
             pause_after=rng.choice([None, None, 2, 5]),
         )
         inner = faced._worker._engine
