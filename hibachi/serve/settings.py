@@ -161,7 +161,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
         Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
         Setting("enable-prefix-caching", SWITCH, True, "requests share what they have in common at the beginning"),
-        Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, shares, waiting-served, or one installed",
+        Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, shares, waiting-served, or another",
                 "shares with several keys, else priority"),
         Setting("restart", SWITCH, False, "begin again when the engine's process dies or its device is lost"),
         Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
