@@ -15,17 +15,18 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params
-from hibachi.engine.cached import CachedRunner
 from hibachi.engine.job import Job, Stopper, TokenTable, as_token, misfits
 from hibachi.engine.policies import policy_of
+from hibachi.engine.pooling import MixedRunner, check_pooling, has_hidden
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.service import Service, given_backend
-from hibachi.engine.stream import Channel, ItemStream, native_row
+from hibachi.engine.stream import Channel, Item, ItemStream, native_row
 from hibachi.engine.whole import WholeRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest, shown
+from hibachi.model.pooling import Pooling
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
@@ -95,7 +96,6 @@ class AutoregressiveBatchInference(Service):
     ) -> None:
         super().__init__(max_batch_size, **service)
         self._model = model
-        self._make_runner: Callable[..., CachedRunner] = CachedRunner
         self._level = level_of(model)
         self._vocab: int | None = getattr(model, "vocab_size", None) if self._level else None
         own = getattr(model, "max_model_len", None)
@@ -124,7 +124,7 @@ class AutoregressiveBatchInference(Service):
         self._stop_token, self._padding_token = stop_token, padding_token
         self._backend = self._find_backend(backend, stop_token, padding_token)
         self._asked, self.deterministic = bool(deterministic), self._decide(deterministic)
-        self._runner: CachedRunner | None = None
+        self._runner: MixedRunner | None = None
         if padding_token is not None:
             _check_padding(self._host(padding_token), padding_token)
         if self._backend is not None and self._vocab is not None:
@@ -146,7 +146,7 @@ class AutoregressiveBatchInference(Service):
         self._backend = computes.invariant()
         return True
 
-    def _check_bits(self, runner: CachedRunner) -> None:
+    def _check_bits(self, runner: MixedRunner) -> None:
         """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
         assert self._backend is not None
         if self.deterministic:
@@ -209,6 +209,17 @@ class AutoregressiveBatchInference(Service):
             self._prepare(prompt, params, max_new_tokens, stop, include_stop, embeds=prompt_embeds, terms=terms)
         )
 
+    def embed(self, prompt: Any, *, pooling: Pooling = "last", terms: Terms | None = None) -> Item[Any]:
+        """Queue a prompt of token ids for a vector: `await` it, or call `.result()`. A native array, float32 [hidden].
+
+        pooling: "mean" over the hidden states of all tokens, that of the "last" or of the first ("cls"). For models of
+        level 2 with `hidden(params, cache, x) -> ([n_out, hidden], cache)`, as our decoders have it. Long prompts are
+        computed in chunks, beside others and beside those that generate.
+
+        Raises UnsupportedOperation for a model without `hidden`, and what `run` raises.
+        """
+        return Item(self._submit(self._prepare(prompt, None, terms=terms, pooling=pooling)))
+
     def _prepare(
         self,
         prompt: Any,
@@ -219,8 +230,15 @@ class AutoregressiveBatchInference(Service):
         bad_words: tuple[tuple[int, ...], ...] = (),
         embeds: HostArray | None = None,
         terms: Terms | None = None,
+        pooling: Pooling | None = None,
     ) -> Job:
-        """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids."""
+        """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids.
+
+        pooling: a vector is wanted, no tokens.
+        """
+        if pooling is not None:
+            check_pooling(pooling, has_hidden(self._model))
+            params, max_new_tokens = (None if self._vocab is None else SamplingParams()), 1
         if embeds is not None:
             embeds = self._check_embeds(prompt, embeds, params)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
@@ -245,7 +263,7 @@ class AutoregressiveBatchInference(Service):
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         self._scheduler.fit(seq.prompt_len, seq.max_new)
-        if self._shares and embeds is None and (params is None or params.prompt_logprobs is None):
+        if self._shares and embeds is None and pooling is None and (params is None or params.prompt_logprobs is None):
             seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
@@ -258,6 +276,7 @@ class AutoregressiveBatchInference(Service):
             seed=seed & (2**64 - 1),
             bad_words=bad_words,
             embeds=embeds,
+            pooling=pooling,
         )
         if params is not None and params.prompt_logprobs is not None:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
@@ -291,8 +310,14 @@ class AutoregressiveBatchInference(Service):
     def _submit(self, job: Job) -> ItemStream[Any]:
         assert self._worker is not None
         self._worker.add(job)
-        read = _as_it_is if self._vocab is not None else native_row
+        read = _as_it_is if self._vocab is not None and job.pooling is None else native_row
         return ItemStream(job.channel, partial(self._cancel, job), read)
+
+    def _submit_vector(self, job: Job, change: Callable[[HostArray], HostArray] | None) -> ItemStream[HostArray]:
+        """A stream of one vector, on the host. change: what is to be made of it."""
+        assert self._worker is not None and self._backend is not None
+        self._worker.add(job)
+        return ItemStream(job.channel, partial(self._cancel, job), partial(_host_row, self._backend, change))
 
     def _admit_prompt(self, prompt: Any) -> HostArray:
         """Check a prompt; returns it on the host. There is a worker to serve it then."""
@@ -392,7 +417,7 @@ class AutoregressiveBatchInference(Service):
                     self._cached_limits(backend), self._policy, partial(_generated_key, table, self._block_size)
                 )
                 self._shares = self._prefix_cache
-                runner = self._make_runner(self._model, backend, scheduler, table, sampler, self._dtype)
+                runner = MixedRunner(self._model, backend, scheduler, table, sampler, self._dtype)
                 self._check_bits(runner)
             else:
                 limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
@@ -497,6 +522,11 @@ def _check_padding(host: HostArray, given: Any) -> None:
         raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
     if host.shape[0] != 1:
         raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
+
+
+def _host_row(backend: ArrayBackend, change: Callable[[HostArray], HostArray] | None, item: Any) -> HostArray:
+    vector = backend.get(native_row(item))
+    return vector if change is None else change(vector)
 
 
 def _as_it_is(item: Any) -> Any:

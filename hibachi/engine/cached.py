@@ -63,7 +63,7 @@ class CachedRunner:
         self.tally, self.theirs = Tally(), Theirs()
         self._embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self._unscored = np.zeros(self.limits.rows, np.int32)  # first tokens of each row whose output is looked at
-        self._advanced = False  # states of some rows were stepped, and stored
+        self.advanced = False  # states of some rows were stepped, and stored
         self._compile(donate=True)
         self._make_cache()
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
@@ -119,12 +119,16 @@ class CachedRunner:
             self.sampler.admit(job)
 
     def run(self, plan: StepPlan) -> Outcome:
-        self._advanced = False
+        return self.run_rows(plan, writers_first(plan))
+
+    def run_rows(self, plan: StepPlan, idx: Any) -> Outcome:
+        """`run` for some rows of a plan: places in it, who writes a block before those who share it."""
+        self.advanced = False
         try:
-            return isolate(lambda idx: self._forward(plan, idx), writers_first(plan), self.backend, self.theirs)
+            return isolate(lambda idx: self._forward(plan, idx), idx, self.backend, self.theirs)
         except StepFailed as e:
             # Unlike keys and values, states cannot go back: rows that were run apart are one step further.
-            e.cache_lost |= self._advanced
+            e.cache_lost |= self.advanced
             raise
 
     # ---- a step that nobody waits for ---------------------------------------------------------------------------
@@ -517,7 +521,7 @@ class CachedRunner:
                 parts.append(self._part(plan, idx[mine[last]], out, x, call))
             at[mine] += piece
             left[mine] -= piece
-        self._advanced = True
+        self.advanced = True
         states = self._scatter(states, self.backend.put(held), work)
         for i, state in zip(self.states, states, strict=True):
             self.cache[i] = state

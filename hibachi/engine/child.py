@@ -20,16 +20,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hibachi.engine.custom import open_texts
 from hibachi.engine.job import Job
 from hibachi.engine.loops import Wakeups
-from hibachi.engine.stream import Channel
+from hibachi.engine.pooling import has_hidden
+from hibachi.engine.stream import Channel, native_row
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
 
 BEAT = 0.25  # seconds from one sign of life to the next
 
@@ -46,6 +49,7 @@ class Facts:
     deterministic: bool
     fingerprint: str
     dtype: str
+    has_hidden: bool = False  # so that vectors can be made
     tokenizer: bytes | None = None  # pickled, of a model of one's own, which has no files
 
 
@@ -88,18 +92,19 @@ class Outbox:
 class OutChannel(Channel[Any]):
     """The engine's end of a stream whose consumer is in the parent."""
 
-    __slots__ = ("_began", "_forget", "_held", "_number", "_outbox")
+    __slots__ = ("_began", "_forget", "_held", "_number", "_outbox", "read")
 
     def __init__(self, number: int, outbox: Outbox, forget: Callable[[int], object]) -> None:
         super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
         self._number, self._outbox, self._forget = number, outbox, forget
         self._held = self._began = False
+        self.read: Callable[[Any], Any] = int
 
     def push(self, item: Any, wakeups: Wakeups) -> None:
         if not self._began:
             self._outbox.starts += self._opening()
         scores = self.logprobs.pop() if self.logprobs else None
-        self._outbox.tokens.append((self._number, int(item), scores))
+        self._outbox.tokens.append((self._number, self.read(item), scores))
         wakeups.add(self._outbox)  # type: ignore[arg-type]
 
     def _opening(self) -> list[tuple[int, float | None, int, Any]]:
@@ -188,6 +193,7 @@ class Child:
             engine.deterministic,
             engine._backend.fingerprint(),
             engine._dtype,
+            has_hidden(model),
             _pickled(getattr(self._texts, "portable_tokenizer", None)),
         )
 
@@ -208,15 +214,18 @@ class Child:
     def _run(self, number: int, contents: bytes) -> None:
         channel = OutChannel(number, self._outbox, self._forget)
         try:
-            prompt, params, include_stop, bad_words, embeds, terms = _unpacked(contents)
-            job = self._engine._prepare(
-                prompt, params, include_stop=include_stop, bad_words=bad_words, embeds=embeds, terms=terms
-            )
+            job = self._engine._prepare(**_unpacked(contents))
+            if job.pooling is not None:
+                channel.read = partial(self._vector, self._engine._backend)
             channel.prompt_logprobs, job.channel = job.channel.prompt_logprobs, channel
             self._jobs[number] = job
             self._engine._worker.add(job)
         except Exception as e:
             channel.end(Finish.ERROR, e)
+
+    @staticmethod
+    def _vector(backend: ArrayBackend, item: Any) -> HostArray:
+        return backend.get(native_row(item))
 
     def _forget(self, number: int) -> None:
         self._jobs.pop(number, None)
@@ -234,7 +243,7 @@ class Child:
             job.channel.release()  # type: ignore[attr-defined]
 
     def _ask(self, call: int, what: str, contents: bytes) -> None:
-        # In a thread: vectors take a while, and others must be able to leave meanwhile.
+        # In a thread: it may take a while, and others must be able to leave meanwhile.
         tell = getattr(self, f"_tell_{what}")
         threading.Thread(target=self._answer, args=(call, tell, contents), daemon=True).start()
 
@@ -246,9 +255,6 @@ class Child:
 
     def _tell_dump(self) -> Any:
         return self._engine.dump()
-
-    def _tell_vectors(self, ids: Any, pooling: Any, normalize: Any) -> Any:
-        return self._texts._vectors(ids, pooling, normalize)
 
     def _beat(self) -> None:
         while True:

@@ -11,11 +11,9 @@ from typing import Any
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
 from hibachi.engine.llm import LLM
 from hibachi.engine.texts import Texts
-from hibachi.errors import ConfigError, UnsupportedOperation
-from hibachi.model.pooling import Pooling
+from hibachi.errors import ConfigError
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.request import SamplingParams
-from hibachi.tensor.array_backend import HostArray
 
 _OF_FILES = ("device", "quantization", "autotune", "deterministic")
 
@@ -62,9 +60,6 @@ class OwnTexts(Texts):
             eos_ids=getattr(made, "eos_ids", ()),
             default_params=SamplingParams(),
         )
-
-    def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
-        raise UnsupportedOperation("Embeddings are for models from files; this one is a class of its own.")
 
 
 def _make(model: str) -> Any:

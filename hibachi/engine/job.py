@@ -12,6 +12,7 @@ import numpy as np
 
 from hibachi.engine.stream import Channel
 from hibachi.errors import InvalidRequest, shown, text_of
+from hibachi.model.pooling import Pooling
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -36,6 +37,7 @@ class Job:
     known: History | None = None  # see `history`
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
+    pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None: tokens
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property

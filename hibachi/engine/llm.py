@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.autotune import seconds_of, settle
-from hibachi.engine.closing import CLOSE_WITHIN
-from hibachi.engine.measured import vectors
-from hibachi.engine.pooling import PoolingBatchInference
 from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError
 from hibachi.model.files import locate, open_files
@@ -19,7 +14,7 @@ from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling, pooling_of
 from hibachi.model.registry import arch_of, load_model
 from hibachi.request import SamplingParams
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
 QUANTIZATIONS = ("auto", "none", "int8")
@@ -85,7 +80,8 @@ class LLM(Texts):
         dtype = dtype or "float32"
         self.backend = _quantized(self.backend, quantization, dtype)
         self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
-        self._options: dict[str, Any] = dict(
+        engine = AutoregressiveBatchInference(
+            self.model,
             max_batch_size=max_batch_size,
             max_model_len=self.model.max_len,
             backend=self.backend,
@@ -97,27 +93,15 @@ class LLM(Texts):
             **options,
         )
         super().__init__(
-            AutoregressiveBatchInference(self.model, **self._options),
+            engine,
             files.tokenizer(vocab_size=self.model.vocab_size),
             vocab_size=self.model.vocab_size,
             eos_ids=self.model.eos_ids,
             default_params=SamplingParams(**generation_defaults(self.path)),
         )
-        self._poolers: dict[Pooling, PoolingBatchInference] = {}
-        self._poolers_lock = threading.Lock()
 
-    def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
-        own, to_one = ("last", True) if pooling else pooling_of(self.path)
-        engine = self._pooler(pooling or own)
-        return vectors(engine, ids, self.backend, to_one if normalize is None else normalize)
-
-    def _pooler(self, pooling: Pooling) -> PoolingBatchInference:
-        """The engine that makes vectors, made when first needed."""
-        with self._poolers_lock:
-            if pooling not in self._poolers:
-                options = self._options | {"record": None, "policy": None}  # those are the other engine's
-                self._poolers[pooling] = PoolingBatchInference(self.model, pooling=pooling, **options)
-            return self._poolers[pooling]
+    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
+        return (asked, True) if asked else pooling_of(self.path)
 
     @property
     def deterministic(self) -> bool:
@@ -129,11 +113,6 @@ class LLM(Texts):
         Raises NotDeterministic, which names the first difference.
         """
         return self.engine.selfcheck()
-
-    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        end = None if timeout is None else time.monotonic() + timeout
-        for engine in (self.engine, *self._poolers.values()):
-            engine.close(None if end is None else max(end - time.monotonic(), 0.0))
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

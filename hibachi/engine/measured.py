@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hibachi.engine.pooling import PoolingBatchInference
 from hibachi.engine.textstream import Completion, Prompt
 from hibachi.errors import InvalidRequest
 from hibachi.request import SamplingParams
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.array_backend import HostArray
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
 
@@ -41,17 +39,10 @@ class Score:
     greedy: bool
 
 
-def vectors(
-    engine: PoolingBatchInference, ids: Sequence[list[int]], backend: ArrayBackend, normalize: bool
-) -> list[HostArray]:
-    """The vectors of all prompts. Whatever happens, no request outlives the call."""
-    items = [engine.embed(np.asarray(own)) for own in ids]
-    try:
-        found = [backend.get(item.result()) for item in items]
-    finally:
-        for item in items:
-            item.cancel()
-    return [v / max(float(np.linalg.norm(v)), 1e-12) for v in found] if normalize else found
+def unit(vector: HostArray) -> HostArray:
+    """Of length 1, unless it is zero."""
+    out: HostArray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return out
 
 
 def score_of(prompt: Prompt, continuation: Prompt, out: Completion, length: int) -> Score:

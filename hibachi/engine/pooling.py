@@ -2,98 +2,105 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, get_args
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.cached import CachedRunner
 from hibachi.engine.job import Job
-from hibachi.engine.runner import Part, check_output, jobs_of
-from hibachi.engine.stream import Item, ItemStream, native_row
-from hibachi.errors import ConfigError
+from hibachi.engine.runner import Outcome, Part, StepFailed, check_output, jobs_of, writers_first
+from hibachi.errors import InvalidRequest, UnsupportedOperation, shown
 from hibachi.model.pooling import Pooling
 from hibachi.plan.scheduler import StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array
-from hibachi.tensor.cache import CacheSpec, StepInputs
+from hibachi.tensor.cache import StepInputs
 
 
-class PoolingBatchInference(AutoregressiveBatchInference):
-    """Batches prompts through the hidden states of a language model: each gives one vector, float32 [hidden].
-
-    model: with `hidden(params, cache, x) -> ([n_out, hidden], cache)` beside `cache_spec`, as our decoders have it.
-    pooling: "mean" over all tokens, the "last" token, or the first ("cls"). Long prompts are computed in chunks, beside
-    others, as when text is generated.
-
-    Raises ConfigError for a model without `hidden`, and what `AutoregressiveBatchInference` raises.
-    """
-
-    def __init__(self, model: Any, *, pooling: Pooling = "last", **options: Any) -> None:
-        if not callable(getattr(model, "hidden", None)):
-            raise ConfigError(
-                f"Embeddings need the model's hidden states: {type(model).__name__} has no method "
-                f"`hidden(params, cache, x)`. Give it one, or use a model that our decoder runs."
-            )
-        if pooling not in ("mean", "last", "cls"):
-            raise ConfigError(f"pooling must be 'mean', 'last' or 'cls'; got {pooling!r}.")
-        options["prefix_cache"] = False  # the outputs of all tokens are wanted
-        super().__init__(_Hidden(model), **options)
-        self._make_runner = partial(_PoolingRunner, pooling)
-
-    def embed(self, prompt: Any) -> Item[Any]:
-        """Queue a prompt of token ids; `await` the result or call `.result()`: a native array, float32 [hidden]."""
-        job = self._prepare(prompt, None, max_new_tokens=1)
-        assert self._worker is not None
-        self._worker.add(job)
-        return Item(ItemStream(job.channel, partial(self._cancel, job), native_row))
+def check_pooling(pooling: Any, has_hidden: bool) -> None:
+    """Raises InvalidRequest for a pooling that there is not, UnsupportedOperation for a model without hidden states."""
+    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
+        raise InvalidRequest(f"pooling must be 'mean', 'last' or 'cls'; got {shown(pooling)}.")
+    if not has_hidden:
+        raise UnsupportedOperation(
+            "Embeddings need the model's hidden states: expected a method `hidden(params, cache, x)` beside "
+            "`cache_spec`; this model has none. Give it one, or use a model that our decoder runs."
+        )
 
 
-class _Hidden:
-    """A model whose steps end before its head."""
-
-    vocab_size = None
-
-    def __init__(self, model: Any) -> None:
-        self._model, self.backend = model, getattr(model, "backend", None)
-        self.reach = getattr(model, "reach", None)
-
-    @property
-    def params(self) -> Any:
-        return self._model.params
-
-    def cache_spec(self) -> CacheSpec:
-        spec: CacheSpec = self._model.cache_spec()
-        return spec
-
-    def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
-        out: tuple[Array, list[Any]] = self._model.hidden(params, cache, x)
-        return out
+def has_hidden(model: Any) -> bool:
+    """Does it tell its hidden states?"""
+    return all(callable(getattr(model, name, None)) for name in ("hidden", "step", "cache_spec"))
 
 
-class _PoolingRunner(CachedRunner):
-    """A `CachedRunner` that wants the outputs of many tokens of a prompt, and gives one vector for all of them."""
+class MixedRunner(CachedRunner):
+    """A `CachedRunner` for a batch in which some want a vector: those are run beside the others, on the same cache."""
 
-    def __init__(self, pooling: Pooling, *args: Any) -> None:
-        super().__init__(*args)
-        self._pooling = pooling
+    _vectors: PoolingRunner | None = None  # made when first needed, and after each `rebuild`
+
+    def admit(self, seq: Seq) -> None:
+        if seq.owner.pooling is None:
+            super().admit(seq)
+            return
+        if self._vectors is None:
+            self._vectors = PoolingRunner(self)
+        self._unscored[seq.row] = 0
+        self._vectors.admit(seq)
+
+    def run(self, plan: StepPlan) -> Outcome:
+        idx = writers_first(plan)
+        if self._vectors is None or not (mine := [seq.owner.pooling is not None for seq in plan.seqs]).count(True):
+            return self.run_rows(plan, idx)
+        vectors = np.array(mine)[idx]
+        outcome = Outcome([], {})
+        if not vectors.all():
+            outcome += self.run_rows(plan, idx[~vectors])
+        try:
+            outcome += self._vectors.run_rows(plan, idx[vectors])
+        except StepFailed as e:
+            e.cache_lost |= self.advanced and not vectors.all()
+            raise
+        return outcome
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        if self._vectors is not None and any(seq.owner.pooling is not None for seq in plan.seqs):
+            return False
+        return super().can_launch(plan)
+
+    def rebuild(self, *, keep: bool) -> None:
+        self._vectors = None
+        super().rebuild(keep=keep)
+
+
+class PoolingRunner(CachedRunner):
+    """Runs the rows of a plan that want a vector, on the cache of the runner that samples tokens for the others."""
+
+    def __init__(self, texts: CachedRunner) -> None:
+        self._texts = texts
+        shared = vars(texts).copy()
+        del shared["cache"], shared["kept"]
+        vars(self).update(shared)
+        self.model, self.sampler, self.sizes = _Hidden(texts.model), None, texts.sizes[:1]
+        self.name = f"{type(texts.model).__name__}.hidden"
+        self._embeds, self._unscored = WeakValueDictionary(), np.zeros_like(texts._unscored)
+        self._compile(donate=texts._donating)
         self._sums: WeakKeyDictionary[Job, dict[int, Any]] = WeakKeyDictionary()
         """{position: sum over the tokens from there, float64 [hidden]} of each request."""
 
-    @staticmethod
-    def _name_of(model: Any) -> str:
-        return "hidden"
+    @property
+    def cache(self) -> list[Any]:
+        return self._texts.cache
+
+    @cache.setter
+    def cache(self, cache: list[Any]) -> None:
+        self._texts.cache = cache
 
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
-        before_last = seq.prompt_len - 1
-        self._unscored[seq.row] = {"mean": before_last, "cls": min(1, before_last), "last": 0}[self._pooling]
+        pooling, before_last = seq.owner.pooling, seq.prompt_len - 1
+        self._unscored[seq.row] = {"mean": before_last, "cls": min(1, before_last), "last": 0}[pooling]
         self._sums[seq.owner] = {}
-
-    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
-        pass  # a vector is no token: nothing goes on from it
 
     def _room(self) -> int:
         return self.limits.budget
@@ -126,6 +133,21 @@ class _PoolingRunner(CachedRunner):
 
     def _pooled(self, job: Job, last: Any) -> Any:
         sums = self._sums[job]
-        if self._pooling == "mean":
+        if job.pooling == "mean":
             return sum(sums.values(), last) / job.seq.prompt_len
         return sums[0] if sums else last
+
+
+class _Hidden:
+    """A model whose steps end before its head."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def params(self) -> Any:
+        return self.model.params
+
+    def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
+        out: tuple[Array, list[Any]] = self.model.hidden(params, cache, x)
+        return out

@@ -27,13 +27,14 @@ from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
+from hibachi.engine.pooling import check_pooling
 from hibachi.engine.sender import Sender
 from hibachi.engine.stream import Channel, ItemStream
 from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling
+from hibachi.model.pooling import Pooling, pooling_of
 from hibachi.request import Finish, SamplingParams, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
@@ -271,6 +272,7 @@ class RemoteEngine(Closing):
         bad_words: tuple[tuple[int, ...], ...] = (),
         embeds: Any = None,
         terms: Any = None,
+        pooling: Pooling | None = None,
     ) -> tuple[Hashable, bytes]:
         """Everything about a request that can be wrong: (tenant, what is to be sent); nothing is sent yet."""
         facts = self.facts
@@ -285,9 +287,12 @@ class RemoteEngine(Closing):
             length = len(prompt)
         params = as_params(params, SamplingParams(max_tokens=None))
         check_params(params, params.max_tokens, vocab=facts.vocab_size or 2**31 - 1, cached=facts.cached)
-        facts.limits.fit(length, params.max_tokens)
+        facts.limits.fit(length, params.max_tokens if pooling is None else 1)
+        if pooling is not None:
+            check_pooling(pooling, facts.has_hidden)
         terms = as_terms(terms)
-        return terms.tenant, _packed((prompt, params, include_stop, bad_words, embeds, terms))
+        request = dict(prompt=prompt, params=params, include_stop=include_stop, bad_words=bad_words)
+        return terms.tenant, _packed(request | dict(embeds=embeds, terms=terms, pooling=pooling))
 
     def _check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
@@ -298,24 +303,29 @@ class RemoteEngine(Closing):
 
     def _submit(self, job: tuple[Hashable, bytes]) -> ItemStream[int]:
         """Raises QueueFull, EngineClosed or EngineFailed."""
+        return self._stream(job, int)
+
+    def _submit_vector(
+        self, job: tuple[Hashable, bytes], change: Callable[[HostArray], HostArray] | None
+    ) -> ItemStream[HostArray]:
+        """A stream of one vector. change: what is to be made of it. Raises what `_submit` raises."""
+        return self._stream(job, change or _as_it_is)
+
+    def _stream(self, job: tuple[Hashable, bytes], read: Callable[[Any], Any]) -> ItemStream[Any]:
         tenant, contents = job
-        channel: Channel[int] = Channel(self._pause_after)
+        channel: Channel[Any] = Channel(self._pause_after)
         channel.tenant = tenant
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
             self._check_room(tenant, 1)
             number = self._post(self._channels, channel, contents, "run")
-        return ItemStream(channel, partial(self._cancel, number), int)
+        return ItemStream(channel, partial(self._cancel, number), read)
 
     def _cancel(self, number: int) -> None:
         """Takes no lock, as a destructor may call it in any thread, at any time."""
         if self._channels.pop(number, None) is not None and not self._sender.withdraw(number):
             self._tell("cancel", number)
-
-    def vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
-        found: list[HostArray] = self._ask("vectors", ids, pooling, normalize)
-        return found
 
     # ---- how it is ---------------------------------------------------------------------------------------------
 
@@ -397,6 +407,10 @@ def _array(value: Any, dtype: Any, what: str) -> HostArray:
         raise InvalidRequest(f"{what} must be an array of {np.dtype(dtype).name}; got {text_of(e)}.") from e
 
 
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
 def _closed() -> EngineClosed:
     return EngineClosed("The engine is closed. Make a new one.")
 
@@ -409,7 +423,7 @@ def _forked() -> EngineClosed:
     return EngineClosed("The engine was made before a fork, and stays with the other process. Make a new one here.")
 
 
-def _packed(contents: tuple[Any, ...]) -> bytes:
+def _packed(contents: Any) -> bytes:
     """Of a request. Raises InvalidRequest."""
     try:
         return pickle.dumps(contents)
@@ -453,8 +467,8 @@ class RemoteLLM(Texts):
         except BaseException:
             engine.close()
             raise
+        self._path = None if is_own(model) else files.path
         super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=facts.eos_ids, default_params=params)
 
-    def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
-        found: list[HostArray] = self.engine.vectors(ids, pooling, normalize)
-        return found
+    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
+        return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode.uniforms import fork
-from hibachi.engine.admission import check_ids
 from hibachi.engine.closing import CLOSE_WITHIN, Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.loops import give_way, in_thread
-from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of
+from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of, unit
 from hibachi.engine.meters import Meters
-from hibachi.engine.stream import amerge, merge
+from hibachi.engine.stream import Item, amerge, merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import InvalidRequest, shown
 from hibachi.model.pooling import Pooling
@@ -124,21 +123,48 @@ class Texts(Closing):
         return _finish(self._start(texts, ids, params, terms))
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling | None = None, normalize: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Embedding]:
         """A vector for each text, from the model's last hidden states.
 
         pooling: "mean" of all tokens, the "last" or the first ("cls"); None: what the model's files say, else the last.
-        normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, ConfigError for a model whose
-        hidden states cannot be had.
+        normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, QueueFull, UnsupportedOperation
+        for a model whose hidden states cannot be had.
         """
         prompts = _listed(prompts)
         ids = [self._encode(p) for p in prompts]
-        for own in ids:
-            if self.vocab_size is not None:
-                check_ids(np.asarray(own), self.vocab_size)  # where no logits are made, nobody else looks
-        vectors = self._vectors(ids, pooling, normalize)
-        return [Embedding(p, own, v) for p, own, v in zip(prompts, ids, vectors, strict=True)]
+        items = self.submit_vectors(ids, pooling=pooling, normalize=normalize, terms=terms)
+        try:
+            return [Embedding(p, own, v.result()) for p, own, v in zip(prompts, ids, items, strict=True)]
+        finally:  # whatever happens, no request outlives the call
+            for item in items:
+                item.cancel()
+
+    def submit_vectors(
+        self,
+        ids: Sequence[list[int]],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        terms: Terms | Sequence[Terms] | None = None,
+    ) -> list[Item[HostArray]]:
+        """Queue prompts of token ids for vectors, after all have been checked: see `embed`. Each item gives float32
+        [hidden] on the host: `await` it, or call `.result()`.
+        """
+        own, to_one = self._pooling(pooling)
+        served = [as_terms(t) for t in _for_each(terms, ids, "Terms")]
+        self._check_room(Counter(t.tenant for t in served))
+        jobs = [
+            self.engine._prepare(np.asarray(i), SamplingParams(), include_stop=True, terms=t, pooling=own)
+            for i, t in zip(ids, served, strict=True)
+        ]
+        read = unit if (to_one if normalize is None else normalize) else None
+        return [Item(self.engine._submit_vector(job, read)) for job in jobs]
 
     def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
         """The log-likelihood of each continuation after its prompt; one prompt may stand for all.
@@ -165,9 +191,14 @@ class Texts(Closing):
             raise InvalidRequest(f"A continuation must hold at least one token; got {shown(continuation)}.")
         return before, after
 
-    def _vectors(self, ids: list[list[int]], pooling: Pooling | None, normalize: bool | None) -> list[HostArray]:
-        """Vectors float32 [hidden] of prompts."""
-        raise NotImplementedError
+    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
+        """How vectors are made, and whether they get the length 1, if nobody says so: as sentence-transformers does."""
+        return asked or "last", True
+
+    def _check_room(self, wanted: Mapping[Hashable, int]) -> None:
+        """Raises QueueFull if there is no room for so many requests of each tenant."""
+        for tenant, n in wanted.items():
+            self.engine._check_room(tenant, n)
 
     def _start(
         self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any, terms: Any = None
@@ -178,8 +209,7 @@ class Texts(Closing):
         wanted: Counter[Hashable] = Counter()
         for p, t in zip(each, served, strict=True):
             wanted[t.tenant] += p.runs
-        for tenant, runs in wanted.items():  # before anything is made of them
-            self.engine._check_room(tenant, runs)
+        self._check_room(wanted)  # before anything is made of them
         jobs = [self._jobs(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
         return [
             TextStream(

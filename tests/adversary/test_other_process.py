@@ -224,7 +224,7 @@ def refuser():
     """A child whose engine refuses everything, its pipe, and a call that has it refuse request 99."""
     pipe = Kept()
     child = Child(pipe, SimpleNamespace(engine=Refusing()))
-    return child, pipe, lambda number=99: child._run(number, pickle.dumps((None,) * 6))
+    return child, pipe, lambda number=99: child._run(number, pickle.dumps({"prompt": None}))
 
 
 def test_h2_a_refusal_while_a_token_is_collected():
@@ -331,7 +331,7 @@ def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
         heard = []
         while not heard or heard[-1][-1] != [7]:
             what, number, *contents = own.puppet.hear()
-            heard.append((what, number, contents and contents[0][0].tolist()))
+            heard.append((what, number, contents and contents[0]["prompt"].tolist()))
         return heard
 
     hearing = Background(hear)
@@ -357,7 +357,7 @@ def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypa
     large = own.stream([1] * 100_000)
     with pytest.raises(QueueFull):
         own.stream([1])
-    assert len(own.puppet.hear()[2][0]) == 100_000 and large.finish_reason is None
+    assert len(own.puppet.hear()[2]["prompt"]) == 100_000 and large.finish_reason is None
 
 
 def test_an_answer_at_once_finds_its_place(stage, monkeypatch):
