@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.errors import Refused
+from hibachi.errors import MOST_SHOWN
 
 T = TypeVar("T")
 Anything = Any | UnsetType
@@ -113,12 +114,6 @@ class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     response_format: Anything = UNSET
 
 
-class Message(Struct):
-    """A message of a conversation. What else is in it goes to the template as it is."""
-
-    role: str
-
-
 class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions"""
 
@@ -130,7 +125,7 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Anything = UNSET
@@ -173,7 +168,7 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def read(kind: type[T], body: bytes) -> T:
@@ -186,7 +181,8 @@ def read(kind: type[T], body: bytes) -> T:
         place = at[1] if at else None
         what = text[: at.start()] if at else text
         if unknown := _UNKNOWN.search(what):
-            name = f"{place}.{unknown[1]}" if place else unknown[1]
+            own = unknown[1][:MOST_SHOWN]
+            name = f"{place}.{own}" if place else own
             raise Refused(
                 f"Unknown field: {name}. This server has none of that name here; docs/serving.md lists them.",
                 param=name,
@@ -195,7 +191,7 @@ def read(kind: type[T], body: bytes) -> T:
         if missing := re.search(r"missing required field `(.*)`", what):
             name = f"{place}.{missing[1]}" if place else missing[1]
             raise Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter") from None
-        raise Refused(f"{place or 'The body'}: {what}.", param=place, code="invalid_type") from None
+        raise Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:

@@ -1,0 +1,294 @@
+"""Bodies as they come: every field by its name, with its type, and what it is when it is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+
+from hibachi.api.bodies import (
+    IGNORED,
+    Bounds,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    StreamOptions,
+    TokenizeBody,
+    read,
+)
+from hibachi.api.errors import Refused
+
+SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
+OPTIONS = StreamOptions(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
+# What is read of JSON texts; and JSON texts that are of another type, with where in the field, and what was found.
+INT = {"0": 0, "-7": -7, "18446744073709551616": 2**64}, {'"7"': "str", "7.5": "float", "true": "bool", "[7]": "array"}
+FLOAT = {"0.5": 0.5, "-1": -1.0, "1e300": 1e300}, {'"1"': "str", "false": "bool", "[1.0]": "array", "{}": "object"}
+BOOL = {"true": True, "false": False}, {"1": "int", '"true"': "str", "[]": "array"}
+TEXT = {'""': "", '"é\\n"': "é\n"}, {"7": "int", "true": "bool", '["a"]': "array"}
+TEXTS = {"[]": [], '["a", ""]': ["a", ""]}, {'"a"': "str", "7": "int", "{}": "object", '["a", 7]': "[1] int"}
+STOPS = {'"a"': "a", '["a", "b"]': ["a", "b"]}, {"7": "int", "true": "bool", "{}": "object", "[null]": "[0] null"}
+IDS = {"[]": [], "[7, -1]": [7, -1]}, {"7": "int", '"7"': "str", "[7, 1.5]": "[1] float", "[true]": "[0] bool"}
+PROMPT = (
+    {'"a"': "a", "[7, 8]": [7, 8], '["a", [7]]': ["a", [7]], "[]": []},
+    {"7": "int", "{}": "object", "null": "null", "[1.5]": "[0] float", '[[7, "a"]]': "[0][1] str", "[null]": "[0] null"},
+)
+BIAS = {'{"7": 1.5, "8": -1}': {"7": 1.5, "8": -1.0}}, {"[]": "array", "7": "int", '{"7": "a"}': "[...] str"}
+OBJECT = {"{}": {}, '{"a": [1]}': {"a": [1]}}, {"[]": "array", "7": "int", '"a"': "str"}
+OBJECTS = {"[]": [], '[{"a": 1}]': [{"a": 1}]}, {"{}": "object", '"a"': "str", "[{}, 7]": "[1] int"}
+FORMAT = {'"float"': "float", '"base64"': "base64"}, {"7": "int", "[]": "array"}
+STREAM = (
+    {
+        "{}": StreamOptions(include_usage=False, continuous_usage_stats=False, include_obfuscation=UNSET),
+        '{"include_usage": true, "continuous_usage_stats": true, "include_obfuscation": false}': OPTIONS,
+    },
+    {
+        "[]": "array",
+        "true": "bool",
+        '{"include_usage": 1}': ".include_usage int",
+        '{"continuous_usage_stats": 1}': ".continuous_usage_stats int",
+        '{"include_obfuscation": "no"}': ".include_obfuscation str",
+    },
+)
+ANY = {"7": 7, '"a"': "a", "[null]": [None], '{"a": 1}': {"a": 1}}, {}
+NEEDED = object()
+
+# Each field: its type, and what it is when it is left out. Null is the same as leaving it out where that is None.
+FREE = {name: (ANY, UNSET) for name in IGNORED}
+GENERATION = FREE | {
+    "model": (TEXT, None),
+    "max_tokens": (INT, None),
+    "temperature": (FLOAT, None),
+    "top_p": (FLOAT, None),
+    "n": (INT, None),
+    "stop": (STOPS, None),
+    "seed": (INT, None),
+    "presence_penalty": (FLOAT, None),
+    "frequency_penalty": (FLOAT, None),
+    "logit_bias": (BIAS, None),
+    "stream": (BOOL, None),
+    "stream_options": (STREAM, None),
+    "best_of": (INT, None),
+    "top_k": (INT, None),
+    "min_p": (FLOAT, None),
+    "typical_p": (FLOAT, None),
+    "repetition_penalty": (FLOAT, None),
+    "min_tokens": (INT, None),
+    "ignore_eos": (BOOL, None),
+    "stop_token_ids": (IDS, None),
+    "include_stop_str_in_output": (BOOL, None),
+    "bad_words": (TEXTS, None),
+    "allowed_token_ids": (IDS, None),
+    "prompt_logprobs": (INT, None),
+    "priority": (INT, None),
+    "cache_salt": (TEXT, None),
+    "timeout": (FLOAT, None),
+    "queue_timeout": (FLOAT, None),
+    "return_token_ids": (BOOL, None),
+    "request_id": (TEXT, None),
+    "response_format": (ANY, UNSET),
+    "guided_json": (ANY, UNSET),
+    "guided_regex": (ANY, UNSET),
+    "guided_choice": (ANY, UNSET),
+    "guided_grammar": (ANY, UNSET),
+    "structured_outputs": (ANY, UNSET),
+}
+FIELDS = {
+    CompletionBody: GENERATION
+    | {
+        "prompt": (PROMPT, NEEDED),
+        "echo": (BOOL, None),
+        "logprobs": (INT, None),
+        "add_special_tokens": (BOOL, True),
+        "suffix": (ANY, UNSET),
+    },
+    ChatBody: GENERATION
+    | {
+        "messages": (OBJECTS, NEEDED),
+        "max_completion_tokens": (INT, None),
+        "logprobs": (BOOL, None),
+        "top_logprobs": (INT, None),
+        "tools": (OBJECTS, None),
+        "tool_choice": (ANY, None),
+        "parallel_tool_calls": (BOOL, None),
+        "add_generation_prompt": (BOOL, True),
+        "continue_final_message": (BOOL, None),
+        "chat_template": (TEXT, None),
+        "chat_template_kwargs": (OBJECT, None),
+        "modalities": (ANY, UNSET),
+        "audio": (ANY, UNSET),
+        "functions": (ANY, UNSET),
+        "function_call": (ANY, UNSET),
+        "reasoning_effort": (ANY, UNSET),
+        "verbosity": (ANY, UNSET),
+        "web_search_options": (ANY, UNSET),
+    },
+    EmbeddingBody: FREE
+    | {
+        "input": (PROMPT, NEEDED),
+        "model": (TEXT, None),
+        "encoding_format": (FORMAT, None),
+        "dimensions": (INT, None),
+    },
+    TokenizeBody: {
+        "model": (TEXT, None),
+        "prompt": (TEXT, None),
+        "messages": (OBJECTS, None),
+        "add_special_tokens": (BOOL, True),
+        "add_generation_prompt": (BOOL, True),
+        "return_token_strs": (BOOL, False),
+        "tools": (OBJECTS, None),
+        "chat_template_kwargs": (OBJECT, None),
+    },
+    DetokenizeBody: {"model": (TEXT, None), "tokens": (IDS, NEEDED)},
+}
+LEAST = {
+    CompletionBody: {"prompt": "a"},
+    ChatBody: {"messages": [{"role": "user"}]},
+    EmbeddingBody: {"input": "a"},
+    TokenizeBody: {},
+    DetokenizeBody: {"tokens": [7]},
+}
+
+
+def with_field(kind, field, value):
+    """The least body of its kind, with a field that is written as this JSON."""
+    rest = json.dumps({k: v for k, v in LEAST[kind].items() if k != field})
+    return f"{rest[:-1]}{', ' if rest != '{}' else ''}{json.dumps(field)}: {value}}}".encode()
+
+
+def refused(kind, body):
+    with pytest.raises(Refused) as caught:
+        read(kind, body)
+    error = caught.value
+    assert (error.status, error.kind, error.headers) == (400, "invalid_request_error", {})
+    return str(error), error.param, error.code
+
+
+def each(what):
+    """(kind, field, what of it) for every field."""
+    return [
+        pytest.param(kind, field, what(*about), id=f"{kind.__name__}-{field}")
+        for kind, fields in FIELDS.items()
+        for field, about in fields.items()
+    ]
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_every_field_of_a_body_is_in_these_tables(kind):
+    assert set(kind.__struct_fields__) == set(FIELDS[kind])
+
+
+@pytest.mark.parametrize("kind, field, known", each(lambda known, default: known[0]))
+def test_what_a_field_may_say(kind, field, known):
+    for text, value in known.items():
+        found = getattr(read(kind, with_field(kind, field, text)), field)
+        assert found == value and type(found) is type(value), text
+
+
+@pytest.mark.parametrize("kind, field, default", each(lambda known, default: default))
+def test_a_field_that_is_not_sent(kind, field, default):
+    if default is NEEDED:
+        rest = json.dumps({k: v for k, v in LEAST[kind].items() if k != field}).encode()
+        expected = f"The field {field} is missing."
+        assert refused(kind, rest) == (expected, field, "missing_required_parameter")
+    else:
+        assert getattr(read(kind, json.dumps(LEAST[kind]).encode()), field) is default
+
+
+@pytest.mark.parametrize("kind, field, default", each(lambda known, default: default))
+def test_a_field_that_is_null(kind, field, default):
+    """As if it were not there, where that says nothing by itself."""
+    body = with_field(kind, field, "null")
+    if default is None or default is UNSET:
+        assert getattr(read(kind, body), field) is None
+    else:
+        message, param, code = refused(kind, body)
+        assert message.startswith(f"{field}: Expected `") and message.endswith("`, got `null`.")
+        assert (param, code) == (field, "invalid_type")
+
+
+@pytest.mark.parametrize("kind, field, other", each(lambda known, default: known[1]))
+def test_a_field_of_another_type(kind, field, other):
+    for text, found in other.items():
+        inside, _, got = found.rpartition(" ")
+        message, param, code = refused(kind, with_field(kind, field, text))
+        assert (param, code) == (field + inside, "invalid_type"), text
+        assert message.startswith(f"{field}{inside}: Expected `") and message.endswith(f"`, got `{got}`."), text
+
+
+def test_a_vector_has_one_of_two_formats():
+    message, param, code = refused(EmbeddingBody, b'{"input": "a", "encoding_format": "hex"}')
+    assert message == "encoding_format: Invalid enum value 'hex'."
+    assert (param, code) == ("encoding_format", "invalid_type")
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_field_that_nobody_knows(kind):
+    """Refused by its name, also inside of others, and however it is written."""
+    end = " This server has none of that name here; docs/serving.md lists them."
+    for name in ("nonsense", "Model", "best of", "", "a\nb", "é"):
+        expected = f"Unknown field: {name}.{end}"
+        assert refused(kind, with_field(kind, name, "1")) == (expected, name, "unknown_parameter")
+    if "stream_options" in FIELDS[kind]:
+        expected = f"Unknown field: stream_options.a.{end}"
+        found = refused(kind, with_field(kind, "stream_options", '{"a": 1}'))
+        assert found == (expected, "stream_options.a", "unknown_parameter")
+
+
+def test_a_long_name_or_value_is_not_repeated_whole():
+    message, param, code = refused(CompletionBody, with_field(CompletionBody, "x" * 100_000, "1"))
+    assert param == "x" * 200 and code == "unknown_parameter" and len(message) < 400
+    message, param, code = refused(EmbeddingBody, with_field(EmbeddingBody, "encoding_format", f'"{"x" * 100_000}"'))
+    assert param == "encoding_format" and code == "invalid_type" and len(message) < 400
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.parametrize("body, got", [("null", "null"), ("[]", "array"), ('"x"', "str"), ("7", "int")])
+def test_a_body_that_is_no_object(kind, body, got):
+    assert refused(kind, body.encode()) == (f"The body: Expected `object`, got `{got}`.", None, "invalid_type")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"prompt": "a"', b'{"prompt": "\xff"}', b'{"prompt": "a"} x', b'{"prompt": NaN}', b"{'prompt': 1}"],
+)
+def test_a_body_that_is_no_json(body):
+    message, param, code = refused(CompletionBody, body)
+    assert message.startswith("The body must be valid JSON in UTF-8: ") and (param, code) == (None, "invalid_json")
+
+
+def test_a_body_that_is_nested_too_deep():
+    for part in ("[", '{"a":'):
+        body = f'{{"prompt": "a", "user": {part * 50_000}'.encode()
+        assert refused(CompletionBody, body) == ("The body is nested too deep.", None, "invalid_json")
+
+
+def test_what_a_request_may_ask_for_unless_the_server_says_otherwise():
+    found = Bounds()
+    assert (found.n, found.prompts, found.logprobs, found.messages) == (128, 1024, 20, 4096)
+    assert (found.stop, found.stop_length, found.bias, found.token_ids) == (16, 1024, 1024, 4096)
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, EmbeddingBody, StreamOptions])
+def test_openai_s_fields_are_known(kind):
+    """Whether they are served, ignored or refused: by its name, and not as if it had been made up."""
+    schemas = json.loads(SPEC.read_text())["components"]["schemas"]
+
+    def properties(schema):
+        schema = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+        parts = schema.get("allOf", []) + schema.get("anyOf", [])
+        return set(schema.get("properties", {})).union(*map(properties, parts))
+
+    theirs = {
+        CompletionBody: "CreateCompletionRequest",
+        ChatBody: "CreateChatCompletionRequest",
+        EmbeddingBody: "CreateEmbeddingRequest",
+        StreamOptions: "ChatCompletionStreamOptions",
+    }
+    expected = properties(schemas[theirs[kind]])
+    assert len(expected) >= 2
+    later = {"moderation", "prompt_cache_options"}  # added since, and not served
+    assert expected - later <= set(kind.__struct_fields__)
