@@ -98,9 +98,9 @@ def completion_logprobs(
         if by_id is None:
             out.top_logprobs.append(None)
         else:
-            likely = likeliest(by_id, most) if most else []
-            top = {vocabulary(i)[0]: finite(p) for i, p in likely}
-            top.setdefault(text, finite(by_id[token]))
+            top: dict[str, float] = {}
+            for i, p in [*likeliest(by_id, most), (token, by_id[token])]:
+                top.setdefault(vocabulary(i)[0], finite(p))  # of those that look alike, the likeliest
             out.top_logprobs.append(top)
     return out
 
