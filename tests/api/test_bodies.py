@@ -226,6 +226,14 @@ def test_a_field_of_another_type(kind, field, other):
         assert message.startswith(f"{field}{inside}: Expected `") and message.endswith(f"`, got `{got}`."), text
 
 
+@pytest.mark.parametrize("kind", FIELDS)
+def test_fields_go_by_their_names(kind):
+    """So that their order may change."""
+    kind(**LEAST[kind])
+    with pytest.raises(TypeError, match="positional"):
+        kind(None, **LEAST[kind])
+
+
 def test_a_vector_has_one_of_two_formats():
     message, param, code = refused(EmbeddingBody, b'{"input": "a", "encoding_format": "hex"}')
     assert message == "encoding_format: Invalid enum value 'hex'."
