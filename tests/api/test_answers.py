@@ -157,6 +157,12 @@ def test_log_probabilities_of_a_chat(words):
     assert encode(ChatLogprobs([])) == b'{"content":[],"refusal":null}'
 
 
+@pytest.mark.parametrize("tell", [completion_logprobs, chat_logprobs])
+def test_no_token_is_left_out_in_silence(tell, words):
+    with pytest.raises(ValueError, match="shorter"):
+        tell([0, 1], [{0: -1.0}], 1, words)
+
+
 def test_scores_of_a_prompt_have_ranks(words):
     found = prompt_scores([None, {0: -2.0, 1: -0.5, 4: -INF}, {2: -1.0}], words)
     assert found == [
