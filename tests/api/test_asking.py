@@ -224,7 +224,7 @@ WRONG = [
 
 
 @BOTH
-@pytest.mark.parametrize("fields, param, message", WRONG)
+@pytest.mark.parametrize("fields, param, message", WRONG, ids=[json.dumps(fields) for fields, _, _ in WRONG])
 def test_what_is_out_of_range(ask, fields, param, message):
     assert refused(ask, **fields) == (message, param, "invalid_value")
 
