@@ -45,7 +45,7 @@ class Worker:
         """max_waiting: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
         self._engine = engine
         self._max_waiting = max_waiting
-        self._channels: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
+        self._comers: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
         self._stall_after = stall_after
         self._watchdog: Watchdog | None = None
         self._woke = 0.0  # when there was something to do again
@@ -85,9 +85,9 @@ class Worker:
             self._accepted += 1
             job.channel.thread, job.channel.tenant = self._thread.ident, job.seq.tenant
             if self._max_waiting is not None:
-                self._channels.append(job.channel)
-                if len(self._channels) > 2 * (here + 32):
-                    self._channels = [c for c in self._channels if c.finish is None]
+                self._comers.append(job.channel)
+                if len(self._comers) > 2 * (here + 32):
+                    self._comers = [c for c in self._comers if c.finish is None]
             self._inbox.put((self._engine.add, job))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
@@ -96,7 +96,7 @@ class Worker:
         check_room(tenant, new, here, self._engine.scheduler.limits, self._max_waiting, self._tenants)
 
     def _tenants(self) -> list[Hashable]:
-        return [c.tenant for c in self._channels if c.finish is None]
+        return [c.tenant for c in self._comers if c.finish is None]
 
     def cancel(self, job: Job) -> None:
         self._inbox.put((self._engine.cancel, job))

@@ -205,7 +205,7 @@ def test_waiting_served_lets_prompts_start_together(serve, policy, rows):
 
 
 def test_an_unknown_policy_is_refused_with_the_names():
-    with pytest.raises(ConfigError, match="expected one of fair, fcfs, priority, waiting-served"):
+    with pytest.raises(ConfigError, match="expected one of fair, fcfs, priority, shares, waiting-served"):
         LLM("tiny", policy="best")
     with pytest.raises(ConfigError, match=r"without .*rank"):
         LLM("tiny", policy=object())

@@ -203,7 +203,7 @@ def test_a_full_queue_and_tenants(which, slow_model):
         with here.client.stream("POST", "/v1/completions", json=many, headers=keys["anne"]) as busy:
             lines = busy.iter_lines()  # without it, the client would leave
             next(lines)
-            assert here.post("/v1/completions", long, headers=keys["emma"]).status_code == 429
+            assert here.post("/v1/completions", long, headers=keys["anne"]).status_code == 429
         until(lambda: not scrape(here)["hibachi_requests_open"])
         until(lambda: at_rest(here))
         answer = here.post("/v1/completions", GREEDY | {"prompt": "Emma"}, headers=keys["emma"])
