@@ -49,9 +49,9 @@ class MixedRunner(CachedRunner):
         self._vectors.admit(seq)
 
     def run(self, plan: StepPlan) -> Outcome:
-        idx = writers_first(plan)
         if self._vectors is None or not (mine := [seq.owner.pooling is not None for seq in plan.seqs]).count(True):
-            return self.run_rows(plan, idx)
+            return super().run(plan)
+        idx = writers_first(plan)
         vectors = np.array(mine)[idx]
         outcome = Outcome([], {})
         if not vectors.all():
