@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
+from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 
+_DIGITS = re.compile(r"-?[0-9]{1,18}")
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LATER = "Guided decoding is not served yet"
 REFUSED = {
     "suffix": "Insertion is not served",
@@ -62,6 +65,8 @@ class Asked:
     usage_always: bool  # with each of its chunks
     token_ids: bool  # tell them
     logprobs: int | None = None  # how many beside the token itself
+    limit: int | None = None  # of new tokens, if one was asked for: for these there must be room
+    id: str | None = None  # of its answer; None: one of ours
     prompts: list[Any] = field(default_factory=list)
     special: bool = True  # add special tokens to texts
     echo: bool = False
@@ -84,6 +89,8 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
     if body.prompt_logprobs is None and echo and body.logprobs is not None:
         asked.params = asked.params.with_(prompt_logprobs=body.logprobs)
     asked.prompts, asked.echo, asked.unwritten, asked.special = prompts, echo, none, body.add_special_tokens
+    _check_rows(asked.params, len(prompts), bounds)
+    asked.limit = None if body.max_tokens is None else asked.params.max_tokens
     return asked
 
 
@@ -101,9 +108,20 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     if body.tool_choice not in (None, "none", "auto"):
         raise _no("tool_choice", f"{_LATER}, so a tool cannot be demanded: 'auto' and 'none' are")
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    named, limit = "max_tokens", body.max_tokens
+    if body.max_completion_tokens is not None:
+        named, limit = "max_completion_tokens", body.max_completion_tokens
+    if limit is not None and limit < 1:
+        raise Refused(
+            f"{named} must be an integer >= 1 (or None: no limit); got {shown(limit)}.",
+            param=named,
+            code="invalid_value",
+        )
+    _check_most("top_logprobs", body.top_logprobs, bounds.logprobs)
     asked = _asked(body, defaults, bounds, limit, (body.top_logprobs or 0) if body.logprobs else None)
-    asked.messages = conversation(body.messages, bounds)
+    _check_rows(asked.params, 1, bounds)
+    asked.limit = None if limit is None else asked.params.max_tokens
+    asked.messages = conversation(body.messages, bounds.messages)
     asked.template = dict(body.chat_template_kwargs or {})
     asked.template["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
@@ -161,12 +179,13 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     if body.stream_options is not None and not body.stream:
         raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
     changes = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    changes["max_tokens"] = limit
-    if body.include_stop_str_in_output:
-        changes["include_stop"] = True
+    most = [n for n in (limit, bounds.new) if n is not None]
+    changes["max_tokens"] = min(most, default=None)
+    if body.include_stop_str_in_output is not None:
+        changes["include_stop"] = body.include_stop_str_in_output
     if body.seed is not None:
         changes["seed"] = body.seed % 2**64  # OpenAI's may be negative
-    if body.logit_bias:
+    if body.logit_bias is not None:
         changes["logit_bias"] = _bias(body.logit_bias)
     if logprobs is not None:
         changes["logprobs"] = logprobs
@@ -176,7 +195,9 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     except InvalidRequest as e:
         raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
     if body.stream and params.runs > params.n:
-        raise Refused("best_of cannot be streamed: which are the best is known at the end.", param="best_of")
+        raise Refused(
+            "best_of cannot be streamed: which are the best is known at the end.", param="best_of", code="invalid_value"
+        )
     options = body.stream_options
     return Asked(
         params,
@@ -186,52 +207,38 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         usage_always=bool(options and options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
+        id=_request_id(body.request_id),
     )
 
 
-def conversation(given: Sequence[dict[str, Any]], bounds: Bounds) -> list[dict[str, Any]]:
-    """Messages for a template. Raises Refused."""
-    if not given:
-        raise Refused(
-            'messages is empty: send at least one, such as {"role": "user", "content": "Hello"}.',
-            param="messages",
-            code="empty_array",
-        )
-    _check_count("messages", given, bounds.messages)
-    return [message(m, i) for i, m in enumerate(given)]
-
-
-def message(given: dict[str, Any], i: int) -> dict[str, Any]:
-    """With its content as one text. Raises Refused."""
-    if not isinstance(given.get("role"), str):
-        raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
-    content = given.get("content")
-    if content is None or isinstance(content, str):
-        return given
-    place = f"messages[{i}].content"
-    if not isinstance(content, list):
-        raise Refused(f"{place} must be a text or a list of parts.", param=place, code="invalid_type")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise Refused(
-                f"{place}: only parts of text are served; got {str(kind)[:40]!r}.", param=place, code="unsupported"
-            )
-        texts.append(part[kind])
-    return {**given, "content": "\n".join(texts)}
-
-
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in given.items()}
-    except ValueError:
-        raise Refused("logit_bias maps token ids to numbers.", param="logit_bias", code="invalid_value") from None
+    if not all(_DIGITS.fullmatch(token) for token in given):
+        raise Refused("logit_bias maps token ids to numbers.", param="logit_bias", code="invalid_value")
+    return {int(token): value for token, value in given.items()}
+
+
+def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
+    """Before anything is made of them."""
+    if (rows := prompts * params.runs) > bounds.rows:
+        raise Refused(
+            f"This request asks for {rows} continuations (prompts times n or best_of); at most {bounds.rows} fit in at "
+            f"once.",
+            param="n" if params.runs > 1 else "prompt",
+            code="invalid_value",
+        )
+
+
+def _request_id(given: str | None) -> str | None:
+    if given is not None and not _ID.fullmatch(given):
+        raise Refused(
+            "request_id must have 1 to 128 visible ASCII characters.", param="request_id", code="invalid_value"
+        )
+    return given
 
 
 def _check_most(name: str, given: int | None, most: int) -> None:
     if given is not None and given > most:
-        raise Refused(f"{name} must be at most {most}; got {given}.", param=name, code="invalid_value")
+        raise Refused(f"{name} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")
 
 
 def _check_count(name: str, given: Any, most: int, what: str = "entries") -> None:

@@ -43,6 +43,8 @@ class Bounds:
     bias: int = 1024  # entries of logit_bias
     token_ids: int = 4096  # of stop_token_ids or allowed_token_ids
     messages: int = 4096
+    rows: int = 4096  # continuations of all prompts of a request
+    new: int | None = None  # new tokens of a continuation: the most that it gets, whatever it asks for
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):

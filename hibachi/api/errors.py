@@ -9,6 +9,7 @@ from hibachi.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
+    EngineFailed,
     HibachiError,
     InternalError,
     InvalidRequest,
@@ -32,6 +33,12 @@ _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (EngineError, 503, SERVER, "engine_failed"),
     (UnsupportedOperation, 400, INVALID, "unsupported"),
     (ConfigError, 400, INVALID, "unsupported"),
+)
+_WORDS: tuple[tuple[type[BaseException], str], ...] = (
+    # In the place of messages that repeat what the model, a library or the system said: that is for the log.
+    (OutOfCapacity, "There is no memory for this request. Make it shorter, or try again later."),
+    (InternalError, "The engine could not handle this request, which is its own mistake. The server's log says more."),
+    (EngineFailed, "The engine has failed, and the requests that it had are lost. The server's log says why."),
 )
 
 
@@ -60,9 +67,11 @@ def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
     for cls, status, kind, code in _KNOWN:
         if isinstance(error, cls):
             again = {"Retry-After": str(retry_after)} if status in (429, 503) else None
-            return Refused(str(error), status=status, kind=kind, code=code, headers=again)
-    if isinstance(error, HibachiError):  # the model did something that ended this request
-        return Refused(str(error), status=500, kind=SERVER, code="model_fault")
+            words = next((words for secret, words in _WORDS if isinstance(error, secret)), str(error))
+            return Refused(words, status=status, kind=kind, code=code, headers=again)
+    if isinstance(error, HibachiError):
+        words = "The model did something wrong on this request. The server's log says what."
+        return Refused(words, status=500, kind=SERVER, code="model_fault")
     return Refused("The server made a mistake; its log says more.", status=500, kind=SERVER, code="internal_error")
 
 

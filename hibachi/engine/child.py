@@ -3,13 +3,14 @@
     parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
                        ("cancel" | "pause" | "resume", number) ("stop",)
     child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats, meters)
-                       ("answer", call, fine, value)
+                       ("answer", call, fine, value) ("log", logger, level, message, traceback, time)
 
 All that a step brings goes in one message. The child ends when the parent does, as nobody holds the other end then.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -34,6 +35,7 @@ from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 
+MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
 
 
@@ -67,6 +69,7 @@ class Outbox:
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.ends: list[tuple[int, Finish, BaseException | None, float]] = []
+        self.beat: Callable[[], None] = lambda: None  # tells how the engine is
 
     def send(self, *message: Any) -> None:
         with self._lock, suppress(OSError):  # the parent is gone: `serve` returns
@@ -86,6 +89,8 @@ class Outbox:
     def run_sync_soon(self, *_: Any) -> None:
         starts, tokens, ends = self.starts, self.tokens, self.ends
         self.starts, self.tokens, self.ends = [], [], []
+        if any(isinstance(error, EngineFailed) for _, _, error, _ in ends):
+            self.beat()  # first: whoever learns that the engine has failed finds it so
         self.send("step", starts, tokens, ends)
 
 
@@ -173,12 +178,29 @@ def _pickled(tokenizer: Any) -> bytes | None:
         ) from e
 
 
+class Telling(logging.Handler):
+    """The parent logs what is logged here."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__()
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else record.exc_text
+            told = record.name, record.levelno, record.getMessage()[:MOST_LOGGED], trace and trace[-MOST_LOGGED:]
+            self._outbox.send("log", *told, record.created)
+        except Exception:
+            self.handleError(record)
+
+
 class Child:
     """Obeys the parent. `serve` returns when there is nothing more to do."""
 
-    def __init__(self, pipe: Connection, texts: Any) -> None:
+    def __init__(self, pipe: Connection, texts: Any, outbox: Outbox | None = None) -> None:
         self._pipe, self._texts, self._engine = pipe, texts, texts.engine
-        self._outbox = Outbox(pipe)
+        self._outbox = outbox or Outbox(pipe)
+        self._outbox.beat = self._tell_how
         self._jobs: dict[int, Job] = {}
 
     def facts(self) -> Facts:
@@ -258,9 +280,12 @@ class Child:
 
     def _beat(self) -> None:
         while True:
-            engine = self._engine
-            self._outbox.send("beat", engine.health(), engine.stats(), engine.meters())
+            self._tell_how()
             time.sleep(BEAT)
+
+    def _tell_how(self) -> None:
+        engine = self._engine
+        self._outbox.send("beat", engine.health(), engine.stats(), engine.meters())
 
 
 def _unpacked(contents: bytes) -> Any:
@@ -281,14 +306,19 @@ def main(place: int) -> None:
     pipe = Connection(place)
     os.set_inheritable(place, False)  # no process that the model starts may outlive us as the pipe's end
     os.register_at_fork(after_in_child=pipe.close)
+    outbox = Outbox(pipe)
     try:
-        texts = open_texts(**pipe.recv())
-        child = Child(pipe, texts)
+        spec, level = pipe.recv()
+        logger = logging.getLogger("hibachi")
+        logger.handlers, logger.propagate = [Telling(outbox)], False
+        logger.setLevel(level)
+        texts = open_texts(**spec)
+        child = Child(pipe, texts, outbox)
         facts = child.facts()
     except (EOFError, KeyboardInterrupt):
         return
     except BaseException as e:
-        pipe.send(("failed", _portable(e, EngineFailed)))
+        outbox.send("failed", _portable(e, EngineFailed))
         raise SystemExit(1) from e
     status = 1
     try:

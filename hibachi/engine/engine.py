@@ -541,7 +541,7 @@ class Engine:
 
     def _fail(self, seq: Seq, fault: HibachiError) -> None:
         if seq.finish is None:
-            log.warning("a request failed: %s", fault)
+            log.warning("a request failed: %s", "\n".join([str(fault), *getattr(fault, "__notes__", ())]))
             sent = self.scheduler.fail(seq)
             self.recorder.note("fail", seq, sent, type(fault).__name__)
             self._suspend(sent)

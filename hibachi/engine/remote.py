@@ -79,6 +79,8 @@ class RemoteEngine(Closing):
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
         _engines.add(self)
+        if restart and stall_after is not None:
+            threading.Thread(target=self._watch, name="hibachi-remote-watch", daemon=True).start()
 
     # ---- the process -------------------------------------------------------------------------------------------
 
@@ -94,8 +96,10 @@ class RemoteEngine(Closing):
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
         try:
-            self._pipe.send(self._spec)
-            word, value = self._pipe.recv()
+            self._pipe.send((self._spec, log.getEffectiveLevel()))
+            while (said := self._pipe.recv())[0] == "log":
+                _log(*said[1:])
+            word, value = said
         except (EOFError, OSError) as e:
             raise EngineFailed(
                 f"The engine's process ended before it was ready, with status {self._end(CLOSING)}. Look at what it "
@@ -151,6 +155,8 @@ class RemoteEngine(Closing):
                 self._process.kill()  # it cannot begin again by itself
         elif word == "answer":
             self._answer(*said)
+        elif word == "log":
+            _log(*said)
 
     def _answer(self, call: int, fine: bool, value: Any) -> None:
         if (waiting := self._answers.pop(call, None)) is not None:
@@ -182,6 +188,21 @@ class RemoteEngine(Closing):
         if ends:
             with self._changed:
                 self._changed.notify_all()
+
+    @property
+    def begins_again(self) -> bool:
+        """Is a process that fails replaced?"""
+        return self._restart and self._listener.is_alive()
+
+    def _watch(self) -> None:
+        """End a process that stalls, so that another begins."""
+        while self.begins_again and not self._closing:
+            time.sleep(LOOK)
+            if (health := self.health()).state == "stalled":
+                log.error("the engine's process (pid %d) is ended: %s", self.pid, health.message)
+                self._process.kill()
+                self._heard = time.monotonic()
+                self._health = Health("failed", health.message)
 
     def _over(self) -> bool:
         """The process has ended. True if there is a new one."""
@@ -262,6 +283,11 @@ class RemoteEngine(Closing):
     @property
     def deterministic(self) -> bool:
         return self.facts.deterministic
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request."""
+        return self.facts.limits.max_len
 
     def _prepare(
         self,
@@ -409,6 +435,14 @@ def _array(value: Any, dtype: Any, what: str) -> HostArray:
 
 def _as_it_is(item: Any) -> Any:
     return item
+
+
+def _log(name: str, level: int, message: str, trace: str | None, created: float) -> None:
+    """As the engine's process logged it."""
+    logger = logging.getLogger(name)
+    if logger.isEnabledFor(level):
+        told = {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message}
+        logger.handle(logging.makeLogRecord(told | {"exc_text": trace, "created": created}))
 
 
 def _closed() -> EngineClosed:

@@ -416,6 +416,16 @@ class Item(Generic[T]):
         stream._over()
         raise closed(stream)
 
+    @property
+    def started(self) -> float | None:
+        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        return self._stream.started
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """Why it ended; None while it runs."""
+        return self._stream.finish_reason
+
     def cancel(self) -> None:
         self._stream.close()
 

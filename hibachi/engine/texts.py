@@ -18,11 +18,14 @@ from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of,
 from hibachi.engine.meters import Meters
 from hibachi.engine.stream import Item, amerge, merge
 from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
-from hibachi.errors import InvalidRequest, shown
+from hibachi.errors import InvalidRequest, PromptTooLong, shown
 from hibachi.model.pooling import Pooling
 from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
+
+SOMEWHAT_LONG = 1024  # bytes of a token, where a tokenizer does not say how long one may be
+LEAST_BYTES = 2**20  # of a text that is cut into tokens nevertheless
 
 
 class Texts(Closing):
@@ -271,9 +274,26 @@ class Texts(Closing):
             )
         return []
 
+    def check_text(self, text: str) -> None:
+        """Raises PromptTooLong for a text that has more tokens than the context, however it is cut into them.
+
+        To be asked before it is: cutting takes seconds a megabyte, and memory.
+        """
+        longest: int | None = getattr(self.tokenizer, "longest_token", None)
+        context = self.engine.max_model_len
+        most = context * (longest or SOMEWHAT_LONG)
+        most = most if longest else max(most, LEAST_BYTES)
+        if len(text) <= most // 4 or (len(text) <= most and len(text.encode(errors="replace")) <= most):
+            return
+        raise PromptTooLong(
+            f"The text has {len(text)} characters, and the {context} tokens of this model's context hold at most "
+            f"{most} bytes. Shorten it."
+        )
+
     def _encode(self, prompt: Prompt) -> list[int]:
         ids: Any
         if isinstance(prompt, str):
+            self.check_text(prompt)
             ids = self.tokenizer.encode(prompt)
         else:
             ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt

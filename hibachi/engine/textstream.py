@@ -174,6 +174,15 @@ class TextStream(Closing):
         return self.choices[0].tokens
 
     @property
+    def started(self) -> float | None:
+        """When it joined the batch, by time.monotonic(); None: it still waits."""
+        return self.tokens.started
+
+    def reused(self, runs: int) -> int:
+        """Tokens of its prompts that were found in the cache. runs: continuations of each."""
+        return sum(c.tokens.reused for c in self.choices[::runs])
+
+    @property
     def finish_reason(self) -> Finish | None:
         """Why the first text ended, or None while it runs; see `finish_reasons`."""
         return self.choices[0].finish_reason

@@ -4,31 +4,63 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 from urllib.parse import quote
 
+from hibachi.api.errors import Refused
 from hibachi.serve.exchange import Exchange
+from hibachi.serve.logs import FIELDS
 
 _LONGEST = 200  # characters of a path
 log = logging.getLogger("hibachi.request")
 
 
-def tell(x: Exchange, *, quiet: bool = False) -> None:
+def tell(x: Exchange, refused: Refused | None = None, *, quiet: bool = False) -> None:
     """quiet: of a request that comes every few seconds."""
-    level = logging.DEBUG if quiet else logging.INFO
+    _log(logging.DEBUG if quiet else logging.INFO, lambda: fields(x, refused, time.monotonic()))
+
+
+def tell_of_none(refused: Refused, client: Any, seconds: float) -> None:
+    """What was refused before it was a request."""
+    told = {"method": "-", "path": "-", "status": refused.status, "code": refused.code, "total": seconds}
+    _log(logging.INFO, lambda: told | ({"client": _address(client)} if client else {}))
+
+
+def _log(level: int, make: Any) -> None:
     if log.isEnabledFor(level):
-        log.log(level, "%s", line(x, time.monotonic()))
+        told = make()
+        log.log(level, "%s", line(told), extra={FIELDS: told})
 
 
-def line(x: Exchange, now: float) -> str:
-    words = [x.method, quote(x.path, safe="/:@+,=")[:_LONGEST], str(x.status)]
+def fields(x: Exchange, refused: Refused | None, now: float) -> dict[str, Any]:
+    """Times in seconds."""
+    told: dict[str, Any] = {"method": x.method, "path": quote(x.path, safe="/:@+,=")[:_LONGEST], "status": x.status}
     record = x.record
     if record is not None:
-        words.append(f"prompt={record.prompt_tokens} new={record.tokens}")
+        told |= {"prompt": record.prompt_tokens, "new": record.tokens}
         if record.first is not None:
-            words.append(f"ttft={record.first - record.arrival:.3f}s")
+            told["ttft"] = record.first - record.arrival
         if record.error is not None:
-            words.append(f"error={type(record.error).__name__}")
-    words.append(f"total={now - x.came:.3f}s id={x.id}")
+            told["error"] = type(record.error).__name__
+    if refused is not None:
+        told["code"] = refused.code or refused.kind
+    told |= {"total": now - x.came, "id": x.id}
     if x.tenant:
-        words.append(f"tenant={quote(x.tenant)}")
+        told["tenant"] = x.tenant
+    if x.client:
+        told["client"] = _address(x.client)
+    return told
+
+
+def line(told: dict[str, Any]) -> str:
+    """As words: the first three without their names, times in seconds."""
+    words = [str(told[name]) for name in ("method", "path", "status")]
+    for name, value in list(told.items())[3:]:
+        shown = f"{value:.3f}s" if isinstance(value, float) else quote(str(value), safe="/:@+,=[]()")
+        words.append(f"{name}={shown}")
     return " ".join(words)
+
+
+def _address(client: Any) -> str:
+    host, port = client[0], client[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

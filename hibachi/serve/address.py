@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -13,48 +15,69 @@ from hibachi.errors import ConfigError
 
 
 @contextmanager
-def bound(settings: SimpleNamespace) -> Iterator[tuple[socket.socket, str, bool]]:
-    """(socket, its URL, may others than this machine reach it?). Until uvicorn listens, connections are refused.
+def bound(settings: SimpleNamespace) -> Iterator[tuple[list[socket.socket], str, bool]]:
+    """(sockets, URL, may others than this machine reach it?). Until uvicorn listens, connections are refused. A name
+    that stands for several addresses, as localhost does, has a socket for each.
 
     Raises ConfigError.
     """
     if settings.uds is not None:
-        listener, name, public = _unix(settings.uds), f"unix:{settings.uds}", False
+        listeners, name, public = [_unix(settings.uds)], f"unix:{settings.uds}", False
     else:
-        listener = _bind(settings.host, settings.port)
-        host, port = listener.getsockname()[:2]
+        listeners = _bind(settings.host, settings.port)
+        host, port = listeners[0].getsockname()[:2]
         scheme = "https" if settings.ssl_certfile else "http"
         name = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        public = not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        hosts = [listener.getsockname()[0].partition("%")[0] for listener in listeners]
+        public = not all(ipaddress.ip_address(host).is_loopback for host in hosts)
     try:
-        yield listener, name, public
+        yield listeners, name, public
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if settings.uds is not None:
             with suppress(OSError):
                 os.unlink(settings.uds)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> list[socket.socket]:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as e:
         raise ConfigError(f"--host {host}: there is no such address here ({e}).") from e
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server before may linger
-    try:
-        listener.bind(address)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(
-            f"Cannot listen on {host}:{port}: {(e.strerror or str(e)).lower()}. Choose another --port, or 0 for any."
-        ) from e
-    return listener
+    listeners: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(sorted(found, key=lambda f: f[0] != socket.AF_INET)):
+        try:
+            listener = socket.socket(family, kind, protocol)
+        except OSError:  # a kernel without IPv6
+            continue
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server before may linger
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # so that both can have one port
+        if listeners:
+            address = (address[0], listeners[0].getsockname()[1], *address[2:])  # --port 0: the same
+        try:
+            listener.bind(address)
+        except OSError as e:
+            listener.close()
+            if e.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
+                continue
+            for other in listeners:
+                other.close()
+            raise ConfigError(
+                f"Cannot listen on {host}:{port}: {(e.strerror or str(e)).lower()}. Choose another --port, or 0 for "
+                f"any."
+            ) from e
+        listeners.append(listener)
+    if not listeners:
+        raise ConfigError(f"--host {host}: there is no such address here.")
+    return listeners
 
 
 def _unix(path: str) -> socket.socket:
+    with suppress(OSError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"--uds {path}: there is a file of this name, which is no socket. Name another.")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _left_over(path):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -15,23 +14,28 @@ from starlette.routing import Route
 
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import openai
-from hibachi.serve.access import tell
+from hibachi.serve.access import tell, tell_of_none
+from hibachi.serve.arriving import MOST_BYTES, MOST_HEADERS, Tell, too_large
 from hibachi.serve.exchange import Exchange, Gone
+from hibachi.serve.flight import of_tenant
 from hibachi.serve.state import Served
 
-log = logging.getLogger("hibachi.serve")
 Handler = Callable[[Served, Exchange], Awaitable[None]]
 LEFT = 499  # as nginx logs a client that left
 
 
 async def health(served: Served, x: Exchange) -> None:
     """Does the engine step?"""
-    await _tell(x, served.why_not_live())
+    await _tell(x, served.why_not_live(_sees_all(served, x)))
 
 
 async def ready(served: Served, x: Exchange) -> None:
     """Would a request be taken?"""
-    await _tell(x, served.why_not_ready())
+    await _tell(x, served.why_not_ready(_sees_all(served, x)))
+
+
+def _sees_all(served: Served, x: Exchange) -> bool:
+    return served.tenants.may_see_all(x.headers.get(b"authorization"))
 
 
 async def _tell(x: Exchange, why_not: str | None) -> None:
@@ -42,8 +46,10 @@ async def _tell(x: Exchange, why_not: str | None) -> None:
 
 
 async def flight(served: Served, x: Exchange) -> None:
-    """The flight recorder: what the last steps computed, and for whom. No tokens."""
-    dump = await asyncio.to_thread(served.texts.dump)
+    """The flight recorder: what the last steps computed, and for whom: one's own requests, or all. No tokens."""
+    dump = await served.ask(served.texts.dump)
+    if not served.tenants.may_see_all(x.headers.get(b"authorization")):
+        dump = of_tenant(dump, x.tenant)
     await x.answer(json.dumps(dump, default=str).encode(), b"application/json")
 
 
@@ -78,6 +84,7 @@ class Endpoint:
         served, x = self._served, Exchange(scope, receive, send)
         tenants, refused = served.tenants, None
         try:
+            check_headers(scope)
             if self._keyed:
                 x.tenant = tenants.admit(x.headers.get(b"authorization"))
             tenants.running[x.tenant] += 1
@@ -89,15 +96,37 @@ class Endpoint:
             x.status = LEFT
         except Exception as e:
             refused = as_refused(e)
-            if refused.status == 500:
-                log.exception("request %s: %s %s", x.id, x.method, x.path)
+            x.blame(refused, e)
             if not x.begun:
                 await x.refuse(refused)
             else:
                 raise
         finally:
             served.meter.answered(x.method, self._path, x.status, refused, x.record)
-            tell(x, quiet=not self._keyed)
+            tell(x, refused, quiet=not self._keyed)
+
+
+def check_headers(scope: Any) -> None:
+    """Raises Refused for too many of them, and for those of which HTTP/1.1 has one each."""
+    headers = scope["headers"]
+    if len(headers) > MOST_HEADERS or sum(len(n) + len(v) for n, v in headers) + len(scope["raw_path"]) > MOST_BYTES:
+        raise too_large()
+    seen = [name for name, _ in headers]
+    hosts = seen.count(b"host")
+    if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
+        raise Refused(f"Expected one header Host; got {hosts}.", code="invalid_http")
+    if seen.count(b"authorization") > 1:
+        raise Refused("Expected at most one header Authorization; got several.", code="invalid_http")
+
+
+def tells(served: Served) -> Tell:
+    """Logs and counts what was refused before it was a request."""
+
+    def tell(refused: Refused, client: tuple[str, int] | None, seconds: float) -> None:
+        served.meter.answered("-", "-", refused.status, refused, None)
+        tell_of_none(refused, client, seconds)
+
+    return tell
 
 
 def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...] = ()) -> Starlette:
@@ -106,18 +135,26 @@ def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...]
         Route(path, Endpoint(served, path, handler, keyed), methods=[method])
         for method, path, handler, keyed in (*ROUTES, *more)
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+    made = Starlette(routes=routes, exception_handlers={HTTPException: partial(_no_route, served)})
+    made.router.redirect_slashes = False  # a redirect would name the host that the client says
+    return made
 
 
-async def _no_route(request: Any, error: Exception) -> Any:
+async def _no_route(served: Served, request: Any, error: Exception) -> Any:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
     what = "allows no such method" if status == 405 else "does not exist"
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         x = Exchange(scope, receive, send)
-        told = f"{x.method} {x.path[:200]}: this route {what}."
-        await x.refuse(Refused(told, status=status, code="not_found", headers=headers))
-        tell(x)
+        try:
+            check_headers(scope)
+            refused = Refused(f"{x.method} {x.path[:200]}: this route {what}.", status=status, code="not_found")
+            refused.headers = headers
+        except Refused as e:
+            refused = e
+        await x.refuse(refused)
+        served.meter.answered("-", "-", refused.status, refused, None)
+        tell(x, refused)
 
     return answer

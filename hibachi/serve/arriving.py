@@ -1,37 +1,81 @@
-"""Connections whose requests must come in time: uvicorn waits for the headers of one as long as the client likes."""
+"""Connections whose requests must come in time and within bounds: uvicorn takes headers of any size, for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from hibachi.api.answers import encode
+from hibachi.api.errors import Refused, body_of
+
+MOST_BYTES = 1 << 16  # of the first line and the headers of a request
+MOST_HEADERS = 128
+LINGERING = 1.0  # seconds that a client has to read why it was refused, while it may still be sending
+
+Tell = Callable[[Refused, "tuple[str, int] | None", float], None]
+"""Who hears of what was refused before it was a request: the refusal, the client's address, seconds it took."""
+
+
+def too_large() -> Refused:
+    return Refused(
+        f"The headers are too large: at most {MOST_BYTES} bytes and {MOST_HEADERS} headers are taken.",
+        status=431,
+        code="headers_too_large",
+        headers={"Connection": "close"},
+    )
+
 
 class Arriving(asyncio.Protocol):
-    """uvicorn's protocol, and a timer that closes the connection.
+    """uvicorn's protocol, with a timer that closes the connection and a bound for what it holds of the headers.
 
-    It runs from the first byte of a request, or from the beginning of the connection, until the headers are here. Then
-    the body has a time of its own (`Served.body`), and an idle connection has uvicorn's. What comes of a body that
-    was refused counts as a request to come, so that it ends as well.
+    The timer runs from the first byte of a request, or from the beginning of the connection, until the headers are
+    here. Then the body has a time of its own (`Served.body`), and an idle connection has uvicorn's. What comes of a
+    body that was refused counts as a request to come, so that it ends as well. Headers that are here as a whole are
+    counted by the application.
     """
 
-    def __init__(self, *, seconds: float | None, _loop: asyncio.AbstractEventLoop | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        *,
+        seconds: float | None,
+        tell: Tell | None = None,
+        _loop: asyncio.AbstractEventLoop | None = None,
+        **more: Any,
+    ) -> None:
         self._loop = _loop or asyncio.get_running_loop()
-        self._inner: Any = AutoHTTPProtocol(_loop=self._loop, **more)  # type: ignore[call-arg]
-        self._seconds = seconds
+        inner: Any = AutoHTTPProtocol(_loop=self._loop, **more)  # type: ignore[call-arg]
+        self._inner = inner
+        self._inner.send_400_response = self._malformed
+        self._seconds, self._tell = seconds, tell
         self._timer: asyncio.TimerHandle | None = None
+        self._size = 0  # bytes of headers that are not here as a whole
+        self._began = 0.0
+        self._deaf = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._inner.connection_made(transport)
+        self._began = time.monotonic()
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        self._inner.data_received(data)
-        cycle = self._inner.cycle  # of the latest request whose headers are here
+        if self._deaf:
+            return
+        inner = self._inner
+        inner.data_received(data)
+        cycle = inner.cycle  # of the latest request whose headers are here
         if cycle is None or cycle.response_complete:
+            if cycle is None or inner.scope is not cycle.scope:  # else these are bytes of a body that was refused
+                self._size += len(data)
+            if self._size > MOST_BYTES:
+                self._refuse(too_large())
+                return
             self._wait()
         else:
+            self._size = 0
             self._wait_no_more()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -47,6 +91,35 @@ class Arriving(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._inner.resume_writing()
+
+    def _malformed(self, why: str) -> None:
+        """In the place of uvicorn's answer to what is no HTTP."""
+        del why
+        self._refuse(Refused("This is no valid HTTP request.", code="invalid_http", headers={"Connection": "close"}))
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer what never became a request, and end the connection."""
+        if self._deaf:
+            return
+        self._deaf = True
+        self._wait_no_more()
+        inner = self._inner
+        if self._tell is not None:
+            self._tell(refused, inner.client, time.monotonic() - self._began)
+        transport = inner.transport
+        if inner.cycle is None or inner.cycle.response_complete:  # else another answer is under way
+            body = encode(body_of(refused))
+            reason = {431: b"Request Header Fields Too Large"}.get(refused.status, b"Bad Request")
+            transport.write(
+                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+                % (refused.status, reason, len(body), body)
+            )
+            if transport.can_write_eof():
+                # Closed at once, with bytes unread, the connection would be reset and the answer perhaps lost.
+                transport.write_eof()
+                self._loop.call_later(LINGERING, transport.close)
+                return
+        transport.close()
 
     def _wait(self) -> None:
         if self._timer is None and self._seconds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -15,6 +16,7 @@ from hibachi.api.errors import Refused, body_of
 from hibachi.serve.record import Record
 
 Message = MutableMapping[str, Any]
+log = logging.getLogger("hibachi.serve")
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -37,6 +39,7 @@ class Exchange:
         self.id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.path: str = scope["path"]
         self.method: str = scope["method"]
+        self.client: tuple[str, int] | None = scope.get("client")
         self.tenant = ""
         self.came = time.monotonic()
         self.status = 0  # of its answer
@@ -113,6 +116,11 @@ class Exchange:
 
     async def json(self, answer: Any, status: int = 200, more: dict[str, str] | None = None) -> None:
         await self.answer(encode(answer), b"application/json", status, more)
+
+    def blame(self, refused: Refused, error: BaseException) -> None:
+        """Tell the operator what the client is not told."""
+        if refused.status == 500:
+            log.error("request %s: %s %s", self.id, self.method, self.path[:200], exc_info=error)
 
     async def refuse(self, refused: Refused) -> None:
         await self.json(body_of(refused), refused.status, refused.headers)

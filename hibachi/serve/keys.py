@@ -11,7 +11,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.serve.tenants import Tenant, Tenants
 
-_FIELDS = ("key", "keys", "priority", "max_requests")
+_FIELDS = ("key", "keys", "priority", "max_requests", "admin")
 
 
 def tenants_of(settings: SimpleNamespace) -> Tenants:
@@ -24,11 +24,14 @@ def tenants_of(settings: SimpleNamespace) -> Tenants:
             keys += [(key, name) for key in own]
     if settings.api_keys is not None and not keys:
         raise ConfigError(f'{settings.api_keys}: there is no tenant in it. Expected [NAME] with key = "...".')
+    for key, name in keys:
+        if key != key.strip():
+            raise ConfigError(f"The API key of {name} begins or ends with a blank, so that no header can hold it.")
     owners: dict[str, str] = {}
     for key, name in keys:
         if (other := owners.setdefault(key, name)) != name:
             raise ConfigError(f"{other} and {name} have the same API key. Give each its own.")
-    return Tenants(tuple(keys), named)
+    return Tenants(tuple(keys), named, settings.share_prefixes)
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -58,4 +61,7 @@ def _tenant(where: str, table: Any) -> tuple[list[str], Tenant]:
         if value is not None and (type(value) is not int or (least is not None and value < least)):
             expected = "an integer" if least is None else f"an integer >= {least}"
             raise ConfigError(f"{where}: {name} must be {expected}; got {value!r:.80}.")
-    return given, Tenant(table.get("priority"), table.get("max_requests"))
+    admin = table.get("admin", False)
+    if not isinstance(admin, bool):
+        raise ConfigError(f"{where}: admin must be true or false; got {admin!r:.80}.")
+    return given, Tenant(table.get("priority", 0), table.get("max_requests"), admin)

@@ -26,7 +26,7 @@ log = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"
 PATH = "/metrics"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
-TEXT_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})  # a refusal elsewhere is no lost request for text
+WORK_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})  # a refusal elsewhere is no loss
 WHOLE = ("stop", "length")
 
 LATENCY = decades(5e-4, 300)
@@ -46,11 +46,12 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, R
     # A thread of its own: it neither holds up the streams nor waits behind those who embed.
     reader = ThreadPoolExecutor(1, "hibachi-metrics")
 
-    def text() -> bytes:
-        return page(View(served, meter, about, began), names).encode() + _others()
+    def text(named: bool) -> bytes:
+        return page(View(served, meter, about, began, named), names).encode() + _others()
 
     async def metrics(_: Served, x: Exchange) -> None:
-        await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text), PLAIN)
+        named = served.tenants.may_see_all(x.headers.get(b"authorization"))
+        await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text, named), PLAIN)
 
     return meter, (("GET", PATH, metrics, False),)
 
@@ -67,7 +68,11 @@ def _others() -> bytes:
 class View:
     """One look at everything. It waits for nobody: where the engine is another process, it is its last sign of life."""
 
-    def __init__(self, served: Served, requests: RequestMeter, about: dict[str, str], began: float) -> None:
+    def __init__(
+        self, served: Served, requests: RequestMeter, about: dict[str, str], began: float, named: bool = True
+    ) -> None:
+        """named: tenants are told by name, which is for admins."""
+        self._named = named
         texts, engine = served.texts, served.texts.engine
         self.served, self.requests, self.about = served, requests, about
         self.health, self.stats = texts.health(), texts.stats()
@@ -80,6 +85,9 @@ class View:
         pids = {"server": os.getpid()} | ({} if facts is None else {"engine": engine.pid})
         sizes = {(name,): _resident(pid) for name, pid in pids.items()}
         self.resident = {key: size for key, size in sizes.items() if size is not None}
+
+    def by_tenant(self, place: int) -> dict[tuple[str, ...], int]:
+        return self.requests.by_tenant(place) if self._named else {}
 
 
 def _about(served: Served) -> dict[str, str]:
@@ -194,7 +202,7 @@ class RequestMeter:
 
     def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
         self.http[method, route, str(status)] += 1
-        if refused is None or route not in TEXT_ROUTES or (record is not None and record.text is not None):
+        if refused is None or route not in WORK_ROUTES or (record is not None and record.text is not None):
             return
         self.rejected[refused.code or refused.kind, str(refused.status)] += 1
         self.arrived += record is None

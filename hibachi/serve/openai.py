@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
+from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, as_refused, body_of
 from hibachi.engine.textstream import Piece, TextChoice, TextStream
 from hibachi.errors import HibachiError
+from hibachi.request import SamplingParams, Terms
 from hibachi.serve.exchange import Exchange
-from hibachi.serve.record import Record
+from hibachi.serve.record import Record, Vectors
 from hibachi.serve.shapes import Chats, Completions, Shape
 from hibachi.serve.state import Served
 
@@ -35,8 +36,8 @@ async def completions(served: Served, x: Exchange) -> None:
     body = read(CompletionBody, await served.body(x))
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
-    ids = [served.encode(p, "prompt", special=asked.special) for p in asked.prompts]
-    await _text(served, x, Completions(asked, x.id, name, served.vocabulary), ids, body.max_tokens)
+    ids = await served.encode(asked.prompts, "prompt", special=asked.special)
+    await _text(served, x, Completions(asked, name, served.vocabulary), ids)
 
 
 async def chat(served: Served, x: Exchange) -> None:
@@ -46,20 +47,30 @@ async def chat(served: Served, x: Exchange) -> None:
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
     ids = await served.render(asked.messages, asked.template)
-    await _text(served, x, Chats(asked, x.id, name, served.vocabulary), [ids], asked.params.max_tokens)
+    await _text(served, x, Chats(asked, name, served.vocabulary), [ids])
 
 
 async def embeddings(served: Served, x: Exchange) -> None:
     """A vector for each input."""
     body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
-    ids = [served.encode(p, "input") for p in asking.embedding(body, served.bounds)]
+    ids = await served.encode(asking.embedding(body, served.bounds), "input")
     for own in ids:
         served.check_length(own, None)
-    served.check_open()
-    found = await asyncio.to_thread(served.texts.embed, ids)
-    vectors = [e.embedding for e in found]
-    await x.json(answers.embeddings(vectors, name, sum(map(len, ids)), packed=body.encoding_format == "base64"))
+    with (
+        served.record(x, SamplingParams(max_tokens=1), ids) as record,
+        served.submit_vectors(ids, served.terms(Terms(), x.tenant)) as items,
+    ):
+        record.text = Vectors(items)
+        try:
+            await x.while_here(_vectors(x, record.text, name, ids, body.encoding_format == "base64"), record.text.close)
+        finally:
+            record.text.close()
+
+
+async def _vectors(x: Exchange, found: Vectors, name: str, ids: list[list[int]], packed: bool) -> None:
+    vectors = [await item for item in found.items]
+    await x.json(answers.embeddings(vectors, name, sum(map(len, ids)), packed=packed))
 
 
 async def tokenize(served: Served, x: Exchange) -> None:
@@ -70,9 +81,9 @@ async def tokenize(served: Served, x: Exchange) -> None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             variables["tools"] = body.tools
-        ids = await served.render(asking.conversation(body.messages, served.bounds), variables)
+        ids = await served.render(conversation(body.messages, served.bounds.messages), variables)
     elif body.prompt is not None and body.messages is None:
-        ids = served.texts.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        [ids] = await served.tokens([body.prompt], body.add_special_tokens)
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
     told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
@@ -92,12 +103,14 @@ async def detokenize(served: Served, x: Exchange) -> None:
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-async def _text(served: Served, x: Exchange, shape: Shape, ids: list[list[int]], limit: int | None) -> None:
+async def _text(served: Served, x: Exchange, shape: Shape, ids: list[list[int]]) -> None:
     asked = shape.asked
     for own in ids:
-        served.check_length(own, limit)
-    with served.record(x, asked.params, ids) as record:
-        shape.streams = served.submit(ids, asked.params, served.terms(asked.terms, x.tenant))
+        served.check_length(own, asked.limit)
+    with (
+        served.record(x, asked.params, ids) as record,
+        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as shape.streams,
+    ):
         shape.ids = ids
         text = _one(shape.streams, asked.params.n)
         record.text, record.stream = text, asked.stream
@@ -137,7 +150,9 @@ async def _stream(x: Exchange, shape: Shape, text: TextStream, pieces: list[Piec
             chunks.append(shape.last())
     except HibachiError as e:
         record.failed(e)
-        chunks = [body_of(as_refused(e))]
+        refused = as_refused(e)
+        x.blame(refused, e)
+        chunks = [body_of(refused)]
     await x.write(b"".join(map(answers.event, chunks)) + answers.DONE, more=False)
 
 

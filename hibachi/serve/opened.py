@@ -37,10 +37,15 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
         texts.default_params = own if settings.seed is None else own.with_(seed=settings.seed)
         served = Served(
             texts,
-            settings.served_model_name or (settings.model,),
+            settings.served_model_name or (_name(settings.model),),
             settings.model,
             limits(texts).max_len,
-            bounds=Bounds(n=settings.max_n, logprobs=settings.max_logprobs),
+            bounds=Bounds(
+                n=settings.max_n,
+                logprobs=settings.max_logprobs,
+                rows=limits(texts).rows + settings.max_num_queued_reqs,
+                new=settings.max_tokens,
+            ),
             max_body=settings.max_body_size,
             chat_template=template,
             tenants=tenants,
@@ -80,6 +85,11 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None} | {
         "stall_after": settings.stall_after or None
     }
+
+
+def _name(model: str) -> str:
+    """What a model is called if nobody says so: of files, no more than the last part of the path."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def limits(texts: Texts) -> Any:

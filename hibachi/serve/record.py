@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hibachi.api.errors import Refused
-from hibachi.engine.textstream import Piece, TextStream
-from hibachi.request import SamplingParams
+from hibachi.engine.stream import Item
+from hibachi.engine.textstream import Piece
+from hibachi.request import Finish, SamplingParams
+from hibachi.tensor.array_backend import HostArray
 
 
 class Meter(Protocol):
@@ -28,6 +30,46 @@ class Meter(Protocol):
         ...
 
 
+class Work(Protocol):
+    """What a record looks at: a `TextStream`, or `Vectors`."""
+
+    @property
+    def started(self) -> float | None:
+        """When it joined the batch."""
+        ...
+
+    def reused(self, runs: int) -> int:
+        """Tokens of its prompts that were found in the cache. runs: continuations of each."""
+        ...
+
+    @property
+    def finish_reasons(self) -> list[Finish | None]: ...
+
+    def close(self) -> None: ...
+
+
+class Vectors:
+    """The vectors that a request asked for."""
+
+    def __init__(self, items: list[Item[HostArray]]) -> None:
+        self.items = items
+
+    @property
+    def started(self) -> float | None:
+        return min((s for item in self.items if (s := item.started) is not None), default=None)
+
+    def reused(self, runs: int) -> int:
+        return 0
+
+    @property
+    def finish_reasons(self) -> list[Finish | None]:
+        return [item.finish_reason for item in self.items]
+
+    def close(self) -> None:
+        for item in self.items:
+            item.cancel()
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """Times are of time.monotonic()."""
@@ -39,7 +81,7 @@ class Record:
     arrival: float = field(default_factory=time.monotonic)
     queued: float = field(default_factory=time.monotonic)  # read, checked and tokenized
     stream: bool = False
-    text: TextStream | None = None
+    text: Work | None = None
     first: float | None = None  # when its first token came
     last: float | None = None
     end: float | None = None
@@ -68,12 +110,12 @@ class Record:
     @property
     def started(self) -> float | None:
         """When it joined the batch."""
-        return None if self.text is None else self.text.tokens.started
+        return None if self.text is None else self.text.started
 
     @property
     def reused(self) -> int:
         """Tokens of its prompts that were found in the cache."""
-        return 0 if self.text is None else sum(c.tokens.reused for c in self.text.choices[:: self.params.runs])
+        return 0 if self.text is None else self.text.reused(self.params.runs)
 
     @property
     def reasons(self) -> list[str]:

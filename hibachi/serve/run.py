@@ -14,6 +14,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.serve.address import bound
 from hibachi.serve.keys import tenants_of
+from hibachi.serve.logs import log_to_stderr
 from hibachi.serve.opened import about, opened
 from hibachi.serve.signals import ending
 
@@ -21,15 +22,15 @@ log = logging.getLogger("hibachi.serve")
 
 
 def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
-    """Serves until a signal comes. Returns the exit status: 0 when all was brought to an end.
+    """Serves until a signal comes. Returns the exit status: 0: all was brought to an end, 1: the engine was lost.
 
     Raises ConfigError for an address or settings that cannot be used, and what making the model raises.
     """
-    _log_to_stderr(settings.log_level)
+    log_to_stderr(settings.log_level, settings.log_format)
     for remark in remarks:
         log.warning("%s", remark)
     tenants, certificate = tenants_of(settings), _certificate(settings)
-    with bound(settings) as (listener, url, public), ending():
+    with bound(settings) as (listeners, url, public), ending():
         if public and not tenants.keys:
             log.warning("whoever reaches %s may use it, as there is no --api-key", url)
         importing = threading.Thread(target=importlib.import_module, args=("hibachi.serve.server",), daemon=True)
@@ -39,22 +40,19 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
             importing.join()
             from hibachi.serve.server import server_of
 
-            server = server_of(served, settings.metric_names, settings.drain_timeout, certificate)
+            server = server_of(
+                served,
+                settings.metric_names,
+                settings.drain_timeout,
+                certificate,
+                exit_on_failure=settings.exit_on_failure,
+            )
             server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.texts)})"
             try:
-                server.run([listener])
+                server.run(listeners)
             except OSError as e:
                 raise ConfigError(f"Cannot listen on {url}: {e.strerror or e}.") from e
-    return 0
-
-
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("hibachi", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == "hibachi" else logging.WARNING)
+    return server.status
 
 
 def _certificate(settings: SimpleNamespace) -> dict[str, Any]:

@@ -135,20 +135,20 @@ SERIES = (
     counter("hibachi_generation_tokens_total", "requests.generated", "Tokens that were generated and sent."),
     counter(
         "hibachi_tenant_requests_total",
-        lambda v: v.requests.by_tenant(0),
-        "Requests for text that were queued and have ended, by the tenant whose key they brought.",
+        lambda v: v.by_tenant(0),
+        "Requests for text that were queued and have ended, by the tenant whose key they brought. Told to admins.",
         "tenant",
     ),
     counter(
         "hibachi_tenant_prompt_tokens_total",
-        lambda v: v.requests.by_tenant(1),
-        "Tokens of the prompts of ended requests, by tenant.",
+        lambda v: v.by_tenant(1),
+        "Tokens of the prompts of ended requests, by tenant. Told to admins.",
         "tenant",
     ),
     counter(
         "hibachi_tenant_generation_tokens_total",
-        lambda v: v.requests.by_tenant(2),
-        "Tokens of the answers of ended requests, by tenant.",
+        lambda v: v.by_tenant(2),
+        "Tokens of the answers of ended requests, by tenant. Told to admins.",
         "tenant",
     ),
     counter(

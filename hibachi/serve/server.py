@@ -1,12 +1,14 @@
-"""The HTTP server: uvicorn, with an end in good order."""
+"""The HTTP server: uvicorn, with an end in good order, that comes in time whatever hangs."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from hibachi.engine.remote import RemoteEngine
-from hibachi.serve.app import application
+from hibachi.serve.app import application, tells
 from hibachi.serve.arriving import Arriving
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.signals import end
@@ -25,12 +27,25 @@ from hibachi.serve.state import Served
 log = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted
 KEPT = 75  # seconds an idle connection stays open: longer than balancers keep theirs, so that it is they who close
-CLOSING = 15.0  # seconds for the engine to end
-FLUSHING = 2  # seconds for slow readers to fetch the end of their answers
+CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
+FLUSHING = 1  # seconds for slow readers to fetch the end of their answers
+OVERTIME = 2.5  # seconds after the time of the requests, when whatever is left is let go
+LAST = 2.9  # likewise, for what holds the interpreter
+LOOK = 0.25  # seconds from one look at the engine to the next
+TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more often
 
 
-def server_of(served: Served, metric_names: str, patience: float, certificate: dict[str, Any]) -> Server:
-    """patience: seconds for running requests to end. certificate: settings of uvicorn."""
+def server_of(
+    served: Served,
+    metric_names: str,
+    patience: float,
+    certificate: dict[str, Any],
+    *,
+    exit_on_failure: bool = False,
+) -> Server:
+    """patience: seconds for running requests to end. certificate: settings of uvicorn. exit_on_failure: end when the
+    engine is lost for good.
+    """
     _, routes = metrics_for(served, metric_names)
     config = uvicorn.Config(
         application(served, more=routes),
@@ -39,66 +54,122 @@ def server_of(served: Served, metric_names: str, patience: float, certificate: d
         lifespan="off",
         ws="none",
         server_header=False,
-        http=partial(Arriving, seconds=served.arrival),  # type: ignore[arg-type]  # anything that makes a protocol
+        http=partial(Arriving, seconds=served.arrival, tell=tells(served)),  # type: ignore[arg-type]  # makes a protocol
         backlog=BACKLOG,
         timeout_keep_alive=KEPT,
         timeout_graceful_shutdown=FLUSHING,
         **certificate,
     )
-    return Server(config, served, patience)
+    return Server(config, served, patience, exit_on_failure)
 
 
 class Server(uvicorn.Server):
-    """Ends when all requests have. tidings: what to say when it listens."""
+    """Ends when all requests have. tidings: what to say when it listens. status: of the process, once it has ended."""
 
     tidings = ""
 
-    def __init__(self, config: uvicorn.Config, served: Served, patience: float) -> None:
+    def __init__(self, config: uvicorn.Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
         super().__init__(config)
-        self._served, self._patience = served, patience
+        self._served, self._patience, self._exits = served, patience, exit_on_failure
         self._draining: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._complained = -TOLD_EVERY
+        self.status = 0
 
     async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._complain)
+        # uvicorn does not pass it on: seconds for the handshake of TLS, which no timer of ours sees.
+        create, limit = loop.create_server, self._served.arrival
+        if self.config.ssl and limit:
+            loop.create_server = partial(create, ssl_handshake_timeout=limit)  # type: ignore[method-assign]
+        try:
+            await super().startup(sockets)
+        finally:
+            loop.create_server = create  # type: ignore[method-assign]
+        self._watching = loop.create_task(self._watch())
         _say(self.tidings)
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Of what fails outside of requests, such as accepting connections when there are no descriptors left."""
+        error = context.get("exception")
+        if isinstance(error, OSError):
+            if (now := time.monotonic()) - self._complained >= TOLD_EVERY:
+                self._complained = now
+                log.error("%s: %s; connections wait until there is room", context.get("message"), error)
+            return
+        loop.default_exception_handler(context)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """In place of uvicorn's, which raises the signal again when all is done, so that the status is not 0."""
+        """In place of uvicorn's, which raises the signal again when all is done, so that the status is not 0.
+
+        The first is for the loop; the second is heard also when the loop hangs.
+        """
         loop = asyncio.get_running_loop()
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
         for number in numbers:
-            loop.add_signal_handler(number, self.stop, number)
+            # `signal.signal`, not the loop's own: it comes between two lines of whatever the main thread is doing.
+            signal.signal(number, lambda n, _: self.signalled(loop, n))
         try:
             yield
         finally:
             for number in numbers:
-                loop.remove_signal_handler(number)
                 signal.signal(number, end)
 
-    def stop(self, number: int) -> None:
-        """In good order; when called again, at once."""
-        if self._draining is not None:
+    def signalled(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        if self._stopped:
             self._abandon(128 + number)
-        self._served.drain()
-        self._draining = asyncio.get_running_loop().create_task(self._drain())
+        self._stopped = True
+        timer = threading.Timer(self._patience + OVERTIME, self._let_go)
+        timer.daemon = True
+        timer.start()
+        with suppress(Exception):  # without a standard error
+            faulthandler.dump_traceback_later(self._patience + LAST, exit=True)
+        loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """In good order."""
+        if self._draining is None:
+            self._served.drain()
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it shows a trace for each that is cut off
         served, until = self._served, time.monotonic() + self._patience
         if served.open_requests:
             log.info("draining: %d requests are running, and have %g s", served.open_requests, self._patience)
-        while served.open_requests and time.monotonic() < until:
+        while served.open_requests and time.monotonic() < until and self._works():
             await asyncio.sleep(0.02)
         if served.open_requests:
             log.warning("%d requests were not done after %g s, and are cut off", served.open_requests, self._patience)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(served.texts.close), CLOSING)  # which ends their streams
-        except TimeoutError:
-            log.error("the engine has not ended within %g s", CLOSING)
-            self._abandon(1)
-        finally:
-            self.should_exit = True
+        left = max(until - time.monotonic(), 0.0) if self._works() else 0.0
+        closing = threading.Thread(target=served.texts.close, args=(left + CLOSING,), daemon=True)
+        closing.start()  # it ends their streams
+        while closing.is_alive():
+            await asyncio.sleep(0.01)
+        self.should_exit = True
+
+    def _works(self) -> bool:
+        """Will running requests end by themselves?"""
+        return self._served.texts.health().state not in ("failed", "closed")
+
+    async def _watch(self) -> None:
+        """Look whether the engine is lost for good, where that is to be the end."""
+        while self._exits and self._draining is None:
+            await asyncio.sleep(LOOK)
+            engine, health = self._served.texts.engine, self._served.texts.health()
+            if health.ok or (isinstance(engine, RemoteEngine) and engine.begins_again):
+                continue
+            log.error("the engine is lost, and the server ends: %s", health.message)
+            self.status = 1
+            self._patience = 0.0
+            self.signalled(asyncio.get_running_loop(), 0)
+
+    def _let_go(self) -> None:
+        log.error("something still hangs %g s after the signal, and is let go", self._patience + OVERTIME)
+        self._abandon(1)
 
     def _abandon(self, status: int) -> NoReturn:
         engine = self._served.texts.engine

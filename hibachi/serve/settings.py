@@ -163,7 +163,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("enable-prefix-caching", SWITCH, True, "requests share what they have in common at the beginning"),
         Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, shares, waiting-served, or another",
                 "shares with several keys, else priority"),
-        Setting("restart", SWITCH, False, "begin again when the engine's process dies or its device is lost"),
+        Setting("restart", SWITCH, False, "begin again when the engine dies, fails or stalls, or its device is lost"),
+        Setting("exit-on-failure", SWITCH, False, "end with status 1 when the engine has failed, or stalls, for good"),
         Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
     ),
     "address": (
@@ -176,11 +177,14 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     "keys": (
         Setting("api-key", texts("KEY"), None, "who sends one may ask; each is a tenant of its own", "anybody may"),
         Setting("api-keys", text("FILE"), None, "a TOML file of tenants: their keys, priorities and limits"),
+        Setting("share-prefixes", SWITCH, False, "tenants share cached prefixes, and can tell what others sent"),
     ),
     "load": (
         Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
-        Setting("request-timeout", seconds(), 0.0, "for a request that names none; 0: any time"),
-        Setting("queue-timeout", seconds(), 0.0, "to wait, for a request that names none; 0: any time"),
+        Setting("request-timeout", seconds(), 0.0, "for a request, which may name less; 0: any time"),
+        Setting("queue-timeout", seconds(), 0.0, "to wait, for a request, which may name less; 0: any time"),
+        Setting("max-tokens", integer(1), None, "most new tokens of a continuation, whatever is asked for",
+                "as the context holds"),
         Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
         Setting("pause-after", integer(0), 256, "unread tokens, after which a slow reader's request pauses; 0: never"),
         Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
@@ -190,6 +194,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     ),
     "reports": (
         Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "whose names /metrics uses"),
+        Setting("log-format", choice("text", "json"), "text", "a line for each event, or a JSON object"),
         Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
     ),
 }  # fmt: skip

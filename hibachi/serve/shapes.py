@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +30,9 @@ class Shape:
 
     prefix = object = ""
 
-    def __init__(self, asked: Asked, request: str, name: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, asked: Asked, name: str, vocabulary: Vocabulary) -> None:
         self.asked, self.name, self.vocabulary = asked, name, vocabulary
-        self.id, self.created = f"{self.prefix}-{request}", int(time.time())
+        self.id, self.created = f"{self.prefix}-{asked.id or secrets.token_hex(12)}", int(time.time())
         self.streams: list[TextStream] = []
         self.ids: list[list[int]] = []
         self._lengths: dict[int, int] = {}  # characters written, by choice

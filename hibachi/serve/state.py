@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds
-from hibachi.api.errors import Refused
+from hibachi.api.conversation import rendered
+from hibachi.api.errors import SERVER, Refused
 from hibachi.engine.health import Health
+from hibachi.engine.stream import Item
 from hibachi.engine.texts import Texts
 from hibachi.engine.textstream import TextStream
 from hibachi.errors import EngineClosed, PromptTooLong
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Meter, NoMeter, Record
-from hibachi.serve.tenants import Tenants
+from hibachi.serve.tenants import Tenants, salt_of
+from hibachi.serve.tokenizing import Tokenizing
+from hibachi.tensor.array_backend import HostArray
+
+T = TypeVar("T")
+
+
+def smaller(a: float | None, b: float | None) -> float | None:
+    """Of two limits, of which None is none."""
+    return min((x for x in (a, b) if x is not None), default=None)
 
 
 @dataclass(eq=False)
@@ -26,7 +39,7 @@ class Served:
     """A model being served.
 
     names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
-    of one of the model's, or Jinja source; None: the model's own. timeout: seconds for a request that names none.
+    of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a request.
     arrival: seconds for a body to come.
     """
 
@@ -50,6 +63,8 @@ class Served:
             self.texts.tokenizer.token_bytes, lambda ids: self.texts.tokenizer.decode(ids, skip_special_tokens=False)
         )
         self._arriving: set[asyncio.Timeout] = set()
+        self._tokenizing = Tokenizing()
+        self._asking = ThreadPoolExecutor(1, "hibachi-ask")
 
     # ---- bodies ------------------------------------------------------------------------------------------------
 
@@ -97,8 +112,17 @@ class Served:
         return name
 
     def check_open(self) -> None:
+        """May something new begin? Raises EngineClosed, and Refused while the engine stands still."""
         if self.draining:
             raise EngineClosed("The server is shutting down and takes no new requests.")
+        if self.texts.health().state == "stalled":
+            raise Refused(
+                "The engine has made no step for a while, so nothing more is put before it. Try again later.",
+                status=503,
+                kind=SERVER,
+                code="engine_stalled",
+                headers={"Retry-After": "5"},
+            )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.texts.vocab_size
@@ -125,18 +149,32 @@ class Served:
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
-    def encode(self, prompt: Any, param: str, *, special: bool = True) -> list[int]:
-        """Ids of a prompt. Raises Refused or InvalidRequest."""
-        if isinstance(prompt, str):
-            ids: list[int] = self.texts.tokenizer.encode(prompt, add_special_tokens=special)
-            if not ids:
-                raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
-            return ids
-        self.check_ids(prompt, param)
-        return list(prompt)
+    async def encode(self, prompts: Sequence[Any], param: str, *, special: bool = True) -> list[list[int]]:
+        """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        for prompt in prompts:  # all of them, before any is read
+            if isinstance(prompt, str):
+                self.texts.check_text(prompt)
+            else:
+                self.check_length(prompt, None)
+                self.check_ids(prompt, param)
+        texts = [p for p in prompts if isinstance(p, str)]
+        found = iter(await self.tokens(texts, special))
+        ids = [next(found) if isinstance(p, str) else list(p) for p in prompts]
+        if not all(ids):
+            raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
+        return ids
+
+    async def tokens(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
+        tokenizer = self.texts.tokenizer
+
+        def work() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+        return await self._tokenizing.run(sum(map(len, texts)), work)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """Ids of a conversation. In a thread, as a template may take its time."""
+        """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
         tokenizer = self.texts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
             raise Refused(
@@ -147,26 +185,52 @@ class Served:
             )
         more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        text = await asyncio.to_thread(tokenizer.render_chat, messages, **given, **more)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+
+        def work() -> str:
+            return rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
+
+        text = await self._tokenizing.aside(work)
+        self.texts.check_text(text)
+        [ids] = await self.tokens([text], False)
         if not ids:
             raise Refused("The conversation is empty.", param="messages", code="empty_array")
         return ids
 
-    def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> list[TextStream]:
+    @contextmanager
+    def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> Iterator[list[TextStream]]:
+        """Queued, and counted as the tenant's as long as the `with` block lasts."""
         self.check_open()
-        self.tenants.check(terms.tenant)
-        return self.texts.submit(ids, params, terms=terms)
+        with self._counted(terms.tenant, len(ids) * params.runs):
+            yield self.texts.submit(ids, params, terms=terms)
+
+    @contextmanager
+    def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:
+        """Likewise."""
+        self.check_open()
+        with self._counted(terms.tenant, len(ids)):
+            yield self.texts.submit_vectors(ids, terms=terms)
+
+    @contextmanager
+    def _counted(self, tenant: str, n: int) -> Iterator[None]:
+        self.tenants.check(tenant, n)
+        self.tenants.served[tenant] += n
+        try:
+            yield
+        finally:
+            self.tenants.served[tenant] -= n
 
     def terms(self, given: Terms, tenant: str) -> Terms:
-        """With what the server decides: whose request it is, and its time."""
-        own = self.tenants.of(tenant)
+        """With what the server decides: whose request it is, what it shares, and the most of its time."""
+        priority = given.priority
+        if tenant:  # its place among tenants is not for it to better
+            priority = max(self.tenants.of(tenant).priority, given.priority)
         return replace(
             given,
             tenant=tenant,
-            priority=given.priority if own is None or own.priority is None else own.priority,
-            timeout=given.timeout or self.timeout,
-            queue_timeout=given.queue_timeout or self.queue_timeout,
+            priority=priority,
+            timeout=smaller(given.timeout, self.timeout),
+            queue_timeout=smaller(given.queue_timeout, self.queue_timeout),
+            cache_salt=given.cache_salt if self.tenants.share_prefixes else salt_of(tenant, given.cache_salt),
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:
@@ -180,12 +244,18 @@ class Served:
 
     # ---- how it is ---------------------------------------------------------------------------------------------
 
-    def why_not_live(self) -> str | None:
-        """None: all is well."""
+    def why_not_live(self, in_full: bool = True) -> str | None:
+        """None: all is well. in_full: with what the model or a library said, which is not for everybody."""
         health: Health = self.texts.health()
-        return None if health.ok else health.message
+        if health.ok:
+            return None
+        return health.message if in_full else f"The engine is {health.state}. The server's log says more."
 
-    def why_not_ready(self) -> str | None:
+    def why_not_ready(self, in_full: bool = True) -> str | None:
         if self.draining:
             return "The server is shutting down."
-        return self.why_not_live()
+        return self.why_not_live(in_full)
+
+    async def ask(self, what: Callable[[], T]) -> T:
+        """What the engine answers, which may take a while: in a thread of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._asking, what)

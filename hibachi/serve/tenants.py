@@ -13,37 +13,53 @@ from hibachi.api.errors import DENIED, LIMITED, Refused
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """priority: of its requests, whatever they say; None: as they say. max_requests: at once; None: any number."""
+    """priority: of its requests; they may name a worse one. max_requests: at once, each continuation and each vector
+    counted; None: any number. admin: may see what concerns others.
+    """
 
-    priority: int | None = None
+    priority: int = 0
     max_requests: int | None = None
+    admin: bool = False
+
+
+NOBODY = Tenant()
 
 
 @dataclass(eq=False)
 class Tenants:
-    """keys: (key, name of its tenant). Without any, everybody may come."""
+    """keys: (key, name of its tenant). Without any, everybody may come, and see everything.
+
+    share_prefixes: they share what their prompts have in common; else nobody finds out what another has sent.
+    """
 
     keys: tuple[tuple[str, str], ...] = ()
     named: Mapping[str, Tenant] = field(default_factory=dict)
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         # Digests are equally long, so that comparing them tells nothing of a key's length either.
         self._digests = [(_digest(key.encode()), name) for key, name in self.keys]
-        self.running: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()  # open requests of each
+        self.served: Counter[str] = Counter()  # continuations and vectors of each
 
-    def of(self, name: str) -> Tenant | None:
-        return self.named.get(name)
+    def of(self, name: str) -> Tenant:
+        return self.named.get(name, NOBODY)
 
-    def admit(self, header: bytes | None) -> str:
-        """Whose key the header Authorization holds. Raises Refused."""
-        if not self.keys:
-            return ""
+    def whose(self, header: bytes | None) -> str | None:
+        """Whose key the header Authorization holds; None: nobody's."""
         scheme, _, key = (header or b"").partition(b" ")
         given, found = _digest(key.strip()), None
         for digest, name in self._digests:  # all of them: how long it takes must not tell which was near
             if hmac.compare_digest(digest, given):
                 found = name
-        if scheme.lower() != b"bearer" or found is None:
+        return found if scheme.lower() == b"bearer" else None
+
+    def admit(self, header: bytes | None) -> str:
+        """Whose key the header Authorization holds. Raises Refused."""
+        if not self.keys:
+            return ""
+        found = self.whose(header)
+        if found is None:
             raise Refused(
                 "No valid API key: expected the header 'Authorization: Bearer KEY'.",
                 status=401,
@@ -53,17 +69,37 @@ class Tenants:
             )
         return found
 
-    def check(self, name: str) -> None:
-        """Raises Refused for a tenant that has as many requests here as it may."""
-        own = self.named.get(name)
-        if own is not None and own.max_requests is not None and self.running[name] > own.max_requests:
+    def may_see_all(self, header: bytes | None) -> bool:
+        """Is this the key of an admin, or is there none to be had, as there are no keys?"""
+        return not self.keys or ((name := self.whose(header)) is not None and self.of(name).admin)
+
+    def check(self, name: str, n: int) -> None:
+        """Raises Refused if a tenant may not have so many continuations more."""
+        most = self.of(name).max_requests
+        if most is None or self.served[name] + n <= most:
+            return
+        if n > most:
             raise Refused(
-                f"At most {own.max_requests} requests of yours are served at once. Wait for one to end.",
-                status=429,
-                kind=LIMITED,
+                f"At most {most} continuations of yours are served at once, and this request asks for {n}. Ask for "
+                f"fewer.",
                 code="tenant_limit",
-                headers={"Retry-After": "1"},
             )
+        raise Refused(
+            f"At most {most} continuations of yours are served at once; {self.served[name]} are running. Wait for one "
+            f"to end.",
+            status=429,
+            kind=LIMITED,
+            code="tenant_limit",
+            headers={"Retry-After": "1"},
+        )
+
+
+def salt_of(tenant: str, given: str | None) -> str | None:
+    """What a tenant's prompts must have in common to share: its name, and what the request says.
+
+    The length of the name stands before it, so that no salt that a request may name makes it another tenant's.
+    """
+    return f"{len(tenant)}:{tenant}{given or ''}" if tenant else given
 
 
 def _digest(key: bytes) -> bytes:

@@ -380,7 +380,10 @@ def test_how_long_an_answer_may_be():
     assert (param, code) == ("max_tokens", "invalid_value")
     said = "max_tokens must be an integer >= 1 (or None: no limit); got 0."
     assert refused(chat, max_tokens=0) == (said, "max_tokens", "invalid_value")
-    assert refused(chat, max_completion_tokens=0)[2] == "invalid_value"
+    said = "max_completion_tokens must be an integer >= 1 (or None: no limit); got 0."
+    assert refused(chat, max_completion_tokens=0) == (said, "max_completion_tokens", "invalid_value")
+    assert chat(max_tokens=7).limit == 7 and chat().limit is None
+    assert completion(max_tokens=7).limit == 7 and completion().limit is None
 
 
 def test_log_probabilities_of_a_chat():

@@ -147,7 +147,7 @@ def test_routes_that_are_not_there_are_logged(server, caplog):
         server.client.delete("/v1/models")
     lines = [r.getMessage() for r in caplog.records if r.name == "hibachi.request"]
     assert [line.split()[0] + " " + line.split()[2] for line in lines] == ["GET 404", "GET 404", "DELETE 405"]
-    assert lines[0].startswith("GET /nope 404 total=") and lines[0].endswith(" id=mine")
+    assert lines[0].startswith("GET /nope 404 code=not_found total=") and " id=mine client=" in lines[0]
     assert max(map(len, lines)) < 300
 
 

@@ -18,7 +18,7 @@ from hibachi.request import SamplingParams
 from hibachi.serve.metrics import RequestMeter
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, SERIES
-from hibachi.serve.tenants import Tenants
+from hibachi.serve.tenants import Tenant, Tenants
 
 from .conftest import ENGINES, site
 from .test_streams import LONG, at_rest, send, until
@@ -44,8 +44,11 @@ class Figures(dict):
         return sum(value for (own, *_), value in self.items() if own == name)
 
 
-def scrape(server):
-    answer = server.client.get("/metrics")
+ADMIN = {"ops": Tenant(admin=True)}
+
+
+def scrape(server, **more):
+    answer = server.client.get("/metrics", **more)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return Figures(answer.text)
@@ -195,7 +198,7 @@ def test_who_is_refused(server):
 
 @pytest.mark.parametrize("which", ENGINES)
 def test_a_full_queue_and_tenants(which, slow_model):
-    tenants = Tenants((("k-anne", "anne"), ("k-emma", "emma"), ("k-too", "emma")))
+    tenants = Tenants((("k-anne", "anne"), ("k-emma", "emma"), ("k-too", "emma"), ("k-admin", "ops")), ADMIN)
     long = LONG | {"max_tokens": 400}
     many = long | {"stream": True, "n": 8}
     keys = {name: {"Authorization": f"Bearer k-{name}"} for name in ("anne", "emma", "nobody")}
@@ -209,13 +212,16 @@ def test_a_full_queue_and_tenants(which, slow_model):
         answer = here.post("/v1/completions", GREEDY | {"prompt": "Emma"}, headers=keys["emma"])
         assert answer.status_code == 200, answer.text
         assert here.post("/v1/completions", {"prompt": "a"}, headers=keys["nobody"]).status_code == 401
-        now = scrape(here)  # without a key
+        assert not [key for key in scrape(here) if "tenant" in key[0]], "names are for admins"
+        assert not [key for key in scrape(here, headers=keys["anne"]) if "tenant" in key[0]]
+        now = scrape(here, headers={"Authorization": "Bearer k-admin"})
     assert now["hibachi_requests_rejected_total", "queue_full", "429"] == 1
     assert now["hibachi_requests_rejected_total", "invalid_api_key", "401"] == 1
     assert now["hibachi_requests_total"] == 4
     assert {key[1]: value for key, value in now.items() if key[0] == "hibachi_tenant_requests_total"} == {
         "anne": 1,
         "emma": 1,
+        "ops": 0,
     }
     assert now["hibachi_tenant_generation_tokens_total", "emma"] == 20
     assert now["hibachi_tenant_prompt_tokens_total", "emma"] == answer.json()["usage"]["prompt_tokens"]

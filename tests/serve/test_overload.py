@@ -134,7 +134,9 @@ def test_requests_bear_their_tenants_terms(locked):
 
     terms = locked.served.terms(Terms(priority=-9, timeout=3.0), "emma")
     assert (terms.tenant, terms.priority, terms.timeout) == ("emma", 3, 3.0)
-    assert locked.served.terms(Terms(priority=-9), "anne").priority == -9
+    assert locked.served.terms(Terms(priority=9), "emma").priority == 9, "a worse place may be asked for"
+    assert locked.served.terms(Terms(priority=-9), "anne").priority == 0
+    assert locked.served.terms(Terms(priority=-9), "").priority == -9, "without keys there is nobody else"
 
 
 # ---- draining ------------------------------------------------------------------------------------------------------

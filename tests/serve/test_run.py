@@ -168,9 +168,10 @@ def test_a_server_serves_and_drains(start, engine):
     log = "".join(server.log)
     line = server.wait_for("id=mine")
     assert re.search(
-        r"POST /v1/completions 200 prompt=\d+ new=3 ttft=\d+\.\d+s total=\d+\.\d+s id=mine tenant=key1", line
+        r"POST /v1/completions 200 prompt=\d+ new=3 ttft=\d+\.\d+s total=\d+\.\d+s id=mine tenant=key1 client=127.0.0.1:\d+",
+        line,
     )
-    assert "new=400" in log and " 401 total=" in log and " 503 total=" in log
+    assert "new=400" in log and " 401 code=invalid_api_key total=" in log and " 503 code=shutting_down total=" in log
     assert "GET /ready" not in log and "Traceback" not in log
     assert "truth" not in log and "sesame" not in log
 
@@ -272,7 +273,8 @@ def test_an_engine_that_dies_is_told_of_and_the_server_stays(start):
     os.kill(server.engine, signal.SIGKILL)
     *_, last, done = events(text + answer.read().decode())
     error = json.loads(last)["error"]
-    assert error["code"] == "engine_failed" and "by signal 9" in error["message"] and done == "[DONE]"
+    assert error["code"] == "engine_failed" and "log says why" in error["message"] and done == "[DONE]"
+    server.wait_for("by signal 9")
     for path in ("/health", "/ready"):
         status, headers, body = server.ask("GET", path)
         assert status == 503 and "by signal 9" in json.loads(body)["reason"] and headers["Retry-After"]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def log_as_before():
     """`hibachi serve` decides where its log goes, which is not for the tests after these."""
-    loggers = [logging.getLogger(name) for name in ("hibachi", "uvicorn.error")]
+    loggers = [logging.getLogger(name) for name in ("hibachi", "uvicorn.error", "asyncio")]
     before = [(log.handlers, log.propagate, log.level) for log in loggers]
     yield
     for log, (handlers, propagate, level) in zip(loggers, before, strict=True):
@@ -65,6 +65,7 @@ GIVEN = {
     "enable_prefix_caching": ("no", False),
     "scheduling_policy": ("fcfs", "fcfs"),
     "restart": ("1", True),
+    "exit_on_failure": ("1", True),
     "stall_after": ("2.5", 2.5),
     "host": ("::1", "::1"),
     "port": ("0", 0),
@@ -73,9 +74,11 @@ GIVEN = {
     "ssl_keyfile": ("k.pem", "k.pem"),
     "api_key": ("k1 k2", ("k1", "k2")),
     "api_keys": ("keys.toml", "keys.toml"),
+    "share_prefixes": ("on", True),
     "max_num_queued_reqs": ("9", 9),
     "request_timeout": ("8", 8.0),
     "queue_timeout": ("7", 7.0),
+    "max_tokens": ("20", 20),
     "arrival_timeout": ("3", 3.0),
     "pause_after": ("6", 6),
     "drain_timeout": ("5", 5.0),
@@ -83,14 +86,15 @@ GIVEN = {
     "max_logprobs": ("4", 4),
     "max_n": ("2", 2),
     "metric_names": ("vllm", "vllm"),
+    "log_format": ("json", "json"),
     "log_level": ("debug", "debug"),
 }
 
 
-def test_there_are_at_most_forty_flags_and_each_is_tried_here():
+def test_there_are_at_most_forty_four_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
-    assert len(flags) <= 40
+    assert len(flags) <= 44
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -240,7 +244,7 @@ def test_each_api_key_is_a_tenant(tmp_path):
         "team-b",
         "team-b",
     ]
-    assert tenants.of("team-a") == Tenant(-5, 2) and tenants.of("team-b") == Tenant() and tenants.of("key1") is None
+    assert tenants.of("team-a") == Tenant(-5, 2) and tenants.of("team-b") == tenants.of("key1") == Tenant()
 
 
 @pytest.mark.parametrize(
@@ -250,8 +254,10 @@ def test_each_api_key_is_a_tenant(tmp_path):
         ("[a]", "expected key = "),
         ("[a]\nkey = ''", "expected key = "),
         ("[a]\nkeys = []", "expected key = "),
-        ("[a]\nkey = 'k'\nlimit = 3", "a: limit is not known. Expected key, keys, priority, max_requests."),
+        ("[a]\nkey = 'k'\nlimit = 3", "a: limit is not known. Expected key, keys, priority, max_requests, admin."),
         ("[a]\nkey = 'k'\npriority = 1.5", "a: priority must be an integer; got 1.5"),
+        ("[a]\nkey = 'k'\nadmin = 1", "a: admin must be true or false; got 1"),
+        ("[a]\nkey = ' k'", "The API key of a begins or ends with a blank"),
         ("[a]\nkey = 'k'\nmax_requests = 0", "a: max_requests must be an integer >= 1; got 0"),
         ("[a]\nkey = 'k'\nmax_requests = true", "a: max_requests must be an integer >= 1; got True"),
         ("[a", "expected TOML"),

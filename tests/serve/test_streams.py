@@ -136,7 +136,11 @@ def test_it_reads_on_and_gets_the_whole(server):
 
 def test_request_ids_come_back(server):
     answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "abc-7"})
-    assert answer.headers["x-request-id"] == "abc-7" and answer.json()["id"] == "cmpl-abc-7"
+    assert answer.headers["x-request-id"] == "abc-7" and answer.json()["id"].startswith("cmpl-")
+    again = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "abc-7"})
+    assert again.json()["id"] != answer.json()["id"], "an answer's id is its own"
+    mine = server.complete("a", max_tokens=1, request_id="mine-1")
+    assert mine["id"] == "cmpl-mine-1"
     made = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "a b"})
     assert made.headers["x-request-id"] != "a b" and len(made.headers["x-request-id"]) == 24
     refused = server.post("/v1/completions", {"prompt": 1}, headers={"X-Request-Id": "bad-1"})
