@@ -24,9 +24,6 @@ def tenants_of(settings: SimpleNamespace) -> Tenants:
             keys += [(key, name) for key in own]
     if settings.api_keys is not None and not keys:
         raise ConfigError(f'{settings.api_keys}: there is no tenant in it. Expected [NAME] with key = "...".')
-    for key, name in keys:
-        if key != key.strip():
-            raise ConfigError(f"The API key of {name} begins or ends with a blank, so that no header can hold it.")
     owners: dict[str, str] = {}
     for key, name in keys:
         if (other := owners.setdefault(key, name)) != name:
@@ -54,6 +51,8 @@ def _tenant(where: str, table: Any) -> tuple[list[str], Tenant]:
     given = table.get("keys", []) if "key" not in table else [table["key"]]
     if not isinstance(given, list) or not given or not all(isinstance(k, str) and k.strip() for k in given):
         raise ConfigError(f'{where}: expected key = "..." or keys = ["...", "..."].')
+    if any(k != k.strip() for k in given):
+        raise ConfigError(f"{where}: a key begins or ends with a blank, which no header can hold. Take it away.")
     if "key" in table and "keys" in table:
         raise ConfigError(f"{where}: expected key or keys; got both.")
     for name, least in (("priority", None), ("max_requests", 1)):

@@ -257,7 +257,7 @@ def test_each_api_key_is_a_tenant(tmp_path):
         ("[a]\nkey = 'k'\nlimit = 3", "a: limit is not known. Expected key, keys, priority, max_requests, admin."),
         ("[a]\nkey = 'k'\npriority = 1.5", "a: priority must be an integer; got 1.5"),
         ("[a]\nkey = 'k'\nadmin = 1", "a: admin must be true or false; got 1"),
-        ("[a]\nkey = ' k'", "The API key of a begins or ends with a blank"),
+        ("[a]\nkey = ' k'", "a: a key begins or ends with a blank"),
         ("[a]\nkey = 'k'\nmax_requests = 0", "a: max_requests must be an integer >= 1; got 0"),
         ("[a]\nkey = 'k'\nmax_requests = true", "a: max_requests must be an integer >= 1; got True"),
         ("[a", "expected TOML"),
