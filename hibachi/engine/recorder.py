@@ -119,7 +119,9 @@ class Recorder:
         words: dict[str, Any] = {"event": event}
         match event, rest:
             case "add", (seq, now):
-                keys = None if seq.keys is None else self._names(islice(seq.keys, seq.prompt_len // self._block))
+                keys = None
+                if seq.keys is not None:
+                    keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
                 words |= {"now": now, "seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
                 words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
                 words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
@@ -154,17 +156,19 @@ class Recorder:
         for seq, before, *_ in plan.published:
             first = max(before, seq.prompt_len // self._block)
             keys = (seq.keys or [])[first : ends.get(seq.number, 0) // self._block]
-            grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys), first)]
+            grown += [[seq.number, n, name] for n, name in enumerate(self._names(keys, seq.salt), first)]
         return grown
 
-    def _names(self, keys: Iterable[Hashable]) -> list[int]:
-        return [self._name(key) for key in keys]
+    def _names(self, keys: Iterable[Hashable], salt: Hashable) -> list[int]:
+        return [self._name(key, salt) for key in keys]
 
-    def _name(self, key: Hashable) -> Any:
-        """What can be told of an identity: whether it equals another of this recording."""
+    def _name(self, key: Hashable, salt: Hashable = None) -> Any:
+        """What can be told of an identity: whether it equals another of this recording, of the same salt."""
         if key is None:
             return None
         data = key if isinstance(key, bytes) else repr(key).encode()
+        if salt is not None:
+            data = f"{salt!r} {len(data)} ".encode(errors="replace") + data
         return int.from_bytes(blake2b(data, digest_size=6, key=self._secret).digest())
 
 

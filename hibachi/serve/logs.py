@@ -51,7 +51,7 @@ def log_to_stderr(level: str, kind: str) -> None:
     for name in ("hibachi", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == "hibachi" else logging.WARNING)
+        logger.setLevel(level.upper() if name == "hibachi" else logging.ERROR)  # what is no HTTP has our own line
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -91,14 +92,17 @@ class Server(uvicorn.Server):
         _say(self.tidings)
 
     def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Of what fails outside of requests, such as accepting connections when there are no descriptors left."""
+        """Of what fails outside of requests, such as accepting connections."""
         error = context.get("exception")
         if isinstance(error, OSError):
-            if (now := time.monotonic()) - self._complained >= TOLD_EVERY:
-                self._complained = now
-                log.error("%s: %s; connections wait until there is room", context.get("message"), error)
-            return
-        loop.default_exception_handler(context)
+            self._tell_now_and_then("%s: %s", context.get("message"), error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _tell_now_and_then(self, *words: Any) -> None:
+        if (now := time.monotonic()) - self._complained >= TOLD_EVERY:
+            self._complained = now
+            log.error(*words)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -156,16 +160,25 @@ class Server(uvicorn.Server):
         return self._served.texts.health().state not in ("failed", "closed")
 
     async def _watch(self) -> None:
-        """Look whether the engine is lost for good, where that is to be the end."""
-        while self._exits and self._draining is None:
+        """Look whether there are descriptors left, and whether the engine is lost for good."""
+        room = _descriptors_left()
+        while self._draining is None:
             await asyncio.sleep(LOOK)
-            engine, health = self._served.texts.engine, self._served.texts.health()
-            if health.ok or (isinstance(engine, RemoteEngine) and engine.begins_again):
-                continue
-            log.error("the engine is lost, and the server ends: %s", health.message)
-            self.status = 1
-            self._patience = 0.0
-            self.signalled(asyncio.get_running_loop(), 0)
+            if len(self.server_state.connections) >= room:
+                self._tell_now_and_then(
+                    "no file descriptors are left: %d connections are open, and no further ones are taken until some "
+                    "end; raise the limit (ulimit -n)",
+                    len(self.server_state.connections),
+                )
+            if self._exits and self._is_lost():
+                log.error("the engine is lost, and the server ends: %s", self._served.texts.health().message)
+                self.status = 1
+                self._patience = 0.0
+                self.signalled(asyncio.get_running_loop(), 0)
+
+    def _is_lost(self) -> bool:
+        engine = self._served.texts.engine
+        return not self._served.texts.health().ok and not (isinstance(engine, RemoteEngine) and engine.begins_again)
 
     def _let_go(self) -> None:
         log.error("something still hangs %g s after the signal, and is let go", self._patience + OVERTIME)
@@ -177,6 +190,14 @@ class Server(uvicorn.Server):
             with suppress(ProcessLookupError):
                 os.kill(engine.pid, signal.SIGKILL)
         os._exit(status)
+
+
+def _descriptors_left() -> float:
+    """How many connections this process may open."""
+    try:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
+    except (OSError, ValueError):
+        return float("inf")
 
 
 def _say(text: str) -> None:

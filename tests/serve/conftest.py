@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import uvicorn  # noqa: E402
 from hibachi.engine.custom import open_texts  # noqa: E402
 from hibachi.engine.remote import RemoteLLM  # noqa: E402
 from hibachi.engine.texts import Texts  # noqa: E402
-from hibachi.serve.app import application  # noqa: E402
+from hibachi.serve.app import application, tells  # noqa: E402
+from hibachi.serve.arriving import Arriving  # noqa: E402
 from hibachi.serve.metrics import metrics_for  # noqa: E402
 from hibachi.serve.state import Served  # noqa: E402
 
@@ -120,7 +122,14 @@ def site(texts: Texts, **settings: Any) -> Iterator[Site]:
     metric_names = settings.pop("metric_names", "hibachi")
     served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_len", 512), **settings)
     _, routes = metrics_for(served, metric_names)
-    config = uvicorn.Config(application(served, routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    config = uvicorn.Config(
+        application(served, routes),
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        lifespan="off",
+        http=partial(Arriving, seconds=served.arrival, tell=tells(served)),
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
