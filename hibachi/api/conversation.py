@@ -88,19 +88,15 @@ def _rendered(render: Callable[..., str], messages: Messages, variables: Mapping
     first: InvalidRequest | None = None
     for form in _forms(messages):
         try:
-            text = render(form, **variables)
+            return render(form, **variables)
         except InvalidRequest as e:
             first = first or e
-            continue
-        if any(m.get("content", "") is None for m in form) and _names_null(render, text, form, variables):
-            continue
-        return text
     assert first is not None
     raise first
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """The messages as they are; with "" for null; and with the ids of calls as nine letters and digits."""
+    """The messages as they are, where null counts as missing; with "" for null; with nine letters as ids of calls."""
     yield messages
     texts = messages
     if any(m.get("content", "") is None for m in messages):
@@ -109,15 +105,6 @@ def _forms(messages: Messages) -> Iterator[Messages]:
     short = [_with_short_ids(m) for m in texts]
     if short != list(texts):
         yield short
-
-
-def _names_null(render: Callable[..., str], text: str, form: Messages, variables: Mapping[str, Any]) -> bool:
-    """Does the text say "None" where there is no content?"""
-    try:
-        other = render([{**m, "content": ""} if m.get("content", "") is None else m for m in form], **variables)
-    except InvalidRequest:
-        return False
-    return text.lower().count("none") > other.lower().count("none")
 
 
 def _with_short_ids(m: Mapping[str, Any]) -> Mapping[str, Any]:

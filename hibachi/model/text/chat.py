@@ -57,12 +57,12 @@ def render_chat(
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """As plain data. What is null counts as missing, but for the content, and reasoning has each of its names."""
+    """As plain data. What is null counts as missing, and reasoning is found under each of its names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(
             f"The chat template takes messages such as {{'role': 'user', 'content': '...'}}; got {message!r:.80}."
         )
-    given = {str(k): _plain(v) for k, v in message.items() if v is not None or k == "content"}
+    given = {str(k): _plain(v) for k, v in message.items() if v is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 

@@ -1,0 +1,202 @@
+"""Nothing silent: conversations with tools, fields that would change nothing, and what is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hibachi.api import asking
+from hibachi.api.bodies import Bounds, ChatBody, read
+from hibachi.api.conversation import conversation, rendered
+from hibachi.api.errors import Refused
+from hibachi.errors import InvalidRequest
+from hibachi.model.text.chat import render_chat
+from hibachi.request import SamplingParams
+
+from ...serve.conftest import ENGINES, site
+from .conftest import CHATML
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def history(arguments='{"city": "Paris", "days": [1, 2]}', content=None, call="call_1"):
+    """As OpenAI's client sends it back."""
+    function = {"name": "get_weather", "arguments": arguments}
+    return [
+        {"role": "user", "content": "Weather in Paris?"},
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"id": call, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call, "content": "18 C"},
+    ]
+
+
+def text_of(template, messages, **variables):
+    body = json.dumps({"messages": messages, **variables}).encode()
+    asked = asking.chat(read(ChatBody, body), SamplingParams(), Bounds())
+
+    def render(given, **more):
+        return render_chat(template, given, bos_token="<s>", eos_token="</s>", **more)
+
+    return rendered(render, asked.messages, asked.template)
+
+
+# ---- tool history (findings 12 and 13, D1) ---------------------------------------------------------------------------
+
+# How templates of common models write a call, each in a line.
+CALLS = {
+    "as JSON": "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}",
+    "arguments as JSON": "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+    "pair by pair": "{% for k, v in c.function.arguments | items %}<{{ k }}={{ v }}>{% endfor %}",
+    "in place": '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+}
+MANY = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_12_arguments_are_objects_in_a_template(how):
+    text = text_of(MANY.replace("CALL", CALLS[how]), history())
+    assert '\\"' not in text and "Paris" in text
+    if "JSON" in how or "place" in how:
+        assert '{"city":"Paris","days":[1,2]}' in text.replace(" ", "")
+
+
+@pytest.mark.parametrize("arguments", ["not JSON", "[1]", '"x"', "{", "[" * 100_000])
+def test_12_arguments_that_are_no_object_stay_as_they_are(arguments):
+    [_, assistant, _] = conversation(history(arguments), 10)
+    assert assistant["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_12_no_arguments_are_none():
+    assert conversation(history(""), 10)[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("calls", [[], [1], [{}], [{"function": 3}], [{"function": {"arguments": 3}}], "x", None])
+def test_12_calls_of_other_kinds_are_left_to_the_template(calls):
+    given = {"role": "assistant", "content": "x", "tool_calls": calls}
+    assert conversation([given], 10) == [given]
+
+
+def test_12_what_was_sent_is_not_changed():
+    sent = history()
+    conversation(sent, 10)
+    assert sent == history()
+
+
+def test_13_a_template_that_adds_texts_takes_null():
+    adds = "{% for m in messages %}{{ '<' + m.role + '>' + m['content'] + '|' }}{% endfor %}"
+    with pytest.raises(InvalidRequest):
+        render_chat(adds, history())
+    assert text_of(adds, history()) == "<user>Weather in Paris?|<assistant>|<tool>18 C|"
+
+
+def test_13_null_is_no_word():
+    assert text_of("{% for m in messages %}{{ m.content }}|{% endfor %}", history()) == "Weather in Paris?||18 C|"
+
+
+NINE = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}[{{ c.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}{% endfor %}"
+)
+
+
+def test_13_a_template_that_wants_short_ids_gets_them_and_they_match():
+    text = text_of(NINE, history())
+    assert len(text) == 22 and text[1:10] == text[12:21] != "call_1"
+    assert text_of(NINE, history(call="abcdefghi")) == "[abcdefghi](abcdefghi)", "which are good already"
+
+
+def test_what_a_template_refuses_is_told_as_at_first():
+    always = "{{ raise_exception('never') }}"
+    with pytest.raises(InvalidRequest, match="refuses this conversation: never"):
+        text_of(always, history())
+
+
+# ---- tools that nobody sees (D2) ------------------------------------------------------------------------------------
+
+
+def test_d2_tools_that_change_nothing_are_refused():
+    with pytest.raises(Refused, match="tools is not supported: this model's chat template does not show them") as e:
+        text_of(CHATML, [{"role": "user", "content": "x"}], tools=[TOOL])
+    assert (e.value.param, e.value.code, e.value.status) == ("tools", "unsupported_parameter", 400)
+    assert text_of(CHATML, [{"role": "user", "content": "x"}], tools=[])
+    assert text_of(CHATML, [{"role": "user", "content": "x"}], tools=[TOOL], tool_choice="none")
+    shown = text_of("{{ tools | tojson }}" + CHATML, [{"role": "user", "content": "x"}], tools=[TOOL])
+    assert "get_weather" in shown
+
+
+def test_d2_a_template_that_needs_tools_is_not_asked_without():
+    needs = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}"
+    assert "get_weather" in text_of(needs, [{"role": "user", "content": "x"}], tools=[TOOL])
+
+
+TEMPLATES = sorted((Path(__file__).parents[2] / "data" / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=lambda f: f.stem)
+def test_d1_templates_of_real_models_take_a_history_with_tools_or_say_so(file):
+    template = file.read_text()
+    try:
+        text = text_of(template, history(), tools=[TOOL])
+    except Refused as e:
+        assert e.param == "tools"
+    except InvalidRequest as e:
+        assert "template" in str(e)
+    else:
+        assert "get_weather" in text and '\\"city' not in text
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def here():
+    with ENGINES["child"]("tiny", max_batch_size=4) as texts, site(texts, chat_template=CHATML) as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_over_http(here, path):
+    more = {"max_tokens": 2} if "chat" in path else {}
+    assert here.post(path, {"messages": history(), **more}).status_code == 200
+    answer = here.post(path, {"messages": history(), "tools": [TOOL], **more})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "ä", "a\n"])
+def test_a_request_id_is_used_or_refused(here, given):
+    answer = here.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": given})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "request_id"
+    assert here.complete("a", request_id="x" * 128)["id"] == "cmpl-" + "x" * 128
+
+
+def test_23_answers_have_ids_of_their_own(here):
+    sent = [here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "same"})]
+    sent += [here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "same"})]
+    assert [a.headers["x-request-id"] for a in sent] == ["same"] * 2
+    assert len({a.json()["id"] for a in sent}) == 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "field, value",
+    [(f, v) for f in ("temperature", "repetition_penalty") for v in (1e308, 1e-320, 5e-324, 3.5e38)],
+)
+def test_30_numbers_at_the_edge_give_no_warnings(here, field, value, recwarn):
+    with ENGINES["own"]("tiny", max_batch_size=2) as texts, site(texts) as own:
+        answer = own.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "seed": 1, field: value})
+    assert answer.status_code in (200, 400)
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
