@@ -175,6 +175,7 @@ class Server(uvicorn.Server):
                 self.status = 1
                 self._patience = 0.0
                 self.signalled(asyncio.get_running_loop(), 0)
+                return
 
     def _is_lost(self) -> bool:
         engine = self._served.texts.engine
