@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, Invalid
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
+from hibachi.plan.timeshares import TimeShares
 from hibachi.request import Finish
 
 log = logging.getLogger("hibachi.engine")
@@ -117,6 +118,7 @@ class Engine:
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
         self._flight: Flight | None = None
         self._calm = False  # the next step is waited for
+        self._shares = TimeShares(getattr(scheduler.policy, "weight", lambda tenant: 1.0))
 
     def stats(self) -> Stats:
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -200,9 +202,12 @@ class Engine:
         if sent := self.scheduler.make_room():
             self.recorder.note("room", sent)
             self._suspend(sent)
-        plan = self.scheduler.schedule(now)
-        self.recorder.note("plan", plan, now)
-        self._suspend(self.scheduler.preempted)
+        if self.scheduler.shares_rows:
+            self._rest(self._shares.resting(self.scheduler.wanted()))
+        plan = self._plan(now)
+        if plan is None and self.scheduler.resting:  # who was to go first could not
+            self._rest(frozenset())
+            plan = self._plan(now)
         flight, self._flight = self._flight, None
         if plan is None:
             if flight is not None:
@@ -228,6 +233,17 @@ class Engine:
             self._run(plan, began)
         self._flight = launched
         return True
+
+    def _plan(self, now: float) -> StepPlan | None:
+        plan = self.scheduler.schedule(now)
+        self.recorder.note("plan", plan, now)
+        self._suspend(self.scheduler.preempted)
+        return plan
+
+    def _rest(self, tenants: frozenset[Hashable]) -> None:
+        if tenants != self.scheduler.resting:
+            self.recorder.note("rest", tenants)
+            self.scheduler.rest(tenants)
 
     def _admit(self, plan: StepPlan, now: float) -> list[tuple[Job, BaseException]]:
         """Tell the runner of the requests that start; returns those for which that failed."""
@@ -286,6 +302,11 @@ class Engine:
         rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
         phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
         phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)
+        if self.scheduler.shares_rows and not self.runner.tally.compiles:
+            computed: dict[Hashable, int] = {}
+            for seq, n in zip(plan.seqs, plan.q.tolist(), strict=True):
+                computed[seq.tenant] = computed.get(seq.tenant, 0) + n
+            self._shares.took(computed, seconds)
 
     # ---- a step in flight ---------------------------------------------------------------------------------------
 

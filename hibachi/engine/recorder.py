@@ -143,6 +143,8 @@ class Recorder:
                 words |= {"why": why}
             case "limit", (budget,):
                 words |= {"budget": budget}
+            case "rest", (tenants,):
+                words |= {"tenants": sorted(map(str, tenants))}
             case (("pause" | "unpause"), (seq,)):
                 words |= {"seq": seq.number}
         return words
@@ -278,6 +280,8 @@ class _Player:
                 s.forget()
             case "limit":
                 s.limit(event["budget"])
+            case "rest":
+                s.rest(frozenset(event["tenants"]))
             case "slow":
                 s.slow(self._seqs[event["seq"]], event["tokens"])
             case "again":

@@ -27,7 +27,7 @@ _NEVER = 2**62  # later than any start
 class Policy(Protocol):
     """The order of service. All methods are called by the scheduler, from one thread.
 
-    One that takes rows back has a method `displaced()` besides: see `Shares`.
+    One that takes rows back has methods `displaced()` and `weight(tenant)` besides: see `Shares`.
     """
 
     def rank(self, seq: Seq) -> Any:
@@ -367,6 +367,9 @@ class Shares:
     def opens(self, waiting: int, running: int, step: int) -> bool:
         return True
 
+    def weight(self, tenant: Hashable) -> float:
+        return self._weights.get(tenant, 1.0)
+
     def displaced(self) -> list[Seq]:
         """Who must give back its row, as another tenant waits that holds fewer; asked when no row is free."""
         heads = self._heads()
@@ -419,7 +422,7 @@ class Shares:
 
     def _load(self, rows: Counter[Hashable], tenant: Hashable, more: int) -> float:
         """What a tenant would hold with so many rows more, over its weight."""
-        return (rows[tenant] + more) / self._weights.get(tenant, 1.0)
+        return (rows[tenant] + more) / self.weight(tenant)
 
     def _forget(self, tenant: Hashable) -> None:
         """A tenant that has nothing here any more leaves nothing behind."""

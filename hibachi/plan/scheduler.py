@@ -149,6 +149,7 @@ class Scheduler:
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
+        self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
         self._deadlines: list[tuple[float, int, Seq]] = []
         self._ripe = 64  # length at which they are looked through
         self.preempted: Sent = []  # who lost its row in the last `schedule`, also where no plan came of it
@@ -269,6 +270,25 @@ class Scheduler:
         """Did it find too few blocks, and has none become free since?"""
         return bool(self.pool and self._stuck and self._stuck[0] is seq and self.pool.free <= self._stuck[1])
 
+    @property
+    def shares_rows(self) -> bool:
+        return self._displaced is not None
+
+    def rest(self, tenants: frozenset[Hashable]) -> None:
+        """Compute nothing of these until told otherwise; they keep their rows."""
+        self.resting = tenants
+
+    def wanted(self) -> dict[Hashable, int]:
+        """Tokens that each tenant would compute in the next step, with who is the next to start."""
+        out: dict[Hashable, int] = {}
+        for seq in self._running:
+            if seq.row >= 0 and not seq.paused:
+                n = 1 if self._emitted[seq.row] else int(self._known[seq.row] - self._computed[seq.row])
+                out[seq.tenant] = out.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
+        if self._free_rows and self.waiting and (seq_ := self.policy.peek()) is not None:
+            out[seq_.tenant] = out.get(seq_.tenant, 0) + min(seq_.length, self.limits.chunk)
+        return out
+
     def limit(self, budget: int) -> None:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""
         self.budget = max(1, budget)
@@ -359,8 +379,8 @@ class Scheduler:
             if self._left:
                 self._refresh()
             rows, seqs = self._rows, self._running
-            if self._paused:
-                seqs = [s for s in seqs if not s.paused]
+            if self._paused or self.resting:
+                seqs = [s for s in seqs if not s.paused and s.tenant not in self.resting]
                 rows = np.fromiter((s.row for s in seqs), np.intp, len(seqs))
             start = self._computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
@@ -553,7 +573,7 @@ class Scheduler:
         if not policy.opens(self.waiting - len(self._parked), self.running - self._paused, self._steps):
             return started
         while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
-            if self._short(seq):
+            if self._short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserve(seq, at_work)
             if found is None:  # nobody overtakes: the next in order gets the next blocks
