@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import HibachiError
+from hibachi.errors import ConfigError, HibachiError
 from hibachi.plan import policy as policies
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Limits, Scheduler, Sent, StepPlan
@@ -41,7 +41,9 @@ class ReplayDiffers(HibachiError):
 class Recorder:
     """Notes what happens, in the order in which it happens. Not thread-safe, but for `dump` and `last`.
 
-    path: also write everything to this file, one JSON object a line. None: the last `length` entries stay in memory.
+    path: also write everything to this file, one JSON object a line; where it cannot be written any more, a full disk
+    say, the log says so once and the recording ends. None: the last `length` entries stay in memory. Raises ConfigError
+    for a file that cannot be opened.
     """
 
     def __init__(self, scheduler: Scheduler, *, path: str | Path | None = None, length: int = LENGTH) -> None:
@@ -56,8 +58,11 @@ class Recorder:
         self._secret = secrets.token_bytes(16)
         self._file = None
         if path is not None:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
-            self._file.write(json.dumps(self._head) + "\n")
+            try:
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # as long as the engine lives
+            except (OSError, ValueError, TypeError) as e:  # those of a path that is none
+                raise ConfigError(f"record={path!r:.200} cannot be written: {e}. Name a file that can.") from e
+            self._write(None)
 
     def note(self, *entry: Any) -> None:
         """entry: the name of an event and what belongs to it. Turned into words only when somebody reads it."""
@@ -100,11 +105,12 @@ class Recorder:
             except RuntimeError:  # the engine's thread added one meanwhile
                 continue
 
-    def _write(self, entry: tuple[Any, ...]) -> None:
-        """To the file; if that fails, a full disk say, say so once and go on without it."""
+    def _write(self, entry: tuple[Any, ...] | None) -> None:
+        """To the file, None: how it begins; if that fails, a full disk say, say so once and go on without it."""
         assert self._file is not None
         try:
-            self._file.write(json.dumps(self._words(entry)) + "\n")
+            words = self._head if entry is None else self._words(entry)
+            self._file.write(json.dumps(words) + "\n")
             self._file.flush()  # what a process that dies leaves behind is what this is for
         except Exception as e:
             log.error("the recording of the engine's plans ends here: %s: %s", type(e).__name__, e)
