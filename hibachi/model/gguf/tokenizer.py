@@ -16,6 +16,7 @@ import numpy as np
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 from hibachi.model.extras import need
 from hibachi.model.gguf.file import Metadata
+from hibachi.model.text.merges import cuts
 
 
 class Pieces(NamedTuple):
@@ -254,9 +255,9 @@ def _sentencepiece(library: Any, source: _Source) -> Any:
 def _merges(source: _Source) -> list[tuple[str, str]]:
     """SentencePiece joins the pair that gives the token of the highest score; so the scores are an order of merges."""
     scores = source.numbers("scores")
-    parts = {t for t, i in source.vocab.items() if source.types[i] == _NORMAL}
-    order = sorted((t for t in parts if len(t) > 1), key=lambda t: (-scores[source.vocab[t]], source.vocab[t]))
-    return [(t[:cut], t[cut:]) for t in order for cut in range(1, len(t)) if t[:cut] in parts and t[cut:] in parts]
+    parts = (t for t, i in source.vocab.items() if source.types[i] == _NORMAL)
+    order = sorted(parts, key=lambda t: (-scores[source.vocab[t]], source.vocab[t]))
+    return [(t[:at], t[at:]) for t, at in cuts(order, str(source.file))]
 
 
 def _frame(library: Any, raw: Any, source: _Source, *, bos: bool) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.extras import need
 from hibachi.model.text.charsmap import Charsmap
+from hibachi.model.text.merges import LONGEST, cuts
 
 SPACE = "▁"  # U+2581, how pieces write a space
-_LONGEST = 512  # characters of a piece; trained ones have at most a few dozen
 
 
 class Kind(IntEnum):
@@ -55,13 +55,15 @@ class SentencePiece:
     """What characters are replaced by, see `Charsmap`."""
     names: dict[str, str] = field(default_factory=dict)
     """Pieces with a role: bos_token, eos_token, unk_token, pad_token, as far as they are in the vocabulary."""
+    where: str = field(default="tokenizer.model", compare=False)
+    """Its file, for messages."""
 
-    def check(self, where: str) -> None:
-        """Raises InvalidModelFiles for a vocabulary that cannot be used; `where` begins the message."""
+    def check(self) -> None:
+        """Raises InvalidModelFiles for a vocabulary that cannot be used."""
         twice = [p for p, n in Counter(self.pieces).items() if n > 1]
         unknown = self.kinds.count(Kind.UNKNOWN)
         rows = zip(self.pieces, self.scores, self.kinds, strict=True)
-        bad = next((i for i, (p, s, _) in enumerate(rows) if not 0 < len(p) <= _LONGEST or not math.isfinite(s)), None)
+        bad = next((i for i, (p, s, _) in enumerate(rows) if not 0 < len(p) <= LONGEST or not math.isfinite(s)), None)
         wrong = None
         if twice:
             wrong = f"expected every piece once; {', '.join(map(repr, sorted(twice)[:5]))} has several ids"
@@ -69,7 +71,7 @@ class SentencePiece:
             wrong = f"expected one piece of type UNKNOWN; got {unknown}"
         elif bad is not None:
             wrong = (
-                f"expected pieces of 1 to {_LONGEST} characters with finite scores; piece {bad} is "
+                f"expected pieces of 1 to {LONGEST} characters with finite scores; piece {bad} is "
                 f"{self.pieces[bad]!r:.40} with {self.scores[bad]}"
             )
         elif Kind.UNUSED in self.kinds or set(self.kinds) - set(Kind):
@@ -77,7 +79,7 @@ class SentencePiece:
         elif self.byte_fallback and (missing := {f"<0x{b:02X}>" for b in range(256)} - set(self.pieces)):
             wrong = f"byte_fallback needs a piece for every byte; {len(missing)} are missing, such as {min(missing)}"
         if wrong is not None:
-            raise InvalidModelFiles(f"{where}: {wrong}. Copy or download the file again.")
+            raise InvalidModelFiles(f"{self.where}: {wrong}. Copy or download the file again.")
 
     def tokenizer(self, *, dummy_prefix: bool | None = None, every_part: bool = False) -> Any:
         """As a `tokenizers.Tokenizer`; its decoder gives U+FFFD for every byte of a run of bytes that is not UTF-8.
@@ -113,13 +115,8 @@ class SentencePiece:
     def _bpe(self, models: Any) -> Any:
         """SentencePiece merges the two neighbours whose union has the best score: so the pairs are ranked by that."""
         text = {p: i for i, p in enumerate(self.pieces) if self.kinds[i] == Kind.NORMAL}
-        pairs = [
-            (-self.scores[i], i, -at, (piece[:at], piece[at:]))
-            for piece, i in text.items()
-            for at in range(1, len(piece))
-            if piece[:at] in text and piece[at:] in text
-        ]
-        pairs.sort()
+        ways = ((text[p], p, at) for p, at in cuts(text, self.where))
+        pairs = sorted((-self.scores[i], i, -at, (p[:at], p[at:])) for i, p, at in ways)
         return models.BPE(
             {p: i for i, p in enumerate(self.pieces)},
             [pair for *_, pair in pairs],
@@ -177,7 +174,8 @@ def read_sentencepiece(path: Path) -> SentencePiece:
         raise InvalidModelFiles(
             f"{path} cannot be read as a SentencePiece model: {e}. Copy or download the file again."
         ) from e
-    model.check(str(path))
+    model.where = str(path)
+    model.check()
     return model
 
 
