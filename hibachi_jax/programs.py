@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from hibachi.tensor.kept import cache_folder
+
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""
+_ROOM = 1 << 20  # bytes that must be free
+_log = logging.getLogger("hibachi.jax")
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _made = 0
 
@@ -40,12 +46,13 @@ def keep() -> Path | None:
         return None
     if not jax.config.jax_enable_compilation_cache:
         return None
-    folder = place()
     try:
+        folder = place()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    if not os.access(folder, os.W_OK):
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
+    except OSError as e:  # not writable, or full
+        _log.warning("What JAX compiles is not kept, so the next start compiles it again: %s", e)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
@@ -60,9 +67,8 @@ def in_use() -> bool:
 
 
 def place() -> Path:
-    """$XDG_CACHE_HOME/hibachi/jax (else ~/.cache), and in it a folder for this kind of processor."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "hibachi" / "jax" / _processor()
+    """$XDG_CACHE_HOME/hibachi/jax (else ~/.cache), and in it a folder for this kind of processor. Raises OSError."""
+    return cache_folder() / "jax" / _processor()
 
 
 def _processor() -> str:

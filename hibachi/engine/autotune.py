@@ -16,6 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,7 @@ from hibachi.model.arch import Arch
 from hibachi.plan.lower import lower
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, StepInputs
+from hibachi.tensor.kept import cache_folder, move
 from hibachi.tensor.kernels import OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tensor.numpy_backend import NumpyBackend
 
@@ -38,6 +40,7 @@ BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
 DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
 STEP = ("linear", "attention")  # what a step is judged by
 ROWS = (1, 16, 64, 256)  # of the products that are timed
+_MOST = 1 << 20  # bytes of what is kept; some thousand in fact
 _FORMAT = 3  # of what is kept; another one where other cases are timed
 _BEHIND = 3  # times the fastest
 _COLD = 64 << 20  # bytes of weights that take turns, as in a step they come from memory
@@ -143,7 +146,7 @@ def settle(
         said[0].times = _steps(choice.trials)
         return replace(choice, trials=said + choice.trials)
     path = _place(backend, replace(sizes, dtype="any"), [*found, *candidates(backend)], deterministic, rounding)
-    trials = None if refresh else _read(path)
+    trials = None if refresh else _read(path, found)
     if trials is None and not budget:
         return choose(backend, sizes, budget=budget, **how)
     measured = {}
@@ -208,7 +211,7 @@ def choose(
     pads = "buckets" in allowed
     timed = {op for op, some in kernels.items() if len(some) > 1} | set(STEP if pads or kernels else ()) | set(alone)
     path = _place(backend, sizes, found, deterministic, rounding)
-    trials = None if refresh else _read(path)
+    trials = None if refresh else _read(path, found)
     known = trials is not None
     if trials is None and (not budget or not timed):
         made = _unmeasured(backend, kernels, deterministic) if kernels else plain
@@ -535,7 +538,10 @@ _CHECKS: dict[str, Callable[[ArrayBackend, Sizes], float]] = {
 # ---- what is known -------------------------------------------------------------------------------------------------
 
 
-def _place(backend: ArrayBackend, sizes: Sizes, found: list[Candidate], deterministic: bool, rounding: bool) -> Path:
+def _place(
+    backend: ArrayBackend, sizes: Sizes, found: list[Candidate], deterministic: bool, rounding: bool
+) -> Path | None:
+    """Where the choice is kept; None: nowhere, says the log."""
     facts = [
         _FORMAT,
         version("hibachi"),
@@ -548,8 +554,11 @@ def _place(backend: ArrayBackend, sizes: Sizes, found: list[Candidate], determin
         rounding,
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "hibachi" / f"kernels-{key}.json"
+    try:
+        return cache_folder() / f"kernels-{key}.json"
+    except OSError as e:
+        _log.warning("The choice of kernels is not kept: %s", e)
+        return None
 
 
 def _processor() -> str:
@@ -560,21 +569,52 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _read(path: Path) -> list[Trial] | None:
+def _read(path: Path | None, found: Iterable[Candidate]) -> list[Trial] | None:
+    """The trials of these candidates as they were kept; None: there are none, or none of use, which the log says."""
+    if path is None:
+        return None
     try:
-        return [Trial(**each) for each in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError):  # not there, or of another version: measure
+        with path.open("rb") as file:
+            data = file.read(_MOST + 1)
+        if len(data) > _MOST:
+            raise ValueError(f"it has more than {_MOST} bytes")
+        kept = json.loads(data)
+        if not isinstance(kept, list):
+            raise ValueError(f"expected a list of trials; got {type(kept).__name__}")
+        trials = [Trial(**each) for each in kept]
+        if not all(map(_is_sound, trials)):
+            raise ValueError("a trial has a value of the wrong type")
+        if sorted((t.operation, t.name) for t in trials) != sorted((c.operation, c.name) for c in found):
+            raise ValueError("these are not the trials of the candidates here")
+        return trials
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        _log.warning("The choice of kernels in %s cannot be used, it is made anew: %.200s", path, e)
         return None
 
 
-def _write(path: Path, trials: list[Trial]) -> None:
+def _is_sound(t: Trial) -> bool:
+    """Are all its values of their types? Times are finite: the choice was made by them."""
+    times = list(t.times.values()) if isinstance(t.times, dict) else [None]
+    error = 0.0 if t.error is None else t.error
+    words = (t.operation, t.name, t.note, "" if t.why_not is None else t.why_not)
+    numbers = all(type(n) in (int, float) for n in (*times, error))
+    return numbers and all(isinstance(w, str) for w in words) and all(0 <= n < math.inf for n in times) and error >= 0
+
+
+def _write(path: Path | None, trials: list[Trial]) -> None:
+    if path is None:
+        return
+    made = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_suffix(f".{os.getpid()}")
         made.write_text(json.dumps([asdict(t) for t in trials], indent=1))
-        made.replace(path)
+        move(made, path)
     except OSError as e:
-        _log.info("The choice of kernels is not kept: %s", e)
+        _log.warning("The choice of kernels is not kept, so the next start makes it again: %s", e)
+        with suppress(OSError):
+            made.unlink()
 
 
 def table(trials: list[Trial]) -> str:

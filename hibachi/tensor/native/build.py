@@ -2,6 +2,7 @@
 
 They know the array library only by its thread pool, so no Python is in them and a build takes seconds. What is built is
 kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache) under a name that is made of all that it depends on.
+It ends with a seal, the hash of what is in front of it, as the loader of a truncated library ends the process.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 
 from hibachi.errors import HibachiError
+from hibachi.tensor.kept import cache_folder, move
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
+_ROOM = 1 << 20  # bytes of a library, and of what is made on the way
+_said: set[Path] = set()  # where nothing can be kept, once each
+_PATIENCE = 600  # seconds for a compiler that takes some ten
 _log = logging.getLogger("hibachi.native")
 
 
@@ -46,13 +52,20 @@ class NativeLibrary:
     flags: Callable[[], tuple[list[str], list[str]]]
     facts: tuple[str, ...]
     _later: bool = field(default=False, init=False)
+    _failed: dict[Path, str] = field(default_factory=dict, init=False)  # a compiler that failed is not asked again
 
     @cached_property
     def loaded(self) -> ctypes.CDLL:
-        """The kernels, built now if they are not there yet. Raises NativeUnavailable."""
+        """The kernels, built now if they are not there yet, or damaged. Raises NativeUnavailable."""
         path = self.place()
-        if not path.exists():
-            self.build(path)
+        if not _whole(path):
+            if path in self._failed:
+                raise NativeUnavailable(self._failed[path])
+            try:
+                self.build(path)
+            except NativeUnavailable as e:
+                self._failed[path] = str(e)
+                raise
         try:
             return ctypes.CDLL(str(path))
         except OSError as e:
@@ -72,8 +85,10 @@ class NativeLibrary:
         """`why_missing` for those who do not want to wait: kernels that are not there yet are compiled by a process in
         the background, once, and are there at the next start."""
         try:
-            if self.place().exists():
+            path = self.place()
+            if "loaded" in vars(self) or _whole(path):
                 return self.why_missing()
+            _try_folder(path.parent)
         except NativeUnavailable as e:
             return str(e)
         self._build_later()
@@ -85,7 +100,9 @@ class NativeLibrary:
             path = self.place()
         except NativeUnavailable as e:
             return str(e)
-        return f"compiled: {path}" if path.exists() else f"to be compiled by {compiler()} when they are first asked for"
+        if _whole(path):
+            return f"compiled: {path}"
+        return f"to be compiled by {compiler()} when they are first asked for"
 
     def sources(self) -> list[Path]:
         return sorted(self.folder.glob("*.cpp"))
@@ -98,10 +115,12 @@ class NativeLibrary:
         for path in [*self.sources(), *sorted(self.folder.glob("*.h")), *sorted(HEADERS.glob("*.h"))]:
             key.update(path.read_bytes())
         cxx = compiler()
-        for fact in (*self.facts, os.path.realpath(cxx), _said_by(cxx), *FLAGS, _processor()):
+        for fact in ("sealed", *self.facts, os.path.realpath(cxx), _said_by(cxx), *FLAGS, _processor()):
             key.update(fact.encode() + b"\0")
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return root / "hibachi" / f"{self.name}-{key.hexdigest()[:16]}.so"
+        try:
+            return cache_folder() / f"{self.name}-{key.hexdigest()[:16]}.so"
+        except OSError as e:
+            raise NativeUnavailable(f"Native kernels have no place: {e}.") from e
 
     def build(self, path: Path) -> None:
         """Compile into a folder of our own and move the result, so that processes may build at the same time.
@@ -122,9 +141,10 @@ class NativeLibrary:
                 made = Path(folder) / "kernels.so"
                 now = "-Wl,-z,now"  # what is missing is missed at loading, not at a call
                 _run([[cxx, "-shared", *map(str, objects), *to_link, now, "-o", str(made)]])
-                os.replace(made, path)
+                made.write_bytes((data := made.read_bytes()) + _seal(data))
+                move(made, path)
         except OSError as e:
-            raise NativeUnavailable(f"The native kernels were not built: {e}.") from e
+            raise NativeUnavailable(f"The native kernels were not built for {path}: {e}.") from e
 
     def _build_later(self) -> None:
         if self._later:
@@ -136,7 +156,39 @@ class NativeLibrary:
         script = f"import os, time; os.nice(19); time.sleep(5); import {module}; {self.here}.why_missing()"
         # It may outlive us, and an interrupt of ours is none of its.
         quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **quiet)  # type: ignore[call-overload]
+        try:
+            subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **quiet)  # type: ignore[call-overload]
+        except OSError as e:
+            _log.warning("Native kernels are not being compiled: %s", e)
+
+
+def _seal(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _try_folder(folder: Path) -> None:
+    """Is there room for a library? A compiler in the background could not say. Raises NativeUnavailable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
+    except OSError as e:
+        if folder not in _said:
+            _said.add(folder)
+            _log.warning("Native kernels cannot be kept in %s, so there are none: %s", folder, e)
+        raise NativeUnavailable(f"Native kernels cannot be kept in {folder}: {e}.") from e
+
+
+def _whole(path: Path) -> bool:
+    """Is there a library, and all of it?"""
+    try:
+        data = path.read_bytes()
+    except OSError:  # mostly as there is none yet; else building one says why
+        return False
+    if data[-32:] == _seal(data[:-32]):
+        return True
+    _log.warning("The native kernels in %s are damaged, as after a full disk; they are compiled anew.", path)
+    return False
 
 
 def compiler() -> str:
@@ -169,7 +221,16 @@ def _processor() -> str:
 def _run(commands: Iterable[list[str]]) -> None:
     """All commands at the same time. Raises NativeUnavailable with what a compiler says."""
     running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-    said = [p.communicate()[0] for p in running]
+    try:
+        end = time.monotonic() + _PATIENCE
+        said = [p.communicate(timeout=max(end - time.monotonic(), 0.1))[0] for p in running]
+    except subprocess.TimeoutExpired as e:
+        raise NativeUnavailable(f"The compiler took more than {_PATIENCE} s for the native kernels.") from e
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
     for process, text in zip(running, said, strict=True):
         if process.returncode:
             raise NativeUnavailable(f"The native kernels do not compile (status {process.returncode}):\n{text[-2000:]}")
