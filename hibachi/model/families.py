@@ -140,7 +140,7 @@ def layers_of(c: Fields) -> int:
 
 def activation(c: Fields) -> str:
     found = c.get("hidden_activation", "hidden_act", "activation_function", "activation", default="silu")
-    if found not in _ACTIVATIONS:
+    if not isinstance(found, str) or found not in _ACTIVATIONS:
         raise c.unknown("hidden_act", found, sorted(_ACTIVATIONS))
     return _ACTIVATIONS[found]
 

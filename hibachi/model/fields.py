@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,11 +11,26 @@ from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 
 Config: TypeAlias = Mapping[str, Any]
 
+MOST_SETTINGS, MOST_VOCABULARY = 1 << 24, 1 << 26
+"""Characters of a file that is read as a whole: fifty times what real ones have, and twice."""
+_LARGEST = 3.4e38  # what models compute in
+
+
+def read_text(path: Path, most: int = MOST_SETTINGS) -> str:
+    """A text in UTF-8. Raises OSError, ValueError: also for more than `most` characters, and for what is no file."""
+    if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+        raise OSError("it is no file")
+    with path.open(encoding="utf-8") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"it has more than {most} characters")
+    return text
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises InvalidModelFiles."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except FileNotFoundError:
         raise InvalidModelFiles(
             f"{path} is missing. Expected a directory in Hugging Face layout: "
@@ -53,9 +67,9 @@ class Fields:
         return int(value)
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A finite number > 0."""
+        """A number > 0 that float32 has."""
         value = self.get(*names, default=default)
-        if not (is_int(value) or isinstance(value, float)) or not 0 < value < math.inf:
+        if not is_number(value):
             raise self.wrong(names, "a number > 0", value)
         return float(value)
 
@@ -84,7 +98,7 @@ class Fields:
         """A list of `length` numbers > 0."""
         value = self.get(name)
         good = isinstance(value, list) and len(value) == length
-        if not good or not all((is_int(v) or isinstance(v, float)) and 0 < v < math.inf for v in value):
+        if not good or not all(map(is_number, value)):
             raise self.wrong((name,), f"a list of {length} numbers > 0", value)
         return tuple(float(v) for v in value)
 
@@ -122,6 +136,11 @@ class Fields:
 
 def contradiction(what: str) -> InvalidModelFiles:
     return InvalidModelFiles(f"config.json contradicts itself: {what}. Take the one that came with these weights.")
+
+
+def is_number(x: Any) -> bool:
+    """Above 0, and not beyond float32."""
+    return (is_int(x) or isinstance(x, float)) and 0 < x <= _LARGEST
 
 
 def is_int(x: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.fields import Fields, read_json
+from hibachi.model.fields import Fields, read_json, read_text
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
 
@@ -39,7 +39,7 @@ def pooling_of(path: Path) -> tuple[Pooling, bool]:
 
 def _modules(file: Path) -> list[dict[str, Any]]:
     try:
-        modules = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    except (OSError, ValueError) as e:
+        modules = json.loads(read_text(file)) if file.is_file() else []
+    except (OSError, ValueError, RecursionError) as e:
         raise InvalidModelFiles(f"{file} cannot be read as JSON: {e}. Download it again.") from e
     return [m for m in modules if isinstance(m, dict)] if isinstance(modules, list) else []

@@ -78,6 +78,8 @@ class Rope:
 FIRST = 2**14
 """Positions that tables have from the start, where the context is longer: they grow with what is used."""
 _PIECE = 1024  # positions
+_MOST_DIMS = 2**16
+_FASTEST = 1e20  # radians a position: times the last position that is still a float32
 
 
 def room(positions: int, longest: int) -> int:
@@ -156,7 +158,24 @@ def read_rope(c: Fields, head_dim: int, *, theta: float = 10000.0, layer_type: s
     scalings = [s for p in (new, old) if (s := _scaling(c, p, dims)) is not None]
     if len(set(scalings)) > 1:
         raise contradiction(f"rope_parameters ({scalings[0]}) differs from rope_scaling ({scalings[1]})")
-    return Rope(base, dims, scalings[0] if scalings else None)
+    rope = Rope(base, dims, scalings[0] if scalings else None)
+    _check(rope)
+    return rope
+
+
+def _check(rope: Rope) -> None:
+    """Raises InvalidModelFiles for frequencies that are no angles, or too many."""
+    if rope.dims > _MOST_DIMS:
+        raise contradiction(f"{rope.dims} dimensions of a head turn; expected at most {_MOST_DIMS}")
+    pairs = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
+    try:
+        with np.errstate(all="ignore"):
+            found = [_stretched(rope, rope.theta**-pairs, length) for length in (1, 2**31)]
+        good = all((np.abs(f) <= _FASTEST).all() for f in found)
+    except (ArithmeticError, ValueError):
+        good = False
+    if not good:
+        raise contradiction(f"its rotary frequencies, of base {rope.theta} and {rope.scaling!r:.200}, give no angles")
 
 
 def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
@@ -191,7 +210,7 @@ def _scaling(c: Fields, p: Fields, dims: int) -> Scaling | None:
         context, longest = (p if p.get(*original) else c).count(*original), c.count("max_position_embeddings")
         factor, magnitude = longest / context, p.optional_number("attention_factor")
         if magnitude is None:
-            magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+            magnitude = math.sqrt(1 + math.log(factor) / math.log(context)) if min(factor, context) > 1 else 1.0
         return LongRope(p.numbers("short_factor", dims // 2), p.numbers("long_factor", dims // 2), context, magnitude)
     raise p.unknown("rope_type", kind, ["default", "linear", "llama3", "yarn", "longrope"])
 

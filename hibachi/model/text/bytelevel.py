@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.extras import need
+from hibachi.model.fields import MOST_VOCABULARY, read_text
 from hibachi.model.text.ids import check_ids, read_unique
 
 NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # the second as OpenAI published them
@@ -71,7 +72,7 @@ def read_byte_level(vocab_file: Path, merges_file: Path, config: Mapping[str, An
 def _merges(file: Path) -> list[tuple[str, str]]:
     """A pair of tokens a line; the first line may name a version."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = read_text(file, MOST_VOCABULARY).split("\n")
     except (OSError, ValueError) as e:
         raise InvalidModelFiles(f"{file} cannot be read: {e}. Copy or download the file again.") from e
     merges = []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidModelFiles, InvalidRequest
+from hibachi.model.fields import read_text
 from hibachi.model.text import sandbox
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
@@ -111,8 +112,7 @@ def read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        with file.open(encoding="utf-8") as f:
-            return f.read()
+        return read_text(file)
     except (OSError, ValueError) as e:
         raise InvalidModelFiles(f"{file} cannot be read: {e}. Copy or download the file again.") from e
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.errors import InvalidModelFiles
+from hibachi.model.fields import MOST_VOCABULARY, read_text
 
 
 def read_unique(file: Path) -> dict[str, Any]:
     """The object in a JSON file, in which no object has a key twice. Raises InvalidModelFiles."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        value = json.loads(read_text(file, MOST_VOCABULARY), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as e:
         raise InvalidModelFiles(f"{file} cannot be read: {e}. Copy or download the file again.") from e
     if not isinstance(value, dict):

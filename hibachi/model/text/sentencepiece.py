@@ -23,6 +23,7 @@ from hibachi.model.extras import need
 from hibachi.model.text.charsmap import Charsmap
 from hibachi.model.text.merges import LONGEST, cuts
 
+_MOST, _MOST_PIECES = 1 << 24, 1 << 20  # bytes of a file, and its pieces; 256k have 5 million
 SPACE = "▁"  # U+2581, how pieces write a space
 
 
@@ -169,6 +170,8 @@ class _Cut:
 def read_sentencepiece(path: Path) -> SentencePiece:
     """A `tokenizer.model`. Raises InvalidModelFiles."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST:
+            raise ValueError(f"expected a file of at most {_MOST} bytes")
         model = _parse(path.read_bytes())
     except (OSError, ValueError, struct.error) as e:  # ValueError: UnicodeDecodeError as well
         raise InvalidModelFiles(
@@ -185,6 +188,8 @@ def _parse(data: bytes) -> SentencePiece:
     for number, value in _fields(data):
         if number == 1:
             piece = dict(_fields(_message(value)))
+            if len(model.pieces) == _MOST_PIECES:
+                raise ValueError(f"more than {_MOST_PIECES} pieces")
             model.pieces.append(_text(piece.get(1, b"")))
             model.scores.append(struct.unpack("<f", _message(piece.get(2, b"\0\0\0\0")))[0])
             model.kinds.append(_number(piece.get(3, Kind.NORMAL)))
