@@ -19,3 +19,8 @@ def need(module: str, what: str, extra: str = "text") -> Any:
             f"{what} needs the package {module!r}, which is not installed. "
             f"It is in the extra {extra!r}: pip install '.[{extra}]' in the checkout."
         ) from e
+
+
+def panicked(error: BaseException) -> bool:
+    """Is it what a library in Rust raises where its own code failed? It is no Exception, and has no name to catch."""
+    return type(error).__name__ == "PanicException"

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hibachi.errors import InvalidModelFiles, UnknownArchitecture
-from hibachi.model.extras import need
+from hibachi.model.extras import need, panicked
 from hibachi.model.gguf.file import Metadata
 from hibachi.model.text.merges import cuts
+from hibachi.model.text.patterns import GPT4O, LLAMA3, QWEN2, TEKKEN
 
 
 class Pieces(NamedTuple):
@@ -35,18 +36,6 @@ _PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's filling of ids without a tok
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 
 # ---- cutting text, for byte-level vocabularies ---------------------------------------------------------------------
-
-_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-_LLAMA3 = _CONTRACTIONS + _WORDS + r"|\p{N}{1,3}" + _OTHERS + _END
-_QWEN2 = _CONTRACTIONS + _WORDS + r"|\p{N}" + _OTHERS + _END
-_FRONT, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = (_FRONT + _UPPER + "*" + _LOWER + "+", _FRONT + _UPPER + "+" + _LOWER + "*")
-_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SIGNS + _END
-_GPT4O = "|".join(c + _CONTRACTIONS + "?" for c in _CASED) + r"|\p{N}{1,3}" + _SIGNS + _END
 
 
 class _Cut(NamedTuple):
@@ -81,12 +70,12 @@ _CUTS: Mapping[str, _Cut] = {
     **dict.fromkeys(("gpt-2", "phi-2"), _Cut()),
     **dict.fromkeys(("mpt", "olmo"), _Cut(nfc=True)),  # the tokenizer of GPT-NeoX
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Cut((_LLAMA3,), whole=True, bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut((_LLAMA3,))),
-    "qwen2": _Cut((_QWEN2,), nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut((_QWEN2,))),
-    "tekken": _Cut((_TEKKEN,), whole=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Cut((_GPT4O,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _Cut((LLAMA3,), whole=True, bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Cut((LLAMA3,))),
+    "qwen2": _Cut((QWEN2,), nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut((QWEN2,))),
+    "tekken": _Cut((TEKKEN,), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Cut((GPT4O,))),
     "falcon": _Cut(punctuation=True, thousands=True),
     "falcon3": _Cut(punctuation=True, digits=True),
 }
@@ -117,7 +106,9 @@ def read_tokenizer(file: Path, metadata: Metadata) -> Pieces:
         _add_tokens(library, raw, source)
     except (InvalidModelFiles, UnknownArchitecture):
         raise
-    except Exception as e:  # the library raises Exception itself
+    except BaseException as e:
+        if not (panicked(e) or isinstance(e, Exception)):  # the library raises Exception itself
+            raise
         raise InvalidModelFiles(f"The tokenizer in {file} cannot be built: {e}. Convert or download it again.") from e
     special = {f"{ours}_token": text for ours, name in _SPECIAL.items() if (text := source.special(name)) is not None}
     template = metadata.get("tokenizer.chat_template")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hibachi.errors import InvalidModelFiles
-from hibachi.model.extras import need
+from hibachi.model.extras import need, panicked
 from hibachi.model.fields import MOST_VOCABULARY, read_text
 from hibachi.model.text.ids import check_ids, read_unique
+from hibachi.model.text.patterns import QWEN2
 
 NAMES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # the second as OpenAI published them
 _END = "<|endoftext|>"
@@ -32,8 +33,7 @@ _STYLES = {
     "CodeGenTokenizer": _Style(),
     "Qwen2Tokenizer": _Style(
         special=("eos_token", "unk_token", "pad_token"),
-        words=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        words=QWEN2,
         nfc=True,
     ),
 }
@@ -57,7 +57,9 @@ def read_byte_level(vocab_file: Path, merges_file: Path, config: Mapping[str, An
     check_ids(vocab_file, vocab)
     try:
         raw = library.Tokenizer(library.models.BPE(vocab, merges))
-    except Exception as e:  # the library raises Exception itself
+    except BaseException as e:
+        if not (panicked(e) or isinstance(e, Exception)):  # the library raises Exception itself
+            raise
         raise InvalidModelFiles(f"{merges_file} does not belong to {vocab_file.name}: {e}. Take both again.") from e
     before, prefix = library.pre_tokenizers, config.get("add_prefix_space") is True
     letters = before.ByteLevel(add_prefix_space=prefix, use_regex=style.words is None)

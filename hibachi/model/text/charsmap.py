@@ -8,6 +8,7 @@ from functools import cache
 
 from hibachi.errors import InvalidModelFiles
 
+_LONGEST_VALUE = 64  # bytes that stand for a character; Unicode's have at most 33
 _LONGEST = 255  # bytes of a key; Unicode's have a few dozen, and a broken table might have no end
 
 
@@ -19,7 +20,7 @@ class Charsmap:
     """
 
     def __init__(self, blob: bytes) -> None:
-        """Raises InvalidModelFiles if the sizes do not fit."""
+        """Raises InvalidModelFiles if the sizes do not fit, or a text could become too long."""
         size = int.from_bytes(blob[:4], "little")
         if len(blob) < 8 or size % 4 or not 4 <= size <= len(blob) - 4:
             raise InvalidModelFiles(
@@ -28,6 +29,11 @@ class Charsmap:
             )
         self._units = struct.unpack_from(f"<{size // 4}I", blob, 4)
         self._values = blob[4 + size :]
+        if (longest := max(map(len, self._values.split(b"\0")))) > _LONGEST_VALUE:
+            raise InvalidModelFiles(
+                f"precompiled_charsmap: expected characters to be replaced by at most {_LONGEST_VALUE} bytes; got "
+                f"{longest}. Copy or download the tokenizer again."
+            )
         # A run of ASCII that no key in ASCII begins in stays as it is, up to a letter that a key may begin with.
         plain = bytes(b for b in range(128) if not self._begins_key(b))
         self._plain = re.compile(b"[" + re.escape(plain) + b"]+(?![\\x80-\\xff])" if plain else b"(?!)")

@@ -8,13 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hibachi.errors import InvalidModelFiles, InvalidRequest
-from hibachi.model.extras import need
+from hibachi.errors import InvalidModelFiles, InvalidRequest, text_of
+from hibachi.model.extras import need, panicked
 from hibachi.model.fields import read_json
 from hibachi.model.text import bytelevel
 from hibachi.model.text.chat import choose_template, read_templates, render_chat
 from hibachi.model.text.ids import check_ids, read_unique
 from hibachi.model.text.pieces import Text, raw_bytes, texts
+from hibachi.model.text.rules import check_rules
 from hibachi.model.text.sentencepiece import read_sentencepiece
 from hibachi.model.text.special import add_special_tokens
 
@@ -43,7 +44,7 @@ class Tokenizer:
         self.chat_templates = {name: source for name, source in named.items() if source is not None}
         # Tokens are special by their text, so asking is the only way.
         added = raw.get_added_tokens_decoder()
-        self._special = {i for i in added if raw.decode([i], skip_special_tokens=False) and not raw.decode([i])}
+        self._special = {i for i in added if self.decode([i], skip_special_tokens=False) and not self.decode([i])}
 
     @classmethod
     def load(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
@@ -56,13 +57,21 @@ class Tokenizer:
         path = Path(path)
         config_file = path / "tokenizer_config.json"
         config = read_json(config_file) if config_file.exists() else {}
-        raw, file, defaults = _read(path, config)
-        special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=file.name != "tokenizer.json")
-        tokenizer = cls(raw, special=special, chat_template=read_templates(path, config))
-        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        file = path
+        try:
+            raw, file, defaults = _read(path, config)
+            flags = file.name != "tokenizer.json"
+            special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=flags)
+            tokenizer = cls(raw, special=special, chat_template=read_templates(path, config))
+            largest = max([tokenizer.vocab_size - 1, *tokenizer.encode("")])  # with what is put around a text
+        except BaseException as e:
+            if not (panicked(e) or isinstance(e, InvalidRequest) or type(e) is Exception):  # which the library raises
+                raise
+            raise InvalidModelFiles(f"{file} cannot be used: {e}. Copy or download the file again.") from e
+        if vocab_size is not None and largest >= vocab_size:
             raise InvalidModelFiles(
                 f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}; got ids "
-                f"up to {tokenizer.vocab_size - 1}. Take both from one download."
+                f"up to {largest}. Take both from one download."
             )
         return tokenizer
 
@@ -77,7 +86,10 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Special tokens are added as the file says; not for a rendered chat, which has its own."""
+        """Ids of a text. Special tokens are added as the file says; not for a rendered chat, which has its own.
+
+        Raises InvalidRequest for what is no text, and for one that the tokenizer's own rules cannot be applied to.
+        """
         try:
             return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as e:  # the library says so for lone surrogates as well
@@ -85,10 +97,22 @@ class Tokenizer:
                 f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "
                 f"Pass token ids, or decode bytes first, for example with errors='replace'."
             ) from e
+        except BaseException as e:
+            if not (panicked(e) or isinstance(e, Exception)):
+                raise
+            raise InvalidRequest(f"The tokenizer cannot encode this prompt: {text_of(e)}. Pass token ids.") from e
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids without a token have none. Bytes that are not UTF-8 become U+FFFD."""
-        return self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        """Text of ids; ids without a token have none. Bytes that are not UTF-8 become U+FFFD.
+
+        Raises InvalidModelFiles for a tokenizer whose own rules fail on them.
+        """
+        try:
+            return self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        except BaseException as e:
+            if not panicked(e):
+                raise
+            raise InvalidModelFiles(f"The model's tokenizer cannot decode its own tokens: {e}. Mend its file.") from e
 
     def is_silent(self, token: int) -> bool:
         """Does `decode` leave this id out: a special token, or no token at all?"""
@@ -156,12 +180,15 @@ def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str
 
 def _read_tokenizer_json(library: Any, file: Path) -> Any:
     content = read_unique(file)
+    check_rules(file, content)
     model = content.get("model")
     if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
         check_ids(file, model["vocab"])
     try:
         raw = library.Tokenizer.from_file(str(file))
-    except Exception as e:  # the library raises Exception itself
+    except BaseException as e:
+        if not (panicked(e) or isinstance(e, Exception)):  # the library raises Exception itself
+            raise
         raise InvalidModelFiles(f"{file} cannot be read: {e}. Copy or download the file again.") from e
     for token in content.get("added_tokens") or []:
         text, i = token["content"], token["id"]
