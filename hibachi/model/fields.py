@@ -12,19 +12,19 @@ from hibachi.errors import InvalidModelFiles, UnknownArchitecture
 Config: TypeAlias = Mapping[str, Any]
 
 MOST_SETTINGS, MOST_VOCABULARY = 1 << 24, 1 << 26
-"""Characters of a file that is read as a whole: fifty times what real ones have, and twice."""
+"""Bytes of a file that is read as a whole: fifty times what real ones have, and twice."""
 _LARGEST = 3.4e38  # what models compute in
 
 
 def read_text(path: Path, most: int = MOST_SETTINGS) -> str:
-    """A text in UTF-8. Raises OSError, ValueError: also for more than `most` characters, and for what is no file."""
+    """A text in UTF-8. Raises OSError, ValueError: also for more than `most` bytes, and for what is no file."""
     if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
         raise OSError("it is no file")
-    with path.open(encoding="utf-8") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise ValueError(f"it has more than {most} characters")
-    return text
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"it has {size} bytes, expected at most {most}")
+    with path.open("rb") as file:
+        text = file.read(size).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def read_json(path: Path) -> dict[str, Any]:

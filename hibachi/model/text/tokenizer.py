@@ -63,12 +63,12 @@ class Tokenizer:
             flags = file.name != "tokenizer.json"
             special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=flags)
             tokenizer = cls(raw, special=special, chat_template=read_templates(path, config))
-            largest = max([tokenizer.vocab_size - 1, *tokenizer.encode("")])  # with what is put around a text
+            around = tokenizer.encode("")
         except BaseException as e:
             if not (panicked(e) or isinstance(e, InvalidRequest) or type(e) is Exception):  # which the library raises
                 raise
             raise InvalidModelFiles(f"{file} cannot be used: {e}. Copy or download the file again.") from e
-        if vocab_size is not None and largest >= vocab_size:
+        if vocab_size is not None and (largest := max([tokenizer.vocab_size - 1, *around])) >= vocab_size:
             raise InvalidModelFiles(
                 f"{file} and config.json do not belong together: expected ids below vocab_size {vocab_size}; got ids "
                 f"up to {largest}. Take both from one download."
