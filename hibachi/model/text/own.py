@@ -27,7 +27,8 @@ class _Any(Mapping[int, str]):
 
 
 class OwnTokenizer:
-    """Any object with `encode(text) -> ids` and `decode(ids) -> text`; perhaps a `chat_template`, Jinja source.
+    """Any object with `encode(text) -> ids` and `decode(ids) -> text`; perhaps a `chat_template`, Jinja source, and
+    `longest_token`, the bytes of text that one token stands for at most.
 
     Raises ConfigError if it lacks one of the methods.
     """
@@ -45,6 +46,16 @@ class OwnTokenizer:
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+    @property
+    def longest_token(self) -> int | None:
+        """What the object itself says it is, see `Tokenizer`: a positive integer; else None."""
+        own = getattr(self._own, "longest_token", None)
+        return own if isinstance(own, int) and own > 0 else None
+
+    def fewest_tokens(self, text: str) -> int:
+        longest = self.longest_token
+        return 0 if longest is None else -(-len(text.encode(errors="replace")) // longest)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -90,6 +101,10 @@ class NoTokenizer:
 
     chat_templates: Mapping[str, str] = {}
     chat_template = None
+    longest_token = None
+
+    def fewest_tokens(self, text: str) -> int:
+        return 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequest("This model has no tokenizer, so a prompt must be a list of token ids; got a text.")

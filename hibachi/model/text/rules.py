@@ -51,7 +51,7 @@ def check_rules(file: Path, content: Mapping[str, Any]) -> None:
         _check_around(content.get("post_processor"))
         text, tokens = _Growth(), _Growth()
         for growth, part in ((text, "normalizer"), (text, "pre_tokenizer"), (tokens, "decoder")):
-            for where, rule in _rules(part, content):
+            for where, rule in rules(part, content):
                 growth.apply(where, rule)
     except _Fault as e:
         raise InvalidModelFiles(f"{file}: {e}. Mend the file, or take another one.") from None
@@ -61,7 +61,7 @@ def check_rules(file: Path, content: Mapping[str, Any]) -> None:
             raise InvalidModelFiles(f"{file}: its rules were tried on some texts: {why}. Mend the file.")
 
 
-def _rules(part: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def rules(part: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where it is, rule) of a normalizer, a pre-tokenizer or a decoder, in the order in which they are applied."""
     left, count = [(part, content.get(part))], 0
     while left:

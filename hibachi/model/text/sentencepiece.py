@@ -59,6 +59,11 @@ class SentencePiece:
     where: str = field(default="tokenizer.model", compare=False)
     """Its file, for messages."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """No character of a text is left out before it is cut into pieces."""
+        return not self.charsmap and not self.remove_extra_spaces
+
     def check(self) -> None:
         """Raises InvalidModelFiles for a vocabulary that cannot be used."""
         twice = [p for p, n in Counter(self.pieces).items() if n > 1]

@@ -14,6 +14,7 @@ from hibachi.model.fields import read_json
 from hibachi.model.text import bytelevel
 from hibachi.model.text.chat import choose_template, read_templates, render_chat
 from hibachi.model.text.ids import check_ids, read_unique
+from hibachi.model.text.longest import Bound, find_bound
 from hibachi.model.text.pieces import Text, raw_bytes, texts
 from hibachi.model.text.rules import check_rules
 from hibachi.model.text.sentencepiece import read_sentencepiece
@@ -27,7 +28,7 @@ class Tokenizer:
     clean_up_tokenization_spaces is not followed. It is false by default and ignored for BPE there, as it corrupts text.
 
     raw: a `tokenizers.Tokenizer`. special: texts such as bos_token and eos_token, for chat templates. chat_template:
-    Jinja source, several by name, or None.
+    Jinja source, several by name, or None. whole: a pre-tokenizer that is written in Python leaves out no text.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class Tokenizer:
         *,
         special: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
+        whole: bool = False,
     ) -> None:
         raw.no_truncation()  # some files carry settings from training
         raw.no_padding()
-        self._raw, self.special = raw, dict(special or {})
+        self._raw, self.special, self._whole = raw, dict(special or {}), whole
         named = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
         self.chat_templates = {name: source for name, source in named.items() if source is not None}
         # Tokens are special by their text, so asking is the only way.
@@ -59,10 +61,10 @@ class Tokenizer:
         config = read_json(config_file) if config_file.exists() else {}
         file = path
         try:
-            raw, file, defaults = _read(path, config)
+            raw, file, defaults, whole = _read(path, config)
             flags = file.name != "tokenizer.json"
             special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=flags)
-            tokenizer = cls(raw, special=special, chat_template=read_templates(path, config))
+            tokenizer = cls(raw, special=special, chat_template=read_templates(path, config), whole=whole)
             around = tokenizer.encode("")
         except BaseException as e:
             if not (panicked(e) or isinstance(e, InvalidRequest) or type(e) is Exception):  # which the library raises
@@ -114,6 +116,27 @@ class Tokenizer:
                 raise
             raise InvalidModelFiles(f"The model's tokenizer cannot decode its own tokens: {e}. Mend its file.") from e
 
+    @property
+    def longest_token(self) -> int | None:
+        """Bytes of UTF-8 that one token stands for at most, so that a text of more than `longest_token * n` bytes has
+        more than n tokens. None: there is no such number, as any amount of text may be left out."""
+        bound = self._bound
+        return None if bound is None or bound.dropped else bound.longest
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` gives at least, without tokenizing; 0 where nothing can be said.
+
+        It says more than `longest_token`, as it knows the bytes that have no token here, such as U+0004 in SmolLM2.
+        """
+        if self._bound is None:
+            return 0
+        data = text.encode(errors="replace").translate(None, self._bound.dropped)
+        return -(-len(data) // self._bound.longest)
+
+    @cached_property
+    def _bound(self) -> Bound | None:
+        return find_bound(self._raw, whole=self._whole)
+
     def is_silent(self, token: int) -> bool:
         """Does `decode` leave this id out: a special token, or no token at all?"""
         return token in self._special or self._raw.id_to_token(token) is None
@@ -157,21 +180,22 @@ class Tokenizer:
         return render_chat(template, messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
-def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str, str]]:
-    """The `tokenizers.Tokenizer` of a folder, its file, and the special tokens that it has unless the config says."""
+def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str, str], bool]:
+    """The `tokenizers.Tokenizer` of a folder, its file, the special tokens that it has unless the config says, and
+    whether what we wrote of it leaves out no text."""
     library = need("tokenizers", "Text")
     file = path / "tokenizer.json"
     if file.exists():
-        return _read_tokenizer_json(library, file), file, {}
+        return _read_tokenizer_json(library, file), file, {}, True
     for vocab, merges in bytelevel.NAMES:
         if (path / vocab).exists() and (path / merges).exists():
             raw, special = bytelevel.read_byte_level(path / vocab, path / merges, config)
-            return raw, path / vocab, special
+            return raw, path / vocab, special, True
     file = path / "tokenizer.model"
     if file.exists():
         prefix, legacy = config.get("add_prefix_space"), config.get("legacy") is True
         model = read_sentencepiece(file)
-        return model.tokenizer(dummy_prefix=prefix, every_part=legacy), file, model.names
+        return model.tokenizer(dummy_prefix=prefix, every_part=legacy), file, model.names, model.keeps_all
     raise InvalidModelFiles(
         f"{path}: tokenizer.json is missing, and so are vocab.json with merges.txt, and tokenizer.model. Models with "
         f"another tokenizer get one from transformers: AutoTokenizer.from_pretrained(path).save_pretrained(path)."
