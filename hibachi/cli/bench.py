@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -216,11 +217,20 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     finally:  # what there is, should somebody lose patience
         profiles = {r["work"]: r.pop("profile") for r in runs if "profile" in r}  # of the last turn
         made = document(runs, **more, **({"profiles": profiles} if profiles else {}))
-        if args.out and runs:
-            Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+        kept = not args.out or not runs or _keep(args.out, json.dumps(made, indent=1) + "\n")
     print()
     _show([made], args)
-    return int(all("failed" in r for r in runs))
+    return int(not kept or all("failed" in r for r in runs))
+
+
+def _keep(file: str, text: str) -> bool:
+    """Write what took an hour to measure; on a disk that is full it is at least shown."""
+    try:
+        Path(file).write_text(text)
+    except OSError as e:
+        print(f"hibachi: the results are not in {file}: {e}", file=sys.stderr)
+        return False
+    return True
 
 
 def _show(documents: list[dict[str, Any]], args: argparse.Namespace) -> None:
