@@ -1,5 +1,8 @@
 """No engine's thread outlives its test, and no test writes into the user's home."""
 
+import resource
+from contextlib import contextmanager
+
 import pytest
 
 from ...engine.conftest import no_thread_is_left  # noqa: F401  # a fixture
@@ -13,3 +16,22 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     return home
+
+
+@pytest.fixture
+def small_disk():
+    """`with small_disk(n):` files of this process may not grow beyond n bytes, as on a disk that is full.
+
+    No longer than that, as pytest's own output may go to a file.
+    """
+
+    @contextmanager
+    def limited(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited

@@ -2,9 +2,9 @@
 
 import json
 import logging
-import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,17 +21,9 @@ ROOT = Path(__file__).parents[3]
 MB = 2**20
 
 
-@pytest.fixture
-def no_room_after():
-    """Files of this process may not grow beyond so many bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture(params=["a file in its place", "a file above it", "no home", "no room"])
-def nowhere(request, own_home, monkeypatch, no_room_after):
-    """The user's cache folder cannot be had."""
+def nowhere(request, own_home, monkeypatch, small_disk):
+    """`with nowhere:` the user's cache folder cannot be had."""
     cache = own_home / "cache"
     if request.param == "a file in its place":
         cache.mkdir()
@@ -41,9 +33,7 @@ def nowhere(request, own_home, monkeypatch, no_room_after):
     elif request.param == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home.")))
-    else:
-        no_room_after(100)
-    return request.param
+    return small_disk(100) if request.param == "no room" else nullcontext(request.param)
 
 
 def warnings_of(caplog, text):
@@ -113,11 +103,12 @@ def test_who_does_not_wait_has_damaged_kernels_compiled_in_the_background(librar
 
 def test_kernels_that_cannot_be_kept_are_done_without(library, nowhere, caplog):
     made = library()
-    assert made.why_not_yet() == library().why_not_yet() != "being compiled in the background, for the next start"
-    assert len(warnings_of(caplog, "Native kernels cannot be kept")) == (nowhere != "no home")
-    assert made.why_missing() and made.state()
-    with pytest.raises(NativeUnavailable):
-        _ = made.loaded
+    with nowhere as how:
+        assert made.why_not_yet() == library().why_not_yet() != "being compiled in the background, for the next start"
+        assert len(warnings_of(caplog, "Native kernels cannot be kept")) == (how != "no home")
+        assert made.why_missing() and made.state()
+        with pytest.raises(NativeUnavailable):
+            _ = made.loaded
 
 
 def test_a_compiler_that_fails_is_asked_once(library, tmp_path, monkeypatch):
@@ -225,7 +216,8 @@ def test_a_damaged_choice_is_made_anew(trials, caplog):
 
 
 def test_a_choice_that_cannot_be_kept_is_made_all_the_same(nowhere, caplog, own_home):
-    choice = chosen()
+    with nowhere:
+        choice = chosen()
     assert not choice.known and choice.kernels
     assert len(warnings_of(caplog, "is not kept")) == 1
     assert not list(own_home.rglob("kernels-*"))  # no part of one

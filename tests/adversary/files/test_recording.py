@@ -1,6 +1,5 @@
 """`record=` where the file cannot be written, or no longer."""
 
-import resource
 import sys
 
 import pytest
@@ -12,14 +11,6 @@ from hibachi.errors import ConfigError
 pytest.importorskip("tokenizers")
 
 
-@pytest.fixture
-def no_room_after():
-    """Files of this process may not grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def answers(llm, count):
     params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     return [llm.generate("Once upon a time", params)[0].token_ids for _ in range(count)]
@@ -29,12 +20,11 @@ def ended(caplog):
     return [r.getMessage() for r in caplog.records if "recording" in r.getMessage()]
 
 
-def test_m3_a_recording_ends_where_its_file_may_not_grow(tmp_path, caplog, no_room_after):
+def test_m3_a_recording_ends_where_its_file_may_not_grow(tmp_path, caplog, small_disk):
     path = tmp_path / "plans.jsonl"
     with LLM("tiny") as llm:
         expected = answers(llm, 1)
-    no_room_after(20_000)
-    with LLM("tiny", record=path) as llm:
+    with small_disk(20_000), LLM("tiny", record=path) as llm:
         assert answers(llm, 3) == expected * 3
     assert path.stat().st_size == 20_000
     (line,) = ended(caplog)
