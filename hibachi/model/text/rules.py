@@ -37,7 +37,7 @@ _PLAIN = re.compile(rf"(?:{_ATOM})*{_ATOM}(?:\+|\{{[1-9]\d?,?\}})?")
 """Letters or classes of them one after the other, the last perhaps repeated: they match something, and in one pass."""
 
 
-class _Fault(Exception):
+class _Fault(InvalidModelFiles):
     """What is wrong with a rule."""
 
 
