@@ -24,8 +24,8 @@ from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
-SOMEWHAT_LONG = 1024  # bytes of a token, where a tokenizer does not say how long one may be
-LEAST_BYTES = 2**20  # of a text that is cut into tokens nevertheless
+SOMEWHAT_LONG = 1024  # characters of a token, where a tokenizer does not say how long one may be
+LEAST_TEXT = 2**20  # characters of a text that is cut into tokens nevertheless
 
 
 class Texts(Closing):
@@ -279,16 +279,17 @@ class Texts(Closing):
 
         To be asked before it is: cutting takes seconds a megabyte, and memory.
         """
-        longest: int | None = getattr(self.tokenizer, "longest_token", None)
         context = self.engine.max_model_len
-        most = context * (longest or SOMEWHAT_LONG)
-        most = most if longest else max(most, LEAST_BYTES)
-        if len(text) <= most // 4 or (len(text) <= most and len(text.encode(errors="replace")) <= most):
+        if len(text) <= context:
             return
-        raise PromptTooLong(
-            f"The text has {len(text)} characters, and the {context} tokens of this model's context hold at most "
-            f"{most} bytes. Shorten it."
-        )
+        fewest: int = getattr(self.tokenizer, "fewest_tokens", lambda text: 0)(text)
+        most = max(context * SOMEWHAT_LONG, LEAST_TEXT)
+        if fewest > context or len(text) > most:
+            told = f"at least {fewest} tokens" if fewest > context else f"more than {most} characters are not read"
+            raise PromptTooLong(
+                f"The text has {len(text)} characters, and this model's context holds {context} tokens: {told}. "
+                f"Shorten it."
+            )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids: Any

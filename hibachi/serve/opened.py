@@ -119,6 +119,7 @@ def warm(served: Served) -> None:
         raise
     except HibachiError as e:  # a model of one's own may want longer prompts
         log.warning("the model was tried with the prompt [0], and failed: %s", e)
+    getattr(texts.tokenizer, "fewest_tokens", len)("a")  # it finds out how long tokens are, once
     templates = texts.tokenizer.chat_templates
     if templates or served.chat_template is not None:
         more = {"chat_template": served.chat_template} if served.chat_template is not None else {}
