@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from hibachi.engine.closing import CLOSE_WITHIN
 from hibachi.engine.remote import RemoteEngine
 from hibachi.serve.app import application, tells
 from hibachi.serve.arriving import Arriving
@@ -149,7 +150,7 @@ class Server(uvicorn.Server):
         if served.open_requests:
             log.warning("%d requests were not done after %g s, and are cut off", served.open_requests, self._patience)
         left = max(until - time.monotonic(), 0.0) if self._works() else 0.0
-        closing = threading.Thread(target=served.texts.close, args=(left + CLOSING,), daemon=True)
+        closing = threading.Thread(target=served.texts.close, args=(min(left + CLOSING, CLOSE_WITHIN),), daemon=True)
         closing.start()  # it ends their streams
         while closing.is_alive():
             await asyncio.sleep(0.01)
