@@ -771,3 +771,16 @@ def test_m2_a_fork_has_no_engine(there):
     assert in_fork(lambda: there.engine._pipe.closed) == "True"
     assert len(running.tokens.collect()) == LONG.max_tokens  # here all is as before
     assert there.generate("a", LONG)[0].token_ids
+
+
+def test_whoever_learns_that_the_engine_has_failed_finds_it_so():
+    """How it is comes before the ends of its streams."""
+    pipe = Kept()
+    engine = SimpleNamespace(health=lambda: "failed", stats=lambda: 1, meters=lambda: 2)
+    child = Child(pipe, SimpleNamespace(engine=engine))
+    for error, words in ((ModelError("x"), ["step"]), (EngineFailed("x"), ["beat", "step"])):
+        pipe.sent.clear()
+        wakeups = Wakeups()
+        OutChannel(1, child._outbox, child._forget).end(Finish.ERROR, error, wakeups)
+        wakeups.post()
+        assert [message[0] for message in pipe.sent] == words

@@ -329,3 +329,16 @@ def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
     folder = tmp_path / "deep" / "my-model"
     folder.mkdir(parents=True)
     assert _name(str(folder)) == "my-model" and _name("org/name") == "org/name" and _name("tiny") == "tiny"
+
+
+def test_28_a_handshake_must_come_in_time(start, tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    how = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout".split()
+    subprocess.run(["openssl", "req", *how, str(key), "-out", str(cert)], check=True, capture_output=True)
+    server = start("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--engine", "own", "--arrival-timeout", "1")
+    server.ready()
+    with socket.create_connection(("127.0.0.1", int(server.port)), timeout=20) as sock:
+        began = time.monotonic()
+        with suppress(ConnectionResetError):
+            assert sock.recv(100) == b""
+        assert time.monotonic() - began < 5
