@@ -333,7 +333,7 @@ def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
 
 def test_28_a_handshake_must_come_in_time(start, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    how = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout".split()
+    how = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-keyout"]
     subprocess.run(["openssl", "req", *how, str(key), "-out", str(cert)], check=True, capture_output=True)
     server = start("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--engine", "own", "--arrival-timeout", "1")
     server.ready()
