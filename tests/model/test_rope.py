@@ -6,8 +6,12 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import hibachi
 from hibachi.errors import InvalidModelFiles
+from hibachi.model import rope
 from hibachi.model.fields import Fields
+from hibachi.model.files import locate, open_files
+from hibachi.model.registry import load_model
 from hibachi.model.rope import FIRST, LongRope, Rope, read_rope, room, tables
 
 ORIGINAL, LONGEST, DIM = 64, 256, 32
@@ -84,3 +88,13 @@ def test_tables_have_few_sizes():
     assert room(1, 100) == 100 and room(1, 10**8) == FIRST
     assert {room(n, 10**6) for n in range(1, 10**6, 999)} == {FIRST * 2**i for i in range(6)} | {10**6}
     assert all(room(n, 10**6) >= n for n in (1, FIRST, FIRST + 1, 10**6))
+
+
+def test_a_model_is_ready_for_positions_that_it_is_told_of(monkeypatch):
+    monkeypatch.setattr(rope, "FIRST", 16)
+    model = load_model(open_files(locate("tiny")), hibachi.load("numpy"))
+    ((first, _),) = model.params["ropes"]
+    for positions, size in [(16, 16), (17, 32), (20, 32), (10**9, model.max_len)]:
+        model.reach(positions)
+        ((table, _),) = model.params["ropes"]
+        assert len(table) == size and (table[:16] == first).all()

@@ -209,7 +209,9 @@ def test_tensors_that_two_shards_hold_are_listed(tmp_path):
 OUTSIDE = ["../1.safetensors", "/etc/passwd", "a/../../x", "..", ".", "", "x\\y", "c:x", "a\0b", 7, None, ["x"]]
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, *({"weight_map": {"a": name}} for name in OUTSIDE)])
+@pytest.mark.parametrize(
+    "index", [{}, {"weight_map": []}, *({"weight_map": {"a": "here.safetensors", "b": name}} for name in OUTSIDE)]
+)
 def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, index):
     folder = tmp_path / "model"
     folder.mkdir()
