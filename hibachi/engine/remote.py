@@ -223,17 +223,23 @@ class RemoteEngine(Closing):
         return again and self._begin_again()
 
     def _begin_again(self) -> bool:
-        self._lost += 1
-        try:
-            self.facts = self._begin()
-        except Exception as e:
-            failure = f"The engine's process could not be started again: {e}"
-            with self._changed:
+        """Also where the next process dies while it starts, as when memory is short for a while."""
+        while True:
+            self._lost += 1
+            try:
+                self.facts = self._begin()
+                break
+            except Exception as e:
+                failure = f"The engine's process could not be started again: {e}"
+                log.error("%s", failure)
                 if self._closing:
                     return False
-                self._refusal = partial(EngineFailed, failure)
-            log.error("%s", failure)
-            return False
+                if self._lost >= MOST_RESTARTS:
+                    with self._changed:
+                        if not self._closing:
+                            self._refusal = partial(EngineFailed, failure)
+                    return False
+                time.sleep(self._lost)
         with self._changed:
             self.restarts += 1
             if self._closing:

@@ -24,7 +24,7 @@ from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
-SOMEWHAT_LONG = 1024  # characters of a token, where a tokenizer does not say how long one may be
+SOMEWHAT_LONG = 16  # characters of a token, on average: texts with more are not read
 LEAST_TEXT = 2**20  # characters of a text that is cut into tokens nevertheless
 
 
@@ -282,12 +282,20 @@ class Texts(Closing):
         context = self.engine.max_model_len
         if len(text) <= context:
             return
+        self.check_size(text)
         fewest: int = getattr(self.tokenizer, "fewest_tokens", lambda text: 0)(text)
-        most = max(context * SOMEWHAT_LONG, LEAST_TEXT)
-        if fewest > context or len(text) > most:
-            told = f"at least {fewest} tokens" if fewest > context else f"more than {most} characters are not read"
+        if fewest > context:
             raise PromptTooLong(
-                f"The text has {len(text)} characters, and this model's context holds {context} tokens: {told}. "
+                f"The text has {len(text)} characters, and at least {fewest} tokens; this model's context holds "
+                f"{context}. Shorten it."
+            )
+
+    def check_size(self, text: str) -> None:
+        """Raises PromptTooLong for a text that is not cut into tokens at all, as that takes memory and time."""
+        most = max(self.engine.max_model_len * SOMEWHAT_LONG, LEAST_TEXT)
+        if len(text) > most:
+            raise PromptTooLong(
+                f"The text has {len(text)} characters; with this model's context at most {most} are cut into tokens. "
                 f"Shorten it."
             )
 

@@ -49,7 +49,15 @@ class Arriving(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         inner: Any = AutoHTTPProtocol(_loop=self._loop, **more)  # type: ignore[call-arg]
         self._inner = inner
-        self._inner.send_400_response = self._malformed
+        inner.send_400_response = self._malformed
+        self._answering: Any = None  # the cycle of the request that is being answered
+        app = inner.app
+
+        async def noting(scope: Any, receive: Any, send: Any) -> None:
+            self._answering = getattr(receive, "__self__", None)
+            await app(scope, receive, send)
+
+        inner.app = noting
         self._seconds, self._tell = seconds, tell
         self._timer: asyncio.TimerHandle | None = None
         self._size = 0  # bytes of headers that are not here as a whole
@@ -81,6 +89,10 @@ class Arriving(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._wait_no_more()
         self._inner.connection_lost(error)
+        # uvicorn tells the latest request alone, which may be one that waits behind the one being answered.
+        if (cycle := self._answering) is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def eof_received(self) -> bool | None:
         kept: bool | None = self._inner.eof_received()

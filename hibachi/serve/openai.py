@@ -16,6 +16,7 @@ from hibachi.serve.record import Record, Vectors
 from hibachi.serve.shapes import Chats, Completions, Shape
 from hibachi.serve.state import Served
 
+MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
 SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -36,7 +37,7 @@ async def completions(served: Served, x: Exchange) -> None:
     body = read(CompletionBody, await served.body(x))
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
-    ids = await served.encode(asked.prompts, "prompt", special=asked.special)
+    ids = await served.encode(asked.prompts, "prompt", x.tenant, special=asked.special)
     await _text(served, x, Completions(asked, name, served.vocabulary), ids)
 
 
@@ -46,7 +47,7 @@ async def chat(served: Served, x: Exchange) -> None:
     name = served.check_name(body.model)
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
-    ids = await served.render(asked.messages, asked.template)
+    ids = await served.render(asked.messages, asked.template, x.tenant)
     await _text(served, x, Chats(asked, name, served.vocabulary), [ids])
 
 
@@ -54,7 +55,7 @@ async def embeddings(served: Served, x: Exchange) -> None:
     """A vector for each input."""
     body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
-    ids = await served.encode(asking.embedding(body, served.bounds), "input")
+    ids = await served.encode(asking.embedding(body, served.bounds), "input", x.tenant)
     for own in ids:
         served.check_length(own, None)
     with (
@@ -81,13 +82,16 @@ async def tokenize(served: Served, x: Exchange) -> None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             variables["tools"] = body.tools
-        ids = await served.render(conversation(body.messages, served.bounds.messages), variables)
+        ids = await served.render(conversation(body.messages, served.bounds.messages), variables, x.tenant)
     elif body.prompt is not None and body.messages is None:
-        [ids] = await served.tokens([body.prompt], body.add_special_tokens)
+        served.texts.check_size(body.prompt)
+        [ids] = await served.tokens([body.prompt], body.add_special_tokens, x.tenant)
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
     told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
     if body.return_token_strs:
+        if len(ids) > (most := max(served.max_len, MOST_SHOWN)):
+            raise Refused(f"There are {len(ids)} tokens; at most {most} are shown.", param="return_token_strs")
         told["token_strs"] = [served.vocabulary(i)[0] for i in ids]
     await x.json(told)
 
@@ -96,6 +100,8 @@ async def detokenize(served: Served, x: Exchange) -> None:
     """The text of token ids."""
     body = read(DetokenizeBody, await served.body(x))
     served.check_name(body.model)
+    if len(body.tokens) > (most := max(served.max_len, MOST_SHOWN)):
+        raise Refused(f"tokens has {len(body.tokens)} entries; at most {most} are served.", param="tokens")
     served.check_ids(body.tokens, "tokens")
     await x.json({"prompt": served.vocabulary.text(body.tokens)})
 

@@ -149,7 +149,9 @@ class Served:
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
-    async def encode(self, prompts: Sequence[Any], param: str, *, special: bool = True) -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[Any], param: str, tenant: str = "", *, special: bool = True
+    ) -> list[list[int]]:
         """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
         for prompt in prompts:  # all of them, before any is read
             if isinstance(prompt, str):
@@ -158,22 +160,24 @@ class Served:
                 self.check_length(prompt, None)
                 self.check_ids(prompt, param)
         texts = [p for p in prompts if isinstance(p, str)]
-        found = iter(await self.tokens(texts, special))
+        found = iter(await self.tokens(texts, special, tenant))
         ids = [next(found) if isinstance(p, str) else list(p) for p in prompts]
         if not all(ids):
             raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
         return ids
 
-    async def tokens(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+    async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
         """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
         tokenizer = self.texts.tokenizer
 
         def work() -> list[list[int]]:
             return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
 
-        return await self._tokenizing.run(sum(map(len, texts)), work)
+        return await self._tokenizing.run(sum(map(len, texts)), work, tenant)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tenant: str = ""
+    ) -> list[int]:
         """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
         tokenizer = self.texts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
@@ -189,9 +193,9 @@ class Served:
         def work() -> str:
             return rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
 
-        text = await self._tokenizing.aside(work)
+        text = await self._tokenizing.aside(work, tenant)
         self.texts.check_text(text)
-        [ids] = await self.tokens([text], False)
+        [ids] = await self.tokens([text], False, tenant)
         if not ids:
             raise Refused("The conversation is empty.", param="messages", code="empty_array")
         return ids

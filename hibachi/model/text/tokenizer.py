@@ -20,6 +20,8 @@ from hibachi.model.text.rules import check_rules
 from hibachi.model.text.sentencepiece import read_sentencepiece
 from hibachi.model.text.special import add_special_tokens
 
+AT_ONCE = 4096  # characters, of which others wait for a millisecond or two
+
 
 class Tokenizer:
     """The tokenizer of a model, run by the library tokenizers.
@@ -93,7 +95,10 @@ class Tokenizer:
         Raises InvalidRequest for what is no text, and for one that the tokenizer's own rules cannot be applied to.
         """
         try:
-            return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= AT_ONCE:
+                return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            # The library holds Python's lock for all of `encode`, and not for this.
+            return self._raw.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as e:  # the library says so for lone surrogates as well
             raise InvalidRequest(
                 f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "
