@@ -126,16 +126,32 @@ KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data
          "application/json; charset=utf-16", "application/vnd.api+json")  # fmt: skip
 
 
+MOST = 2_000_000  # bytes of a long text
+
+
 def long(rng: random.Random) -> Body:
-    """Texts up to two megabytes, and bodies larger than the server takes."""
-    size = rng.choice((5_000, 20_000, 300_000, 2_000_000))
-    text = rng.choice((WORDS, "a", "a ", "漢", "\n", "z9#")) * size
-    path, name = rng.choice((("/v1/completions", "prompt"), ("/tokenize", "prompt"), ("/v1/embeddings", "input")))
-    if rng.random() < 0.1:
-        return Body(path, written({name: "a" * (5 << 20)}))
-    if rng.random() < 0.2:
-        return Body("/v1/chat/completions", written({"messages": [TURN | {"content": text[:size]}], "max_tokens": 1}))
-    return Body(path, written({name: text[:size]}))
+    """Texts, ids and arguments of up to two megabytes, and bodies larger than the server takes."""
+    size = rng.choice((5_000, 20_000, 300_000, MOST))
+    unit = rng.choice((WORDS, "a", "a ", "漢", "\n", "z9#"))
+    text = unit * (size // len(unit.encode()))
+    luck = rng.random()
+    if luck < 0.1:
+        return Body("/tokenize", b'{"prompt": "' + b"a" * (5 << 20) + b'"}')
+    if luck < 0.2:
+        return Body("/detokenize", written({"tokens": [5] * (size // 4)}))
+    if luck < 0.3:
+        large = {rng.choice(("chat_template_kwargs", "metadata")): {"a": [[1]] * (size // 10)}}
+        return Body("/v1/chat/completions", written(START["/v1/chat/completions"] | large))
+    path, fields = rng.choice(
+        (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/embeddings", {"input": [text[:3000]] * (size // 9000 + 1)}),
+            ("/v1/chat/completions", {"messages": [TURN | {"content": text}]}),
+            ("/tokenize", {"prompt": text, "return_token_strs": rng.random() < 0.2}),
+            ("/tokenize", {"prompt": text}),
+        )
+    )
+    return Body(path, json.dumps(fields, ensure_ascii=False).encode())
 
 
 def written(value: Any) -> bytes:
