@@ -11,6 +11,8 @@ import msgspec
 
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 
+from .wire import JSON
+
 ROUTES = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -19,7 +21,6 @@ ROUTES = {
     "/detokenize": DetokenizeBody,
 }
 FIELDS = {path: [f.encode_name for f in msgspec.structs.fields(kind)] for path, kind in ROUTES.items()}
-JSON = "application/json"
 WORDS = "It is a truth universally acknowledged, that a single man in possession of a good fortune "
 
 
@@ -34,7 +35,20 @@ TURN = {"role": "user", "content": "Who was Emma?"}
 NUMBERS = (0, -1, 1, 2**31, -(2**31), 2**63, -(2**63), 2**64, 10**30, 1e308, -1e308, 5e-324, 0.5, True)
 SPELLED = tuple(Raw(text) for text in ("NaN", "Infinity", "-Infinity", "1e999", "-0", "9" * 5000, "01", "1.", "nul"))
 STRINGS = ("", "a", "\0", "\ud800", "\udfff\ud800", "é漢🙂", "</s><|im_end|>", "a" * 5000, "NaN", "0")
-LISTS = ([], [[]], [None], ["a", 1], [0] * 5000, [-1], [2**63], [1e308], [True], ["\ud800"], [[[[1]]]], list(range(600)))
+LISTS = (
+    [],
+    [[]],
+    [None],
+    ["a", 1],
+    [0] * 5000,
+    [-1],
+    [2**63],
+    [1e308],
+    [True],
+    ["\ud800"],
+    [[[[1]]]],
+    list(range(600)),
+)
 OBJECTS = ({}, {"a": 1}, {"": {}}, {"type": "text"}, {"0": 1e308}, {"-1": 1}, {"9" * 30: 1}, {"\ud800": None})
 DEEP = tuple(Raw(a * n + b * n) for a, b in (("[", "]"), ('{"a":', "}")) for n in (90, 900, 90_000))
 ODD = (None, *NUMBERS, *SPELLED, *STRINGS, *LISTS, *OBJECTS, *DEEP)
@@ -127,6 +141,14 @@ KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data
 
 
 MOST = 2_000_000  # bytes of a long text
+
+
+LARGEST = (
+    Body("/tokenize", json.dumps({"prompt": ("z9#" * MOST)[:MOST], "return_token_strs": True}).encode()),
+    Body("/detokenize", json.dumps({"tokens": [5] * (MOST // 4)}).encode()),
+    Body("/v1/completions", json.dumps(START["/v1/completions"] | {"metadata": [[1]] * (MOST // 10)}).encode()),
+)
+"""What takes the most memory, so that it has been taken once."""
 
 
 def long(rng: random.Random) -> Body:

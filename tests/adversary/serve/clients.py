@@ -112,7 +112,10 @@ async def lazy(storm: Any, rng: random.Random) -> str:
         while time.monotonic() < until:
             await asyncio.sleep(rng.choice((0.01, 0.1)))
             if slowly:
-                await wire.more()
+                async with asyncio.timeout(until - time.monotonic()):
+                    await wire.more()
+    except TimeoutError:
+        pass
     except Closed:
         return "slow readers that were served"
     finally:
@@ -129,13 +132,14 @@ async def vanish(storm: Any, rng: random.Random) -> str:
     try:
         await wire.send(data[: rng.randrange(len(data))] if when == "while sending" else data)
         if when == "within the answer":
-            for _ in range(rng.randrange(1, 6)):
-                await wire.more()
+            async with asyncio.timeout(rng.choice((0.2, 1, 3))):  # it may still be in the queue
+                for _ in range(rng.randrange(1, 6)):
+                    await wire.more()
         await asyncio.sleep(rng.choice((0, 0.005, 0.1)))
         if rng.random() < 0.2:
             wire.say_no_more()
             await asyncio.sleep(0.2)
-    except Closed:
+    except (Closed, TimeoutError):
         pass
     finally:
         _leave(wire, rng)

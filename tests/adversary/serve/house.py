@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..watch import MALLOC
+
 ROWS, QUEUED, ARRIVAL, DRAIN = 8, 24, 2.0, 3.0
 HOSTILE_MOST = 30  # continuations of the hostile tenant at once: fewer than the queue holds, so both limits are met
 KEYS = {"quiet": "key-of-quiet", "busy": "key-of-busy", "hostile": "key-of-hostile", "boss": "key-of-boss"}
@@ -50,6 +52,7 @@ class House:
         words += ["--max-num-queued-reqs", str(QUEUED), "--arrival-timeout", f"{ARRIVAL:g}"]
         words += ["--drain-timeout", f"{DRAIN:g}", "--pause-after", "32", "--max-body-size", "4M"]
         env = {k: v for k, v in os.environ.items() if not k.startswith("HIBACHI_") or k.endswith("NATIVE")}
+        env |= {name: str(value) for name, (_, value) in MALLOC.items()}
         with self._log.open("wb") as log:  # a file, which takes lines faster than any reader
             command = [sys.executable, "-m", "hibachi", "serve", *words]
             self._process = subprocess.Popen(command, stderr=log, stdin=subprocess.DEVNULL, env=env)
@@ -59,7 +62,9 @@ class House:
                 self.clear()
                 raise AssertionError(f"the server did not start: {self._log.read_text()}")
             time.sleep(0.02)
-            found = re.search(r"^hibachi: serving .* on http://127\.0\.0\.1:(\d+) ", self._log.read_text(), re.MULTILINE)
+            found = re.search(
+                r"^hibachi: serving .* on http://127\.0\.0\.1:(\d+) ", self._log.read_text(), re.MULTILINE
+            )
         self.port, self.pid = int(found[1]), self._process.pid
 
     @property
@@ -68,13 +73,8 @@ class House:
 
     @property
     def engine(self) -> int | None:
-        """Its process; there may be none for the moment."""
+        """Its process; there may be none for the moment, and there is one that renders templates."""
         return next((pid for pid in self._children() if b"hibachi.engine.child" in _command(pid)), None)
-
-    @property
-    def helper(self) -> int | None:
-        """The process that renders chat templates."""
-        return next((pid for pid in self._children() if b"template_worker" in _command(pid)), None)
 
     def _children(self) -> Iterator[int]:
         for place in Path("/proc").glob("[0-9]*/stat"):

@@ -37,7 +37,10 @@ def _texts() -> list[Innocent]:
         "ids": (plain, {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 8, "return_token_ids": True, **SEEDED}),
         "penalties": (plain, {"prompt": LONG, "max_tokens": 20, "frequency_penalty": 0.5, "stop": ["."], **SEEDED}),
         "chat": (chat, {"messages": TALK, "max_tokens": 16, **GREEDY}),
-        "seeded chat": (chat, {"messages": TALK, "n": 2, "max_tokens": 12, "logprobs": True, "top_logprobs": 2, **SEEDED}),
+        "seeded chat": (
+            chat,
+            {"messages": TALK, "n": 2, "max_tokens": 9, "logprobs": True, "top_logprobs": 2, **SEEDED},
+        ),
     }
     whole = [Innocent(name, path, body) for name, (path, body) in bodies.items()]
     usage = {"stream": True, "stream_options": {"include_usage": True}}

@@ -44,10 +44,10 @@ AT_ONCE: dict[str, tuple[Callable[[random.Random], bytes], tuple[int, ...]]] = {
     "no host": (lambda r: b"GET /health HTTP/1.1\r\n\r\n", (400,)),
     "two lengths": (lambda r: HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", (0, 400)),
     "a negative length": (lambda r: HEAD + b"Content-Length: -1\r\n\r\n{}", (0, 400)),
-    "a huge length": (lambda r: HEAD + b"Content-Length: " + b"9" * r.choice((9, 18, 400)) + b"\r\n\r\n{}", (0, 400, 413)),
+    "a huge length": (lambda r: HEAD + b"Content-Length: %s\r\n\r\n" % (b"9" * r.choice((9, 18, 400))), (0, 400, 413)),
     "both lengths": (lambda r: CHUNKED[:-2] + b"Content-Length: 5\r\n\r\n0\r\n\r\n", (0, 400)),
-    "bad chunks": (lambda r: CHUNKED + r.choice((b"zz\r\n{}", b"-1\r\n", b"2\r\n{}XX", b"f" * 40 + b"\r\n{}")), (0, 400, 413)),
-    "another version": (lambda r: b"GET /health HTTP/" + r.choice((b"0.9", b"2.0", b"9.9", b"x")) + b"\r\n\r\n", (0, 200, 400, 505)),
+    "bad chunks": (lambda r: CHUNKED + r.choice((b"zz\r\n", b"-1\r\n", b"2\r\n{}XX", b"f" * 40)) + b"\r\n", (0, 400, 413)),
+    "another version": (lambda r: b"GET /health HTTP/%s\r\n\r\n" % r.choice((b"0.9", b"2.0", b"x")), (0, 200, 400, 505)),
     "another protocol": (lambda r: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (0, 400, 404, 405, 505)),
     "an upgrade": (
         lambda r: request("GET", "/health", None, None, "Connection: Upgrade", "Upgrade: websocket"),
@@ -88,6 +88,7 @@ async def at_once(storm: Any, rng: random.Random) -> str:
         wire.close()
     if not set(got) <= {*allowed, *((503,) if storm.judge.excused(since) else ())}:
         storm.judge.complain(f"{said}\n  was answered with {got}; expected of {allowed}")
+    await asyncio.sleep(rng.random() * 0.2)
     if len(got) != wanted:
         storm.judge.complain(f"{said}\n  {wanted} requests got {len(got)} answers: {got}")
     return name

@@ -45,7 +45,10 @@ class Report:
         rows: list[tuple[str, Any]] = [
             ("seconds", f"{self.seconds:.0f}"),
             ("innocent requests", len(self.innocent)),
-            ("of these, equal to their solo answers", f"{self.equal:,} ({100 * self.equal / max(len(times), 1):.4g} %)"),
+            (
+                "equal to their solo answers",
+                f"{self.equal:,} ({100 * self.equal / max(len(times), 1):.4g} %)",
+            ),
             ("the median, and the slowest of these", f"{statistics.median(times):.2f} s, {times[-1]:.2f} s"),
             ("the longest that a stream of these stood still", f"{self.still:.2f} s"),
             ("sent again, as the engine was killed", self.resent),

@@ -16,4 +16,6 @@ SEED = int(os.environ.get("HIBACHI_FUZZ_SEED", "0"))
 def test_the_storm():
     report = storm(SEED, SECONDS)
     print(report)
-    assert report.good, "\n".join([f"python -m tests.adversary.serve.storm --seed {SEED}", report.short(), *report.wrong])
+    assert report.good, "\n".join(
+        [f"python -m tests.adversary.serve.storm --seed {SEED}", report.short(), *report.wrong]
+    )

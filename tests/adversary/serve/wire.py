@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2}) [\x20-\x7e]*")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): ?([\x20-\x7e\x80-\xff]*)")
+JSON = "application/json"
 PATIENCE = 60.0  # seconds without a byte, in which any answer goes on on a busy machine
 
 
@@ -38,7 +39,12 @@ class Answer:
 
 
 def request(
-    method: str, path: str, body: bytes | None = None, key: str | None = None, *more: str, kind: str = "application/json"
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    key: str | None = None,
+    *more: str,
+    kind: str = JSON,
 ) -> bytes:
     """more: further header lines."""
     lines = [f"{method} {path} HTTP/1.1", "Host: storm"]
