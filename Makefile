@@ -41,7 +41,7 @@ test: check  ## lint, types, tests and conformance: 7 minutes, 12 the first time
 test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
 	$(TESTS) $(PATIENT) -m "" $(ARGS)
 
-soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hostile clients; ARGS="--seconds 60" for less
+soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hostile clients; less: ARGS="--seconds 60"
 	.venv/bin/python benchmarks/soak.py $(ARGS)
 	.venv/bin/python -m tests.adversary.fuzz $(ARGS)
 	.venv/bin/python -m tests.adversary.serve.storm $(ARGS)

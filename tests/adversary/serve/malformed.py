@@ -46,8 +46,8 @@ AT_ONCE: dict[str, tuple[Callable[[random.Random], bytes], tuple[int, ...]]] = {
     "a negative length": (lambda r: HEAD + b"Content-Length: -1\r\n\r\n{}", (0, 400)),
     "a huge length": (lambda r: HEAD + b"Content-Length: %s\r\n\r\n" % (b"9" * r.choice((9, 18, 400))), (0, 400, 413)),
     "both lengths": (lambda r: CHUNKED[:-2] + b"Content-Length: 5\r\n\r\n0\r\n\r\n", (0, 400)),
-    "bad chunks": (lambda r: CHUNKED + r.choice((b"zz\r\n", b"-1\r\n", b"2\r\n{}XX", b"f" * 40)) + b"\r\n", (0, 400, 413)),
-    "another version": (lambda r: b"GET /health HTTP/%s\r\n\r\n" % r.choice((b"0.9", b"2.0", b"x")), (0, 200, 400, 505)),
+    "bad chunks": (lambda r: CHUNKED + r.choice((b"zz", b"-1", b"2\r\n{}XX", b"f" * 40)) + b"\r\n", (0, 400, 413)),
+    "another version": (lambda r: b"GET /health HTTP/%s\r\n\r\n" % r.choice((b"2.0", b"x")), (0, 200, 400, 505)),
     "another protocol": (lambda r: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (0, 400, 404, 405, 505)),
     "an upgrade": (
         lambda r: request("GET", "/health", None, None, "Connection: Upgrade", "Upgrade: websocket"),
