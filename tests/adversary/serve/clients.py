@@ -129,6 +129,8 @@ async def vanish(storm: Any, rng: random.Random) -> str:
     data = _stream(rng) if rng.random() < 0.7 else request("POST", "/v1/embeddings", b'{"input": ["a", "b"]}', HOSTILE)
     if when == "while sending" and rng.random() < 0.3:
         data = request("POST", "/tokenize", b'{"prompt": "' + b"a" * 1_000_000, HOSTILE)
+    if when != "while sending" and rng.random() < 0.2:
+        data += request("GET", "/health")  # another request waits behind the one that is left
     try:
         await wire.send(data[: rng.randrange(len(data))] if when == "while sending" else data)
         if when == "within the answer":

@@ -38,6 +38,7 @@ key = "{KEYS["boss"]}"
 admin = true
 """
 KILLED = re.compile(r"The engine's process \(pid \d+\) ended by signal 9, and its requests are lost\..*")
+NUMBER = re.compile(r"[0-9a-f]{16,}|[0-9]+")
 
 
 class House:
@@ -130,7 +131,7 @@ class House:
                 wrong.append(f"the log has a line that is no JSON: {text[:300]}")
                 continue
             kind = f"request {line.get('status')}" if line["logger"] == "hibachi.request" else message[:60]
-            told[f"{level}: {re.sub(r'[0-9]+', 'N', kind) if level != 'info' else kind}"] += 1
+            told[f"{level}: {kind if level == 'info' else NUMBER.sub('N', kind.strip())}"] += 1
             if "traceback" in line or (level in ("error", "critical") and not KILLED.fullmatch(message)):
                 wrong.append(f"the log says: {message[:300]}\n{line.get('traceback', '')[-3000:]}")
             if any(key in text for key in KEYS.values()):
