@@ -32,6 +32,7 @@ class Report:
     health_net: float = 0.0  # without the time for which the machine gave the server no processor
     polls: int = 0
     log: Counter[str] = field(default_factory=Counter)
+    resting: list[float] = field(default_factory=list)  # seconds until nothing ran in each pause
     held: list[dict[str, int]] = field(default_factory=list)  # in each pause
     end: tuple[int | None, float] = (None, 0.0)
     wrong: list[str] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Report:
             ("answers", sum(self.answers.values())),
             *((f"answers: {what}", n) for what, n in sorted(self.answers.items())),
             *((f"log: {what}", n) for what, n in sorted(self.log.items())),
+            ("pauses; seconds until nothing ran any more", _list(self.resting)),
             *((f"{name}, in each pause", _held(name, self.held)) for name in self._names()),
             ("SIGTERM: the status, and how long it took", f"{self.end[0]}, {self.end[1]:.1f} s"),
             ("**wrong**", f"**{len(self.wrong)}**"),

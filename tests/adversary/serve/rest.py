@@ -16,6 +16,7 @@ from .report import MIB
 from .wire import ask, request
 
 HEALTH = 1.0  # seconds that an answer may take
+RESTING = 5.0  # seconds until nothing runs after all have left: less than their requests would take
 KEPT = 60 * MIB  # bytes that a process may hold more than in the first pause
 
 
@@ -60,11 +61,12 @@ def _health(storm: Any) -> None:
 
 
 async def rest(storm: Any) -> None:
-    """Within some seconds nothing is held."""
-    until, wrong = time.monotonic() + 15, ["no look"]
-    while wrong and time.monotonic() < until:
-        await asyncio.sleep(0.3)
+    """Who left is forgotten, and nothing is held."""
+    since, wrong = time.monotonic(), ["no look"]
+    while wrong and time.monotonic() < since + RESTING:
+        await asyncio.sleep(0.1)
         wrong = _at_rest(await _metrics(storm.port))
+    storm.report.resting.append(time.monotonic() - since)
     if wrong:
         storm.judge.complain("at rest, after the storm: " + "; ".join(wrong))
     body = f'{{"prompt": "She was", "max_tokens": 1, "n": {HOSTILE_MOST}}}'.encode()
