@@ -21,11 +21,8 @@ STREAM = {"prompt": "She was", "max_tokens": 400, "stream": True, "ignore_eos": 
 
 def _stream(rng: random.Random) -> bytes:
     """A request for a stream that takes a while."""
-    much: dict[str, Any] = {
-        "n": rng.choice((1, 2, 6)),
-        "logprobs": rng.choice((0, 20)),
-        "timeout": rng.choice((8, None)),
-    }
+    much: dict[str, Any] = {"n": rng.choice((1, 2, 6)), "logprobs": rng.choice((0, 20))}
+    much["timeout"] = rng.choice((8, None))
     path, more = rng.choice((("/v1/completions", {}), ("/v1/chat/completions", {"messages": [bodies.TURN]})))
     body = STREAM | much | more
     if more:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import re
 import threading
 import time
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .house import HOSTILE_MOST, KEYS
+from .house import HOSTILE_MOST, KEYS, ROWS
 from .report import MIB
-from .wire import ask, request
+from .wire import Wire, ask, request
 
 HEALTH = 1.0  # seconds that an answer may take
 RESTING = 5.0  # seconds until nothing runs after all have left: less than their requests would take
+LEFT = 1.5  # seconds until the request of a client that left has ended, as far as /metrics knows
 KEPT = 60 * MIB  # bytes that a process may hold more than in the first pause
 
 
@@ -73,8 +75,24 @@ async def rest(storm: Any) -> None:
     answer = await ask(storm.port, request("POST", "/v1/completions", body, KEYS["hostile"]))
     if answer.status != 200:
         storm.judge.complain(f"a tenant that has nothing may not have all it may: {answer.status} {answer.body!r}")
+    await _left(storm)
     await asyncio.sleep(0.5)
     storm.report.held.append(storm.house.belongings())
+
+
+async def _left(storm: Any) -> None:
+    """A client that leaves ends its request: all its continuations, which would take seconds."""
+    body = {"prompt": "She was", "max_tokens": 500, "ignore_eos": True, "n": ROWS, "stream": True}
+    wire = await Wire.open(storm.port)
+    await wire.send(request("POST", "/v1/completions", json.dumps(body).encode(), KEYS["quiet"]))
+    await wire.more()
+    wire.close()
+    until, running = time.monotonic() + LEFT, 1.0
+    while running and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+        running = (await _metrics(storm.port))["hibachi_requests_running"]
+    if running:
+        storm.judge.complain(f"{running:g} continuations ran {LEFT:g} s after their client left")
 
 
 async def _metrics(port: int) -> dict[str, float]:
