@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .house import HOSTILE_MOST, KEYS, ROWS
+from .house import HOSTILE_MOST, KEYS, QUEUED, ROWS
 from .report import MIB
 from .wire import Wire, ask, request
 
@@ -81,8 +81,9 @@ async def rest(storm: Any) -> None:
 
 
 async def _left(storm: Any) -> None:
-    """A client that leaves ends its request: all its continuations, which would take seconds."""
-    body = {"prompt": "She was", "max_tokens": 500, "ignore_eos": True, "n": ROWS, "stream": True}
+    """A client that leaves ends its request: all its continuations, of which each would take seconds."""
+    body = {"prompt": "She was", "max_tokens": 500, "ignore_eos": True, "n": ROWS + QUEUED, "stream": True}
+    body |= {"logprobs": 20, "typical_p": 0.9, "top_p": 0.9, "repetition_penalty": 1.1}
     wire = await Wire.open(storm.port)
     await wire.send(request("POST", "/v1/completions", json.dumps(body).encode(), KEYS["quiet"]))
     await wire.more()
