@@ -35,7 +35,8 @@ _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (ConfigError, 400, INVALID, "unsupported"),
 )
 _WORDS: tuple[tuple[type[BaseException], str], ...] = (
-    # In the place of messages that repeat what the model, a library or the system said: that is for the log.
+    # In the place of messages that repeat what the model, a library or the system said, which is for the log.
+    (QueueFull, "The queue is full. Try again later."),  # how full, and of whom, is nobody's business
     (OutOfCapacity, "There is no memory for this request. Make it shorter, or try again later."),
     (InternalError, "The engine could not handle this request, which is its own mistake. The server's log says more."),
     (EngineFailed, "The engine has failed, and the requests that it had are lost. The server's log says why."),

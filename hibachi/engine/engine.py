@@ -199,8 +199,8 @@ class Engine:
         """One step; False if there was nothing to compute."""
         began, now = self._begin(), time.monotonic()
         self._expire(now)
-        if sent := self.scheduler.make_room():
-            self.recorder.note("room", sent)
+        if (sent := self.scheduler.make_room()) or self.scheduler.shares_rows:
+            self.recorder.note("room", sent)  # also of nobody: the policy has looked who waits, and dropped who ended
             self._suspend(sent)
         if self.scheduler.shares_rows:
             self._rest(self._shares.resting(self.scheduler.wanted()))

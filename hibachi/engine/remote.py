@@ -41,6 +41,7 @@ from hibachi.tensor.array_backend import HostArray
 log = logging.getLogger("hibachi.engine")
 MOST_RESTARTS = 3  # in a row, without a token in between
 CLOSING = 10.0  # seconds that a process has to end
+LOOKS = 5  # so often a process must be found stalled before it is ended
 LOOK = 0.1  # seconds: `drain` looks so often whether streams were closed
 
 
@@ -196,9 +197,15 @@ class RemoteEngine(Closing):
 
     def _watch(self) -> None:
         """End a process that stalls, so that another begins."""
+        stalled = 0
         while self.begins_again and not self._closing:
+            before = time.monotonic()
             time.sleep(LOOK)
-            if (health := self.health()).state == "stalled":
+            if time.monotonic() - before > 10 * LOOK:  # this process was stopped itself, and has heard nobody
+                self._heard, stalled = time.monotonic(), 0
+            stalled = stalled + 1 if (health := self.health()).state == "stalled" else 0
+            if stalled >= LOOKS:
+                stalled = 0
                 log.error("the engine's process (pid %d) is ended: %s", self.pid, health.message)
                 self._process.kill()
                 self._heard = time.monotonic()

@@ -149,6 +149,7 @@ class Scheduler:
         self._paused = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
         self._displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
+        self._held_back: Seq | None = None  # who was to start in the last step and could not
         self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
         self._deadlines: list[tuple[float, int, Seq]] = []
         self._ripe = 64  # length at which they are looked through
@@ -278,6 +279,11 @@ class Scheduler:
         """Compute nothing of these until told otherwise; they keep their rows."""
         self.resting = tenants
 
+    def _comes(self) -> Seq | None:
+        """Who is the next to start, unless it has just found that it cannot yet."""
+        seq = self.policy.peek() if self.waiting and self._free_rows else None
+        return None if seq is None or seq is self._held_back or self._short(seq) else seq
+
     def wanted(self) -> dict[Hashable, int]:
         """Tokens that each tenant would compute in the next step, with who is the next to start."""
         out: dict[Hashable, int] = {}
@@ -285,7 +291,7 @@ class Scheduler:
             if seq.row >= 0 and not seq.paused:
                 n = 1 if self._emitted[seq.row] else int(self._known[seq.row] - self._computed[seq.row])
                 out[seq.tenant] = out.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
-        if self._free_rows and self.waiting and (seq_ := self.policy.peek()) is not None:
+        if (seq_ := self._comes()) is not None:
             out[seq_.tenant] = out.get(seq_.tenant, 0) + min(seq_.length, self.limits.chunk)
         return out
 
@@ -476,7 +482,7 @@ class Scheduler:
         prompts, kept = np.flatnonzero(want > 1).tolist(), 0
         if self._displaced is not None and prompts:
             quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
-            comes = self.policy.peek() if self.waiting and self._free_rows else None
+            comes = self._comes()
             if comes is not None:
                 quota[comes.tenant] = 0
             each = left // len(quota)
@@ -572,11 +578,13 @@ class Scheduler:
         policy, pool, limits = self.policy, self.pool, self.limits
         if not policy.opens(self.waiting - len(self._parked), self.running - self._paused, self._steps):
             return started
+        self._held_back = None
         while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
             if self._short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserve(seq, at_work)
             if found is None:  # nobody overtakes: the next in order gets the next blocks
+                self._held_back = seq
                 break
             known, slot = found
             policy.pop(seq)

@@ -75,15 +75,13 @@ class Arriving(asyncio.Protocol):
         inner = self._inner
         inner.data_received(data)
         cycle = inner.cycle  # of the latest request whose headers are here
-        if cycle is None or cycle.response_complete:
-            if cycle is None or inner.scope is not cycle.scope:  # else these are bytes of a body that was refused
-                self._size += len(data)
-            if self._size > MOST_BYTES:
-                self._refuse(too_large())
-                return
+        in_headers = cycle is None or inner.scope is not cycle.scope  # perhaps behind a request that is being answered
+        self._size = self._size + len(data) if in_headers else 0
+        if self._size > MOST_BYTES:
+            self._refuse(too_large())
+        elif cycle is None or cycle.response_complete:  # if not in headers, bytes of a body that was refused
             self._wait()
         else:
-            self._size = 0
             self._wait_no_more()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -14,31 +14,34 @@ def of_tenant(dump: dict[str, Any], tenant: str) -> dict[str, Any]:
     Neither rows nor blocks are in it, as which of them one gets tells of others; and it cannot be played again.
     """
     events: list[dict[str, Any]] = []
-    own: set[int] = set()
+    own: dict[int, int] = {}  # numbers of its own, as the engine's count everybody's requests
     for event in dump["events"]:
         kind = event["event"]
         if kind == "add" and event["tenant"] == tenant:
-            own.add(event["seq"])
-            events.append({name: value for name, value in event.items() if name not in ("keys", "salt")})
+            own[event["seq"]] = len(own) + 1
+            told = {name: value for name, value in event.items() if name not in ("keys", "salt")}
+            events.append(told | {"seq": own[event["seq"]]})
         elif kind == "plan" and (mine := _own(event["plan"], own)):
             events.append({"event": "plan", "now": event["now"], "plan": mine})
         elif kind in _OF_ONE and event["seq"] in own:
-            events.append({name: value for name, value in event.items() if name != "sent"})
-        elif kind == "expire" and (ended := [n for n in event["ended"] if n in own]):
+            told = {name: value for name, value in event.items() if name != "sent"}
+            events.append(told | {"seq": own[event["seq"]]})
+        elif kind == "expire" and (ended := [own[n] for n in event["ended"] if n in own]):
             events.append({"event": "expire", "now": event["now"], "ended": ended})
     return {"policy": dump["policy"], "complete": False, "events": events} if "policy" in dump else {"events": []}
 
 
-def _own(plan: dict[str, Any] | None, own: set[int]) -> dict[str, Any] | None:
+def _own(plan: dict[str, Any] | None, own: dict[int, int]) -> dict[str, Any] | None:
     if plan is None:
         return None
     places = [i for i, seq in enumerate(plan["seqs"]) if seq in own]
     if not places:
         return None
     told: dict[str, Any] = {name: [plan[name][i] for i in places] for name in _LISTS}
+    told["seqs"] = [own[seq] for seq in told["seqs"]]
     emit = set(plan["emit"])
     return told | {
         "emit": [n for n, i in enumerate(places) if i in emit],
-        "fresh": [seq for seq in plan["fresh"] if seq in own],
-        "preempted": [seq for seq, _ in plan["preempted"] if seq in own],
+        "fresh": [own[seq] for seq in plan["fresh"] if seq in own],
+        "preempted": [own[seq] for seq, _ in plan["preempted"] if seq in own],
     }

@@ -34,6 +34,7 @@ FLUSHING = 1  # seconds for slow readers to fetch the end of their answers
 OVERTIME = 2.5  # seconds after the time of the requests, when whatever is left is let go
 LAST = 2.9  # likewise, for what holds the interpreter
 LOOK = 0.25  # seconds from one look at the engine to the next
+LOOKS = 4  # so often it must be found lost
 TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more often
 
 
@@ -131,7 +132,8 @@ class Server(uvicorn.Server):
         timer.daemon = True
         timer.start()
         with suppress(Exception):  # without a standard error
-            faulthandler.dump_traceback_later(self._patience + LAST, exit=True)
+            # Its trace goes nowhere: standard error may be what hangs.
+            faulthandler.dump_traceback_later(self._patience + LAST, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
@@ -162,16 +164,22 @@ class Server(uvicorn.Server):
 
     async def _watch(self) -> None:
         """Look whether there are descriptors left, and whether the engine is lost for good."""
-        room = _descriptors_left()
+        room, lost = _descriptors_left(), 0
         while self._draining is None:
+            before = time.monotonic()
             await asyncio.sleep(LOOK)
+            if self._stopped:
+                return
             if len(self.server_state.connections) >= room:
                 self._tell_now_and_then(
                     "no file descriptors are left: %d connections are open, and no further ones are taken until some "
                     "end; raise the limit (ulimit -n)",
                     len(self.server_state.connections),
                 )
-            if self._exits and self._is_lost():
+            # Found several times, and not just as this process goes on after it was stopped itself.
+            slept = time.monotonic() - before > 4 * LOOK
+            lost = lost + 1 if self._exits and not slept and self._is_lost() else 0
+            if lost > LOOKS:
                 log.error("the engine is lost, and the server ends: %s", self._served.texts.health().message)
                 self.status = 1
                 self._patience = 0.0
@@ -183,7 +191,10 @@ class Server(uvicorn.Server):
         return not self._served.texts.health().ok and not (isinstance(engine, RemoteEngine) and engine.begins_again)
 
     def _let_go(self) -> None:
-        log.error("something still hangs %g s after the signal, and is let go", self._patience + OVERTIME)
+        words = "something still hangs %g s after the signal, and is let go", self._patience + OVERTIME
+        telling = threading.Thread(target=log.error, args=words, daemon=True)  # the log may be what hangs
+        telling.start()
+        telling.join(0.2)
         self._abandon(1)
 
     def _abandon(self, status: int) -> NoReturn:

@@ -19,6 +19,7 @@ from .wire import Wire, ask, request
 HEALTH = 1.0  # seconds that an answer may take
 RESTING = 5.0  # seconds until nothing runs after all have left: less than their requests would take
 LEFT = 1.5  # seconds until the request of a client that left has ended, as far as /metrics knows
+POOLED = 5  # threads that the server's pools have at most, begun when they are first needed
 KEPT = 60 * MIB  # bytes that a process may hold more than in the first pause
 
 
@@ -120,5 +121,6 @@ def compare(storm: Any) -> None:
     """The first pause and the last."""
     first, last = storm.report.held[0], storm.report.held[-1]
     for name in first.keys() & last.keys():
-        if last[name] - first[name] > (KEPT if "memory" in name else 0):
+        more = KEPT if "memory" in name else POOLED if name == "threads" else 0
+        if last[name] - first[name] > more:
             storm.judge.complain(f"{name}: {first[name]} in the first pause, and {last[name]} in the last")

@@ -397,3 +397,17 @@ def test_who_leaves_with_a_request_behind_another_ends_the_one_being_answered(wh
         until(lambda: not scrape(here)["hibachi_requests_open"])
         found = scrape(here)
     assert found["hibachi_requests_finished_total", "cancelled"] == 1
+
+
+def test_2_headers_behind_a_request_that_is_being_answered_are_bounded_too(start):
+    server = start("--engine", "own").ready()
+    before = resident(server.popen.pid)
+    with connected(server.port) as sock:
+        body = json.dumps({"prompt": "a", "max_tokens": 500, "ignore_eos": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /health HTTP/1.1\r\n")
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(100):
+                sock.sendall(b"X-A: b\r\n" * 2**17)
+    assert resident(server.popen.pid) - before < 20
+    server.wait_for("headers_too_large")

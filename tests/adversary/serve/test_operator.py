@@ -342,3 +342,43 @@ def test_28_a_handshake_must_come_in_time(start, tmp_path):
         with suppress(ConnectionResetError):
             assert sock.recv(100) == b""
         assert time.monotonic() - began < 5
+
+
+def test_15_a_log_that_nobody_reads_does_not_hold_up_the_end(model):
+    """Standard error is a pipe that is full."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [sys.executable, "-m", "hibachi", "serve", "--model", model, "--port", "0", "--drain-timeout", "1"]
+    popen = subprocess.Popen([*command, "--log-level", "debug"], stderr=writing, stdin=subprocess.DEVNULL)
+    said = b""
+    try:
+        while b" on http" not in said or not said.endswith(b"\n"):
+            said += os.read(reading, 4096)
+        port = int(said.rpartition(b" on http://127.0.0.1:")[2].split(b" ")[0])
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"." * 4096)
+        os.set_blocking(writing, True)
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+            time.sleep(0.5)
+            began = time.monotonic()
+            popen.send_signal(signal.SIGTERM)
+            popen.wait(20)
+            assert time.monotonic() - began < 5
+    finally:
+        popen.kill()
+        popen.wait()
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("flag", ["--restart", "--exit-on-failure"])
+def test_14_a_server_that_was_stopped_itself_finds_its_engine_well(start, flag):
+    server = start(flag, "--stall-after", "1").ready()
+    server.popen.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    server.popen.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    assert ask(server, "a")[0] == 200 and not any("ended" in line or "is lost" in line for line in server.log)
+    assert server.end() == 0

