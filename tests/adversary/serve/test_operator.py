@@ -184,7 +184,15 @@ def test_15_a_second_signal_ends_at_once_though_the_loop_hangs(start, model):
     assert server.popen.wait(20) == 128 + signal.SIGTERM and time.monotonic() - began < 1
 
 
-def test_26_a_terminal_that_closes_is_an_end_in_good_order(start):
+@pytest.fixture
+def hearing():
+    """Under nohup this process ignores the signal, and so would those that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_26_a_terminal_that_closes_is_an_end_in_good_order(start, hearing):
     server = start().ready()
     answer = server.stream(LONG)
     text = first(answer)
