@@ -199,11 +199,12 @@ class Engine:
         """One step; False if there was nothing to compute."""
         began, now = self._begin(), time.monotonic()
         self._expire(now)
-        if (sent := self.scheduler.make_room()) or self.scheduler.shares_rows:
-            self.recorder.note("room", sent)  # also of nobody: the policy has looked who waits, and dropped who ended
+        looks = self.scheduler.shares_rows and self.scheduler.waiting  # who ended while it waited is dropped then
+        if (sent := self.scheduler.make_room()) or looks:
+            self.recorder.note("room", sent)
             self._suspend(sent)
         if self.scheduler.shares_rows:
-            self._rest(self._shares.resting(self.scheduler.wanted()))
+            self._rest(self._shares.resting(*self.scheduler.wanted()))
         plan = self._plan(now)
         if plan is None and self.scheduler.resting:  # who was to go first could not
             self._rest(frozenset())

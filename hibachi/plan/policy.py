@@ -336,12 +336,17 @@ class Shares:
         self._holders: set[Seq] = set()  # who started and has not ended, also where it was paused and lost its row
         self._served: dict[Hashable, int] = {}  # when each tenant that is here was last served
         self._started = 0
+        self._ripe = 64  # classes at which all are looked through
 
     def rank(self, seq: Seq) -> Any:
         return seq.priority, _NEVER, seq.arrival, seq.number
 
     def push(self, seq: Seq) -> None:
         self._holders.discard(seq)
+        if len(self._queues) >= self._ripe:  # classes in which all have ended, and at which nobody looked
+            for priority in list(self._queues):
+                self._living(priority)
+            self._ripe = max(64, 2 * len(self._queues))
         self._served.setdefault(seq.tenant, self._started)
         self._queues.setdefault(seq.priority, {}).setdefault(seq.tenant, RankQueue()).push(seq)
 
@@ -404,18 +409,20 @@ class Shares:
 
     def _heads(self) -> dict[Hashable, Seq]:
         """The first of each tenant, in the best class in which anybody waits."""
-        for priority in sorted(self._queues):
-            queues, heads = self._queues[priority], {}
-            for tenant, queue in list(queues.items()):
-                if (head := queue.peek()) is None:
-                    del queues[tenant]
-                    self._forget(tenant)
-                else:
-                    heads[tenant] = head
-            if heads:
-                return heads
+        return next((heads for priority in sorted(self._queues) if (heads := self._living(priority))), {})
+
+    def _living(self, priority: int) -> dict[Hashable, Seq]:
+        """The first of each tenant in a class. Where all have ended, nothing is left of it."""
+        queues, heads = self._queues[priority], {}
+        for tenant, queue in list(queues.items()):
+            if (head := queue.peek()) is None:
+                del queues[tenant]
+                self._forget(tenant)
+            else:
+                heads[tenant] = head
+        if not heads:
             del self._queues[priority]
-        return {}
+        return heads
 
     def _rows(self) -> Counter[Hashable]:
         return Counter(seq.tenant for seq in self._holders if seq.row >= 0)

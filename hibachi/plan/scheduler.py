@@ -284,16 +284,22 @@ class Scheduler:
         seq = self.policy.peek() if self.waiting and self._free_rows else None
         return None if seq is None or seq is self._held_back or self._short(seq) else seq
 
-    def wanted(self) -> dict[Hashable, int]:
-        """Tokens that each tenant would compute in the next step, with who is the next to start."""
-        out: dict[Hashable, int] = {}
-        for seq in self._running:
-            if seq.row >= 0 and not seq.paused:
+    def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
+        """Of each tenant, with who is the next to start: tokens that it would compute in the next step, and its best
+        class.
+        """
+        tokens: dict[Hashable, int] = {}
+        best: dict[Hashable, int] = {}
+        moving = [seq for seq in self._running if seq.row >= 0 and not seq.paused]
+        if (comes := self._comes()) is not None:
+            moving.append(comes)
+        for seq in moving:
+            n = seq.length
+            if seq.row >= 0:
                 n = 1 if self._emitted[seq.row] else int(self._known[seq.row] - self._computed[seq.row])
-                out[seq.tenant] = out.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
-        if (seq_ := self._comes()) is not None:
-            out[seq_.tenant] = out.get(seq_.tenant, 0) + min(seq_.length, self.limits.chunk)
-        return out
+            tokens[seq.tenant] = tokens.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
+            best[seq.tenant] = min(best.get(seq.tenant, seq.priority), seq.priority)
+        return tokens, best
 
     def limit(self, budget: int) -> None:
         """At most so many tokens in a step from now on, also if that is fewer than rows."""

@@ -51,8 +51,11 @@ class TimeShares:
         self._spent: dict[Hashable, float] = {}
         self._level = 0.0  # what the one that was charged least has been charged
 
-    def resting(self, wanted: Mapping[Hashable, int]) -> frozenset[Hashable]:
-        """Who sits out the next step. wanted: tokens that each tenant would compute in it, > 0."""
+    def resting(self, wanted: Mapping[Hashable, int], best: Mapping[Hashable, int]) -> frozenset[Hashable]:
+        """Who sits out the next step. wanted: tokens that each tenant would compute in it, > 0; best: its best class.
+
+        Nobody sits out for tenants of worse classes.
+        """
         spent = self._spent
         here = [spent[tenant] for tenant in wanted if tenant in spent]
         self._level = level = max(min(here, default=0.0), self._level)
@@ -63,7 +66,7 @@ class TimeShares:
             return frozenset()
         ends = {t: spent[t] + self.times.of(n) / self._weight(t) for t, n in wanted.items()}
         turn = min(ends, key=lambda t: (ends[t], wanted[t]))
-        few = {t: n for t, n in wanted.items() if n <= wanted[turn] or ends[t] <= ends[turn]}
+        few = {t: n for t, n in wanted.items() if n <= wanted[turn] or best[t] < best[turn]}
         if self.times.of(sum(few.values())) > GAIN * self.times.of(sum(wanted.values())):
             return frozenset()
         return frozenset(wanted.keys() - few.keys())

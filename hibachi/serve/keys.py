@@ -24,6 +24,10 @@ def tenants_of(settings: SimpleNamespace) -> Tenants:
             keys += [(key, name) for key in own]
     if settings.api_keys is not None and not keys:
         raise ConfigError(f'{settings.api_keys}: there is no tenant in it. Expected [NAME] with key = "...".')
+    if clash := {f"key{i}" for i in range(1, 1 + len(settings.api_key or ()))} & named.keys():
+        raise ConfigError(
+            f"{settings.api_keys}: {min(clash)} is what the tenant of a key of --api-key is called. Name it otherwise."
+        )
     owners: dict[str, str] = {}
     for key, name in keys:
         if (other := owners.setdefault(key, name)) != name:

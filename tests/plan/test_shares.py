@@ -248,3 +248,13 @@ def test_where_no_row_was_free_nobody_who_waits_is_two_rows_behind(seed):
             held = Counter(seq.tenant for seq in town.scheduler._running if seq.row >= 0)
             for seq in town.waiting:
                 assert max(held.values()) - held[seq.tenant] < 2
+
+
+def test_classes_that_nobody_looks_at_are_forgotten():
+    house = House(rows=1)
+    house.add("a", 2)
+    house.step()
+    for priority in range(1, 1000):
+        (gone,) = house.add("b", priority=priority)
+        house.scheduler.cancel(gone)
+    assert len(house.policy._queues) < 200

@@ -19,14 +19,15 @@ def gpu(tokens):
 class Device:
     """Tenants that want so many tokens in each step. tokens: what each got; steps: in how many it was."""
 
-    def __init__(self, cost=cpu, weights=None):
+    def __init__(self, cost=cpu, weights=None, classes=None):
+        self.classes = classes or {}
         self.shares = TimeShares(lambda tenant: (weights or {}).get(tenant, 1.0))
         self.cost, self.now, self.tokens, self.steps = cost, 0.0, Counter(), Counter()
         for n in (1, 64):  # it has seen steps of several sizes
             self.shares.took({"x": n}, cost(n))
 
     def step(self, wanted):
-        resting = self.shares.resting(wanted)
+        resting = self.shares.resting(wanted, {tenant: self.classes.get(tenant, 0) for tenant in wanted})
         assert resting < wanted.keys(), "somebody has its turn"
         mine = {tenant: n for tenant, n in wanted.items() if tenant not in resting}
         took = self.cost(sum(mine.values()))
@@ -75,7 +76,7 @@ def test_times_that_fall_with_tokens_are_noise():
 
 
 def test_nobody_sits_out_alone():
-    assert TimeShares().resting({"a": 5}) == TimeShares().resting({}) == frozenset()
+    assert TimeShares().resting({"a": 5}, {"a": 0}) == TimeShares().resting({}, {}) == frozenset()
 
 
 def test_each_of_two_has_half_of_the_time():
@@ -148,3 +149,12 @@ def test_twice_the_weight_is_twice_the_time():
     device = Device(lambda n: 1e-3 * n, {"b": 2.0})
     device.run({"a": 8, "b": 30}, 10.0)
     assert device.tokens["b"] / device.tokens["a"] == pytest.approx(2.0, rel=0.2)
+
+
+def test_nobody_sits_out_for_a_worse_class():
+    device = Device(classes={"nightly": 10})
+    device.run({"search": 60, "nightly": 4}, 1.0)
+    assert device.steps["search"] == device.steps["nightly"]
+    device = Device(classes={"nightly": 10})
+    device.run({"search": 4, "nightly": 60}, 1.0)
+    assert device.steps["search"] > 2 * device.steps["nightly"]

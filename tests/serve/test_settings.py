@@ -247,6 +247,12 @@ def test_each_api_key_is_a_tenant(tmp_path):
     assert tenants.of("team-a") == Tenant(-5, 2) and tenants.of("team-b") == tenants.of("key1") == Tenant()
 
 
+def test_a_table_does_not_take_the_name_of_a_key_of_the_command_line(tmp_path):
+    file = as_file(tmp_path, "[key1]\nkey = 'x'\nadmin = true")
+    with pytest.raises(ConfigError, match="key1 is what the tenant of a key of --api-key is called"):
+        tenants_of(settings(api_key=["one"], api_keys=file))
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
