@@ -43,6 +43,9 @@ MOST_RESTARTS = 3  # in a row, without a token in between
 CLOSING = 10.0  # seconds that a process has to end
 LOOKS = 5  # so often a process must be found stalled before it is ended
 LOOK = 0.1  # seconds: `drain` looks so often whether streams were closed
+ANSWER = 10.0  # seconds in which a process must answer a call
+LEAST_START = 60.0  # seconds that a process which is started again has for it, or ...
+START_TIMES = 4  # ... so many times what the first one took, if that is more
 
 
 class RemoteEngine(Closing):
@@ -76,7 +79,9 @@ class RemoteEngine(Closing):
         self._health, self._stats, self._heard = Health("idle", "No request has come yet."), Stats(), time.monotonic()
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
-        self.facts = self._begin()
+        before = time.monotonic()
+        self.facts = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
+        self._starts_within = max(LEAST_START, START_TIMES * (time.monotonic() - before))
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
         _engines.add(self)
@@ -85,8 +90,8 @@ class RemoteEngine(Closing):
 
     # ---- the process -------------------------------------------------------------------------------------------
 
-    def _begin(self) -> Facts:
-        """Start a process and wait until it is ready."""
+    def _begin(self, seconds: float | None) -> Facts:
+        """Start a process and wait until it is ready; it is killed if that takes more than so many seconds."""
         self._pipe, theirs = Pipe()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
@@ -98,15 +103,21 @@ class RemoteEngine(Closing):
             self._process.kill()
         try:
             self._pipe.send((self._spec, log.getEffectiveLevel()))
-            while (said := self._pipe.recv())[0] == "log":
-                _log(*said[1:])
-            word, value = said
+            until = None if seconds is None else time.monotonic() + seconds
+            while True:
+                if until is not None and not self._pipe.poll(max(0.0, until - time.monotonic())):
+                    raise EngineFailed(f"The engine's process was not ready within {seconds:.3g} s, and was killed.")
+                word, *said = self._pipe.recv()
+                if word != "log":
+                    break
+                _log(*said)
+            (value,) = said
         except (EOFError, OSError) as e:
             raise EngineFailed(
                 f"The engine's process ended before it was ready, with status {self._end(CLOSING)}. Look at what it "
                 f"wrote; was it killed for want of memory?"
             ) from e
-        except BaseException:  # Ctrl-C while it loads
+        except BaseException:  # Ctrl-C while it loads, or it takes too long
             self._process.kill()
             self._process.wait()
             raise
@@ -234,7 +245,7 @@ class RemoteEngine(Closing):
         while True:
             self._lost += 1
             try:
-                self.facts = self._begin()
+                self.facts = self._begin(self._starts_within)
                 break
             except Exception as e:
                 failure = f"The engine's process could not be started again: {e}"
@@ -280,13 +291,14 @@ class RemoteEngine(Closing):
         return number
 
     def _ask(self, what: str, *rest: Any) -> Any:
-        """What the process answers. Raises its error, EngineClosed or EngineFailed."""
+        """What the process answers. Raises its error, EngineClosed, or EngineFailed if it is lost or silent."""
         contents, waiting = _packed(rest), [threading.Event(), False, None]
         with self._changed:
             if self._refusal is not None and self._refusal is not _draining:
                 raise self._refusal()
             self._post(self._answers, waiting, contents, "ask", what)
-        waiting[0].wait()
+        if not waiting[0].wait(ANSWER):
+            raise EngineFailed(f"The engine's process has not answered for {ANSWER:.3g} s. {self.health().message}")
         if not waiting[1]:
             raise waiting[2]
         return waiting[2]

@@ -202,6 +202,7 @@ class Fair:
         self._running: dict[tuple[int, Hashable], int] = {}  # tokens that their running requests were charged
         self._level: dict[int, float] = {}  # the counter of who was served last in a class, before it was charged
         self._started = 0
+        self._ripe = 64  # counters at which all queues are looked through
 
     def used(self, tenant: Hashable, priority: int = 0) -> float:
         """Tokens that a tenant was charged in a class, over its weight, on top of the level at which it came."""
@@ -215,6 +216,10 @@ class Fair:
         if seq.started:
             self._back.push(seq)
             return
+        if len(self._used) >= self._ripe:  # queues in which all have ended, and at which nobody looked
+            for priority in list(self._queues):
+                self._heads(priority)
+            self._ripe = max(64, 2 * len(self._used))
         key = seq.priority, seq.tenant
         queues = self._queues.setdefault(seq.priority, {})
         if seq.tenant not in queues or queues[seq.tenant].peek() is None:
@@ -228,14 +233,7 @@ class Fair:
         for priority in sorted(self._queues):
             if back is not None and back.priority <= priority:
                 return back
-            heads = []
-            for tenant, queue in list(self._queues[priority].items()):
-                head = queue.peek()
-                if head is None:
-                    self._drop(priority, tenant)
-                else:
-                    heads.append(head)
-            if heads:
+            if heads := self._heads(priority):
                 return min(heads, key=lambda seq: (self._used[priority, seq.tenant], seq.rank))
         return back
 
@@ -291,6 +289,17 @@ class Fair:
                 tokens += gap + self.largest if gap >= 0 else 0
         return math.ceil(tokens)
 
+    def _heads(self, priority: int) -> list[Seq]:
+        """The first of each tenant in a class; where all have ended, the queue is dropped."""
+        heads = []
+        for tenant, queue in list(self._queues[priority].items()):
+            head = queue.peek()
+            if head is None:
+                self._drop(priority, tenant)
+            else:
+                heads.append(head)
+        return heads
+
     def _cost(self, tenant: Hashable, tokens: int) -> float:
         return tokens / self._weights.get(tenant, 1.0)
 
@@ -322,8 +331,8 @@ class Shares:
 
     When another tenant waits and all rows are taken, the one with the most gives some back (`displaced`), until both
     hold as many: the last of its requests that started, never its first, go back to the queue and compute the end of
-    their tokens again. So a tenant that comes waits a step, however much others have asked for. A class gives rows to
-    its own tenants and to better ones.
+    their tokens again. So a tenant that comes waits a step where another holds more than one row, however much others
+    have asked for. A class gives rows to its own tenants and to better ones.
 
     `Fair` counts tokens, and takes nobody's row: who comes while all rows are taken waits until a request ends. Here no
     bound is given: how soon the requests of a tenant after its first start depends on who comes meanwhile.

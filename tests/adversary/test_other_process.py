@@ -621,6 +621,23 @@ def test_e2_a_restart_is_forgiven_after_a_token(stage):
     assert len(own.puppets) == 10
 
 
+def test_one_that_is_begun_again_and_is_never_ready_is_given_up(stage, monkeypatch):
+    monkeypatch.setattr(remote, "LEAST_START", 0.2)
+    own = stage(restart=True)
+    monkeypatch.setattr(Puppet, "say", lambda *_: None)
+    own.puppet.kill()
+    until(lambda: "not ready within" in own.engine.health().message)
+    assert len(own.puppets) == 1 + remote.MOST_RESTARTS and own.puppet.returncode is not None
+    assert own.engine.health().state == "failed"
+
+
+def test_a_call_to_one_that_hangs_ends(stage, monkeypatch):
+    monkeypatch.setattr(remote, "ANSWER", 0.1)
+    own = stage()
+    with pytest.raises(EngineFailed, match="has not answered"):
+        Background(own.engine.dump).result()
+
+
 def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
     own = stage(restart=True)
     stream, first = own.stream(), own.puppet

@@ -206,6 +206,16 @@ def test_the_gate_asks_the_order_behind_it():
     assert queued(WaitingServed(order=Fair()), seq(2, tenant="a"), second).ahead(second) is None
 
 
+def test_fair_forgets_classes_that_nobody_looks_at():
+    policy = queued(Fair(), seq(0))
+    for i in range(1, 1000):
+        gone = seq(i, priority=i, tenant=f"t{i}")
+        queued(policy, gone)
+        gone.finish = Finish.CANCELLED
+    assert len(policy._queues) < 200 > len(policy._used)
+    assert served(policy) == [0]
+
+
 @pytest.mark.parametrize(
     "make",
     [
