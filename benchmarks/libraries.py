@@ -23,8 +23,8 @@ import numpy as np
 import hibachi
 from hibachi.bench.randommodel import SHAPES
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import History, TokenTable
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.arch import Arch, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope

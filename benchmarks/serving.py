@@ -91,7 +91,7 @@ FREE, PACED, SLOW = (f"{Path(__file__)}:{kind.__name__}" for kind in (Free, Pace
 ALONE = """
 import json, sys, time
 from hibachi import SamplingParams
-from hibachi.engine.custom import open_texts
+from hibachi.lm.own import open_texts
 if __name__ == "__main__":
     texts = open_texts(sys.argv[1], **json.loads(sys.argv[2]))
     print("ready", flush=True)

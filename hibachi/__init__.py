@@ -5,9 +5,6 @@ import logging as _logging
 from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
 from hibachi.engine.health import Health as Health
-from hibachi.engine.llm import LLM as LLM
-from hibachi.engine.stream import Item as Item
-from hibachi.engine.stream import ItemStream as ItemStream
 from hibachi.errors import BackendError as BackendError
 from hibachi.errors import BackendNotFound as BackendNotFound
 from hibachi.errors import BackendNotInstalled as BackendNotInstalled
@@ -33,6 +30,7 @@ from hibachi.errors import QueueFull as QueueFull
 from hibachi.errors import RequestError as RequestError
 from hibachi.errors import UnknownArchitecture as UnknownArchitecture
 from hibachi.errors import UnsupportedOperation as UnsupportedOperation
+from hibachi.lm.llm import LLM as LLM
 from hibachi.model.families import Family as Family
 from hibachi.model.files import ModelFiles as ModelFiles
 from hibachi.model.ladder import Autoregressive as Autoregressive
@@ -48,6 +46,8 @@ from hibachi.request import Finish as Finish
 from hibachi.request import SamplingParams as SamplingParams
 from hibachi.request import StopRule as StopRule
 from hibachi.request import Terms as Terms
+from hibachi.streams.stream import Item as Item
+from hibachi.streams.stream import ItemStream as ItemStream
 from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
 from hibachi.tensor.cache import CacheSpec as CacheSpec
 from hibachi.tensor.cache import Paged as Paged

@@ -19,7 +19,7 @@ import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
-from hibachi.tensor.kernels import Candidate
+from hibachi.tensor.candidates import Candidate
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import How, attend
 

@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from hibachi.tensor.kernels import OPERATIONS, Candidate
+from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_jax.backend import JaxBackend
 
 _KEPT_APART = "HIBACHI_NATIVE=0 is set"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.kernels import Candidate
+from hibachi.tensor.candidates import Candidate
 
 _log = logging.getLogger("hibachi.torch")
 _said: set[str] = set()  # why there are no native kernels, once each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hibachi.tensor.kernels import OPERATIONS, Candidate
+from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.native.build import compiled
 

@@ -15,7 +15,8 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request tensor plan decode model"
+BELOW_ENGINE = "errors request installed tensor plan decode model streams"
+BATCH = f"{BELOW_ENGINE} engine"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
 
@@ -29,27 +30,33 @@ class Rule(NamedTuple):
 RULES = {
     "hibachi/errors.py": Rule("", third_party=""),
     "hibachi/request.py": Rule("errors", third_party=""),
-    "hibachi/tensor": Rule("errors tensor", third_party="numpy array_api_compat typing_extensions"),
+    "hibachi/installed.py": Rule("", third_party=""),
+    "hibachi/tensor": Rule("errors installed tensor", third_party="numpy array_api_compat typing_extensions"),
     "hibachi/plan": Rule(
-        "errors request plan", not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging"
+        "errors request installed plan",
+        not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",
     ),
     "hibachi/decode": Rule("errors request tensor decode"),
-    "hibachi/model": Rule("errors request tensor model"),
-    "hibachi/engine": Rule(f"{BELOW_ENGINE} engine"),
-    "hibachi/__init__.py": Rule(f"{BELOW_ENGINE} engine"),
-    "hibachi/testing": Rule(f"{BELOW_ENGINE} engine testing", third_party="numpy pytest"),
-    "hibachi/verify": Rule(f"{BELOW_ENGINE} engine testing verify"),
+    "hibachi/model": Rule("errors request installed tensor model"),
+    "hibachi/streams": Rule("errors request streams", third_party=""),
+    "hibachi/tune": Rule("errors tensor plan decode model tune"),
+    "hibachi/engine": Rule(BATCH),
+    "hibachi/lm": Rule(f"{BATCH} tune lm"),
+    "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
+    "hibachi/__init__.py": Rule(f"{BATCH} lm"),
+    "hibachi/testing": Rule(f"{BATCH} lm testing", third_party="numpy pytest"),
+    "hibachi/verify": Rule(f"{BATCH} lm testing verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request api", third_party="msgspec"),
     "hibachi/serve": Rule(
-        f"{BELOW_ENGINE} engine api serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+        f"{BATCH} lm remote api serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
-    "hibachi/bench": Rule(f"{BELOW_ENGINE} engine sim bench", third_party="numpy uvloop"),
+    "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/peers": Rule(
-        "public engine bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
+        "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BELOW_ENGINE} engine api serve sim bench testing verify cli"),
+    "hibachi/cli": Rule(f"{BATCH} tune lm remote api serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
     "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"),
@@ -175,7 +182,7 @@ def test_the_message_names_file_import_and_rule():
     [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged")
     assert line == (
         "hibachi/plan/x.py: `from hibachi.tensor.cache import Paged`. "
-        "Rule of hibachi/plan: of hibachi it may import errors request plan."
+        "Rule of hibachi/plan: of hibachi it may import errors request installed plan."
     )
 
 

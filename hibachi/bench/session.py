@@ -19,8 +19,8 @@ from hibachi.bench.work import Request
 from hibachi.errors import ConfigError, EngineFailed, HibachiError
 from hibachi.model.arch import Arch
 from hibachi.model.describe import describe
+from hibachi.tensor.candidates import candidates, compose
 from hibachi.tensor.discover import resolve
-from hibachi.tensor.kernels import candidates, compose
 
 _WARM_UP = 0  # the turn that is not measured; the others are 1, 2, ...
 

@@ -28,9 +28,9 @@ from hibachi.bench.session import Session, bounds, ceilings, decoder_of, documen
 from hibachi.cli import benchserve
 from hibachi.cli.options import model_arguments
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
-from hibachi.engine.llm import LLM
-from hibachi.engine.named import is_named, model_named
 from hibachi.errors import ConfigError
+from hibachi.lm.llm import LLM
+from hibachi.lm.named import is_named, model_named
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
 from hibachi.sim.plot import check_format, seconds

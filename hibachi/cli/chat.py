@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments
-from hibachi.engine.llm import LLM
 from hibachi.errors import PromptTooLong
+from hibachi.lm.llm import LLM
 from hibachi.request import SamplingParams
 
 

@@ -14,10 +14,10 @@ import textwrap
 import time
 
 from hibachi.cli.options import deterministic_argument
-from hibachi.engine.llm import LLM
-from hibachi.engine.stream import merge
-from hibachi.engine.textstream import Completion
+from hibachi.lm.llm import LLM
+from hibachi.lm.textstream import Completion
 from hibachi.request import SamplingParams
+from hibachi.streams.merge import merge
 
 PROMPTS = (
     "It is a truth universally acknowledged, that",

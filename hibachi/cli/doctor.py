@@ -11,13 +11,14 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.cli.options import deterministic_argument
-from hibachi.engine.autotune import seconds_of, settle, table
-from hibachi.engine.llm import QUANTIZATIONS
 from hibachi.errors import ConfigError, UnsupportedOperation
+from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load, why_missing
+from hibachi.tune.autotune import seconds_of, settle
+from hibachi.tune.trial import table
 
 _LEGEND = """\
 Milliseconds of a step, by operation: that of all layers, with so many rows, or

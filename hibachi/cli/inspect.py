@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from hibachi.engine.autoregressive import leaves, level_of
-from hibachi.engine.named import is_named, model_named
+from hibachi.lm.named import is_named, model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures

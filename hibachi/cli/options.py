@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hibachi.engine.llm import LLM, QUANTIZATIONS
+from hibachi.lm.llm import LLM, QUANTIZATIONS
 
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
 

@@ -20,8 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.policies import SHIPPED, policy_of
 from hibachi.errors import ConfigError
+from hibachi.plan.policies import SHIPPED, policy_of
 from hibachi.plan.policy import Policy
 from hibachi.sim.plot import check_format, plot, seconds
 from hibachi.sim.run import Run, Setup, simulate

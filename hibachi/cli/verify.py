@@ -17,14 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.named import is_named, model_named, object_named
 from hibachi.errors import ConfigError, HibachiError
+from hibachi.lm.named import is_named, model_named, object_named
 from hibachi.model.registry import load_model
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.testing.options import ids, token
-from hibachi.verify.bench import CHUNKS, SIZES, Bench, prompts_in
 from hibachi.verify.report import verify
+from hibachi.verify.subject import CHUNKS, SIZES, Bench, prompts_in
 
 USAGE = 2
 

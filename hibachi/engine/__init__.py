@@ -1,1 +1,1 @@
-"""Plans meet arrays: the only floor with threads."""
+"""Plans meet arrays: the batch, its steps, and the thread that takes them."""

@@ -15,22 +15,25 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params
-from hibachi.engine.job import Job, Stopper, TokenTable, as_token, misfits
-from hibachi.engine.policies import policy_of
+from hibachi.engine.job import Job
 from hibachi.engine.pooling import MixedRunner, check_pooling, has_hidden
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.service import Service, given_backend
-from hibachi.engine.stream import Channel, Item, ItemStream, native_row
-from hibachi.engine.whole import WholeRunner
+from hibachi.engine.stops import Stopper, as_token
+from hibachi.engine.tokentable import TokenTable, misfits
+from hibachi.engine.uncached import WholeRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest, shown
 from hibachi.model.pooling import Pooling
+from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import SamplingParams, StopRule, Terms, as_params, as_terms
+from hibachi.streams.channel import Channel
+from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import backend_for, resolve

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from hibachi.engine.faults import Theirs
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import Job
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
     NOT_FINITE,
@@ -29,6 +29,7 @@ from hibachi.engine.runner import (
 )
 from hibachi.engine.samebits import same_bits
 from hibachi.engine.sampler import Drawn, RowSampler
+from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput
 from hibachi.plan.buckets import decode_rows, prompt_tokens, width_bucket
 from hibachi.plan.lower import Packed, lower, pad

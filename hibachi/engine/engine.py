@@ -17,7 +17,6 @@ import numpy as np
 
 from hibachi.engine.faults import drop_frames, internal
 from hibachi.engine.job import Job
-from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
 from hibachi.engine.recorder import Recorder
 from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
@@ -27,6 +26,7 @@ from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.plan.timeshares import TimeShares
 from hibachi.request import Finish
+from hibachi.streams.loops import Wakeups
 
 log = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up

@@ -9,12 +9,13 @@ import numpy as np
 
 from hibachi.engine.job import Job
 from hibachi.engine.service import Service, given_backend
-from hibachi.engine.stream import Channel, Item, ItemStream, native_row
-from hibachi.engine.whole import FeedforwardRunner
+from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.streams.channel import Channel
+from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import backend_for, resolve
 

@@ -1,24 +1,21 @@
-"""The engine's record of a request, the stop rules of a batch, and the host's table of tokens."""
+"""The engine's record of a request, and which requests end with their new tokens."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import numpy as np
 
-from hibachi.engine.stream import Channel
-from hibachi.errors import InvalidRequest, shown, text_of
+from hibachi.engine.stops import Stopper
+from hibachi.engine.tokentable import History
+from hibachi.errors import InvalidRequest, text_of
 from hibachi.model.pooling import Pooling
 from hibachi.plan.sequence import Seq
-from hibachi.request import SamplingParams, StopRule
+from hibachi.request import SamplingParams
+from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-
-SIDE_BY_SIDE = 64, 1024  # the newest tokens of each row in the table: at least and at most so many, powers of two,
-TABLE_BYTES = 2**22  # and between the two as many as take no more than this
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -57,22 +54,6 @@ class Job:
     def unscored(self) -> int:
         """How many of the first tokens must have their output looked at: all but the last of the prompt."""
         return 0 if self.scores is None else self.seq.prompt_len - 1
-
-
-class Stopper:
-    """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
-
-    def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
-        self.tokens = np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
-        self.atol, self.where = rule.atol, rule.where
-
-    def match(self, tokens: HostArray) -> Any:
-        """Which of `tokens` [n, *tok] are equal to a stop token in all their elements: bool [n]."""
-        if self.tokens is None:
-            return np.zeros(len(tokens), bool)
-        axes = tuple(range(2, tokens.ndim + 1))
-        near = np.abs(tokens[:, None] - self.tokens) <= self.atol if self.atol else tokens[:, None] == self.tokens
-        return near.all(axis=axes).any(axis=1)
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:
@@ -114,168 +95,3 @@ def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBacken
             f"Reduce over the token's own dimensions."
         )
     return hit.astype(bool)
-
-
-def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostArray:
-    """One token as a host array of this shape: from a number, or an array of shape (*tok) or (1, *tok)."""
-    token = np.asarray(value)
-    if token.dtype.kind not in "iufb":
-        raise InvalidRequest(f"The {what} must be a number or an array of numbers; got {shown(value)}.")
-    if token.shape == (1, *shape):
-        token = token[0]
-    if token.shape != shape:
-        raise InvalidRequest(
-            f"The {what} must have the shape of one token, {shape} or {(1, *shape)}; got {token.shape}. "
-            f"Reshape it, or check the dimensions of the prompt: (sequence, *token)."
-        )
-    if np.dtype(dtype).kind in "iu" and not np.array_equal(token, token.astype(dtype)):
-        raise InvalidRequest(f"The {what} must hold integers, as the tokens do; got {token}.")
-    return token.astype(dtype)
-
-
-def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
-    """(row, first value) of the rows of `values` [n, ...] that another dtype could not hold, as `cast` shows.
-
-    Integers must be equal; floats are rounded, but may not become infinite.
-    """
-    if np.can_cast(values.dtype, cast.dtype, "safe"):
-        return []
-    lost = np.isfinite(values) & ~np.isfinite(cast) if cast.dtype.kind == "f" else values != cast
-    lost = lost.reshape(len(values), -1)
-    return [(i, values.reshape(lost.shape)[i, lost[i].argmax()]) for i in np.flatnonzero(lost.any(axis=1)).tolist()]
-
-
-class History:
-    """Tokens of a request, from its first: [length, *tok] on the host, in pieces that nobody writes to."""
-
-    __slots__ = ("__weakref__", "_pieces", "length")
-
-    def __init__(self, first: HostArray) -> None:
-        self._pieces, self.length = [first], len(first)
-
-    def append(self, piece: HostArray) -> None:
-        self._pieces.append(piece)
-        self.length += len(piece)
-
-    def read(self, start: int, end: int) -> HostArray:
-        """Tokens `start` to `end` - 1, to be read only."""
-        if end <= len(self._pieces[0]):
-            return self._pieces[0][start:end]
-        out = np.empty((end - start, *self._pieces[0].shape[1:]), self._pieces[0].dtype)
-        self.copy(start, out)
-        return out
-
-    def copy(self, start: int, out: HostArray) -> None:
-        """Overwrite `out` with the tokens from `start` on."""
-        end, at = start + len(out), 0
-        for piece in self._pieces:
-            first, last = max(start - at, 0), min(end - at, len(piece))
-            if first < last:
-                out[at + first - start : at + last - start] = piece[first:last]
-            at += len(piece)
-
-
-class TokenTable:
-    """The tokens of all running rows, on the host: what is fed to the model and compared with stop tokens.
-
-    The newest of each row lie side by side in `values`, where a step reads and writes those of all rows at once. A row
-    that is longer has the others in the history of its request, which goes when the request goes: the table never
-    grows.
-    """
-
-    def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape = shape
-        (least, most), size = SIDE_BY_SIDE, rows * max(1, np.dtype(dtype).itemsize * math.prod(shape))
-        self.width = least
-        while self.width < most and 2 * self.width * size <= TABLE_BYTES:
-            self.width *= 2
-        # One more, for a token that the device is still computing.
-        self.values = np.zeros((rows, self.width + 1, *shape), dtype)
-        self._before = np.zeros(rows, np.intp)  # tokens of each row before those in `values`
-        self._histories: list[ref[History] | None] = [None] * rows
-        self._long = False  # a row has tokens that are not in `values`
-
-    def fill(self, row: int, history: History) -> None:
-        """The row is that of another request; its tokens so far are its history, which the caller keeps."""
-        n = history.length
-        if n <= self.width:
-            history.copy(0, self.values[row, :n])
-        self._before[row] = 0 if n <= self.width else n
-        self._histories[row] = ref(history)
-        self._long = bool(self._before.any())
-
-    def leave(self, row: int, history: History, length: int) -> None:
-        """The request loses its row: add to its history what that lacks of its first `length` tokens."""
-        if history.length < length:
-            history.append(self.read(row, history.length, length).copy())
-
-    def read(self, row: int, start: int, end: int) -> HostArray:
-        """Tokens `start` to `end` - 1 of a row, to be read only."""
-        before = int(self._before[row])
-        if start >= before:
-            return self.values[row, start - before : end - before]
-        out = np.empty((end - start, *self.shape), self.values.dtype)
-        self._copy(row, start, out)
-        return out
-
-    def packed(self, rows: Any, start: Any, n: Any, of: Any, positions: Any) -> HostArray:
-        """The tokens of a step, [T, *tok]: of each of `rows` the `n` from `start` on.
-
-        of, positions [T]: of each token its place in `rows` and its position, which may be one beyond the last token.
-        """
-        row = rows[of]
-        if not self._long:
-            return self.values[row, positions]
-        at = positions - self._before[row]
-        tokens: HostArray = self.values[row, np.maximum(at, 0)]
-        if np.count_nonzero(at < 0):
-            first, older = np.cumsum(n) - n, np.minimum(self._before[rows] - start, n)
-            for i in np.flatnonzero(older > 0).tolist():
-                self._copy(int(rows[i]), int(start[i]), tokens[first[i] : first[i] + older[i]])
-        return tokens
-
-    def window(self, rows: Any, lengths: Any, width: int) -> HostArray:
-        """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them."""
-        if not (self._long and self._before[rows].any()):
-            out: HostArray = self.values[rows, :width]
-            for i in np.flatnonzero(lengths != width).tolist():
-                out[i, width - lengths[i] :] = self.values[rows[i], : lengths[i]]
-            return out
-        out = np.zeros((len(rows), width, *self.shape), self.values.dtype)
-        for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            self._copy(row, 0, out[i, width - length :])
-        return out
-
-    def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """One new token for each of `rows`, at its position, which is one beyond its last."""
-        if not len(rows):
-            return
-        at = positions - self._before[rows]
-        if at.max() >= self.width:
-            for i in np.flatnonzero(at >= self.width).tolist():
-                self._shift(int(rows[i]))
-                at[i] = 0
-        self.values[rows, at] = tokens
-
-    def _shift(self, row: int) -> None:
-        """Move what `values` holds of a row to its history."""
-        history, before = self._history(row), int(self._before[row])
-        if (known := history.length - before) < self.width:
-            history.append(self.values[row, known : self.width].copy())
-        self._before[row] = before + self.width
-        self._long = True
-
-    def _copy(self, row: int, start: int, out: HostArray) -> None:
-        """Overwrite `out` with the tokens of a row from `start` on."""
-        before = int(self._before[row])
-        older = min(max(before - start, 0), len(out))
-        if older:
-            self._history(row).copy(start, out[:older])
-        at = start + older - before
-        out[older:] = self.values[row, at : at + len(out) - older]
-
-    def _history(self, row: int) -> History:
-        found = self._histories[row]
-        history = None if found is None else found()
-        assert history is not None, "the request of this row has gone"
-        return history

@@ -12,7 +12,8 @@ import numpy as np
 
 from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import Job
+from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray

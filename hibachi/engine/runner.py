@@ -13,9 +13,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds
-from hibachi.engine.job import Job, misfits, stopped
+from hibachi.engine.job import Job, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
+from hibachi.engine.tokentable import misfits
 from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq

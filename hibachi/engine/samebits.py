@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hibachi.engine.job import History
+from hibachi.engine.tokentable import History
 from hibachi.tensor.array_backend import HostArray
 
 if TYPE_CHECKING:

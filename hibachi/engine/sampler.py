@@ -15,8 +15,9 @@ import numpy as np
 from hibachi.decode import sampling
 from hibachi.decode.logprobs import Likely, likely, logprobs, named
 from hibachi.decode.uniforms import uniforms
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import Job
 from hibachi.engine.rowedits import RowEdits
+from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray

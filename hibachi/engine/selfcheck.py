@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import Job
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Part, check_output
-from hibachi.engine.stream import Channel
+from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import NotDeterministic
 from hibachi.plan.scheduler import Limits, Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
+from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 from hibachi.tensor.cache import StepInputs
 

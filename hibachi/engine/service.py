@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.closing import CLOSE_WITHIN, Closing, waited
 from hibachi.engine.engine import Engine, Stats
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
-from hibachi.engine.loops import in_thread
 from hibachi.engine.meters import Meters
 from hibachi.engine.runner import Runner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
 from hibachi.plan.scheduler import Scheduler
+from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
+from hibachi.streams.loops import in_thread
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 

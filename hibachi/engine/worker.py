@@ -15,15 +15,15 @@ from queue import Empty
 from typing import Any
 
 from hibachi.engine.admission import check_room
-from hibachi.engine.closing import CLOSE_WITHIN
 from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine, Stats
 from hibachi.engine.faults import drop_frames
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
-from hibachi.engine.stream import Channel
 from hibachi.errors import EngineClosed, EngineError, EngineFailed
 from hibachi.request import Finish
+from hibachi.streams.channel import Channel
+from hibachi.streams.closeable import CLOSE_WITHIN
 
 log = logging.getLogger("hibachi.engine")
 MOST_PATIENCE = 3600.0  # seconds that the thread sleeps at most; longer ones overflow some clocks

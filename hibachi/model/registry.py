@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from hibachi.errors import ConfigError, UnknownArchitecture
+from hibachi.installed import entry_points
 from hibachi.model.arch import Arch, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.families import FAMILIES, Family
@@ -20,7 +21,6 @@ from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.discover import resolve
-from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.models"
 

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import openai
 from hibachi.serve.access import tell, tell_of_none
-from hibachi.serve.arriving import MOST_BYTES, MOST_HEADERS, Tell, too_large
+from hibachi.serve.deadlines import MOST_BYTES, MOST_HEADERS, Tell, too_large
 from hibachi.serve.exchange import Exchange, Gone
 from hibachi.serve.flight import of_tenant
-from hibachi.serve.state import Served
+from hibachi.serve.served import Served
 
 Handler = Callable[[Served, Exchange], Awaitable[None]]
 LEFT = 499  # as nginx logs a client that left

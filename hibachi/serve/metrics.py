@@ -20,7 +20,7 @@ from hibachi.errors import HibachiError
 from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, page
-from hibachi.serve.state import Served
+from hibachi.serve.served import Served
 
 log = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"

@@ -14,8 +14,8 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.serve.address import bound
 from hibachi.serve.keys import tenants_of
+from hibachi.serve.load_model import about, opened
 from hibachi.serve.logs import log_to_stderr
-from hibachi.serve.opened import about, opened
 from hibachi.serve.signals import ending
 
 log = logging.getLogger("hibachi.serve")

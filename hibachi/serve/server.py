@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from hibachi.engine.closing import CLOSE_WITHIN
-from hibachi.engine.remote import RemoteEngine
+from hibachi.remote.engine import RemoteEngine
 from hibachi.serve.app import application, tells
-from hibachi.serve.arriving import Arriving
+from hibachi.serve.deadlines import Arriving
 from hibachi.serve.metrics import metrics_for
+from hibachi.serve.served import Served
 from hibachi.serve.signals import end
-from hibachi.serve.state import Served
+from hibachi.streams.closeable import CLOSE_WITHIN
 
 log = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted

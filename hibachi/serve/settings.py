@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hibachi.engine.llm import QUANTIZATIONS
 from hibachi.errors import ConfigError
+from hibachi.lm.llm import QUANTIZATIONS
 
 PREFIX = "HIBACHI_"
 _SIZES = {"k": 10, "ki": 10, "m": 20, "mi": 20, "g": 30, "gi": 30}  # all of them powers of two, as memory is

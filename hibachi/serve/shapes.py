@@ -20,8 +20,8 @@ from hibachi.api.answers import (
     Vocabulary,
 )
 from hibachi.api.asking import Asked
-from hibachi.engine.textstream import Choice, Completion, Piece, TextChoice, TextStream
 from hibachi.errors import EngineClosed
+from hibachi.lm.textstream import Choice, Completion, Piece, TextChoice, TextStream
 from hibachi.request import Finish
 
 

@@ -544,8 +544,8 @@ class ArrayBackend:
         return found
 
     def candidates(self) -> Sequence[Any]:
-        """The ways to compute each operation that are worth timing, as `hibachi.tensor.kernels.Candidate`s; none: there
-        is only one."""
+        """The ways to compute each operation that are worth timing, as `Candidate`s (`hibachi.tensor.candidates`);
+        none: there is only one."""
         return ()
 
     def fuse(self, decoder: Any) -> Callable[..., Any] | None:

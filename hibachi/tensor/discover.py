@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError, HibachiError
+from hibachi.installed import entry_points
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.backends"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hibachi.engine.named import model_named, object_named
 from hibachi.errors import ConfigError, HibachiError
+from hibachi.lm.named import model_named, object_named
 from hibachi.tensor.discover import resolve
 from hibachi.testing.options import OPTIONS, add_to, ids, token
 from hibachi.testing.own import Own

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.verify.bench import Bench, Result
 from hibachi.verify.drive import CachedDriver, Outputs, Piece, WholeDriver
 from hibachi.verify.inside import GENERATOR, training
+from hibachi.verify.subject import Bench, Result
 from hibachi.verify.trials import IN_ORDER
 
 

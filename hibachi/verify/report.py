@@ -7,9 +7,9 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from hibachi.verify.bench import Bench, Result
 from hibachi.verify.causes import Cause, diagnose
 from hibachi.verify.inside import changed, kept
+from hibachi.verify.subject import Bench, Result
 from hibachi.verify.trials import run
 
 WIDTH = 88

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hibachi.verify.bench import MAIN, PADS, STEPS, Bench, Result, Rows, Variant
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Piece, WholeDriver
+from hibachi.verify.subject import MAIN, PADS, STEPS, Bench, Result, Rows, Variant
 
 WHOLE, CACHED, ALL = (0, 1), (2,), (0, 1, 2, None)
 IN_ORDER = "blocks in order"

@@ -16,11 +16,11 @@ import numpy as np
 
 import hibachi
 from hibachi import AutoregressiveBatchInference, SamplingParams, Terms, load_model
-from hibachi.engine.remote import RemoteLLM
-from hibachi.engine.texts import Texts
+from hibachi.lm.texts import Texts
 from hibachi.model.files import TINY, locate, open_files
 from hibachi.model.text.own import OwnTokenizer
 from hibachi.plan.policy import Priority
+from hibachi.remote.llm import RemoteLLM
 
 from . import hostile
 from .drawn import STOP, WORDS, Predicate, Processor

@@ -25,7 +25,7 @@ from hibachi import (
     Paged,
     SamplingParams,
 )
-from hibachi.engine.stream import amerge, await_any, merge, wait_any
+from hibachi.streams.merge import amerge, await_any, merge, wait_any
 from hibachi.testing.toys import SumBoth, SumFrames, SumLogits, SumPaged, SumState, expected
 
 PATIENCE = 20  # seconds until a test that hangs fails

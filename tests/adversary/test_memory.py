@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, NumpyBackend, SamplingParams
-from hibachi.engine import job
-from hibachi.engine.job import History, TokenTable
+from hibachi.engine import tokentable
+from hibachi.engine.tokentable import History, TokenTable
 from hibachi.errors import InvalidModelFiles
 from hibachi.model import rope
 from hibachi.model.files import locate, open_files
@@ -128,7 +128,7 @@ def test_m9_what_a_request_generated_goes_with_it():
 @pytest.mark.parametrize("shape", [(), (3,)], ids=str)
 def test_m9_the_table_holds_what_lists_hold(width, shape, monkeypatch):
     """Random requests come, grow, lose their rows and get others; all reads against plain lists."""
-    monkeypatch.setattr(job, "SIDE_BY_SIDE", (width, width))
+    monkeypatch.setattr(tokentable, "SIDE_BY_SIDE", (width, width))
     random, rng, rows = Random(width), np.random.default_rng(width), 5
     table = TokenTable(rows, shape, np.int64)
     assert table.width == width
@@ -194,7 +194,7 @@ def test_m9_a_row_that_could_not_be_filled_leaves_the_others_as_they_were(monkey
 @pytest.mark.parametrize("width", [1, 4])
 def test_m9_rows_longer_than_the_table_is_wide(toy, width, monkeypatch):
     """Prompts and outputs that cross its width, rows beside each other, and rows that are lost and computed again."""
-    monkeypatch.setattr(job, "SIDE_BY_SIDE", (width, width))
+    monkeypatch.setattr(tokentable, "SIDE_BY_SIDE", (width, width))
     backend = NumpyBackend()
     options = dict(padding_token=0) if toy in (SumTokens, SumLogits) else dict(block_size=4, cache_bytes=12 * 4 * 12)
     with AutoregressiveBatchInference(toy(backend), max_model_len=40, max_batch_size=3, **options) as engine:

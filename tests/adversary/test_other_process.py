@@ -21,14 +21,9 @@ pytest.importorskip("tokenizers")
 
 import hibachi.errors
 from hibachi import SamplingParams
-from hibachi.engine import remote, sender
-from hibachi.engine.child import Child, Facts, Outbox, OutChannel, _portable
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
-from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
-from hibachi.engine.remote import RemoteEngine, RemoteLLM
-from hibachi.engine.stream import Channel
 from hibachi.errors import (
     ConfigError,
     EngineClosed,
@@ -41,7 +36,14 @@ from hibachi.errors import (
     QueueFull,
 )
 from hibachi.plan.scheduler import Limits
+from hibachi.remote import engine as remote
+from hibachi.remote import sender
+from hibachi.remote.child import Child, Facts, Outbox, OutChannel, _portable
+from hibachi.remote.engine import RemoteEngine
+from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish
+from hibachi.streams.channel import Channel
+from hibachi.streams.loops import Wakeups
 from tests.engine.models import PATIENCE, Background, until
 
 LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
@@ -420,7 +422,7 @@ def test_a_process_that_is_stopped_for_a_while(there):
 
 def test_readers_that_never_read_are_in_nobodys_way(there):
     idle = [there.stream("a", LONG) for _ in range(8)]  # twice as many as there are rows
-    until(lambda: all(len(stream.tokens._channel.buffer) >= 8 for stream in idle))
+    until(lambda: all(len(stream.tokens.channel.buffer) >= 8 for stream in idle))
     assert len(there.generate("She was", LONG)[0].token_ids) == LONG.max_tokens
     assert all(len(stream.tokens.collect()) == LONG.max_tokens for stream in idle)
 
@@ -599,7 +601,7 @@ def lose(own, restarts, *, tokens=0):
     number = own.puppet.hear()[1]
     if tokens:
         own.puppet.tokens(number, *range(tokens))
-        until(lambda: stream._channel.buffer)
+        until(lambda: stream.channel.buffer)
     own.puppet.kill()
     with pytest.raises(EngineFailed, match="signal 9"):
         assert stream.collect() == list(range(tokens))

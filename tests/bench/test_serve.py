@@ -426,9 +426,9 @@ def test_percentiles_and_warnings():
 def served():
     """A real server of the tiny model, in a thread."""
     uvicorn = pytest.importorskip("uvicorn")
-    from hibachi.engine.custom import open_texts
+    from hibachi.lm.own import open_texts
     from hibachi.serve.app import application
-    from hibachi.serve.state import Served
+    from hibachi.serve.served import Served
 
     with open_texts("tiny", max_batch_size=8) as texts:
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -30,7 +30,7 @@ from hibachi import (
     State,
 )
 from hibachi.engine.runner import Outcome
-from hibachi.engine.stream import Channel
+from hibachi.streams.channel import Channel
 
 from .mutants import Mutant
 
@@ -174,8 +174,8 @@ def widen_integers(forward: Any, tokens: Any, *lengths: Any) -> Any:
 
 def keep_batch_dimension(submit: Any, job: Any) -> Any:
     stream = submit(job)
-    read = stream._read
-    stream._read = lambda item: read(item)[None]
+    read = stream.read
+    stream.read = lambda item: read(item)[None]
     return stream
 
 

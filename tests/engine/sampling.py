@@ -3,10 +3,12 @@
 import numpy as np
 
 from hibachi import SamplingParams, StopRule
-from hibachi.engine.job import Job, Stopper, TokenTable
+from hibachi.engine.job import Job
 from hibachi.engine.sampler import RowSampler
-from hibachi.engine.stream import Channel
+from hibachi.engine.stops import Stopper
+from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.sequence import Seq
+from hibachi.streams.channel import Channel
 
 
 class Row:

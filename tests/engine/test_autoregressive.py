@@ -120,7 +120,7 @@ def test_after_one_step(together):
     gate.let()
     gate.wait()  # the second step has begun
     assert ints([next(a), next(b)]) == [1, 2]
-    assert not a._channel.buffer and engine.stats().running == 2
+    assert not a.channel.buffer and engine.stats().running == 2
     gate.open()
     next(a)
     assert gate.shapes[:2] == [(2, 10), (2, 11)]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hibachi
-from hibachi.engine import autotune
-from hibachi.engine.autotune import Sizes, Trial, choose, seconds_of, settle, sizes_of, table
-from hibachi.engine.stepcost import padded, rows_named
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
-from hibachi.tensor.kernels import LADDERS, Candidate
+from hibachi.tensor.candidates import LADDERS, Candidate
 from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.tune import autotune
+from hibachi.tune.autotune import choose, seconds_of, settle
+from hibachi.tune.cases import Sizes, sizes_of
+from hibachi.tune.stepcost import padded, rows_named
+from hibachi.tune.trial import Trial, table
 
 SIZES = Sizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
 
@@ -145,7 +149,7 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
             texts.append(llm.generate("It is a truth", params)[0].text)
             assert llm.deterministic
     assert texts[0] == texts[1]
-    assert list((autotune.Path(autotune.os.environ["XDG_CACHE_HOME"]) / "hibachi").glob("kernels-*.json"))
+    assert list((Path(os.environ["XDG_CACHE_HOME"]) / "hibachi").glob("kernels-*.json"))
 
 
 # ---- the sizes that steps are padded to ------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import TokenTable
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.tokentable import TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
 from hibachi.plan.lower import lower

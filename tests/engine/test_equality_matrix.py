@@ -174,7 +174,7 @@ def run(model, *, company, chunk, cache, memory, order, deterministic=True):
             for n, i in enumerate(places):
                 streams[i] = e.run(given[i], kind(i))
                 if company == "staggered" and n % 3 == 2:
-                    streams[places[n - 2]]._channel.wait(60)  # until it has a token
+                    streams[places[n - 2]].channel.wait(60)  # until it has a token
             answers = {i: said(s) for i, s in streams.items()}
         return [answers[i] for i in range(CHECKED)], e.stats()
 

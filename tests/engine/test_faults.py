@@ -456,7 +456,7 @@ def test_a_failure_of_the_loop_reaches_every_stream(serve, monkeypatch):
     model.wait()
     waiting = [engine.run([1]) for _ in range(3)]
     reader = Background(list, running[0])
-    until(lambda: running[0]._channel._waiters)
+    until(lambda: running[0].channel._waiters)
     exits(engine, monkeypatch)
     model.let(2)
     for s in (*running[1:], *waiting):

@@ -173,9 +173,9 @@ def test_a_consumer_that_is_behind_is_waited_for(serve, pause_after):
     stream = engine.run([1], max_new_tokens=40)
     got = []
     for _ in range(3):
-        until(lambda: engine.health().paused == 1 and len(stream._channel.buffer) == pause_after)
+        until(lambda: engine.health().paused == 1 and len(stream.channel.buffer) == pause_after)
         time.sleep(0.002)
-        assert len(stream._channel.buffer) == pause_after
+        assert len(stream.channel.buffer) == pause_after
         assert engine.health().state == "idle" and "wait for their consumers: 1" in engine.health().message
         got += [int(next(stream)) for _ in range((pause_after + 1) // 2)]
     got += ints(stream.collect())

@@ -11,7 +11,7 @@ import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
 from hibachi.engine.meters import Histogram, Meters, Steps, decades
-from hibachi.engine.remote import RemoteLLM
+from hibachi.remote.llm import RemoteLLM
 
 from .models import Background
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from hibachi import ConfigError, load
-from hibachi.engine.named import is_named, model_named
 from hibachi.errors import BackendNotFound
+from hibachi.lm.named import is_named, model_named
 
 PROGRAM = """
 from dataclasses import dataclass

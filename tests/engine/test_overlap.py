@@ -149,7 +149,7 @@ def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
     engine = served(serve, backend, pause_after=bound)
     stream = engine.run([1, 2], GREEDY, max_new_tokens=30)
     until(lambda: engine.health().paused == 1 and engine._worker._engine._flight is None)
-    assert len(stream._channel.buffer) == bound
+    assert len(stream.channel.buffer) == bound
     assert backend.ahead == bound - 1
     assert list(stream) == expected([1, 2], 30)
     finish(engine)

@@ -10,9 +10,8 @@ import torch
 import transformers
 
 import hibachi
-import hibachi.engine.custom
+import hibachi.lm.own
 from hibachi import AutoregressiveBatchInference, SamplingParams, Terms
-from hibachi.engine.remote import RemoteLLM
 from hibachi.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -22,6 +21,7 @@ from hibachi.errors import (
     RequestError,
     UnsupportedOperation,
 )
+from hibachi.remote.llm import RemoteLLM
 
 from .models import until
 
@@ -201,6 +201,6 @@ def test_vectors_take_no_thread_and_no_engine_of_their_own():
 
 
 def test_a_model_of_ones_own_with_hidden_states_gives_vectors_too():
-    with hibachi.engine.custom.open_texts(f"{__name__}:Flaky", max_model_len=64) as texts:
+    with hibachi.lm.own.open_texts(f"{__name__}:Flaky", max_model_len=64) as texts:
         [found] = texts.embed([[3, 4, 8]], pooling="mean", normalize=False)
         np.testing.assert_array_equal(found.embedding, [5.0] * 4)

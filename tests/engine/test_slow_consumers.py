@@ -9,9 +9,10 @@ from queue import SimpleQueue
 import pytest
 
 from hibachi import ItemStream
-from hibachi.engine.loops import Wakeups
-from hibachi.engine.stream import Channel, merge
 from hibachi.request import Finish
+from hibachi.streams.channel import Channel
+from hibachi.streams.loops import Wakeups
+from hibachi.streams.merge import merge
 
 from .models import PATIENCE, Background, until
 

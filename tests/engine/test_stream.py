@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from hibachi import EngineFailed, ItemStream, ModelError
-from hibachi.engine.loops import Wakeups
-from hibachi.engine.stream import Channel, amerge, merge
 from hibachi.request import Finish
+from hibachi.streams.channel import Channel
+from hibachi.streams.loops import Wakeups
+from hibachi.streams.merge import amerge, merge
 
 from .models import PATIENCE, Background, until
 from .pipe import Pipe

@@ -12,9 +12,9 @@ import trio
 import trio.lowlevel
 
 from hibachi import LLM, FeedforwardBatchInference, ModelError, SamplingParams
-from hibachi.engine.loops import Wakeups, in_trio, loop_future
-from hibachi.engine.stream import amerge, await_any
 from hibachi.request import Finish
+from hibachi.streams.loops import Wakeups, in_trio, loop_future
+from hibachi.streams.merge import amerge, await_any
 
 from .models import PATIENCE, Background, Gate, Next, ints, until
 from .pipe import Pipe
@@ -515,7 +515,7 @@ def test_a_slow_task_pauses_its_request_and_gets_everything(run, sleep, serve):
         async for token in stream:
             got.append(int(token))
             await sleep(0.001)
-            unread.append(len(stream._channel.buffer))
+            unread.append(len(stream.channel.buffer))
         return got
 
     assert run(main) == list(range(1, 61))

@@ -18,13 +18,13 @@ for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 
-from hibachi.engine.custom import open_texts  # noqa: E402
-from hibachi.engine.remote import RemoteLLM  # noqa: E402
-from hibachi.engine.texts import Texts  # noqa: E402
+from hibachi.lm.own import open_texts  # noqa: E402
+from hibachi.lm.texts import Texts  # noqa: E402
+from hibachi.remote.llm import RemoteLLM  # noqa: E402
 from hibachi.serve.app import application, tells  # noqa: E402
-from hibachi.serve.arriving import Arriving  # noqa: E402
+from hibachi.serve.deadlines import Arriving  # noqa: E402
 from hibachi.serve.metrics import metrics_for  # noqa: E402
-from hibachi.serve.state import Served  # noqa: E402
+from hibachi.serve.served import Served  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
 CHATML = (

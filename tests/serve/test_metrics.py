@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from hibachi.engine.custom import open_texts
+from hibachi.lm.own import open_texts
 from hibachi.request import SamplingParams
 from hibachi.serve.metrics import RequestMeter
 from hibachi.serve.record import Record

@@ -12,7 +12,7 @@ from hibachi.cli import main
 from hibachi.cli.main import parser
 from hibachi.errors import ConfigError
 from hibachi.request import SamplingParams
-from hibachi.serve import opened as opening
+from hibachi.serve import load_model as opening
 from hibachi.serve.keys import tenants_of
 from hibachi.serve.settings import GROUPS, SETTINGS, SWITCH, misspelled, settle
 from hibachi.serve.tenants import Tenant

@@ -15,7 +15,7 @@ import pytest
 
 from hibachi import LLM, Paged, SamplingParams, State, StepInputs, UnsupportedOperation
 from hibachi.plan.lower import lower
-from hibachi.tensor.kernels import OPERATIONS, compose
+from hibachi.tensor.candidates import OPERATIONS, compose
 
 from .native import skip_without
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hibachi.tensor import kernels
+from hibachi.tensor import candidates as kernels
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.kernels import (
+from hibachi.tensor.candidates import (
     LADDERS,
     OPERATIONS,
     Candidate,

@@ -8,8 +8,8 @@ import pytest
 
 import hibachi
 from hibachi.engine.cached import CachedRunner
-from hibachi.engine.job import History, TokenTable
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
 from hibachi.plan.scheduler import Limits, Scheduler

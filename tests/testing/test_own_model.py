@@ -12,7 +12,7 @@ import pytest
 
 from conformance import own_model
 from hibachi import ConfigError, load, load_model
-from hibachi.engine.named import object_named
+from hibachi.lm.named import object_named
 from hibachi.testing import prompts, toys
 from hibachi.testing.answers import Answer, different
 from hibachi.testing.options import ids, token

@@ -10,8 +10,8 @@ import pytest
 from hibachi import ConfigError, load, load_model
 from hibachi.testing import toys
 from hibachi.verify import Bench, verify
-from hibachi.verify.bench import difference, prompts_in
 from hibachi.verify.inside import changed, kept, training
+from hibachi.verify.subject import difference, prompts_in
 from tests.model.test_agreement import make
 from tests.testing.broken_models import BROKEN, NUMPY
 from tests.testing.test_own_model import FRAMES, TOYS, VALUES, example

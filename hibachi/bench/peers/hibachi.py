@@ -46,7 +46,7 @@ class Engine:
         if any(r.arrival for r in requests):
             asyncio.run(self.online(requests))
             return
-        from hibachi.engine.stream import merge
+        from hibachi.streams.merge import merge
 
         for i, tokens in merge([self.start(r) for r in requests]):
             now = time.perf_counter()

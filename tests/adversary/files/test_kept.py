@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine.autotune import Sizes, choose
+from hibachi.tensor.candidates import Candidate
 from hibachi.tensor.kept import cache_folder, move
-from hibachi.tensor.kernels import Candidate
 from hibachi.tensor.native import build
 from hibachi.tensor.native.build import NativeLibrary, NativeUnavailable
 from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.tune.autotune import choose
+from hibachi.tune.cases import Sizes
 
 ROOT = Path(__file__).parents[3]
 MB = 2**20

@@ -17,7 +17,7 @@ import pytest
 from hibachi.api.errors import Refused
 from hibachi.errors import PromptTooLong
 from hibachi.serve import tokenizing
-from hibachi.serve.arriving import MOST_BYTES
+from hibachi.serve.deadlines import MOST_BYTES
 from hibachi.serve.tokenizing import Tokenizing
 
 from ...engine.models import until

@@ -332,7 +332,7 @@ def test_17_a_log_that_nobody_can_write_ends_nothing(model):
 
 
 def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
-    from hibachi.serve.opened import _name
+    from hibachi.serve.load_model import _name
 
     folder = tmp_path / "deep" / "my-model"
     folder.mkdir(parents=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
-from hibachi.engine.llm import LLM
-from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError
+from hibachi.lm.llm import LLM
+from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.request import SamplingParams
 

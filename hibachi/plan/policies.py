@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hibachi.errors import ConfigError
+from hibachi.installed import entry_points
 from hibachi.plan.policy import Fair, Fcfs, Policy, Priority, Shares, WaitingServed
-from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.policies"
 SHIPPED: dict[str, Callable[[], Policy]] = {

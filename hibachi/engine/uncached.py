@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.faults import Theirs
-from hibachi.engine.job import Job, TokenTable
+from hibachi.engine.job import Job
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
     Awaiter,
@@ -22,6 +22,7 @@ from hibachi.engine.runner import (
     token_part,
 )
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray

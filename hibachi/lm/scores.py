@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hibachi.engine.textstream import Completion, Prompt
 from hibachi.errors import InvalidRequest
+from hibachi.lm.textstream import Completion, Prompt
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import HostArray
 

@@ -14,28 +14,24 @@ import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hibachi.engine.admission import check_ids, check_params, check_room
-from hibachi.engine.child import Facts
-from hibachi.engine.closing import Closing, waited
-from hibachi.engine.custom import is_own, module_of
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health, State
-from hibachi.engine.loops import Wakeups
 from hibachi.engine.meters import Meters
 from hibachi.engine.pooling import check_pooling
-from hibachi.engine.sender import Sender
-from hibachi.engine.stream import Channel, ItemStream
-from hibachi.engine.texts import Texts
-from hibachi.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, text_of
-from hibachi.model.files import locate, open_files
-from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
+from hibachi.model.pooling import Pooling
+from hibachi.remote.child import Facts
+from hibachi.remote.sender import Sender
 from hibachi.request import Finish, SamplingParams, as_params, as_terms
+from hibachi.streams.channel import Channel
+from hibachi.streams.closeable import Closing, waited
+from hibachi.streams.loops import Wakeups
+from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
 
 log = logging.getLogger("hibachi.engine")
@@ -96,7 +92,7 @@ class RemoteEngine(Closing):
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             deaf = "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN)"  # as the parent decides
-            script = f"{deaf}; from hibachi.engine.child import main; main({theirs.fileno()})"
+            script = f"{deaf}; from hibachi.remote.child import main; main({theirs.fileno()})"
             command = [sys.executable, "-c", script]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         if self._closing:  # `close` may have waited for the process before this one
@@ -492,42 +488,3 @@ def _packed(contents: Any) -> bytes:
             f"{type(e).__name__}: {e}. Write logits_processors as functions or classes of a module, not as lambdas or "
             f"within a function, or run the engine in this process (hibachi.LLM; --engine own)."
         ) from e
-
-
-def _unpickled(tokenizer: bytes | None, model: str) -> Any:
-    """Its class may stand in the module of the model, which only the engine's process has read so far."""
-    assert tokenizer is not None
-    try:
-        return pickle.loads(tokenizer)
-    except ModuleNotFoundError:
-        module_of(model)
-        return pickle.loads(tokenizer)
-
-
-class RemoteLLM(Texts):
-    """`LLM`, or a model of one's own, with its engine in another process. Texts are made here.
-
-    model, options: as for `open_texts` and `RemoteEngine`. Raises what making the model raises.
-    """
-
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        model = str(model)
-        if "backend" in options and not isinstance(options["backend"], (str, type(None))):
-            raise ConfigError("For an engine in another process a backend is given by its name.")
-        engine = RemoteEngine(model, **options)
-        facts = engine.facts
-        try:
-            if is_own(model):
-                tokenizer, params = _unpickled(facts.tokenizer, model), SamplingParams()
-            else:
-                files = open_files(locate(model))
-                tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
-                params = SamplingParams(**generation_defaults(files.path))
-        except BaseException:
-            engine.close()
-            raise
-        self._path = None if is_own(model) else files.path
-        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=facts.eos_ids, default_params=params)
-
-    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
-        return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

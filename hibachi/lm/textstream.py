@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hibachi.engine.closing import Closing
-from hibachi.engine.loops import give_way
-from hibachi.engine.stream import ItemStream, await_any, closed, wait_any
 from hibachi.model.text import Detokenizer
 from hibachi.request import Finish
+from hibachi.streams.closeable import Closing
+from hibachi.streams.loops import give_way
+from hibachi.streams.merge import await_any, wait_any
+from hibachi.streams.stream import ItemStream, closed
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt_embeds": array}
 Logprobs = list[dict[int, float] | None]

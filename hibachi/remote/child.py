@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what runs in there. `hibachi.engine.remote` starts it and talks to it.
+"""An engine in a process of its own: what runs in there. `hibachi.remote.engine` starts it and talks to it.
 
     parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
                        ("cancel" | "pause" | "resume", number) ("stop",)
@@ -25,14 +25,15 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hibachi.engine.custom import open_texts
 from hibachi.engine.job import Job
-from hibachi.engine.loops import Wakeups
 from hibachi.engine.pooling import has_hidden
-from hibachi.engine.stream import Channel, native_row
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
+from hibachi.lm.own import open_texts
 from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
+from hibachi.streams.channel import Channel
+from hibachi.streams.loops import Wakeups
+from hibachi.streams.stream import native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback

@@ -15,15 +15,15 @@ from hibachi.api.bodies import Bounds
 from hibachi.api.conversation import rendered
 from hibachi.api.errors import SERVER, Refused
 from hibachi.engine.health import Health
-from hibachi.engine.stream import Item
-from hibachi.engine.texts import Texts
-from hibachi.engine.textstream import TextStream
 from hibachi.errors import EngineClosed, PromptTooLong
+from hibachi.lm.texts import Texts
+from hibachi.lm.textstream import TextStream
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Meter, NoMeter, Record
 from hibachi.serve.tenants import Tenants, salt_of
 from hibachi.serve.tokenizing import Tokenizing
+from hibachi.streams.stream import Item
 from hibachi.tensor.array_backend import HostArray
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Kernels by name: for each operation of a backend the ways that there are to compute it, and backends made of them.
 
 A package adds its own by an entry point in the group `hibachi.kernels`: a function of a backend that returns a list of
-`Candidate`. Which of them are taken is measured, see `hibachi.engine.autotune`.
+`Candidate`. Which of them are taken is measured, see `hibachi.tune.autotune`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from hibachi.installed import entry_points
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.installed import entry_points
 
 GROUP = "hibachi.kernels"
 OPERATIONS = {

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.api.bodies import Bounds
-from hibachi.engine.custom import is_own, open_texts
-from hibachi.engine.remote import RemoteEngine, RemoteLLM
-from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
+from hibachi.lm.own import is_own, open_texts
+from hibachi.lm.texts import Texts
 from hibachi.model.generation import generation_defaults
+from hibachi.remote.engine import RemoteEngine
+from hibachi.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
 from hibachi.serve.keys import tenants_of
-from hibachi.serve.state import Served
+from hibachi.serve.served import Served
 from hibachi.serve.tenants import Tenants
 
 log = logging.getLogger("hibachi.serve")

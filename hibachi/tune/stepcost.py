@@ -1,6 +1,6 @@
 """From the times of kernels to those of whole steps, and what padding them costs: how dtypes and ladders are judged.
 
-The times are those that `hibachi.engine.autotune` measures of products and attention, at a few sizes; between two of
+The times are those that `hibachi.tune.autotune` measures of products and attention, at a few sizes; between two of
 these, and beyond the largest, they are taken to lie on a line.
 """
 

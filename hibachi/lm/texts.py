@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode.uniforms import fork
-from hibachi.engine.closing import CLOSE_WITHIN, Closing
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
-from hibachi.engine.loops import give_way, in_thread
-from hibachi.engine.measured import SCORING, Embedding, Score, paired, score_of, unit
 from hibachi.engine.meters import Meters
-from hibachi.engine.stream import Item, amerge, merge
-from hibachi.engine.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.errors import InvalidRequest, PromptTooLong, shown
+from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of, unit
+from hibachi.lm.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.model.pooling import Pooling
 from hibachi.model.text import Detokenizer
 from hibachi.request import SamplingParams, Terms, as_params, as_terms
+from hibachi.streams.closeable import CLOSE_WITHIN, Closing
+from hibachi.streams.loops import give_way, in_thread
+from hibachi.streams.merge import amerge, merge
+from hibachi.streams.stream import Item
 from hibachi.tensor.array_backend import HostArray
 
 SOMEWHAT_LONG = 16  # characters of a token, on average: texts with more are not read

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.autotune import seconds_of, settle
-from hibachi.engine.texts import Texts
 from hibachi.errors import ConfigError
+from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import Pooling, pooling_of
@@ -16,6 +15,7 @@ from hibachi.model.registry import arch_of, load_model
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
+from hibachi.tune.autotune import seconds_of, settle
 
 QUANTIZATIONS = ("auto", "none", "int8")
 

@@ -1,0 +1,55 @@
+"""Texts by an engine in another process."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.lm.own import is_own, module_of
+from hibachi.lm.texts import Texts
+from hibachi.model.files import locate, open_files
+from hibachi.model.generation import generation_defaults
+from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.remote.engine import RemoteEngine
+from hibachi.request import SamplingParams
+
+
+def _unpickled(tokenizer: bytes | None, model: str) -> Any:
+    """Its class may stand in the module of the model, which only the engine's process has read so far."""
+    assert tokenizer is not None
+    try:
+        return pickle.loads(tokenizer)
+    except ModuleNotFoundError:
+        module_of(model)
+        return pickle.loads(tokenizer)
+
+
+class RemoteLLM(Texts):
+    """`LLM`, or a model of one's own, with its engine in another process. Texts are made here.
+
+    model, options: as for `open_texts` and `RemoteEngine`. Raises what making the model raises.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        model = str(model)
+        if "backend" in options and not isinstance(options["backend"], (str, type(None))):
+            raise ConfigError("For an engine in another process a backend is given by its name.")
+        engine = RemoteEngine(model, **options)
+        facts = engine.facts
+        try:
+            if is_own(model):
+                tokenizer, params = _unpickled(facts.tokenizer, model), SamplingParams()
+            else:
+                files = open_files(locate(model))
+                tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
+                params = SamplingParams(**generation_defaults(files.path))
+        except BaseException:
+            engine.close()
+            raise
+        self._path = None if is_own(model) else files.path
+        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=facts.eos_ids, default_params=params)
+
+    def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
+        return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

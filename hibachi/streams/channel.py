@@ -1,0 +1,197 @@
+"""The engine's end of a stream: a buffer, and how it ended.
+
+Nothing here takes a lock on the way of a token: a consumer first registers that it waits and then looks at the buffer
+once more, the engine first fills the buffer and then looks who waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from hibachi.errors import EngineError
+from hibachi.request import Finish
+from hibachi.streams.loops import LoopEvent, LoopFuture, Wakeups, loop_future
+
+T = TypeVar("T")
+Waiter = threading.Event | LoopFuture | LoopEvent
+
+
+class Channel(Generic[T]):
+    """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it.
+
+    pause_after: how many items may lie unread; None: any number. Whoever pushes asks `full` and then calls `pause`.
+    """
+
+    __slots__ = (
+        "_ending",
+        "_waiters",
+        "buffer",
+        "drained",
+        "error",
+        "finish",
+        "logprobs",
+        "pause_after",
+        "prompt_logprobs",
+        "reused",
+        "started",
+        "stop_logprob",
+        "tenant",
+        "thread",
+    )
+
+    def __init__(self, pause_after: int | None = None) -> None:
+        self.buffer: deque[T] = deque()
+        self.pause_after = pause_after
+        self.logprobs: list[dict[int, float] | None] = []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
+        self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
+        self.started: float | None = None  # when it joined the batch, by time.monotonic()
+        self.reused = 0  # tokens of the prompt that were found in the cache then
+        self.finish: Finish | None = None
+        self.error: BaseException | None = None
+        self.tenant: Hashable = ""  # whose request it is
+        self.thread: int | None = None  # the identifier of the one that fills the buffer; None: of none that may wait
+        self._waiters: deque[Waiter] = deque()
+        self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
+        self.drained: deque[Callable[[], None]] = (
+            deque()
+        )  # while paused, the one call to make; whoever pops it makes it
+
+    def push(self, item: T, wakeups: Wakeups) -> None:
+        self.buffer.append(item)
+        if self._waiters:
+            self._wake(wakeups)
+
+    def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
+        """End once; False if it had ended. Items pushed before stay readable."""
+        with self._ending:
+            if self.finish is not None:
+                return False
+            self.error = error
+            self.finish = reason
+        self.drained.clear()
+        if wakeups is not None:
+            self._wake(wakeups)
+        else:
+            self._wake(own := Wakeups())
+            own.post()
+        return True
+
+    def renew(self) -> None:
+        """After a fork, where the thread that held the lock may be gone."""
+        self._ending = threading.RLock()
+
+    @property
+    def full(self) -> bool:
+        """As much lies unread as may, and nobody has paused yet."""
+        return self.pause_after is not None and len(self.buffer) >= self.pause_after and not self.drained
+
+    def takes(self, n: int) -> bool:
+        """May n more items come before the engine must ask whether we are `full`?"""
+        return self.pause_after is None or len(self.buffer) + n <= self.pause_after
+
+    @property
+    def paused(self) -> bool:
+        return bool(self.drained)
+
+    def pause(self, drained: Callable[[], None]) -> bool:
+        """Have `drained()` called once, when the reader has brought the buffer down to half; it comes from any thread.
+
+        False: the reader was faster, go on; `drained` is not called then. It is not called either when the stream ends
+        first, but may come late: after the end, from a reader that was about to call it.
+        """
+        self.drained.append(drained)
+        # The other half of `eased`: a reader that came before it could not see that we paused.
+        return not (self._low and self._take() is not None)
+
+    def eased(self) -> None:
+        """A reader has taken something from the buffer of a paused stream."""
+        if self._low and (drained := self._take()) is not None:
+            drained()
+
+    @property
+    def _low(self) -> bool:
+        return self.pause_after is None or len(self.buffer) <= self.pause_after // 2
+
+    def _take(self) -> Callable[[], None] | None:
+        """`drained`, for one of all who ask: taking an item from a deque is atomic."""
+        try:
+            return self.drained.pop()
+        except IndexError:
+            return None
+
+    def _wake(self, wakeups: Wakeups) -> None:
+        """Wake everybody: they look for themselves whether there is something left for them."""
+        while self._waiters:
+            try:
+                waiter = self._waiters.popleft()
+            except IndexError:  # the other of `push` and `end` took it
+                return
+            if isinstance(waiter, threading.Event):
+                waiter.set()
+            else:
+                wakeups.add(waiter)
+
+    @property
+    def ready(self) -> bool:
+        """There is an item, or the end."""
+        return bool(self.buffer) or self.finish is not None
+
+    def listen(self, waiter: Waiter) -> None:
+        """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more."""
+        if waiter not in self._waiters:
+            self._waiters.append(waiter)
+
+    def unlisten(self, waiter: Waiter) -> None:
+        if waiter in self._waiters:  # else it was woken; asked first, as the error of `remove` would say all of it
+            with suppress(ValueError):  # woken just now, by another thread
+                self._waiters.remove(waiter)
+
+    def check_thread(self) -> None:
+        """Raise EngineError if this thread is the one that fills the buffer: it would wait for itself."""
+        if self.thread == threading.get_ident():
+            raise EngineError(
+                "The engine's own thread cannot wait for what it has to compute itself: expected a stream of another "
+                "engine; got one of the engine that called this model, stop predicate or logits processor. Use another "
+                "engine for requests that it makes."
+            )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block this thread until there is an item or the end; False after `timeout` seconds.
+
+        Raises EngineError in the engine's own thread.
+        """
+        if not self.ready and (timeout is None or timeout > 0):
+            self.check_thread()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        event = threading.Event()
+        try:
+            while not self.ready:
+                event.clear()
+                self.listen(event)
+                left = None if deadline is None else deadline - time.monotonic()
+                if not self.ready and not event.wait(left):
+                    return self.ready
+        finally:
+            self.unlisten(event)
+        return True
+
+    async def wait_async(self, trio: Any) -> None:
+        """Suspend this task until there is an item or the end. trio: what `in_trio` says.
+
+        Raises EngineError in the engine's own thread, whose event loop runs nothing but what the engine awaits.
+        """
+        while not self.ready:
+            self.check_thread()
+            future = loop_future(trio)
+            self.listen(future)
+            try:
+                if not self.ready:
+                    await future
+            finally:
+                self.unlisten(future)

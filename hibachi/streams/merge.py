@@ -1,0 +1,92 @@
+"""Several streams read as one, in whatever order their items come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hibachi.streams.channel import T
+from hibachi.streams.loops import LoopEvent, give_way, in_trio, loop_future
+from hibachi.streams.stream import ItemStream
+
+
+def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
+    """(which stream, its new items) as they come from any of them, until all have ended. Raises the first error."""
+    event = threading.Event()
+    for came in _merged(streams, event):
+        if came is None:
+            event.wait()
+        else:
+            yield came
+
+
+def _merged(
+    streams: Sequence[ItemStream[T]], event: threading.Event | LoopEvent
+) -> Iterator[tuple[int, list[T]] | None]:
+    """What `merge` yields, and None when the caller must wait for the event."""
+    active = dict(enumerate(streams))
+    try:
+        while active:
+            event.clear()
+            for i, stream in list(active.items()):
+                stream.channel.listen(event)
+                over = stream.channel.finish is not None  # read before the buffer: nothing is pushed after the end
+                items = stream.come()
+                if items:
+                    yield i, items
+                if over:
+                    del active[i]
+                    stream.over()
+            if active:
+                for stream in active.values():
+                    stream.channel.check_thread()
+                yield None
+    finally:
+        for stream in streams:
+            stream.channel.unlisten(event)
+
+
+def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
+    """Block this thread until one of the streams has an item, or has ended."""
+    channels, event = [s.channel for s in streams], threading.Event()
+    try:
+        for channel in channels:
+            channel.listen(event)
+        if not any(channel.ready for channel in channels):
+            for channel in channels:
+                channel.check_thread()
+            event.wait()
+    finally:
+        for channel in channels:
+            channel.unlisten(event)
+
+
+async def amerge(streams: Sequence[ItemStream[T]], take: Callable[[int, list[T]], object]) -> None:
+    """`merge` for asyncio and trio: calls take(which stream, its new items).
+
+    Not an async generator, which would outlive an exception until its loop finds the time to close it.
+    """
+    event = LoopEvent()
+    for came in _merged(streams, event):
+        if came is None:
+            await event.wait()
+        else:
+            take(*came)
+
+
+async def await_any(streams: Sequence[ItemStream[Any]]) -> None:
+    """Suspend this task until one of the streams has an item, or has ended."""
+    channels, future = [s.channel for s in streams], loop_future(in_trio())
+    try:
+        for channel in channels:
+            channel.listen(future)
+        if any(channel.ready for channel in channels):
+            await give_way()
+        else:
+            for channel in channels:
+                channel.check_thread()
+            await future
+    finally:
+        for channel in channels:
+            channel.unlisten(future)

@@ -1,0 +1,262 @@
+"""Where tokens leave the engine: a stream a request, iterated from any thread, from asyncio or trio.
+
+The engine's side is a `Channel` (push, end); the user's side is an `ItemStream`. The engine holds no reference to the
+stream, so dropping it cancels the request. Nothing here takes a lock on the way of a token: a consumer first registers
+that it waits and then looks at the buffer once more, the engine first fills the buffer and then looks who waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any, Generic
+
+from hibachi.errors import EngineClosed, RequestError
+from hibachi.request import Finish
+from hibachi.streams.channel import Channel, T
+from hibachi.streams.closeable import Closing
+from hibachi.streams.loops import give_way, in_trio
+
+
+class ItemStream(Closing, Generic[T]):
+    """The tokens of one request, as they come. Iterate with `for` or `async for`; leaving the loop cancels the request.
+
+    Closing (`close`, `with`, leaving a loop early, dropping the last reference) cancels at once: the request leaves the
+    batch at the next step. A failed request raises its error from the iteration, after the tokens before it.
+    """
+
+    def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
+        self.channel, self.read = channel, read
+        self._cancel: Callable[[], None] | None = cancel  # keeps the engine alive while the request runs
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """Why the stream ended, or None while it runs: "stop", "length", "cancelled", "error" or "closed"."""
+        return self.channel.finish
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that iterating raises, if `finish_reason` is "error"."""
+        return self.channel.error
+
+    @property
+    def logprobs(self) -> list[dict[int, float] | None]:
+        """{token id: log-probability} of each token delivered so far, if they were asked for."""
+        return list(self.channel.logprobs)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+        """{token id: log-probability} of each token of the prompt, None for the first; None if not asked for.
+
+        Complete as soon as there is a token.
+        """
+        found = self.channel.prompt_logprobs
+        return None if found is None else list(found)
+
+    @property
+    def stop_logprob(self) -> float:
+        """Log-probability of a stop token that was not delivered; 0 if there was none, or they were not asked for."""
+        return self.channel.stop_logprob
+
+    @property
+    def started(self) -> float | None:
+        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        return self.channel.started
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt whose keys and values were found in the cache."""
+        return self.channel.reused
+
+    def logprobs_from(self, start: int, end: int) -> list[dict[int, float] | None]:
+        """Part of `logprobs`, without a copy of the whole."""
+        return self.channel.logprobs[start:end]
+
+    def come(self) -> list[T]:
+        """The items that have come and were not read, without waiting."""
+        channel, buffer = self.channel, self.channel.buffer
+        items = [self.read(buffer.popleft()) for _ in range(len(buffer))]
+        if channel.drained:
+            channel.eased()
+        return items
+
+    def check(self) -> None:
+        """Raise the request's error, if it failed and all its items were read."""
+        self.over()
+
+    def __next__(self) -> T:
+        channel = self.channel
+        while True:
+            try:
+                item = channel.buffer.popleft()
+            except IndexError:
+                if self.over():
+                    raise StopIteration from None
+                channel.wait()
+            else:
+                if channel.drained:
+                    channel.eased()
+                return self.read(item)
+
+    def over(self) -> bool:
+        """Has everything been read? Raises the request's error."""
+        channel = self.channel
+        if channel.finish is None or channel.buffer:
+            return False
+        channel.buffer = deque(maxlen=0)  # the engine may not know yet that we closed: nothing comes after the end
+        self._cancel = None
+        if channel.error is not None:
+            # Without its traceback, which would grow with each raise.
+            raise channel.error.with_traceback(None) from channel.error.__cause__
+        return True
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            while True:
+                try:
+                    item = next(self)
+                except StopIteration:
+                    return
+                yield item
+        finally:
+            self.close()
+
+    async def __anext__(self) -> T:
+        trio = in_trio()
+        if trio is not None:
+            await trio.checkpoint()
+        return await self.coming(trio)
+
+    async def coming(self, trio: Any) -> T:
+        channel = self.channel
+        while True:
+            try:
+                item = channel.buffer.popleft()
+            except IndexError:
+                if self.over():
+                    raise StopAsyncIteration from None
+                await channel.wait_async(trio)
+            else:
+                if channel.drained:
+                    channel.eased()
+                return self.read(item)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _Cursor(self)
+
+    def collect(self) -> list[T]:
+        """All remaining items, waiting for the end. Raises the request's error."""
+        channel, read, items = self.channel, self.read, []
+        while True:
+            try:
+                while True:
+                    items.append(channel.buffer.popleft())
+            except IndexError:
+                if channel.drained:
+                    channel.eased()
+                if self.over():
+                    return [read(item) for item in items]
+                channel.wait()
+
+    async def acollect(self) -> list[T]:
+        return [item async for item in self]
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended."""
+        if self.channel.end(Finish.CANCELLED) and (cancel := self._cancel) is not None:
+            cancel()
+            self._cancel = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "channel"):
+            self.close()
+
+
+class _Cursor(Generic[T]):
+    """What `async for` holds: an async generator would notice a `break` only later; this is dropped with the loop."""
+
+    def __init__(self, stream: ItemStream[T]) -> None:
+        self._stream = stream
+        self._trio: Any = ...  # what `in_trio` says; looked up once for all items
+
+    def __aiter__(self) -> _Cursor[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            if (trio := self._trio) is not None:
+                if trio is ...:
+                    trio = self._trio = in_trio()
+                if trio is not None and self._stream.channel.ready:  # who has to wait gives way anyhow
+                    await trio.checkpoint()
+            return await self._stream.coming(trio)
+        except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
+            self._stream.close()
+            raise
+
+    def __del__(self) -> None:
+        self._stream.close()
+
+
+class Item(Generic[T]):
+    """The one result of a feed-forward request: `await item`, or `item.result()` from any thread, as often as you like.
+
+    Dropping it, or cancelling the task that awaits it, cancels the request.
+    """
+
+    def __init__(self, stream: ItemStream[T]) -> None:
+        self._stream = stream
+
+    def done(self) -> bool:
+        return self._stream.channel.ready
+
+    def result(self, timeout: float | None = None) -> T:
+        """The output, waiting for it up to `timeout` seconds. Raises TimeoutError or the request's error."""
+        if not self._stream.channel.wait(timeout):
+            raise TimeoutError(f"no result within {timeout} s")
+        return self._look()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        try:
+            await give_way()
+            await self._stream.channel.wait_async(in_trio())
+        except BaseException:
+            self.cancel()
+            raise
+        return self._look()
+
+    def _look(self) -> T:
+        stream = self._stream
+        if stream.channel.buffer:
+            return stream.read(stream.channel.buffer[0])
+        stream.over()
+        raise closed(stream)
+
+    @property
+    def started(self) -> float | None:
+        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        return self._stream.started
+
+    @property
+    def finish_reason(self) -> Finish | None:
+        """Why it ended; None while it runs."""
+        return self._stream.finish_reason
+
+    def cancel(self) -> None:
+        self._stream.close()
+
+
+def native_row(item: Any) -> Any:
+    """Reads an item that is a place in a native batch. Only now, so that what nobody reads costs no slice."""
+    batch, i = item
+    return batch[i, ...]
+
+
+def closed(stream: ItemStream[Any]) -> Exception:
+    """The error for one who wanted a whole answer from a stream that ended before it was complete."""
+    if stream.finish_reason == Finish.CLOSED:
+        return EngineClosed("The engine was closed before this request was done. Make a new one.")
+    return RequestError("The request was cancelled before it was done.")

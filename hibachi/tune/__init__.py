@@ -1,0 +1,1 @@
+"""Kernels are chosen by timing them."""
