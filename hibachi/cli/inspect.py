@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any
 
-from hibachi.engine.autoregressive import leaves, level_of
+from hibachi.engine.build import leaves, level_of
 from hibachi.lm.named import is_named, model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate

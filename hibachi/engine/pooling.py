@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -10,23 +10,10 @@ import numpy as np
 from hibachi.engine.cached import CachedRunner
 from hibachi.engine.job import Job
 from hibachi.engine.runner import Outcome, Part, StepFailed, check_output, jobs_of, writers_first
-from hibachi.errors import InvalidRequest, UnsupportedOperation, shown
-from hibachi.model.pooling import Pooling
 from hibachi.plan.scheduler import StepPlan
 from hibachi.plan.sequence import Seq
-from hibachi.tensor.array_backend import Array
+from hibachi.tensor.array_backend import Array, HostArray
 from hibachi.tensor.cache import StepInputs
-
-
-def check_pooling(pooling: Any, has_hidden: bool) -> None:
-    """Raises InvalidRequest for a pooling that there is not, UnsupportedOperation for a model without hidden states."""
-    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
-        raise InvalidRequest(f"pooling must be 'mean', 'last' or 'cls'; got {shown(pooling)}.")
-    if not has_hidden:
-        raise UnsupportedOperation(
-            "Embeddings need the model's hidden states: expected a method `hidden(params, cache, x)` beside "
-            "`cache_spec`; this model has none. Give it one, or use a model that our decoder runs."
-        )
 
 
 def has_hidden(model: Any) -> bool:
@@ -114,7 +101,11 @@ class PoolingRunner(CachedRunner):
         for i, job in enumerate(jobs_of(plan, idx)):
             vectors[i] = self._pooled(job, vectors[i])
         bad = ~np.isfinite(vectors).all(axis=1)
-        batch = self.backend.put(vectors.astype(np.float32))
+        rounded = vectors.astype(np.float32)
+        for i, job in enumerate(jobs_of(plan, idx)):
+            if job.unit:
+                rounded[i] = unit(rounded[i])
+        batch = self.backend.put(rounded)
         return Part(idx, np.zeros(len(idx), np.int32), batch, np.ones(len(idx), bool), bad)
 
     def _sum(self, plan: StepPlan, idx: Any, start: Any, q: Any, emit: Any, host: Any) -> Any:
@@ -151,3 +142,9 @@ class _Hidden:
     def step(self, params: Any, cache: list[Any], x: StepInputs[Array]) -> tuple[Array, list[Any]]:
         out: tuple[Array, list[Any]] = self.model.hidden(params, cache, x)
         return out
+
+
+def unit(vector: HostArray) -> HostArray:
+    """Of length 1, unless it is zero."""
+    out: HostArray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return out

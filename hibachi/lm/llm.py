@@ -10,9 +10,9 @@ from hibachi.errors import ConfigError
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.model.pooling import pooling_of
 from hibachi.model.registry import arch_of, load_model
-from hibachi.request import SamplingParams
+from hibachi.request import Pooling, SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.tune.autotune import seconds_of, settle

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hibachi.engine.autoregressive import level_of
+from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
 from hibachi.lm.texts import Texts

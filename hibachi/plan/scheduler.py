@@ -179,13 +179,9 @@ class Scheduler:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def fit(self, prompt_len: int, max_new: int | None) -> int:
-        """See `Limits.fit`."""
-        return self.limits.fit(prompt_len, max_new)
-
     def add(self, seq: Seq, now: float = 0.0) -> None:
         """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
-        seq.end = self.fit(seq.prompt_len, seq.max_new)
+        seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
         if self.limits.max_waiting is not None and self.waiting >= self.limits.max_waiting:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_waiting={self.limits.max_waiting} waiting requests; got "

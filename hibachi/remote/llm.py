@@ -11,9 +11,9 @@ from hibachi.lm.own import is_own, module_of
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.model.pooling import pooling_of
 from hibachi.remote.engine import RemoteEngine
-from hibachi.request import SamplingParams
+from hibachi.request import Pooling, SamplingParams
 
 
 def _unpickled(tokenizer: bytes | None, model: str) -> Any:
@@ -37,10 +37,10 @@ class RemoteLLM(Texts):
         if "backend" in options and not isinstance(options["backend"], (str, type(None))):
             raise ConfigError("For an engine in another process a backend is given by its name.")
         engine = RemoteEngine(model, **options)
-        facts = engine.facts
+        facts, ready = engine.facts, engine.ready
         try:
             if is_own(model):
-                tokenizer, params = _unpickled(facts.tokenizer, model), SamplingParams()
+                tokenizer, params = _unpickled(ready.tokenizer, model), SamplingParams()
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
@@ -49,7 +49,7 @@ class RemoteLLM(Texts):
             engine.close()
             raise
         self._path = None if is_own(model) else files.path
-        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=facts.eos_ids, default_params=params)
+        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=ready.eos_ids, default_params=params)
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.build import given_backend, level_of
 from hibachi.engine.feedforward import FeedforwardBatchInference
-from hibachi.engine.service import given_backend
 from hibachi.errors import BackendError, ConfigError, EngineFailed, HibachiError
 from hibachi.request import SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend, HostArray

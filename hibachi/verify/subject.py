@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.autoregressive import level_of
+from hibachi.engine.build import level_of
 from hibachi.engine.stops import as_token
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.tensor.array_backend import ArrayBackend, HostArray

@@ -492,14 +492,14 @@ DEFECT = RuntimeError("a defect")
 
 def breaks(engine, monkeypatch, times=1, *, by=DEFECT):
     """The next `times` plans are never made: the scheduler of the moment raises."""
-    inner, left = type(engine._scheduler).schedule, [by] * times
+    inner, left = type(engine._built.scheduler).schedule, [by] * times
 
     def schedule(self, now=0.0):
         if left and self.waiting + self.running:
             raise left.pop()
         return inner(self, now)
 
-    monkeypatch.setattr(type(engine._scheduler), "schedule", schedule)
+    monkeypatch.setattr(type(engine._built.scheduler), "schedule", schedule)
     return left
 
 

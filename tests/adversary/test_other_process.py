@@ -21,6 +21,7 @@ pytest.importorskip("tokenizers")
 
 import hibachi.errors
 from hibachi import SamplingParams
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
@@ -38,16 +39,17 @@ from hibachi.errors import (
 from hibachi.plan.scheduler import Limits
 from hibachi.remote import engine as remote
 from hibachi.remote import sender
-from hibachi.remote.child import Child, Facts, Outbox, OutChannel, _portable
+from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable
 from hibachi.remote.engine import RemoteEngine
 from hibachi.remote.llm import RemoteLLM
-from hibachi.request import Finish
+from hibachi.request import Finish, Request
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from tests.engine.models import PATIENCE, Background, until
 
 LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
-FACTS = Facts(100, (), Limits(4, 64, 64, 10**7), True, None, True, "a library; a device", "float32")
+FACTS = Facts(100, Limits(4, 64, 64, 10**7), True, None, False, True, "a library; a device", "float32", "Puppet")
+READY = Ready(FACTS, (), None)
 
 
 class Puppet:
@@ -56,7 +58,7 @@ class Puppet:
     def __init__(self, command, *, pass_fds, **_):
         self.pipe, self.pid, self.returncode = Connection(os.dup(pass_fds[0])), 12345, None
         self._met, self._ended = False, threading.Event()
-        self.say("ready", FACTS)
+        self.say("ready", READY)
 
     def say(self, *message):
         self.pipe.send(message)
@@ -111,7 +113,7 @@ class Stage:
 
     def stream(self, prompt=(1, 2), **changes):
         engine = self.engine
-        return engine._submit(engine._prepare(list(prompt), LONG.with_(**changes), include_stop=False))
+        return engine.submit(engine.check(Request(list(prompt), LONG.with_(**changes), include_stop=False)))
 
     def began_again(self, n):
         until(lambda: self.engine.restarts == n and self.engine.health().ok)
@@ -218,7 +220,7 @@ class Kept:
 
 
 class Refusing:
-    def _prepare(self, *_, **__):
+    def check(self, *_):
         raise InvalidRequest("Not this one.")
 
 
@@ -333,7 +335,7 @@ def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
         heard = []
         while not heard or heard[-1][-1] != [7]:
             what, number, *contents = own.puppet.hear()
-            heard.append((what, number, contents and contents[0]["prompt"].tolist()))
+            heard.append((what, number, contents and contents[0].prompt.tolist()))
         return heard
 
     hearing = Background(hear)
@@ -359,7 +361,7 @@ def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypa
     large = own.stream([1] * 100_000)
     with pytest.raises(QueueFull):
         own.stream([1])
-    assert len(own.puppet.hear()[2]["prompt"]) == 100_000 and large.finish_reason is None
+    assert len(own.puppet.hear()[2].prompt) == 100_000 and large.finish_reason is None
 
 
 def test_an_answer_at_once_finds_its_place(stage, monkeypatch):

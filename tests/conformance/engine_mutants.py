@@ -186,8 +186,8 @@ def arrays_only(admit: Any, prompt: Any) -> Any:
 
 
 def keep_a_reference(admit: Any, prompt: Any) -> Any:
-    admit(prompt)
-    return np.asarray(prompt)
+    built, _ = admit(prompt)
+    return built, np.asarray(prompt)
 
 
 class Sharing(NumpyBackend):
@@ -245,7 +245,7 @@ BATCHING = [
           write=lambda write, rows, positions, tokens: write(rows, positions, np.round(tokens))),
     runner("tokens_keep_their_dtype", "shows integers of another width", forward=widen_integers),
     face("items_are_native_arrays_of_the_shape_of_a_token", "keeps the batch dimension",
-         _submit=keep_batch_dimension),
+         submit=keep_batch_dimension),
     face("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", _admit_prompt=arrays_only),
     mutant("a_model_may_use_the_memory_of_its_output_again", "keeps the model's array", backend=Sharing()),
     runner("a_model_may_write_into_what_it_is_given", "gives away its own lengths", _call=share_lengths),
@@ -271,13 +271,13 @@ def one_leaves(run: Any, plan: Any) -> Any:
     return outcome
 
 
-def only_its_own(make: Any, rule: Any) -> Any:
+def only_its_own(make: Any, built: Any, rule: Any) -> Any:
     engine = make.__self__
     if not rule.tokens and rule.where is None:
-        return make(rule)
+        return make(built, rule)
     kept, engine._stop_token = engine._stop_token, None
     try:
-        return make(rule)
+        return make(built, rule)
     finally:
         engine._stop_token = kept
 
@@ -285,8 +285,8 @@ def only_its_own(make: Any, rule: Any) -> Any:
 def stopping(change: Any) -> Any:
     """A `_make_stopper` whose stoppers go through `change`."""
 
-    def make(honest: Any, rule: Any) -> Any:
-        stopper = honest(rule)
+    def make(honest: Any, built: Any, rule: Any) -> Any:
+        stopper = honest(built, rule)
         change(stopper)
         return stopper
 
@@ -360,7 +360,7 @@ ENDINGS = [
          add=including(stop=True)),
     runner("rows_that_stop_together_leave_together", "lets one leave a step", run=one_leaves),
     face("a_request_may_bring_its_own_stop_rule", "ignores it",
-         _stopper=lambda stopper, stop, params: stopper(None, params)),
+         _stopper=lambda stopper, built, stop, params: stopper(built, None, params)),
     face("a_request_may_bring_its_own_stop_rule", "forgets the engine's own", _make_stopper=only_its_own),
     face("a_stop_token_of_several_codes_must_match_in_all_of_them", "is content with one code",
          _make_stopper=stopping(any_code)),
@@ -539,7 +539,7 @@ FAULTS = [
     runner("a_model_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_model_that_raises_fails_the_guilty_request_alone", "blames the neighbour", run=blame_the_neighbour),
     runner("the_error_of_a_request_names_what_the_model_raised", "keeps it secret", run=say_nothing),
-    face("tokens_before_an_error_are_delivered", "delivers nothing then", _prepare=withhold),
+    face("tokens_before_an_error_are_delivered", "delivers nothing then", check=withhold),
     runner("a_model_that_fails_once_harms_nobody", "fails all of a step that failed",
            _forward=fail_all_of_a_failed_step),
     runner("if_everybody_is_guilty_all_fail_and_the_next_are_served", "gives up then", run=give_up),
@@ -562,7 +562,7 @@ FAULTS = [
     core("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "computes on for nobody",
          cancel=lambda cancel, job: None),
     face("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "holds on to the stream",
-         _submit=keep_streams),
+         submit=keep_streams),
     face("a_bad_prompt_is_refused_at_the_call_and_touches_nobody", "takes a number for a prompt",
          run=lambda run, prompt, *a, **k: run([prompt] if isinstance(prompt, int) else prompt, *a, **k)),
     face("bad_options_are_refused_at_the_call", "takes 0 for no limit",
@@ -656,11 +656,11 @@ def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
     seq.owner.history._pieces[-1][-1] = 0
 
 
-def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
+def hope(check: Any, request: Any) -> Any:
     try:
-        return fit(prompt_len, max_new)
+        return check(request)
     except PromptTooLong:
-        return prompt_len + 1
+        return check(replace(request, prompt=request.prompt[:1], max_new_tokens=1))
 
 
 def keep_blocks(cancel: Any, seq: Any, *reason: Any) -> Any:
@@ -730,7 +730,7 @@ CACHES = [
          match=lambda match, salt, keys, most: match(salt, keys, 0)),
     pool("requests_of_different_salts_share_nothing", "forgets the salt",
          match=lambda match, salt, keys, most: match(None, keys, most), root=lambda root, salt: (None,)),
-    scheduler("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", fit=hope),
+    face("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", check=hope),
     scheduler("a_cancelled_request_gives_its_blocks_to_the_next", "loses the blocks", cancel=keep_blocks),
     core("a_request_may_be_cancelled_within_its_prompt", "computes on for nobody",
          cancel=lambda cancel, job: None),
@@ -914,7 +914,7 @@ SAMPLING = [
     sampler("logprobs_belong_to_the_tokens_of_their_own_stream", "gives them to the neighbour",
             draw=shift_logprobs),
     face("parameters_say_when_to_end", "ignores their stop tokens",
-         _stopper=lambda stopper, stop, params: stopper(stop, None)),
+         _stopper=lambda stopper, built, stop, params: stopper(built, stop, None)),
 ]  # fmt: skip
 
 

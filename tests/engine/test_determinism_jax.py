@@ -121,7 +121,7 @@ def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situatio
         assert results([streams[i] for i in range(len(todo))]) == expected
         results(others)
         if situation == "from the cache":
-            assert e._scheduler.counts.prefix_hits > 300
+            assert e._built.scheduler.counts.prefix_hits > 300
 
 
 def test_the_bits_are_the_same_for_who_joins_later(tiny, fixed, expected):
@@ -139,7 +139,7 @@ def test_the_bits_are_the_same_for_who_is_preempted(tiny, fixed, expected):
     size = 16 * sum(s.kv_heads * (s.k_dim + s.v_dim) * 4 for s in tiny.cache_spec())
     with engine(tiny, fixed, cache_bytes=blocks * size) as e:
         assert results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]) == expected
-        assert e._scheduler.counts.preemptions > 0
+        assert e._built.scheduler.counts.preemptions > 0
 
 
 def test_embeddings_beside_tokens_change_nobody(tiny, fixed, expected):

@@ -446,7 +446,7 @@ def exits(engine, monkeypatch):
     def schedule(now):
         raise SystemExit("bye")
 
-    monkeypatch.setattr(engine._scheduler, "schedule", schedule)
+    monkeypatch.setattr(engine._built.scheduler, "schedule", schedule)
 
 
 def test_a_failure_of_the_loop_reaches_every_stream(serve, monkeypatch):
@@ -483,7 +483,7 @@ def test_a_failure_of_the_scheduler_reaches_every_stream(serve, monkeypatch):
         raise IndexError("a defect")
 
     for name in ("schedule", "cancel", "add"):
-        monkeypatch.setattr(engine._scheduler, name, broken)
+        monkeypatch.setattr(engine._built.scheduler, name, broken)
     engine._model.let()
     with pytest.raises(EngineFailed, match=r"IndexError: a defect.*please report it"):
         a.collect()

@@ -77,7 +77,7 @@ def test_so_do_vectors_scores_and_streams(here, there):
     embeds = np.random.default_rng(0).normal(size=(4, 256)).astype(np.float32)
     ours, theirs = (llm.generate({"prompt_embeds": embeds}, PARAMS)[0].text for llm in (here, there))
     assert ours == theirs
-    assert there.dump()["events"] and there.engine.deterministic == here.deterministic
+    assert there.dump()["events"] and there.engine.facts.deterministic == here.deterministic
 
 
 def test_what_is_wrong_is_said_at_the_call(there):
@@ -191,7 +191,7 @@ def test_draining_finishes_what_runs():
 
 def test_it_does_not_outlive_its_parent():
     script = (
-        "from hibachi.remote.engine import RemoteLLM; import os; llm = RemoteLLM('tiny');"
+        "from hibachi.remote.llm import RemoteLLM; import os; llm = RemoteLLM('tiny');"
         "print(llm.engine.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -345,7 +345,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"
     assert served.texts.default_params.seed == 5
-    limits = opening.limits(served.texts)
+    limits = served.texts.engine.facts.limits
     assert (limits.rows, limits.budget, limits.max_len, limits.block_size) == (3, 100, 77, 32)
     assert served.texts.stats().prefix_queries == 0  # nothing is looked for
     assert served.texts.stats().steps >= 2  # it is warm

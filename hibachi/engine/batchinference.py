@@ -17,11 +17,9 @@ from hibachi.errors import ConfigError, EngineClosed
 from hibachi.plan.scheduler import Scheduler
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.streams.loops import in_thread
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import resolve
 
 
-class Service(Closing):
+class BatchInference(Closing):
     """Owns a `Worker`.
 
     max_waiting: requests that may wait beside `max_batch_size` that run; with more, `run` raises QueueFull. None: any
@@ -68,12 +66,12 @@ class Service(Closing):
             raise EngineClosed("The engine is closed. Make a new one.")
 
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
-        """Start serving; the caller holds `_building`, and has checked that we are open."""
+        """A worker for these; the caller holds `_building`, has checked that we are open, and keeps it."""
         engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
-        self._worker = Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
-        return self._worker
+        return Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
 
-    def _cancel(self, job: Job) -> None:  # a method, so that open streams keep their engine alive
+    def cancel(self, job: Job) -> None:
+        """A method, so that open streams keep their engine alive."""
         if self._worker is not None:
             self._worker.cancel(job)
 
@@ -127,17 +125,3 @@ class Service(Closing):
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:
             self._worker.stop()  # type: ignore[union-attr]  # no waiting in a destructor
-
-
-def given_backend(backend: Any, model: Any) -> ArrayBackend | None:
-    """The backend that was passed, by name or as it is, or the model's own; None if there is neither."""
-    if backend is None:
-        backend = getattr(model, "backend", None)
-    if isinstance(backend, str):
-        return resolve(backend)
-    if backend is None or isinstance(backend, ArrayBackend):
-        return backend
-    raise ConfigError(
-        f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
-        f"inherits from hibachi.ArrayBackend."
-    )
