@@ -87,15 +87,15 @@ class Profile:
             return self._plan
 
         core.scheduler.schedule = schedule  # type: ignore[method-assign]
-        self._time(runner, "_inputs", "lower")
-        self._time(runner, "_part", "sample")
+        self._time(runner.inputs, "packed", "lower")
+        self._time(runner.main.head, "part", "sample")
         self._time(core, "_settle", "deliver")
         device = backend.versions().get("device", "cpu")
         if self._tells_parts(backend, device):
             model = getattr(engine._model, "backend", None)
             for name, part in _BACKEND.items():
                 self._time(backend if model is None else model, name, part)
-        step = runner._step  # type: ignore[attr-defined]
+        step = runner.main.step
         fused = getattr(engine._model, "fused", None)
         if fused is not None:
             fused.seconds = np.zeros(len(fused.parts))
@@ -107,8 +107,8 @@ class Profile:
                 self._split(fused)
             return out
 
-        runner._step = forward  # type: ignore[attr-defined]
-        self._time(runner, "_step", "model")
+        runner.main.step = forward
+        self._time(runner.main, "step", "model")
         whole = core.step
 
         def stepped() -> bool:

@@ -16,10 +16,10 @@ import numpy as np
 from hibachi.engine.admission import check_ids, check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, level_of
+from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has_hidden, level_of
+from hibachi.engine.cached import CachedRunner
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.job import Job
-from hibachi.engine.pooling import MixedRunner, has_hidden
 from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.stops import Stopper, as_token
 from hibachi.engine.tokentable import misfits
@@ -164,7 +164,7 @@ class AutoregressiveBatchInference(BatchInference):
         self._backend = computes.invariant()
         return True
 
-    def _check_bits(self, runner: MixedRunner) -> bool:
+    def _check_bits(self, runner: CachedRunner) -> bool:
         """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
         if self.deterministic:
             try:
@@ -184,7 +184,7 @@ class AutoregressiveBatchInference(BatchInference):
         the model returns tokens, not logits, or has no cache. Raises NotDeterministic with the first difference.
         """
         runner = None if self._built is None else self._built.runner
-        return selfcheck(runner) if isinstance(runner, MixedRunner) else 0
+        return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
 
     # ---- requests ----------------------------------------------------------------------------------------------
 

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.pooling import MixedRunner, has_hidden
+from hibachi.engine.cached import CachedRunner
+from hibachi.engine.heads import Head, Sampled, Tokens
+from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Runner
 from hibachi.engine.sampler import RowSampler
+from hibachi.engine.selfcheck import same_bits
 from hibachi.engine.tokentable import TokenTable
 from hibachi.engine.uncached import WholeRunner
 from hibachi.errors import ConfigError
@@ -77,7 +80,7 @@ def build(
     shape: tuple[int, ...],
     dtype: Any,
     padding: HostArray | None,
-    check: Callable[[MixedRunner], bool],
+    check: Callable[[CachedRunner], bool],
     deterministic: bool,
 ) -> Built:
     """An engine for tokens of this shape and dtype. padding: what shorter rows are filled with, or None.
@@ -92,8 +95,8 @@ def build(
     if plan.level == 2:
         size = plan.block_size or backend.block_size
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, table, size))
-        runner = mixed = MixedRunner(plan.model, backend, scheduler, table, sampler, plan.dtype)
-        deterministic = check(mixed)
+        runner = cached = cached_runner(plan.model, backend, scheduler, table, sampler, plan.dtype)
+        deterministic = check(cached)
     else:
         limits = Limits(plan.rows, NO_LIMIT, NO_LIMIT, plan.longest, prefill=plan.prefill)
         scheduler = Scheduler(limits, policy)
@@ -110,6 +113,18 @@ def build(
         model=type(plan.model).__name__,
     )
     return Built(facts, scheduler, runner, table, size if plan.prefix_cache else 0)
+
+
+def cached_runner(
+    model: Any, backend: ArrayBackend, scheduler: Scheduler, table: TokenTable, sampler: RowSampler | None, dtype: str
+) -> CachedRunner:
+    """A runner for a model of level 2, with the sizes of calls that give the same bits."""
+    tally, name = Tally(), type(model).__name__
+    head: Head = Sampled(sampler, table, tally, name) if sampler else Tokens(backend, table, tally, name)
+    runner = CachedRunner(model, backend, scheduler, table, head, dtype, tally)
+    if (one := backend.step_tokens) is not None:
+        runner.inputs.sizes = (one, *(size for size in backend.larger_steps if same_bits(runner, one, size)))
+    return runner
 
 
 def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
@@ -205,6 +220,11 @@ def find_backend(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | None:
         return found
     native = [a for a in (*arrays, *leaves(getattr(model, "params", None))) if hasattr(a, "dtype")]
     return backend_for(native[0]) if native else None
+
+
+def has_hidden(model: Any) -> bool:
+    """Does it tell its hidden states?"""
+    return all(callable(getattr(model, name, None)) for name in ("hidden", "step", "cache_spec"))
 
 
 def leaves(tree: Any) -> list[Any]:

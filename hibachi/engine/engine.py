@@ -516,11 +516,18 @@ class Engine:
             if self.scheduler.holds(plan)[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
                 self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
+        counts = None
         for part in outcome.parts:
             stopped[part.idx] = part.stopped
+            if part.counts is not None:
+                counts = np.ones(len(plan.rows), np.int32) if counts is None else counts
+                room = np.array([plan.seqs[i].end for i in part.idx.tolist()]) - plan.end[part.idx]
+                stopped[part.idx] &= part.counts <= room
+                counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
-        committed = self.scheduler.commit(plan, stopped)
-        self.recorder.note("commit", stopped, time.perf_counter() - began)
+        counts = None if counts is None else counts[plan.emit]
+        committed = self.scheduler.commit(plan, stopped, counts)
+        self.recorder.note("commit", stopped, time.perf_counter() - began, counts)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()
@@ -537,12 +544,23 @@ class Engine:
         if not len(keep):
             return
         idx = part.idx[keep]
-        self._counts.new_tokens += len(keep)
-        self.runner.written(plan.rows[idx], plan.end[idx], part, keep)
+        places, rows, positions, last = keep, plan.rows[idx], plan.end[idx], part.stopped[keep]
+        if part.counts is not None:
+            most = np.array([plan.seqs[i].end for i in idx.tolist()]) - positions
+            counts, places = part.tokens_of(keep, most)
+            ends = np.cumsum(counts)
+            stops, last = np.flatnonzero(last & (counts > 0) & (part.counts[keep] <= most)), np.zeros(len(places), bool)
+            last[ends[stops] - 1] = True
+            within = np.arange(len(places)) - np.repeat(ends - counts, counts)
+            idx, rows, positions = (np.repeat(a, counts) for a in (idx, rows, positions))
+            positions = positions + within
+        self._counts.new_tokens += len(places)
+        if part.tokens is not None:
+            self.runner.written(rows, positions, part.tokens[places])
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         pausing = self._pausing
         values = part.tokens.tolist() if batch is None and part.tokens is not None else None
-        for j, i, stop in zip(keep.tolist(), idx.tolist(), part.stopped[keep].tolist(), strict=True):
+        for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop and not job.include_stop:
                 if values is not None and j in part.logprobs:

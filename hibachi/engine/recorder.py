@@ -133,8 +133,9 @@ class Recorder:
                 words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else _plan(plan), "grown": self._grown(plan)}
-            case "commit", (stopped, seconds):
+            case "commit", (stopped, seconds, counts):
                 words |= {"stopped": np.flatnonzero(stopped).tolist(), "seconds": round(seconds, 6)}
+                words |= {} if counts is None else {"tokens": counts.tolist()}
             case "cancel", (seq, reason):
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
@@ -271,7 +272,8 @@ class _Player:
                 plan = self._plans.popleft()
                 stopped = np.zeros(np.count_nonzero(plan.emit), bool)
                 stopped[event["stopped"]] = True
-                s.commit(plan, stopped)
+                counts = event.get("tokens")
+                s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32))
             case "cancel":
                 s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
             case "fail":

@@ -140,6 +140,7 @@ class Scheduler:
         self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
         self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
         self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
+        self._gained = np.ones(rows, np.int32)  # tokens that the last committed step brought: these are not computed
         self._generation = np.zeros(rows, np.int32)
         self._free_rows = list(range(rows - 1, -1, -1))
         self._running: list[Seq] = []  # in the order of service
@@ -345,7 +346,7 @@ class Scheduler:
                 sent.append(self._preempt(other))
         row = seq.row
         if self._emitted[row]:
-            self._settled[row] = self._done[row] - 1
+            self._settled[row] = self._done[row] - self._gained[row]
             self._emitted[row] = False
         self._leave(seq, Finish.ERROR)
         return sent
@@ -416,9 +417,10 @@ class Scheduler:
             # (What no plan notes could not be rolled back.)
             at = np.flatnonzero(full if decode else full & (q > 0))
             mine = rows[at]
-            known = at.tolist(), end[at].tolist(), self._done[mine].tolist(), self._emitted[mine].tolist()
+            computed = np.where(self._emitted[mine], self._done[mine] - self._gained[mine], -1)
+            known = at.tolist(), end[at].tolist(), self._done[mine].tolist(), computed.tolist()
             self._published[mine] = [
-                self._publish(seqs[i], n, done, emitted, published) for i, n, done, emitted in zip(*known, strict=True)
+                self._publish(seqs[i], n, done, sound, published) for i, n, done, sound in zip(*known, strict=True)
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
@@ -541,17 +543,18 @@ class Scheduler:
                     return seq
         return next(seq for seq in reversed(self._running) if seq.row >= 0)
 
-    def _publish(self, seq: Seq, end: int, done: int, emitted: bool, log: list[Published]) -> int:
+    def _publish(self, seq: Seq, end: int, done: int, sound: int, log: list[Published]) -> int:
         """Make the full blocks among the first `end` tokens known, which a step computes now.
 
-        Returns how many are; _NEVER if no more will be.
+        done: tokens that have a value. sound: tokens that a step computed which brought one and succeeded; -1: none.
+        Returns how many are known; _NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
         new: list[tuple[int, Hashable]] = []
         log.append((seq, before, seq.node, new))
-        if emitted:  # the step that brought the last token has succeeded, and with it all before
-            pool.vouch(seq.blocks[max(before - 1, 0) : (done - 1) // bs])
+        if sound >= 0:  # that step has succeeded, and with it all before
+            pool.vouch(seq.blocks[max(before - 1, 0) : sound // bs])
         for n in range(before, min(end, done) // bs):
             if n >= len(keys):
                 if self._key_of is None:
@@ -612,7 +615,7 @@ class Scheduler:
                 seq.published = known
                 self._published[row] = seq.published if seq.keys is not None else _NEVER
                 if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
-                    self._published[row] = self._publish(seq, hit + q, seq.length, False, published)
+                    self._published[row] = self._publish(seq, hit + q, seq.length, -1, published)
             if seq.keys is not None and not seq.started:
                 self.counts.prefix_queries += seq.length
                 self.counts.prefix_hits += hit
@@ -722,9 +725,11 @@ class Scheduler:
         held: Bools = self._generation[plan.rows] == plan.generation
         return held
 
-    def commit(self, plan: StepPlan, stopped: Bools) -> Committed:
-        """The step is done. stopped [emitting rows]: the new token ends its sequence.
+    def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
+        """The step is done. stopped [emitting rows]: the last new token ends its sequence.
 
+        counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None: one.
+        With others than one no later step may have been planned.
         Sequences that left since `schedule()` (cancelled, failed, sent back) are passed over.
         """
         rows, end, seqs = plan.rows, plan.end, plan.seqs
@@ -741,7 +746,14 @@ class Scheduler:
             alive = same
             rows, end = rows[same], end[same]
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
-        self._done[rows] = end + 1
+            counts = None if counts is None else counts[same]
+        new: Ints | int = 1 if counts is None else counts
+        if counts is not None:
+            assert not np.count_nonzero(self._known[rows] != end + 1), "a later step was planned"
+            assert not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
+            self._known[rows] = end + counts
+        self._done[rows] = end + new
+        self._gained[rows] = new
         if np.count_nonzero(self._emitted[rows]) < len(rows):
             for i in np.flatnonzero(~self._emitted[rows]).tolist():
                 self._emitted[seqs[i].row] = True
@@ -750,7 +762,7 @@ class Scheduler:
                 if self.checkpoints:
                     for n, slot in self._slots.pop(seqs[i], ()):
                         self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
-        over = stopped | (end + 1 >= self._end[rows])
+        over = stopped | (end + new >= self._end[rows])
         finished = []
         if np.count_nonzero(over):
             for i in np.flatnonzero(over).tolist():
@@ -784,7 +796,9 @@ class Scheduler:
         row = seq.row
         if self.pool:
             emitted, settled = self._emitted[row], int(self._settled[row])
-            full = (max(settled, int(self._done[row]) - 1) if emitted else settled) // self.limits.block_size
+            if emitted:
+                settled = max(settled, int(self._done[row] - self._gained[row]))
+            full = settled // self.limits.block_size
             if seq.published > full:  # what a step in flight computes: nobody will hear how it went
                 self.pool.withdraw(seq.blocks[full : seq.published])
             self.pool.release(seq.blocks, sound=full if emitted else 0)

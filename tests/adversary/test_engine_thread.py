@@ -32,7 +32,7 @@ from hibachi import (
     StopRule,
     Terms,
 )
-from hibachi.engine import cached
+from hibachi.engine import inputs
 from hibachi.engine.faults import MOST_TEXT
 from hibachi.engine.recorder import read, replay
 from hibachi.plan.policy import Fair, Fcfs, Priority
@@ -369,24 +369,24 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=2)
     assert after(engine)
     runner = engine._worker._engine.runner
-    inner = type(runner)._inputs
+    inner = runner.inputs.packed
 
-    def broken(self, rows, start, q, *rest):
+    def broken(rows, start, q, *rest):
         if 9 in q:
             return [][0]
-        return inner(self, rows, start, q, *rest)
+        return inner(rows, start, q, *rest)
 
-    monkeypatch.setattr(type(runner), "_inputs", broken)
+    monkeypatch.setattr(runner.inputs, "packed", broken)
     bad = engine.run([1] * 9, GREEDY, max_new_tokens=2)
     with pytest.raises(ModelError):
         Background(bad.collect).result()
-    monkeypatch.setattr(type(runner), "_inputs", inner)
+    monkeypatch.setattr(runner.inputs, "packed", inner)
 
     def lower(*args, **options):
         raise IndexError("a defect")
 
     lower = exec_in("hibachi.plan.lower", lower)
-    monkeypatch.setattr(cached, "lower", lower)
+    monkeypatch.setattr(inputs, "lower", lower)
     with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
         Background(engine.run([1, 2], GREEDY, max_new_tokens=2).collect).result()
 

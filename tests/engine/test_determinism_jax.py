@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
-from hibachi.engine.cached import CachedRunner
+from hibachi.engine.build import cached_runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
 from hibachi.model.files import locate, open_files
@@ -198,13 +198,13 @@ def runner(model, fixed, rows=ROWS):
     limits = Limits(rows, 256, 256, MAX_LEN, rows * MAX_LEN // 16 + 1, 16)
     table = TokenTable(rows, (), np.int32)
     sampler = RowSampler(fixed, rows, model.vocab_size, table)
-    return CachedRunner(model, fixed, Scheduler(limits), table, sampler, "float32")
+    return cached_runner(model, fixed, Scheduler(limits), table, sampler, "float32")
 
 
 def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, eight):
     by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    assert runner(tiny_eight, eight).sizes[0] == STEP_TOKENS
-    assert runner(by_size, eight).sizes == (STEP_TOKENS,)
+    assert runner(tiny_eight, eight).inputs.sizes[0] == STEP_TOKENS
+    assert runner(by_size, eight).inputs.sizes == (STEP_TOKENS,)
 
 
 @pytest.mark.slow

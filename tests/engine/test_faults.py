@@ -420,7 +420,7 @@ def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget):
     engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_batch_tokens=budget)
     check_good(streams)
     runner = engine._worker._engine.runner
-    made = len(runner.cache) + sum(kept is not None for kept in runner.kept)
+    made = len(runner.memory.cache) + sum(kept is not None for kept in runner.memory.kept)
     assert backend.caches == 2 * made and engine.stats().failed == 0
 
 

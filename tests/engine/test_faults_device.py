@@ -213,7 +213,7 @@ def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
     model.again = True
     backend.open()
     check(streams)
-    assert backend.caches == 2 and engine._worker._engine.runner._donating
+    assert backend.caches == 2 and engine._worker._engine.runner.memory.donating
     assert engine._worker._engine.scheduler.budget < 2048
 
 
