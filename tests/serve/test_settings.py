@@ -200,6 +200,9 @@ def test_errors_name_the_variable_or_the_file(tmp_path):
 
 def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
     assert settle({}, {"HIBACHI_PORT": ""}).port == 8000
+    for words, meant in ((("1", "true", "yes", "on", "YES"), True), (("0", "false", "no", "off", "No"), False)):
+        found = [settle({}, {"HIBACHI_SHARE_PREFIXES": word}).share_prefixes for word in words]
+        assert found == [meant] * 5
     [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_NATIVE": "0", "HIBACHI_PORT": "1", "PATH": ""})
     assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
 
