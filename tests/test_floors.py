@@ -16,7 +16,7 @@ import hibachi
 
 ROOT = Path(__file__).parents[1]
 BELOW_ENGINE = "errors request installed tensor plan decode model streams"
-BATCH = f"{BELOW_ENGINE} engine"
+BATCH = f"{BELOW_ENGINE} recording engine"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
 
@@ -40,6 +40,7 @@ RULES = {
     "hibachi/model": Rule("errors request installed tensor model"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
     "hibachi/tune": Rule("errors tensor plan decode model tune"),
+    "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/engine": Rule(BATCH),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
     "hibachi/remote": Rule(f"{BATCH} tune lm remote"),

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.plan.scheduler import Limits
 from hibachi.request import Request
 from hibachi.streams.stream import ItemStream

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.engine import Engine, Stats
+from hibachi.engine.engine import Engine
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
 from hibachi.engine.runner import Runner
+from hibachi.engine.stats import Stats
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
 from hibachi.plan.scheduler import Scheduler
@@ -31,7 +32,7 @@ class BatchInference(Closing):
     ones are served by a new loop, up to three times without a token in between. "never" (None): all streams raise
     EngineFailed, and so does every later call.
     stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
-    record: a file for all plans of the scheduler, for `hibachi.engine.recorder.replay`. None: only the last are kept.
+    record: a file for all plans of the scheduler, for `hibachi.recording.replay.replay`. None: only the last are kept.
     overlap: a step begins before the tokens of the last one are read; None: where the backend is asynchronous (CUDA).
     """
 
@@ -92,7 +93,7 @@ class BatchInference(Closing):
     def dump(self) -> dict[str, Any]:
         """The flight recorder: what the last steps computed, and for whom, to be written as JSON. It holds no tokens.
 
-        With all events since the start (`complete`), `hibachi.engine.recorder.replay` plays it again.
+        With all events since the start (`complete`), `hibachi.recording.replay.replay` plays it again.
         """
         return self._worker.dump() if self._worker else {"complete": True, "events": []}
 

@@ -15,11 +15,12 @@ from queue import Empty
 from typing import Any
 
 from hibachi.engine.admission import check_room
-from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine, Stats
+from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
 from hibachi.engine.faults import drop_frames
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineError, EngineFailed
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel

@@ -11,9 +11,9 @@ import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
-from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import InvalidRequest, PromptTooLong, shown
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.lm.textstream import Completion, Prompt, TextChoice, TextStream

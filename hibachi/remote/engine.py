@@ -21,9 +21,9 @@ import numpy as np
 
 from hibachi.engine.admission import check_ids, check_room, checked, embeddings
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.engine import Stats
 from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender

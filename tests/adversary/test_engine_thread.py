@@ -34,8 +34,8 @@ from hibachi import (
 )
 from hibachi.engine import inputs
 from hibachi.engine.faults import MOST_TEXT
-from hibachi.engine.recorder import read, replay
 from hibachi.plan.policy import Fair, Fcfs, Priority
+from hibachi.recording.replay import read, replay
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 

@@ -22,9 +22,9 @@ pytest.importorskip("tokenizers")
 import hibachi.errors
 from hibachi import SamplingParams
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.engine import Stats
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import (
     ConfigError,
     EngineClosed,

@@ -113,8 +113,8 @@ def hungry(backend, most):
 @pytest.mark.parametrize("name, most", [("numpy", 6), ("torch", 6), ("jax", 64)])
 def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monkeypatch, name, most):
     """The library's own error. On JAX steps are padded to powers of two, so its limit is a larger one."""
-    monkeypatch.setattr("hibachi.engine.engine.GROW_AFTER", 10**6)
-    monkeypatch.setattr("hibachi.engine.engine.MOST_GROW_AFTER", 10**6)
+    monkeypatch.setattr("hibachi.engine.budget.GROW_AFTER", 10**6)
+    monkeypatch.setattr("hibachi.engine.budget.MOST_GROW_AFTER", 10**6)
     backend = hungry(hibachi.load(name), most)
     rows = 8 if name == "jax" else 2
     prompts = [[i % 7, *[1] * 23] for i in range(8)]

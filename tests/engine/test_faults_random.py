@@ -16,7 +16,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.engine.recorder import replay
+from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until

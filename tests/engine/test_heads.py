@@ -6,10 +6,10 @@ import pytest
 import hibachi
 from hibachi import SamplingParams
 from hibachi.engine.heads import Sampled
-from hibachi.engine.recorder import replay
 from hibachi.engine.runner import Part
 from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.recording.replay import replay
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
 
 from .models import Background, until
