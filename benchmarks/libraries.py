@@ -28,7 +28,8 @@ from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.arch import Arch, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 
 BLOCK = 16
 

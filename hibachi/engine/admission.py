@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.engine.batchengine import Facts
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 

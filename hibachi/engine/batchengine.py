@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from hibachi.request import Request
 from hibachi.streams.stream import ItemStream
 

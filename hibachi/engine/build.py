@@ -21,8 +21,9 @@ from hibachi.engine.selfcheck import same_bits
 from hibachi.engine.tokentable import TokenTable
 from hibachi.engine.uncached import WholeRunner
 from hibachi.errors import ConfigError
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State

@@ -32,8 +32,9 @@ from hibachi.engine.runner import (
 from hibachi.engine.sampler import Drawn
 from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import NonFiniteOutput
-from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import StepInputs
 

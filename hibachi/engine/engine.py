@@ -23,8 +23,9 @@ from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepF
 from hibachi.engine.stats import Counts, Stats
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.timeshares import TimeShares
 from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish

@@ -15,7 +15,8 @@ from hibachi.engine.job import Job
 from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row

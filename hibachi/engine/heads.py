@@ -20,7 +20,7 @@ from hibachi.engine.runner import NOT_FINITE, Part, check_output, drawn_part, jo
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, NonFiniteOutput
-from hibachi.plan.scheduler import StepPlan
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted

@@ -14,8 +14,8 @@ from hibachi.engine.meters import Tally
 from hibachi.engine.runner import row_bucket
 from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.buckets import decode_rows, prompt_tokens, width_bucket
+from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.plan.scheduler import Limits
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import StepInputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.runner import row_bucket
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import CacheSpec, Paged, State
 

@@ -18,8 +18,9 @@ from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
 from hibachi.engine.tokentable import TokenTable, misfits
 from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
-from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log = logging.getLogger("hibachi.engine")

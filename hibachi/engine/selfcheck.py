@@ -20,8 +20,10 @@ from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Part, check_output
 from hibachi.engine.tokentable import History, TokenTable
 from hibachi.errors import NotDeterministic
-from hibachi.plan.scheduler import Limits, Scheduler, StepPlan
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 

@@ -21,8 +21,8 @@ from hibachi.engine.runner import (
 )
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
-from hibachi.plan.scheduler import StepPlan
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError
-from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import Sent, StepPlan
 
 log = logging.getLogger("hibachi.engine")
 LENGTH = 512  # entries: a step is two, plan and commit

@@ -13,9 +13,11 @@ import numpy as np
 
 from hibachi.errors import HibachiError
 from hibachi.plan import policy as policies
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Limits, Scheduler, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.recording.recorder import sent_words, words_of
 from hibachi.request import Finish
 

@@ -36,7 +36,7 @@ from hibachi.errors import (
     NonFiniteOutput,
     QueueFull,
 )
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from hibachi.remote import engine as remote
 from hibachi.remote import sender
 from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable

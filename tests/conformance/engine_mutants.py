@@ -324,7 +324,7 @@ def short_context(add: Any, seq: Any) -> None:
 
 
 def limit_before_stop(commit: Any, plan: Any, stopped: Any) -> Any:
-    over = plan.end + 1 >= commit.__self__._end[plan.rows]
+    over = plan.end + 1 >= commit.__self__.table.end[plan.rows]
     return commit(plan, stopped & ~over[plan.emit])
 
 
@@ -616,7 +616,7 @@ def release_at_once(alloc: Any, n: int) -> Any:
 def skip_a_token(schedule: Any, *now: Any) -> Any:
     plan = schedule(*now)
     if plan is not None:
-        schedule.__self__._computed[plan.rows[~plan.emit]] += 1
+        schedule.__self__.table.computed[plan.rows[~plan.emit]] += 1
     return plan
 
 

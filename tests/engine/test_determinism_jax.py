@@ -13,8 +13,9 @@ from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
+from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.cache import Paged, StepInputs
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS

@@ -268,7 +268,7 @@ def every_state(serve):
     stats = engine.stats()
     assert engine.health().paused and stats.preemptions and stats.waiting and stats.running
     inner = engine._worker._engine
-    for seq in inner.scheduler._running:
+    for seq in inner.scheduler.order:
         for n, key in enumerate(seq.keys or []):
             tokens = inner.runner.table.read(seq.row, n * 4, n * 4 + 4)
             assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"

@@ -7,7 +7,8 @@ import hibachi
 from hibachi import SamplingParams
 from hibachi.engine.heads import Sampled
 from hibachi.engine.runner import Part
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState

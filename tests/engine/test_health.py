@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from hibachi import EngineFailed, FeedforwardBatchInference, NonFiniteOutput, NumpyBackend, SamplingParams, Terms
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fair, Fcfs, Priority, Shares
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.recording.recorder import Recorder
 from hibachi.recording.replay import ReplayDiffers, read, replay

@@ -12,7 +12,8 @@ from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 PACKAGE = Path(hibachi.__file__).parent
