@@ -20,7 +20,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCa
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.tensor.candidates import Candidate
 from hibachi_jax import programs, tpu
-from hibachi_jax.attention import How, attend
+from hibachi_jax.attention import Scoring, attend
 
 VOCABULARY = 16
 """A matrix with so many times as many rows as columns is one of a vocabulary: its rows are looked up."""
@@ -149,7 +149,7 @@ class JaxBackend(ArrayBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
-        how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+        how = Scoring(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
         if len(cache) != 1 and not self._loops:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         k, v = self.storable(k, v, cache[-1].dtype)

@@ -54,7 +54,7 @@ RULES = {
     ),
     "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
-    "hibachi/bench/peers": Rule(
+    "hibachi/bench/engines/peers": Rule(
         "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
     "hibachi/cli": Rule(f"{BATCH} tune lm remote api serve sim bench testing verify cli"),
@@ -119,7 +119,7 @@ def violations(path: str, source: str) -> list[str]:
         return [f"{path} stands on no floor: give it a rule in {Path(__file__).name}"]
     out = []
     for module, name in imports(source):
-        core = path.startswith("hibachi/") and place != "hibachi/bench/peers"
+        core = path.startswith("hibachi/") and place != "hibachi/bench/engines/peers"
         why = violation(RULES[place], core, module, name)
         if why is not None:
             wrote = f"from {module} import {name}" if name else f"import {module}"

@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from hibachi.errors import HibachiError
-from hibachi.tensor.kept import cache_folder, move
+from hibachi.tensor.cachefolder import cache_folder, move
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
