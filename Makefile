@@ -11,6 +11,8 @@ PROJECTS := pyproject.toml hatch_build.py constraints.txt $(wildcard hibachi_*/p
 # The demo is NumPy only and keeps its download small, unless everything is here already.
 DEMO := $(if $(wildcard .venv/installed),.venv,.venv-demo)
 
+KERNELS := $(wildcard hibachi/tensor/native/*.h hibachi_*/native/*.h hibachi_*/native/*.cpp)
+
 WORKERS ?= 2
 # Threads that wait sleep: those of two processes that spin on two cores take twice the time.
 TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 .venv/bin/python -m pytest -n $(WORKERS)
@@ -46,14 +48,16 @@ soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hos
 	.venv/bin/python -m tests.adversary.fuzz $(ARGS)
 	.venv/bin/python -m tests.adversary.serve.storm $(ARGS)
 
-check: .venv/installed  ## ruff and mypy
+check: .venv/installed  ## ruff, mypy and, for the kernels, clang-format
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/clang-format --dry-run --Werror $(KERNELS)
 
-format: .venv/installed  ## let ruff write
+format: .venv/installed  ## let ruff and clang-format write
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+	.venv/bin/clang-format -i $(KERNELS)
 
 clean:  ## remove all that make made, environments included
 	rm -rf .venv .venv-demo .smollm2 dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -22,7 +22,8 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from hibachi.bench import load, work
+from hibachi.bench import work
+from hibachi.bench.load import traffic
 
 sys.path.insert(0, str(Path(__file__).parent))
 serving = import_module("serving")
@@ -129,9 +130,9 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the server with it
     peers = dict(each.split("=", 1) for each in args.peer)
-    made = load.Random(args.input, args.new)
-    asks = list(islice(made.asks(load.arrivals("constant", None, 0)), args.requests))
-    texts = [load.text(a.prompt) for a in asks]
+    made = traffic.Random(args.input, args.new)
+    asks = list(islice(made.asks(traffic.arrivals("constant", None, 0)), args.requests))
+    texts = [traffic.text(a.prompt) for a in asks]
     runs: dict[str, list[dict[str, float]]] = {"hibachi": [], **{name: [] for name in peers}}
     if args.keep and args.keep.exists():
         runs |= json.loads(args.keep.read_text())

@@ -36,12 +36,13 @@ from typing import Any
 import numpy as np
 
 from hibachi import Paged
-from hibachi.bench import load, loadreport, work
-from hibachi.bench.client import Client, Url
-from hibachi.bench.load import Ask, Form
-from hibachi.bench.loadgen import Generator, Reading, Sample, run
+from hibachi.bench import work
+from hibachi.bench.load import report, traffic
+from hibachi.bench.load.client import Client, Url
+from hibachi.bench.load.generator import Generator, Reading, Sample, run
+from hibachi.bench.load.traffic import Ask, Form
+from hibachi.bench.load.wire import BadAnswer
 from hibachi.bench.machine import CONTENDED, Watch
-from hibachi.bench.wire import BadAnswer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
 KINDS = ("own", "child")
@@ -154,7 +155,7 @@ class Server:
         others = use.others - loaded.cpu / use.seconds / os.cpu_count()
         if use.seconds > 1 and others > 3 * CONTENDED:
             print(f"  (others used {others:.0%} of the machine in the next run)", flush=True)
-        return loadreport.figures(loaded), use.cpu_seconds
+        return report.figures(loaded), use.cpu_seconds
 
     def gauge(self, name: str) -> float:
         return sum(float(x) for x in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", self.get("/metrics"), re.M))
@@ -205,8 +206,8 @@ def asks_of(requests):
 
 
 def same(n: int, prompt: int, new: int, vocab: int, seed: int):
-    made = load.Random(prompt, new, vocab_size=vocab, seed=seed)
-    return list(islice(made.asks(load.arrivals("constant", None, 0)), n))
+    made = traffic.Random(prompt, new, vocab_size=vocab, seed=seed)
+    return list(islice(made.asks(traffic.arrivals("constant", None, 0)), n))
 
 
 # ---- the parts -----------------------------------------------------------------------------------------------------

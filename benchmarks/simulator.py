@@ -11,7 +11,7 @@ from collections import OrderedDict
 from time import process_time
 
 from hibachi.plan.policy import Fcfs
-from hibachi.sim.run import Setup, simulate
+from hibachi.sim.simulate import Setup, simulate
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import Trace, read_trace, synthetic
 

@@ -21,7 +21,7 @@ TILE_SPAN = 128  # for a query tile
 GROUP = 16  # rows of a group
 
 
-class How(NamedTuple):
+class Scoring(NamedTuple):
     """What does not change from layer to layer."""
 
     scale: float
@@ -29,7 +29,7 @@ class How(NamedTuple):
     softcap: float | None
 
 
-def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: How) -> Array:
+def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: Scoring) -> Array:
     """q [T, heads, dim] over what the cache holds up to each token's position: [T, heads, v_dim]."""
     (tokens, heads, dim), kv_heads, v_dim = q.shape, keys.shape[1], values.shape[3]
     q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
@@ -46,7 +46,7 @@ def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: How)
     return out.reshape(tokens, heads, v_dim)
 
 
-def _singles(q: Array, keys: Array, values: Array, table: Array, pos: Array, count: Array, how: How) -> Array:
+def _singles(q: Array, keys: Array, values: Array, table: Array, pos: Array, count: Array, how: Scoring) -> Array:
     """The first `count` rows, one token each: q [B, kv_heads, group, dim] -> [B, kv_heads, group, v_dim]."""
     rows = q.shape[0]
     each = min(GROUP, rows)
@@ -66,7 +66,7 @@ def _singles(q: Array, keys: Array, values: Array, table: Array, pos: Array, cou
     return lax.fori_loop(0, -(-count // each), group, out)[jnp.argsort(order)]
 
 
-def _tiles(q: Array, keys: Array, values: Array, x: StepInputs[Array], first: Array, how: How) -> Array:
+def _tiles(q: Array, keys: Array, values: Array, x: StepInputs[Array], first: Array, how: Scoring) -> Array:
     """The query tiles from `first` on: q [T, kv_heads, group, dim] -> [N * tile, kv_heads, group, v_dim]."""
     (n, tile), (_, kv_heads, group, dim) = x.tile_q.shape, q.shape
     v_dim = values.shape[3]
@@ -85,7 +85,7 @@ def _tiles(q: Array, keys: Array, values: Array, x: StepInputs[Array], first: Ar
     return out.reshape(n * tile, kv_heads, group, v_dim)
 
 
-def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: int, how: How) -> Array:
+def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: int, how: Scoring) -> Array:
     """q [C, kv_heads, M, dim], M = group * tile, at positions [C, tile], blocks [C, width]: [C, kv_heads, M, v_dim]."""
     (count, kv_heads, many, _), tile = q.shape, at.shape[1]
     size, v_dim = values.shape[2:]

@@ -5,13 +5,12 @@ On the CPU weights lie the other way round, and attention is of our own (`hibach
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,10 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCa
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.tensor.candidates import Candidate
 from hibachi_jax import programs, tpu
-from hibachi_jax.attention import How, attend
+from hibachi_jax.attention import Scoring, attend
 
 VOCABULARY = 16
 """A matrix with so many times as many rows as columns is one of a vocabulary: its rows are looked up."""
-
-_log = logging.getLogger("hibachi.jax")
-_said: set[str] = set()  # why there are no native kernels, once each
 
 jax.tree_util.register_dataclass(StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[])
 
@@ -51,6 +47,16 @@ class Turned:
     w: Array
 
 
+class Variants(Protocol):
+    """What the module `hibachi_jax.variants` does for `JaxBackend`, which does not know its heirs."""
+
+    def starts_as(self, device: Any, native: bool | None) -> type[JaxBackend]: ...
+    def candidates(self, backend: JaxBackend) -> list[Candidate]: ...
+    def invariant(self, backend: JaxBackend) -> JaxBackend: ...
+    def int8(self, backend: JaxBackend) -> JaxBackend: ...
+    def native_state(self) -> str: ...
+
+
 class JaxBackend(ArrayBackend):
     """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
 
@@ -68,17 +74,11 @@ class JaxBackend(ArrayBackend):
     quantizations = ("int8",)
     native = False
     """The kernels in C++ are used."""
+    variants: ClassVar[Variants]
+    """Set in `hibachi_jax/__init__.py`, which Python runs before any other module of this package."""
 
     def __new__(cls, device: Any = None, native: bool | None = None) -> JaxBackend:
-        if cls is JaxBackend and _native_wanted(device, native):
-            if (why := why_missing()) is None:
-                from hibachi_jax.native.backend import NativeJaxBackend  # it inherits from this class
-
-                return object.__new__(NativeJaxBackend)
-            if why not in _said:
-                _said.add(why)
-                _log.warning("JAX goes without native kernels. %s", why)
-        return object.__new__(cls)
+        return object.__new__(cls.variants.starts_as(device, native) if cls is JaxBackend else cls)
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         self._kept = programs.keep()  # before anything is compiled
@@ -149,7 +149,7 @@ class JaxBackend(ArrayBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
-        how = How(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+        how = Scoring(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
         if len(cache) != 1 and not self._loops:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         k, v = self.storable(k, v, cache[-1].dtype)
@@ -185,9 +185,7 @@ class JaxBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     def candidates(self) -> Sequence[Candidate]:
-        from hibachi_jax.kernels import candidates  # it imports this module
-
-        return candidates(self) if self._undecided else ()
+        return self.variants.candidates(self) if self._undecided else ()
 
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(fn, donate_argnums=donate)
@@ -222,16 +220,10 @@ class JaxBackend(ArrayBackend):
         return True
 
     def invariant(self) -> JaxBackend:
-        from hibachi_jax.invariant import InvariantJaxBackend  # it builds on this class
-
-        return self if self.deterministic else InvariantJaxBackend(self.device)
+        return self if self.deterministic else self.variants.invariant(self)
 
     def quantized(self, how: str) -> ArrayBackend:
-        from hibachi_jax.int8 import Int8JaxBackend, InvariantInt8JaxBackend  # they build on this class
-
-        if how != "int8":
-            return super().quantized(how)
-        return (InvariantInt8JaxBackend if self.deterministic else Int8JaxBackend)(self.device)
+        return self.variants.int8(self) if how == "int8" else super().quantized(how)
 
     def memory(self) -> tuple[int, int] | None:
         stats = (self.device or jax.devices()[0]).memory_stats() or {}
@@ -246,34 +238,12 @@ class JaxBackend(ArrayBackend):
         if self.platform != "cpu":
             return lines
         if self.native:
-            return [*lines, f"native kernels: in use; {native_state()}"]
+            return [*lines, f"native kernels: in use; {self.variants.native_state()}"]
         used = "hibachi.LLM takes them where they are the fastest"
         if os.environ.get("HIBACHI_NATIVE") == "0":
             used = "not in use, as HIBACHI_NATIVE=0 is set"
-        lines.append(f"native kernels: {used}; {'; '.join(_said) or native_state()}")
+        lines.append(f"native kernels: {used}; {self.variants.native_state()}")
         return [*lines, "without them float32 is the dtype to take: XLA computes bfloat16 six times as slowly on a CPU"]
 
     def versions(self) -> dict[str, str]:
         return {"library": f"jax {jax.__version__}", "device": str(self.device or jax.devices()[0])}
-
-
-def why_missing() -> str | None:
-    """Why there are no native kernels, or None if there are. Builds them if need be."""
-    from hibachi_jax.native.build import compiled  # it may take a compiler
-
-    return compiled.why_missing()
-
-
-def native_state() -> str:
-    """Are there native kernels for this machine? In words, without building any."""
-    from hibachi_jax.native.build import compiled
-
-    return compiled.state()
-
-
-def _native_wanted(device: Any, native: bool | None) -> bool:
-    if native is None:
-        native = os.environ.get("HIBACHI_NATIVE") == "1"
-    if native and device is None:
-        return jax.default_backend() == "cpu"
-    return native and (device == "cpu" or getattr(device, "platform", None) == "cpu")

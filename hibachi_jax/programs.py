@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from hibachi.tensor.kept import cache_folder
+from hibachi.tensor.cachefolder import cache_folder
 
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.cache import Paged, StepInputs
-from hibachi_jax.attention import How
+from hibachi_jax.attention import Scoring
 
 MODULE = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 LANES = 128  # the kernel's head sizes are multiples of this
@@ -48,7 +48,7 @@ def write(pages: Array, slot: Array, k: Array, v: Array) -> Array:
     return pages.at[slot // size, slot % size].set(both)
 
 
-def attend(q: Array, pages: Array, x: StepInputs[Array], how: How) -> Array:
+def attend(q: Array, pages: Array, x: StepInputs[Array], how: Scoring) -> Array:
     """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last.
 
     The kernel takes what lies from x.kv_len on for zeros. To scores that are hidden within a chunk it adds a large

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -19,8 +18,16 @@ from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.candidates import Candidate
 
-_log = logging.getLogger("hibachi.torch")
-_said: set[str] = set()  # why there are no native kernels, once each
+
+class Variants(Protocol):
+    """What the module `hibachi_torch.variants` does for `TorchBackend`, which does not know its heirs."""
+
+    def starts_as(self, device: Any, native: bool | None) -> type[TorchBackend]: ...
+    def candidates(self, backend: TorchBackend) -> list[Candidate]: ...
+    def invariant(self, backend: TorchBackend) -> TorchBackend: ...
+    def int8(self, backend: TorchBackend) -> TorchBackend: ...
+    def int8_is_faster(self, backend: TorchBackend, dtype: str) -> bool: ...
+    def native_state(self) -> str: ...
 
 
 class TorchBackend(ArrayBackend):
@@ -34,23 +41,11 @@ class TorchBackend(ArrayBackend):
     name = "torch"
     native = False
     """The kernels in C++ are used."""
+    variants: ClassVar[Variants]
+    """Set in `hibachi_torch/__init__.py`, which Python runs before any other module of this package."""
 
     def __new__(cls, device: Any = None, native: bool | None = None) -> TorchBackend:
-        if cls is TorchBackend and _on_cuda(device):
-            from hibachi_torch.cuda import CudaTorchBackend  # it inherits from this class
-
-            return object.__new__(CudaTorchBackend)
-        if cls is TorchBackend and _native_wanted(device, native):
-            from hibachi_torch.native.build import compiled
-
-            if (why := compiled.why_missing()) is None:
-                from hibachi_torch.native.backend import NativeTorchBackend  # it inherits from this class
-
-                return object.__new__(NativeTorchBackend)
-            if why not in _said:
-                _said.add(why)
-                _log.warning("PyTorch goes without native kernels. %s", why)
-        return object.__new__(cls)
+        return object.__new__(cls.variants.starts_as(device, native) if cls is TorchBackend else cls)
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
@@ -141,19 +136,14 @@ class TorchBackend(ArrayBackend):
     # ---- execution ---------------------------------------------------------------------------------------------
 
     def candidates(self) -> Sequence[Candidate]:
-        from hibachi_torch.kernels import candidates  # they import this module
-        from hibachi_torch.libraries import libraries
-
-        return [*candidates(self), *libraries(self)] if self._undecided else ()
+        return self.variants.candidates(self) if self._undecided else ()
 
     def invariant(self) -> ArrayBackend:
         if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
         if self.device.type != "cpu":
             raise self._not_invariant()
-        from hibachi_torch.invariant import InvariantTorchBackend  # it inherits from this class
-
-        return InvariantTorchBackend(self.device)
+        return self.variants.invariant(self)
 
     def _not_invariant(self) -> UnsupportedOperation:
         return UnsupportedOperation(
@@ -162,29 +152,15 @@ class TorchBackend(ArrayBackend):
         )
 
     def quantized(self, how: str) -> ArrayBackend:
-        from hibachi_torch.native.build import compiled
-
         if how != "int8" or self.device.type != "cpu":
             raise UnsupportedOperation(
                 f"PyTorch on {self.device} has no kernels here for weights in {how}; expected int8 on the CPU. Pass "
                 f"quantization=None, or device='cpu'."
             )
-        if not self.native and (os.environ.get("HIBACHI_NATIVE") == "0" or compiled.why_missing() is not None):
-            from hibachi_torch.int8 import Int8WeightsTorchBackend  # it inherits from this class
-
-            return Int8WeightsTorchBackend(self.device)
-        from hibachi_torch.native.int8 import Int8TorchBackend  # it inherits from this class
-
-        return Int8TorchBackend()
+        return self.variants.int8(self)
 
     def prefers(self, how: str, dtype: str) -> bool:
-        from hibachi_torch.native.build import compiled
-
-        if how != "int8" or self.device.type != "cpu" or compiled.why_missing() is not None:
-            return False
-        from hibachi_torch.native.int8 import faster  # it inherits from this class
-
-        return faster(self, dtype)
+        return how == "int8" and self.device.type == "cpu" and self.variants.int8_is_faster(self, dtype)
 
     def out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -214,12 +190,10 @@ class TorchBackend(ArrayBackend):
     def remarks(self) -> list[str]:
         if self.device.type != "cpu":
             return []
-        from hibachi_torch.native.build import compiled
-
         used = "in use" if self.native else "hibachi.LLM takes them where they are the fastest"
         if not self.native and os.environ.get("HIBACHI_NATIVE") == "0":
             used = "not in use, as HIBACHI_NATIVE=0 is set"
-        return [f"native kernels: {used}; {'; '.join(_said) or compiled.state()}"]
+        return [f"native kernels: {used}; {self.variants.native_state()}"]
 
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -227,13 +201,3 @@ class TorchBackend(ArrayBackend):
             "library": f"torch {torch.__version__}",
             "device": f"{device}, {torch.get_num_threads()} threads",
         }
-
-
-def _on_cuda(device: Any) -> bool:
-    return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
-
-
-def _native_wanted(device: Any, native: bool | None) -> bool:
-    if native is None:
-        native = os.environ.get("HIBACHI_NATIVE") == "1"
-    return native and (not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu")

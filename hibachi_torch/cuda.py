@@ -20,7 +20,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCa
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda_attention import Kernel, find, varlen_attn
-from hibachi_torch.cuda_graphs import CudaRecorder, Recorder, StepGraphs
+from hibachi_torch.cuda_graphs import CudaRecorder, GraphRecorder, StepGraphs
 
 _log = logging.getLogger("hibachi.torch")
 
@@ -46,7 +46,7 @@ class CudaTorchBackend(TorchBackend):
         native: bool | None = None,
         *,
         graphs: bool = True,
-        recorder: Callable[[], Recorder] | None = None,
+        recorder: Callable[[], GraphRecorder] | None = None,
     ) -> None:
         super().__init__(device)
         self.prefers_invariant = False

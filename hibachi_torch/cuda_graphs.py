@@ -4,7 +4,7 @@ Launching a kernel costs the host microseconds, and a decode step launches hundr
 graph launches all of them at once. It reads and writes the memory that it was recorded with, so a step's inputs are
 copied into arrays of the graph's own first, and its output is copied out afterwards.
 
-What does the recording is behind `Recorder`, so that all of this file but `CudaRecorder` runs on the CPU as well.
+What does the recording is behind `GraphRecorder`, so that all of this file but `CudaRecorder` runs on the CPU as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST = 64  # graphs; there are few shapes, if the engine pads
 CLOSE = 0.05  # of the largest output: by how much a replay may differ from the same step, run kernel by kernel
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     def record(self, launch: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What `launch()` returns, and a function that launches the same again, into the same memory."""
         ...
@@ -75,7 +75,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self, step: Step, recorder: Callable[[], Recorder], spoiled: Callable[[Sequence[LayerCache]], None]
+        self, step: Step, recorder: Callable[[], GraphRecorder], spoiled: Callable[[Sequence[LayerCache]], None]
     ) -> None:
         self._step, self._make_recorder, self._spoiled = step, recorder, spoiled
         self._recorder = recorder()

@@ -23,7 +23,7 @@ from hibachi.tensor.cache import Paged, StepInputs
 PAGED, LOOK = "hibachi", "hibachi_look"
 
 
-class Refused(Exception):
+class CannotRun(Exception):
     """Why a model cannot run here: a clause, without a stop."""
 
 
@@ -36,7 +36,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """One call of the attention function in a forward pass."""
 
     module: Any
@@ -50,16 +50,16 @@ class Call:
 @dataclass(slots=True)
 class _Look:
     longest: int  # positions that will ever be used
-    calls: list[Call]
+    calls: list[AttentionCall]
 
 
 _look: ContextVar[_Look] = ContextVar("hibachi_look")
 
 
 @contextmanager
-def looking(longest: int) -> Iterator[list[Call]]:
+def looking(longest: int) -> Iterator[list[AttentionCall]]:
     """Within, forward passes of a model under the name LOOK fill the list. Nothing is attended to: outputs are zero."""
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     token = _look.set(_Look(longest, calls))
     try:
         yield calls
@@ -72,13 +72,13 @@ def _look_attend(
 ) -> tuple[Any, None]:
     seen = attention_mask
     if not isinstance(seen, Sight):
-        raise Refused("a layer attends without a mask" if seen is None else "it makes its attention masks by itself")
+        raise CannotRun("a layer attends without a mask" if seen is None else "it makes its attention masks by itself")
     if seen.fault is not None:
-        raise Refused(seen.fault)
+        raise CannotRun(seen.fault)
     _settings(options)
     q, k, v = _packed(query, key, value)
     memory = Paged(k.shape[1], k.shape[2], v.shape[2], dtype=str(k.dtype).removeprefix("torch."))
-    _look.get().calls.append(Call(module, seen.window, memory))
+    _look.get().calls.append(AttentionCall(module, seen.window, memory))
     return q.new_zeros(1, *q.shape[:2], v.shape[2]), None
 
 
@@ -116,7 +116,7 @@ def _look_mask(*_: Any, mask_function: Callable[..., Any] | None = None, **optio
 @dataclass(slots=True)
 class _Step:
     backend: ArrayBackend
-    calls: list[Call]
+    calls: list[AttentionCall]
     cache: list[LayerCache]
     x: StepInputs[Any]
     at: int = 0  # calls made so far
@@ -127,7 +127,7 @@ _step: ContextVar[_Step] = ContextVar("hibachi_step")  # a thread has its own: m
 
 @contextmanager
 def running(
-    backend: ArrayBackend, calls: list[Call], cache: list[LayerCache], x: StepInputs[Any]
+    backend: ArrayBackend, calls: list[AttentionCall], cache: list[LayerCache], x: StepInputs[Any]
 ) -> Iterator[list[LayerCache]]:
     """Within, one forward pass of a model under the name PAGED attends through `cache`; yields the new cache."""
     step = _Step(backend, calls, list(cache), x)
@@ -137,7 +137,7 @@ def running(
     finally:
         _step.reset(token)
     if step.at != len(calls):
-        raise Refused(f"a forward pass made {step.at} calls of attention, an earlier one {len(calls)}")
+        raise CannotRun(f"a forward pass made {step.at} calls of attention, an earlier one {len(calls)}")
 
 
 def _paged_attend(
@@ -145,9 +145,9 @@ def _paged_attend(
 ) -> tuple[Any, None]:
     step = _step.get()
     if step.at >= len(step.calls) or step.calls[step.at].module is not module:
-        raise Refused("its layers do not attend in the same order every time")
+        raise CannotRun("its layers do not attend in the same order every time")
     if attention_mask is not None:
-        raise Refused("it makes its attention masks by itself")
+        raise CannotRun("it makes its attention masks by itself")
     scale, softcap = _settings(options)
     q, k, v = _packed(query, key, value)
     i, window = step.at, step.calls[step.at].window
@@ -163,15 +163,17 @@ _HARMLESS = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cach
 
 
 def _settings(options: dict[str, Any]) -> tuple[float | None, float | None]:
-    """(scale, softcap). Raises Refused for an option that changes the result in a way that we do not compute."""
+    """(scale, softcap). Raises CannotRun for an option that changes the result in a way that we do not compute."""
     scale, softcap = options.pop("scaling", None), options.pop("softcap", None)
     for name, value in (("scaling", scale), ("softcap", softcap)):
         if value is not None and not isinstance(value, (int, float)):
-            raise Refused(f"the attention option {name} is no plain number")
+            raise CannotRun(f"the attention option {name} is no plain number")
     for name in options.keys() - _HARMLESS:
         if options[name] is not None and options[name] is not False:
             known = {"s_aux": "attention sinks", "sinks": "attention sinks", "position_bias": "a position bias"}
-            raise Refused(f"it needs {known.get(name, f'the attention option {name!r}')}, which attend() does not have")
+            raise CannotRun(
+                f"it needs {known.get(name, f'the attention option {name!r}')}, which attend() does not have"
+            )
     return scale, softcap
 
 
@@ -179,9 +181,9 @@ def _packed(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """[1, heads, T, dim] -> [T, heads, dim], of all three."""
     if q.ndim != 4 or q.shape[0] != 1 or k.shape[2] != q.shape[2] or v.shape[:3] != k.shape[:3]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-        raise Refused(f"queries, keys and values are not of one row of equally many tokens: {shapes}")
+        raise CannotRun(f"queries, keys and values are not of one row of equally many tokens: {shapes}")
     if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
-        raise Refused(f"queries {tuple(q.shape)} {q.dtype} do not fit keys {tuple(k.shape)} {k.dtype}, {v.dtype}")
+        raise CannotRun(f"queries {tuple(q.shape)} {q.dtype} do not fit keys {tuple(k.shape)} {k.dtype}, {v.dtype}")
     return tuple(t[0].transpose(0, 1) for t in (q, k, v))  # type: ignore[return-value]
 
 

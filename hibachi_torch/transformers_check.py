@@ -9,7 +9,7 @@ import torch
 
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import StepInputs
-from hibachi_torch.transformers_attention import Refused
+from hibachi_torch.transformers_attention import CannotRun
 
 BLOCK = 4  # positions in a cache block of the check
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
@@ -19,7 +19,7 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1
 def check(model: Any, longest: int = 12) -> float:
     """Two short prompts, in chunks and mixed with decoding, against the module's own eager forward pass.
 
-    Returns the largest relative difference of the logits of a token. Raises Refused if it is more than rounding.
+    Returns the largest relative difference of the logits of a token. Raises CannotRun if it is more than rounding.
     """
     b, n = model.backend, min(longest, model.max_len)
     cut = max(1, n // 2)
@@ -41,7 +41,7 @@ def check(model: Any, longest: int = 12) -> float:
         torch.cat([_difference(torch.cat(ours), theirs) for ours, theirs in zip(got, own, strict=True)]).max()
     )
     if not worst <= TOLERANCE[model.dtype]:  # NaN is refused as well
-        raise Refused(
+        raise CannotRun(
             f"its logits in the paged engine differ from its own by {worst:.1e} of their size on a short prompt (at "
             f"most {TOLERANCE[model.dtype]:.0e} is rounding in {model.dtype})"
         )

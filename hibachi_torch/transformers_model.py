@@ -21,7 +21,16 @@ from hibachi.model.fields import Fields, read_json
 from hibachi.model.weights import Checkpoint
 from hibachi.tensor.array_backend import ArrayBackend, LayerCache
 from hibachi.tensor.cache import CacheSpec, StepInputs
-from hibachi_torch.transformers_attention import LOOK, PAGED, Call, Refused, Sight, looking, register, running
+from hibachi_torch.transformers_attention import (
+    LOOK,
+    PAGED,
+    AttentionCall,
+    CannotRun,
+    Sight,
+    looking,
+    register,
+    running,
+)
 from hibachi_torch.transformers_check import check, some_tokens
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -83,28 +92,28 @@ class TransformersModel:
         out = self.module(input_ids=tokens.long()[None], position_ids=positions.long()[None], **keep, **self._fixed)
         return (out.logits[0] if self._keeps else out.logits[0, last]).float()
 
-    def _look(self) -> tuple[list[Call], int]:
+    def _look(self) -> tuple[list[AttentionCall], int]:
         """The calls of attention in a forward pass, and the size of the logits."""
         config = self.module.config
         if config.is_encoder_decoder:
-            raise Refused("it has an encoder")
+            raise CannotRun("it has an encoder")
         if getattr(config, "alibi", False):
-            raise Refused("its attention has an ALiBi bias, which attend() does not have")
+            raise CannotRun("its attention has an ALiBi bias, which attend() does not have")
         kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
         if odd := sorted(kinds - _LAYERS):
-            raise Refused(f"it has layers of another kind than attention ({', '.join(odd)})")
+            raise CannotRun(f"it has layers of another kind than attention ({', '.join(odd)})")
         _attend_by(self.module, LOOK)
         if config._attn_implementation != LOOK:
-            raise Refused("its attention does not go through transformers' attention interface")
+            raise CannotRun("its attention does not go through transformers' attention interface")
         if "position_ids" not in self._accepted:
-            raise Refused("it takes no positions, but counts them by itself")
+            raise CannotRun("it takes no positions, but counts them by itself")
         tokens = self.backend.put(some_tokens(min(8, self.max_len), config.get_text_config().vocab_size, seed=0))
         with looking(self.max_len) as calls:
             positions = torch.arange(len(tokens), device=tokens.device)
             logits = self._forward(tokens, positions, positions)
         layers = config.get_text_config().num_hidden_layers
         if len(calls) < layers:
-            raise Refused(
+            raise CannotRun(
                 f"only {len(calls)} of its {layers} layers attend through transformers' attention interface"
                 if calls
                 else "its attention does not go through transformers' attention interface"
@@ -150,7 +159,7 @@ def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | 
                 )
                 check(model)
             return model
-        except Refused as e:
+        except CannotRun as e:
             raise _refusal(cls.__name__, e) from e
         except (HibachiError, MemoryError, torch.OutOfMemoryError):
             raise

@@ -1,1 +1,1 @@
-"""Measuring engines: how long their steps take."""
+"""Measuring: engines side by side (engines/), one engine's steps (steps/), a server under load (load/)."""

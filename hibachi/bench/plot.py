@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.figures import Summary, summarise
-from hibachi.bench.growth import Cliff, Point
-from hibachi.bench.profile import PARTS, Step, kinds
-from hibachi.bench.report import Bounds, bound_of, bounds_of, ours
+from hibachi.bench.engines.figures import Summary, summarise
+from hibachi.bench.engines.report import Bounds, bound_of, bounds_of, ours
+from hibachi.bench.steps.growth import Cliff, Point
+from hibachi.bench.steps.profile import PARTS, Step, kinds
 from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
 
 _OURS, _PEER = COLOURS[1], "#8fa7b8"

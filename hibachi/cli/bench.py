@@ -16,15 +16,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hibachi.bench import fit as fitting
-from hibachi.bench import growth, report, work
-from hibachi.bench.figures import Slo, read_results
+from hibachi.bench import work
+from hibachi.bench.engines import report
+from hibachi.bench.engines.figures import Slo, read_results
+from hibachi.bench.engines.process import OURS, EngineSetup, engines
+from hibachi.bench.engines.session import Session, bounds, ceilings, decoder_of, document
 from hibachi.bench.machine import cores, machine
 from hibachi.bench.plot import plot_growth, plot_profile, plot_results
-from hibachi.bench.process import OURS, Setup, engines
-from hibachi.bench.profile import from_json, table
 from hibachi.bench.randommodel import SHAPES, write_model
-from hibachi.bench.session import Session, bounds, ceilings, decoder_of, document
+from hibachi.bench.steps import fit as fitting
+from hibachi.bench.steps import growth
+from hibachi.bench.steps.profile import from_json, table
 from hibachi.cli import benchserve
 from hibachi.cli.options import model_arguments
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
@@ -255,7 +257,7 @@ def _ceilings(limits: dict[str, Any]) -> str:
     return f"memory {limits['bandwidth'] / 1e9:.1f} GB/s; product of {limits['dtype']}, GFLOP/s: {rates}{mark}"
 
 
-def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
+def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
     """How each engine is set up. Raises ConfigError."""
     common: dict[str, Any] = {
         "dtype": args.dtype or "float32",
@@ -276,13 +278,13 @@ def _setups(args: argparse.Namespace, path: Path) -> list[Setup]:
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
-        out.append(Setup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
+        out.append(EngineSetup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
     for each, name in zip(args.peer, names, strict=True):
         if name not in engines() or name == OURS:
             raise ConfigError(f"A peer must be one of {', '.join(e for e in engines() if e != OURS)}; got {name!r}.")
         options = {key: _value(value) for engine, key, value in args.peer_option if engine == name}
         python, own = each.partition("=")[2] or None, common | {"dtype": options.pop("dtype", common["dtype"])}
-        out.append(Setup(name, models.get(name, str(path)), python=python, options=options, **own))
+        out.append(EngineSetup(name, models.get(name, str(path)), python=python, options=options, **own))
     if not out:
         raise ConfigError("There is no engine to measure: --no-hibachi needs a --peer.")
     return out

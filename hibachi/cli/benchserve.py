@@ -12,11 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hibachi.bench import load, loadreport, work
-from hibachi.bench.client import Client, Url
-from hibachi.bench.figures import Slo
-from hibachi.bench.load import Ask, Form
-from hibachi.bench.loadgen import Generator, Loaded, Sample, check, model_of, run
+from hibachi.bench import work
+from hibachi.bench.engines.figures import Slo
+from hibachi.bench.load import report, traffic
+from hibachi.bench.load.client import Client, Url
+from hibachi.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
+from hibachi.bench.load.traffic import Ask, Form
 from hibachi.bench.machine import cores, machine
 from hibachi.sim.plot import check_format
 from hibachi.sim.trace import read_trace
@@ -30,11 +31,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", required=True, metavar="URL", help="such as http://127.0.0.1:8000")
     add("--model", metavar="NAME", help="(default: the first that the server names)")
     add("--api-key", metavar="KEY", help=f"(default: the environment variable {KEY}, which no list of processes shows)")
-    add("--endpoint", choices=list(load.PATHS), default=load.COMPLETIONS, help="(default: completions)")
+    add("--endpoint", choices=list(traffic.PATHS), default=traffic.COMPLETIONS, help="(default: completions)")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (default: 600)")
     when = parser.add_argument_group("when requests are sent (default: all at once)").add_argument
     when("--rate", type=float, metavar="R", help="R a second on average; times count from when a request was due")
-    when("--arrivals", choices=load.ARRIVALS, help="poisson (default) or constant, with --rate")
+    when("--arrivals", choices=traffic.ARRIVALS, help="poisson (default) or constant, with --rate")
     when("--concurrency", type=int, metavar="N", help="at most N at a time")
     when("--requests", type=int, metavar="N", help="how many (default: all of a file, else 100)")
     when("--duration", type=float, metavar="S", help="none is sent after S seconds; without --requests as many as go")
@@ -90,35 +91,35 @@ def serve(args: argparse.Namespace) -> int:
     asks = _asks(args)
     loaded, model = run(_drive(args, asks))
     slo = Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3) if not args.no_stream else None
-    found = loadreport.figures(loaded, slo)
-    print(loadreport.text(found))
-    warned = loadreport.warnings(found, cores())
+    found = report.figures(loaded, slo)
+    print(report.text(found))
+    warned = report.warnings(found, cores())
     for line in warned:
         print(f"\n! {line}", flush=True)
     if args.out:
         _write(args, loaded, found, warned, model)
     if args.plot:
-        loadreport.plot(loaded.samples, found, f"{model or args.url}: {_how(args)}", args.plot)
+        report.plot(loaded.samples, found, f"{model or args.url}: {_how(args)}", args.plot)
     if loaded.interrupted:
         raise KeyboardInterrupt
     return int(not found["ok"])
 
 
 def _asks(args: argparse.Namespace) -> Iterator[Ask]:
-    due = load.arrivals(args.arrivals or "poisson", args.rate, args.seed)
+    due = traffic.arrivals(args.arrivals or "poisson", args.rate, args.seed)
     most = args.requests
     if args.trace:
         trace = read_trace(args.trace)
         trace = (trace if most is None else trace.head(most)).faster(args.speed)
         lengths = {"longest": args.input_len, "new": args.output_len}
-        return load.of_trace(trace, vocab_size=args.vocab_size, seed=args.seed, **lengths)
+        return traffic.of_trace(trace, vocab_size=args.vocab_size, seed=args.seed, **lengths)
     if args.work:
         requests = work.read(args.work)
         if args.output_len or args.input_len:
             args.parser.error("a work has lengths of its own")
         most = len(requests) if most is None and args.duration is None else most
-        return islice(load.of_work(requests, due, args.rate), most)
-    made = load.Random(
+        return islice(traffic.of_work(requests, due, args.rate), most)
+    made = traffic.Random(
         args.input_len or max(128, args.prefix_len),
         args.output_len or 64,
         spread=args.range_ratio,
@@ -148,8 +149,8 @@ async def _drive(args: argparse.Namespace, asks: Iterator[Ask]) -> tuple[Loaded,
         )
         told = _progress if sys.stderr.isatty() else None
         generator = Generator(client, form, concurrency=args.concurrency, timeout=args.timeout, told=told)
-        warm = load.Random(min(args.input_len or 16, 16), 4, vocab_size=args.vocab_size, seed=args.seed + 1)
-        for ask in islice(warm.asks(load.arrivals("constant", None, 0)), args.warmup):
+        warm = traffic.Random(min(args.input_len or 16, 16), 4, vocab_size=args.vocab_size, seed=args.seed + 1)
+        for ask in islice(warm.asks(traffic.arrivals("constant", None, 0)), args.warmup):
             check(await generator.one(ask), client.url, model)
         return await generator.run(asks, duration=args.duration), model
     finally:

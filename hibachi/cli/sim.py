@@ -24,7 +24,7 @@ from hibachi.errors import ConfigError
 from hibachi.plan.policies import SHIPPED, policy_of
 from hibachi.plan.policy import Policy
 from hibachi.sim.plot import check_format, plot, seconds
-from hibachi.sim.run import Run, Setup, simulate
+from hibachi.sim.simulate import Run, Setup, simulate
 from hibachi.sim.steptime import StepTime, read_step_time
 from hibachi.sim.trace import Trace, read_trace, synthetic
 

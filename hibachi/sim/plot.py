@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, MissingExtra
-from hibachi.sim.run import Run
+from hibachi.sim.simulate import Run
 
 FORMATS = (".png", ".svg")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a6c00", "#56b4e9", "#444444", "#e69f00")
@@ -50,7 +50,7 @@ def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9.6, 6.4), layout="constrained")
         (first, between), (queue, rows) = figure.subplots(2, 2)
-        unit, scale = _time_unit(max(run.record.clock for run in runs) / 1e12)
+        unit, scale = _time_unit(max(run.outcome.clock for run in runs) / 1e12)
         at = np.linspace(0, -np.log10(1 - _TICKS[-1] / 100), 200)
         for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
             style = _STYLES[i // len(COLOURS) % len(_STYLES)]
@@ -59,7 +59,7 @@ def plot(runs: Sequence[Run], labels: Sequence[str], path: str | Path) -> None:
             percent = 100 * (1 - 10**-at)
             if len(run.times("first")):
                 first.plot(at, np.percentile(run.times("first"), percent), label=label, linewidth=width, **line)
-                between.plot(at, run.record.gaps.percentiles(percent), linewidth=width, **line)
+                between.plot(at, run.outcome.gaps.percentiles(percent), linewidth=width, **line)
             for panel, what in ((queue, "waiting"), (rows, "running")):
                 when, value = run.over_time(what)
                 panel.plot(when / scale, value, linewidth=0.7 * width, **line)

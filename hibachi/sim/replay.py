@@ -16,7 +16,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.stretch import Stretch, look_ahead
-from hibachi.sim.record import NEVER, Record
+from hibachi.sim.outcome import NEVER, Outcome
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
 
@@ -61,7 +61,7 @@ class Replay:
 
     def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True) -> None:
         self.trace, self.scheduler = trace, scheduler
-        self.record = Record(len(trace))
+        self.outcome = Outcome(len(trace))
         self._cost = _Cost.of(time)
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
@@ -73,12 +73,12 @@ class Replay:
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
-    def run(self, fast: bool = True) -> Record:
+    def run(self, fast: bool = True) -> Outcome:
         """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.
         """
-        trace, scheduler, record = self.trace, self.scheduler, self.record
+        trace, scheduler, outcome = self.trace, self.scheduler, self.outcome
         arrival = [*trace.arrival.tolist(), math.inf]
         n, i, clock = len(trace), 0, 0
         while True:
@@ -102,9 +102,9 @@ class Replay:
             else:
                 break
         counts = scheduler.counts
-        record.clock, record.preemptions = clock, counts.preemptions
-        record.hit_tokens, record.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
-        return record
+        outcome.clock, outcome.preemptions = clock, counts.preemptions
+        outcome.hit_tokens, outcome.evictions = counts.prefix_hits, scheduler.pool.evictions if scheduler.pool else 0
+        return outcome
 
     def _add(self, i: int) -> None:
         prompt, output, priority, tenant, arrival = self._requests[i]
@@ -113,40 +113,40 @@ class Replay:
             self.scheduler.add(seq, arrival)
         except (PromptTooLong, QueueFull) as e:
             cause = type(e).__name__
-            self.record.refused[cause] = self.record.refused.get(cause, 0) + 1
+            self.outcome.refused[cause] = self.outcome.refused.get(cause, 0) + 1
 
     def _suspend(self, sent: Sent) -> None:
         """These have lost their rows."""
         for seq, row in sent:
-            self.record.last[seq.owner] = self._last[row]
-            self._silent -= self.record.last[seq.owner] == NEVER
+            self.outcome.last[seq.owner] = self._last[row]
+            self._silent -= self.outcome.last[seq.owner] == NEVER
 
     def _step(self, plan: StepPlan, clock: int) -> int:
         """One planned step; returns the clock after it."""
-        record, scheduler = self.record, self.scheduler
+        outcome, scheduler = self.outcome, self.scheduler
         took, tokens = self._cost.of_plan(plan)
         now = clock + took
-        record.steps += 1
-        record.planned += 1
-        record.computed_tokens += tokens
+        outcome.steps += 1
+        outcome.planned += 1
+        outcome.computed_tokens += tokens
         self._suspend(plan.preempted)
         for seq in plan.fresh:
             i = seq.owner
             self._owner[seq.row] = i
-            self._last[seq.row] = record.last[i]
-            self._silent += record.last[i] == NEVER
-            if record.started[i] == NEVER:
-                record.started[i] = clock
-                record.prompt_tokens += seq.prompt_len
+            self._last[seq.row] = outcome.last[i]
+            self._silent += outcome.last[i] == NEVER
+            if outcome.started[i] == NEVER:
+                outcome.started[i] = clock
+                outcome.prompt_tokens += seq.prompt_len
         rows = plan.rows[plan.emit]
         self._tokens(rows, now)
-        record.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
+        outcome.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
         self._end(scheduler.commit(plan, self._nobody[: len(rows)]).finished, now)
         return now
 
     def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:
         """Steps that all begin before the next arrival; returns the clock after them."""
-        record, scheduler, rows = self.record, self.scheduler, stretch.rows
+        outcome, scheduler, rows = self.outcome, self.scheduler, stretch.rows
         first, growth = self._cost.of_stretch(len(rows), stretch.positions)
         steps = stretch.steps
         if arrival < math.inf:
@@ -154,12 +154,12 @@ class Replay:
         end = clock + span(steps, first, growth)
         self._tokens(rows, clock + first)
         if steps > 1:
-            record.gaps.add_run(first + growth, growth, steps - 1, len(rows))
-            record.new_tokens += len(rows) * (steps - 1)
+            outcome.gaps.add_run(first + growth, growth, steps - 1, len(rows))
+            outcome.new_tokens += len(rows) * (steps - 1)
             self._last[rows] = end
-        record.steps += steps
-        record.computed_tokens += len(rows) * steps
-        record.timeline.add(clock, end, scheduler.waiting, len(rows), self._held())
+        outcome.steps += steps
+        outcome.computed_tokens += len(rows) * steps
+        outcome.timeline.add(clock, end, scheduler.waiting, len(rows), self._held())
         self._end(stretch.run(steps), end)
         return end
 
@@ -167,18 +167,18 @@ class Replay:
         """These rows have got a token."""
         last = self._last[rows]
         self._last[rows] = now
-        self.record.new_tokens += len(rows)
+        self.outcome.new_tokens += len(rows)
         if self._silent:
             first = last == NEVER
             if n := int(np.count_nonzero(first)):
-                self.record.first[self._owner[rows[first]]] = now
+                self.outcome.first[self._owner[rows[first]]] = now
                 self._silent -= n
                 last = last[~first]
-        self.record.gaps.add(now - last)
+        self.outcome.gaps.add(now - last)
 
     def _end(self, finished: list[Seq], now: int) -> None:
         for seq in finished:
-            self.record.last[seq.owner] = now
+            self.outcome.last[seq.owner] = now
 
     def _held(self) -> int:
         pool = self.scheduler.pool

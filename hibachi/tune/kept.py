@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.cachefolder import cache_folder, move
 from hibachi.tensor.candidates import Candidate
-from hibachi.tensor.kept import cache_folder, move
 from hibachi.tune.cases import Sizes
 from hibachi.tune.trial import Trial
 

@@ -50,7 +50,18 @@ static ffi::Error call_linear(ffi::ThreadPool pool, Array x, Array w, ffi::Remai
     using E = typename T::Element;
     auto run = [&](auto out) {
       using Out = decltype(out);
-      share(pool, Linear<T, Out>{data<E>(x), k, data<typename T::Lane>(w), b.has_value() ? data<E>(*b) : nullptr, data<typename Out::Element>(y), n, m, n, k});
+      const Linear<T, Out> kernel{
+          .x = data<E>(x),
+          .x_stride = k,
+          .w = data<typename T::Lane>(w),
+          .bias = b.has_value() ? data<E>(*b) : nullptr,
+          .y = data<typename Out::Element>(y),
+          .y_stride = n,
+          .m = m,
+          .n = n,
+          .k = k,
+      };
+      share(pool, kernel);
     };
     if (y->element_type() == ffi::F32) run(F32{});
     else run(T{});
@@ -75,12 +86,40 @@ static ffi::Error call_rows(ffi::ThreadPool pool, Array w, Array at, Made y, int
 
 // keys and values are written in place: XLA has given them the memory of the arguments.
 static ffi::Error call_attend(
-    ffi::ThreadPool pool, Array q, Array k, Array v, Array, Array, Array slot, Array pos, Array cu_q, Array table, Made out, Made keys, Made values, int64_t block_size, int64_t window, float scale, float softcap
+    ffi::ThreadPool pool,
+    Array q,
+    Array k,
+    Array v,
+    Array,
+    Array,
+    Array slot,
+    Array pos,
+    Array cu_q,
+    Array table,
+    Made out,
+    Made keys,
+    Made values,
+    int64_t block_size,
+    int64_t window,
+    float scale,
+    float softcap
 ) {
   const int64_t heads = size(q, 1), kv_heads = size(k, 1), k_dim = size(k, 2), v_dim = size(v, 2);
   const Sizes s{
-      size(q, 0), size(cu_q, 0) - 1, heads, kv_heads, k_dim, v_dim, size(table, 1), block_size,
-      heads * k_dim, kv_heads * k_dim, kv_heads * v_dim, window, scale, softcap,
+      .tokens = size(q, 0),
+      .rows = size(cu_q, 0) - 1,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .k_dim = k_dim,
+      .v_dim = v_dim,
+      .blocks = size(table, 1),
+      .block_size = block_size,
+      .q_stride = heads * k_dim,
+      .k_stride = kv_heads * k_dim,
+      .v_stride = kv_heads * v_dim,
+      .window = window,
+      .scale = scale,
+      .softcap = softcap,
   };
   const int32_t *ends = data<int32_t>(cu_q), *places = data<int32_t>(pos), *blocks = data<int32_t>(table);
   return by_dtype(q, [&](auto type) {
@@ -132,7 +171,9 @@ static ffi::Error call_rope(ffi::ThreadPool pool, Array x, Array cos, Array sin,
   return by_dtype(x, [&](auto type) {
     using T = decltype(type);
     using E = typename T::Element;
-    share(pool, Rope<T>{{data<E>(x), heads * dim, heads, dim}, data<E>(cos), data<E>(sin), {data<E>(y), heads * dim, heads, dim}, tokens, dim / 2});
+    const Pieces<const E> from{.data = data<E>(x), .stride = heads * dim, .groups = heads, .width = dim};
+    const Pieces<E> to{.data = data<E>(y), .stride = heads * dim, .groups = heads, .width = dim};
+    share(pool, Rope<T>{from, data<E>(cos), data<E>(sin), to, tokens, dim / 2});
   });
 }
 
@@ -172,8 +213,12 @@ using namespace hibachi;
 
 #define WITH_POOL ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_linear, call_linear, WITH_POOL.Arg<Array>().Arg<Array>().RemainingArgs().Ret<Array>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_rows, call_rows, WITH_POOL.Arg<Array>().Arg<Array>().Ret<Array>().Attr<int64_t>("n"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hibachi_linear, call_linear, WITH_POOL.Arg<Array>().Arg<Array>().RemainingArgs().Ret<Array>()
+);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hibachi_rows, call_rows, WITH_POOL.Arg<Array>().Arg<Array>().Ret<Array>().Attr<int64_t>("n")
+);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hibachi_attend,
     call_attend,
@@ -204,7 +249,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 );
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_softmax, call_softmax, WITH_POOL.Arg<Array>().Ret<Array>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_rope, call_rope, WITH_POOL.Arg<Array>().Arg<Array>().Arg<Array>().Ret<Array>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_activate, call_activate, WITH_POOL.Arg<Array>().Ret<Array>().Attr<int64_t>("which"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hibachi_activate, call_activate, WITH_POOL.Arg<Array>().Ret<Array>().Attr<int64_t>("which")
+);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hibachi_best, call_best, WITH_POOL.Arg<Array>().Ret<Array>().Ret<Array>());
 
 extern "C" {

@@ -29,8 +29,8 @@ struct Work {
   }
 };
 
-// All parts of a kernel, by the caller and by whoever of the pool is free. Nobody waits for a thread that has not begun:
-// the pool may be busy with callers of ours.
+// All parts of a kernel, by the caller and by whoever of the pool is free. Nobody waits for a thread that has not
+// begun: the pool may be busy with callers of ours.
 template <class K>
 inline void share(xla::ffi::ThreadPool& pool, const K& kernel) {
   const int64_t n = kernel.count(), all = std::max<int64_t>(1, pool.num_threads()), batch = kernel.batch(all);

@@ -15,25 +15,13 @@ from hibachi_torch.invariant import InvariantTorchBackend
 from hibachi_torch.native.build import library
 from hibachi_torch.native.memory import Slabs, zeros
 from hibachi_torch.native.program import ACTIVATIONS, Program, program
+from hibachi_torch.native.structs import Sizes
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _LANES = 16  # as in lanes.h
 
 
-class _Sizes(ctypes.Structure):
-    """as in attention.h."""
-
-    _fields_ = [
-        *(
-            (n, ctypes.c_int64)
-            for n in ("tokens", "rows", "heads", "kv_heads", "k_dim", "v_dim", "blocks", "block_size")
-        ),
-        *((n, ctypes.c_int64) for n in ("q_stride", "k_stride", "v_stride", "window")),
-        *((n, ctypes.c_float) for n in ("scale", "softcap")),
-    ]
-
-
-_sizes = lru_cache(256)(_Sizes)  # all layers of a step have the same
+_sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
 
 
 class _Kernels:
@@ -53,7 +41,7 @@ class _Kernels:
         self.linear_f32 = find("linear_bf16_f32" if suffix == "bf16" else "linear_f32", p, n, p, p, p, n, n, n)
         self.pack = find(f"pack_{suffix}", p, p, n, n)
         self.rows = find(f"rows_{suffix}", p, p, p, n, n)
-        self.attend = find(f"attend_{suffix}", ctypes.POINTER(_Sizes), *[p] * 9, ctypes.c_int, p)
+        self.attend = find(f"attend_{suffix}", ctypes.POINTER(Sizes), *[p] * 9, ctypes.c_int, p)
         self.rms_norm = find(f"rms_norm_{suffix}", p, n, p, p, n, n, f)
         self.layer_norm = find(f"layer_norm_{suffix}", p, n, p, p, p, n, n, f)
         self.rope = find(f"rope_{suffix}", p, n, p, p, p, n, n, n)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hibachi.tensor.native.build import NativeLibrary
+from hibachi_torch.native.structs import Op, Sizes, Step
 
 
 def _flags() -> tuple[list[str], list[str]]:
@@ -26,6 +27,7 @@ compiled = NativeLibrary(
     f"{__name__}.compiled",
     flags=_flags,
     facts=(torch.__version__, torch.__file__),
+    structs=(Sizes, Op, Step),
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.cache import StepInputs
 from hibachi_torch.native.build import library
+from hibachi_torch.native.structs import Op, Step
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED = range(9)  # buffers, each with a row for every token
@@ -26,29 +27,7 @@ _PARTS = {
     LAYER_NORM: "norms",
 }
 
-_i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-
-
-class _Op(ctypes.Structure):
-    """As in step.cpp."""
-
-    _fields_ = [
-        *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
-        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window")),
-        *((n, _f32) for n in ("scale", "number")),
-        *((n, _p) for n in ("w", "b", "scales")),
-    ]
-
-
-class _Step(ctypes.Structure):
-    """As in step.cpp."""
-
-    _fields_ = [
-        *((n, _i64) for n in ("tokens", "outputs", "rows", "blocks", "block_size", "heads", "kv_heads", "head_dim")),
-        ("cascade", _i64),
-        *((n, _p) for n in ("slot", "pos", "cu_q", "table", "last")),
-        *((n, _p) for n in ("buffers", "widths", "turns", "caches", "seconds")),
-    ]
+_i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
 class Program:
@@ -66,7 +45,7 @@ class Program:
         for i, (kind, layer) in enumerate(zip(a.layers, params["layers"], strict=True)):
             self._layer(i, kind, layer)
         self._norm("norm", params, LAST_H, NORMED)
-        self._list = (_Op * len(self._ops))(*(_Op(**op) for op in self._ops))
+        self._list = (Op * len(self._ops))(*(Op(**op) for op in self._ops))
         wide = params["layers"][0]["gate_up"].shape[0]
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         widths = [a.hidden_size, a.hidden_size, q + 2 * kv, q, wide, a.intermediate, a.hidden_size, a.hidden_size, q]
@@ -97,7 +76,7 @@ class Program:
         turned = (_p * max(1, 2 * len(turns)))(*(t.data_ptr() for pair in turns for t in pair))
         halves = (_p * (2 * len(cache)))(*(half.data_ptr() for layer in cache for half in layer[:2]))
         index = [_index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
-        step = _Step(
+        step = Step(
             *(tokens, outputs, len(index[2]) - 1, index[3].shape[1], cache[0][2], a.heads, a.kv_heads, a.head_dim),
             self._cascade,
             *(t.data_ptr() for t in index),

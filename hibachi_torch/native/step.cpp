@@ -19,7 +19,7 @@ namespace hibachi {
 
 enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM };
 
-// As in program.py. A buffer holds a row for each token, or for each token whose output is wanted.
+// As in structs.py. A buffer holds a row for each token, or for each token whose output is wanted.
 struct Op {
   int32_t kind, outputs;         // outputs: over the latter
   int32_t from, to, added;       // buffers; added -1: none
@@ -32,14 +32,15 @@ struct Op {
   const float* scales;  // of bytes
 };
 
+// As in structs.py.
 struct Step {
   int64_t tokens, outputs, rows, blocks, block_size, heads, kv_heads, head_dim, cascade;
   const int32_t *slot, *pos, *cu_q, *table, *last;
   void* const* buffers;
-  const int64_t* widths;      // elements of a row of each buffer
-  const void* const* turns;   // cosines and sines [tokens, half] of each set of frequencies
-  void* const* caches;        // keys and values of each layer
-  double* seconds;            // of each operation, added up; or nullptr
+  const int64_t* widths;     // elements of a row of each buffer
+  const void* const* turns;  // cosines and sines [tokens, half] of each set of frequencies
+  void* const* caches;       // keys and values of each layer
+  double* seconds;           // of each operation, added up; or nullptr
 };
 
 // Threads that wait for each other after each operation. Waiting is busy, as it takes less than a microsecond, unless
@@ -93,49 +94,152 @@ struct Take {
 };
 
 template <class T>
-static void run(const Step& s, const Op& op, int i, const std::vector<Tile>& work, const std::vector<Set>& some, Team& team) {
+static void run(
+    const Step& s, const Op& op, int i, const std::vector<Tile>& work, const std::vector<Set>& some, Team& team
+) {
   using E = typename T::Element;
+  using Lane = typename T::Lane;
   const int64_t m = op.outputs ? s.outputs : s.tokens, from_width = s.widths[op.from], to_width = s.widths[op.to];
   E *from = static_cast<E*>(s.buffers[op.from]) + op.from_at, *to = static_cast<E*>(s.buffers[op.to]) + op.to_at;
-  const E* w = static_cast<const E*>(op.w);
+  const E *w = static_cast<const E*>(op.w), *b = static_cast<const E*>(op.b);
   const E* added = op.added < 0 ? nullptr : static_cast<const E*>(s.buffers[op.added]);
   const int64_t added_width = op.added < 0 ? 0 : s.widths[op.added];
+  const Pieces<const E> x{.data = from, .stride = from_width, .groups = op.groups, .width = op.n};
+  const Pieces<E> y{.data = to, .stride = to_width, .groups = op.groups, .width = op.n};
   Sizes sizes{};
-  void* const* cache = nullptr;
+  E *keys = nullptr, *values = nullptr;
   if (op.kind == WRITE || op.kind == ATTEND) {
-    cache = s.caches + 2 * op.which;
-    const int64_t d = s.head_dim;
-    sizes = {s.tokens, s.rows, s.heads, s.kv_heads, d, d, s.blocks, s.block_size, from_width, from_width, from_width, op.window, op.scale, op.number};
+    keys = static_cast<E*>(s.caches[2 * op.which]);
+    values = static_cast<E*>(s.caches[2 * op.which + 1]);
+    sizes = {
+        .tokens = s.tokens,
+        .rows = s.rows,
+        .heads = s.heads,
+        .kv_heads = s.kv_heads,
+        .k_dim = s.head_dim,
+        .v_dim = s.head_dim,
+        .blocks = s.blocks,
+        .block_size = s.block_size,
+        .q_stride = from_width,
+        .k_stride = from_width,
+        .v_stride = from_width,
+        .window = op.window,
+        .scale = op.scale,
+        .softcap = op.number,
+    };
   }
   switch (op.kind) {
     case RMS_NORM:
-      return team.share(i, RmsNorm<T>{{from, from_width, op.groups, op.n}, w, {to, to_width, op.groups, op.n}, m, op.n, op.number, added, added_width});
+      return team.share(
+          i,
+          RmsNorm<T>{
+              .x = x,
+              .w = w,
+              .y = y,
+              .rows = m,
+              .dim = op.n,
+              .eps = op.number,
+              .added = added,
+              .added_stride = added_width,
+          }
+      );
     case LAYER_NORM:
-      return team.share(i, LayerNorm<T>{{from, from_width, op.groups, op.n}, w, static_cast<const E*>(op.b), {to, to_width, op.groups, op.n}, m, op.n, op.number, added, added_width});
+      return team.share(
+          i,
+          LayerNorm<T>{
+              .x = x,
+              .w = w,
+              .b = b,
+              .y = y,
+              .rows = m,
+              .dim = op.n,
+              .eps = op.number,
+              .added = added,
+              .added_stride = added_width,
+          }
+      );
     case LINEAR:
-      return team.share(i, Linear<T, T>{from, from_width, reinterpret_cast<const typename T::Lane*>(w), static_cast<const E*>(op.b), to, to_width, m, op.n, op.k, op.scale, added, added_width});
+      return team.share(
+          i,
+          Linear<T, T>{
+              .x = from,
+              .x_stride = from_width,
+              .w = reinterpret_cast<const Lane*>(w),
+              .bias = b,
+              .y = to,
+              .y_stride = to_width,
+              .m = m,
+              .n = op.n,
+              .k = op.k,
+              .scale = op.scale,
+              .added = added,
+              .added_stride = added_width,
+          }
+      );
     case ROPE: {
-      const E *cos = static_cast<const E*>(s.turns[2 * op.which]), *sin = static_cast<const E*>(s.turns[2 * op.which + 1]);
-      return team.share(i, Rope<T>{{from, from_width, op.groups, op.n}, cos, sin, {to, to_width, op.groups, op.n}, m, op.k});
+      const void* const* turns = s.turns + 2 * op.which;
+      const E *cos = static_cast<const E*>(turns[0]), *sin = static_cast<const E*>(turns[1]);
+      return team.share(i, Rope<T>{.x = x, .cos = cos, .sin = sin, .y = y, .tokens = m, .half = op.k});
     }
     case WRITE: {
       const E *k = from + s.heads * s.head_dim, *v = k + s.kv_heads * s.head_dim;
-      return team.share(i, Write<T>{sizes, Layout<T>(sizes), k, v, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.slot});
+      return team.share(
+          i,
+          Write<T>{.s = sizes, .at = Layout<T>(sizes), .k = k, .v = v, .keys = keys, .values = values, .slot = s.slot}
+      );
     }
     case ATTEND: {
-      const Attention<T> attention{sizes, Layout<T>(sizes), from, static_cast<E*>(cache[0]), static_cast<E*>(cache[1]), s.pos, s.table, to, work};
+      const Attention<T> attention{
+          .s = sizes,
+          .at = Layout<T>(sizes),
+          .q = from,
+          .keys = keys,
+          .values = values,
+          .pos = s.pos,
+          .table = s.table,
+          .out = to,
+          .work = work,
+      };
       return s.cascade ? team.share(i, Cascade<T>{attention, some}) : team.share(i, attention);
     }
     case ACTIVATE:
-      return team.share(i, Activate<T>{Activation(op.which), bool(op.gated), from, from_width, to, to_width, m, op.n});
-    case ROUND:
-      return team.share(i, int8::Round<T>{from, from_width, int8::Rounded(s.buffers[op.to], m, op.k), m, op.k});
-    case LINEAR_INT8: {
-      const int8::Rounded x(s.buffers[op.from], m, op.k);
-      return team.share(i, int8::Linear<T, T>{x, static_cast<const uint32_t*>(op.w), op.scales, static_cast<const E*>(op.b), to, to_width, m, op.n, op.k, op.scale, added, added_width});
+      return team.share(
+          i,
+          Activate<T>{
+              .which = Activation(op.which),
+              .gated = bool(op.gated),
+              .x = from,
+              .x_stride = from_width,
+              .y = to,
+              .y_stride = to_width,
+              .rows = m,
+              .dim = op.n,
+          }
+      );
+    case ROUND: {
+      const int8::Rounded rounded(s.buffers[op.to], m, op.k);
+      return team.share(i, int8::Round<T>{.x = from, .x_stride = from_width, .rounded = rounded, .m = m, .k = op.k});
     }
+    case LINEAR_INT8:
+      return team.share(
+          i,
+          int8::Linear<T, T>{
+              .x = int8::Rounded(s.buffers[op.from], m, op.k),
+              .w = static_cast<const uint32_t*>(op.w),
+              .scales = op.scales,
+              .bias = b,
+              .y = to,
+              .y_stride = to_width,
+              .m = m,
+              .n = op.n,
+              .k = op.k,
+              .scale = op.scale,
+              .added = added,
+              .added_stride = added_width,
+          }
+      );
     case TAKE:
-      return team.share(i, Take<E>{from, to, from_width, s.outputs, s.last});
+      return team.share(i, Take<E>{.x = from, .y = to, .width = from_width, .rows = s.outputs, .last = s.last});
   }
 }
 
@@ -148,10 +252,8 @@ static void step(const Step& s, const Op* ops, int64_t count) {
   sizes.blocks = s.blocks, sizes.block_size = s.block_size;
   std::vector<Tile> work;
   std::vector<Set> some;
-  if (s.cascade)
-    some = sets(sizes, s.cu_q, s.pos, s.table, at::get_num_threads(), work);
-  else
-    work = tiles(sizes, s.cu_q);
+  if (s.cascade) some = sets(sizes, s.cu_q, s.pos, s.table, at::get_num_threads(), work);
+  else work = tiles(sizes, s.cu_q);
   for (int64_t i = 0, done = s.cu_q[s.rows]; i < count; i++)  // tokens after that are padding
     if (ops[i].kind == ATTEND) {
       const int64_t width = s.widths[ops[i].to];
@@ -179,6 +281,9 @@ static void step(const Step& s, const Op* ops, int64_t count) {
 using namespace hibachi;
 
 extern "C" {
+
+int64_t hibachi_sizeof_Op() { return sizeof(Op); }
+int64_t hibachi_sizeof_Step() { return sizeof(Step); }
 
 void hibachi_step_f32(const Step* s, const Op* ops, int64_t count) { step<F32>(*s, ops, count); }
 void hibachi_step_bf16(const Step* s, const Op* ops, int64_t count) { step<Bf16>(*s, ops, count); }

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from hibachi.bench.figures import Slo, figures, read_results, summarise
+from hibachi.bench.engines.figures import Slo, figures, read_results, summarise
+from hibachi.bench.engines.process import Answered, Ran
 from hibachi.bench.machine import CONTENDED, Use
-from hibachi.bench.process import Answer, Ran
 from hibachi.bench.work import Request
 from hibachi.errors import ConfigError
 
 REQUESTS = [Request(0, 0.0, [1, 2], 3), Request(1, 1.0, [1, 2, 3], 2)]
-ANSWERS = [Answer(0, 0.0, [0.5, 0.6, 0.9], [7, 8, 9]), Answer(1, 1.0, [1.2, 2.0], [7, 8])]
+ANSWERS = [Answered(0, 0.0, [0.5, 0.6, 0.9], [7, 8, 9]), Answered(1, 1.0, [1.2, 2.0], [7, 8])]
 QUIET = Use(2.1, 3.0, 0.0, 100.0)
 
 
@@ -33,7 +33,7 @@ def test_figures_by_hand():
 
 
 def test_what_is_missing_shows():
-    f = figures(REQUESTS, Ran([ANSWERS[0], Answer(1, 1.0, [], [])], QUIET, {}))
+    f = figures(REQUESTS, Ran([ANSWERS[0], Answered(1, 1.0, [], [])], QUIET, {}))
     assert not f["complete"] and f["new_tokens"] == 3
     f = figures(REQUESTS, Ran([], QUIET, {}))
     assert f["ttft"] is None and f["tokens_per_second"] == 0
@@ -45,7 +45,7 @@ def test_goodput_counts_who_kept_both_promises():
     assert [slow_tokens.kept(a) for a in ANSWERS] == [True, False]
     f = figures(REQUESTS, Ran(ANSWERS, QUIET, {}), slow_start)
     assert f["goodput"] == 0.5 and f["slo_share"] == 0.5
-    assert not Slo().kept(Answer(0, 0.0, [], []))
+    assert not Slo().kept(Answered(0, 0.0, [], []))
 
 
 def test_others_at_work_are_seen():

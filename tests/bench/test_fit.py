@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM
-from hibachi.bench.fit import Samples, fit, measure
+from hibachi.bench.steps.fit import Samples, fit, measure
 from hibachi.cli import main
 from hibachi.errors import ConfigError
 from hibachi.sim.steptime import StepTime, read_step_time

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.bench.process import Process, Setup
+from hibachi.bench.engines.process import EngineSetup, Process
 from hibachi.bench.work import Request, at_rate
 from hibachi.errors import EngineFailed
 
@@ -119,7 +119,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 
 def setup(engine, model="somewhere", **options):
-    return Setup(engine, str(model), "float32", rows=4, max_len=64, threads=2, backend="numpy", options=options)
+    return EngineSetup(engine, str(model), "float32", rows=4, max_len=64, threads=2, backend="numpy", options=options)
 
 
 def check(answers, work, tokens=None):

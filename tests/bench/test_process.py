@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from hibachi.bench import process
+from hibachi.bench.engines import process
+from hibachi.bench.engines.process import EngineSetup, Process
+from hibachi.bench.engines.session import Session
 from hibachi.bench.machine import Watch
-from hibachi.bench.process import Process, Setup
-from hibachi.bench.session import Session
 from hibachi.bench.work import Request, write
 from hibachi.errors import ConfigError, EngineFailed
 
@@ -54,7 +54,7 @@ def peers(tmp_path, monkeypatch):
 
 
 def setup(engine="echo", **options):
-    return Setup(engine, "somewhere/model", "float32", rows=4, max_len=64, threads=1, options=options)
+    return EngineSetup(engine, "somewhere/model", "float32", rows=4, max_len=64, threads=1, options=options)
 
 
 def test_an_engine_does_its_work_in_a_process_of_its_own(peers):
@@ -108,7 +108,7 @@ def test_names_and_interpreters_are_checked(peers):
     with pytest.raises(ConfigError, match="one of echo; got 'other'"):
         Process(setup("other"))
     with pytest.raises(ConfigError, match="cannot run /nowhere/python"):
-        Process(Setup("echo", "m", "float32", 1, 8, 1, python="/nowhere/python"))
+        Process(EngineSetup("echo", "m", "float32", 1, 8, 1, python="/nowhere/python"))
 
 
 def test_an_engine_may_be_called_like_its_script(peers):
@@ -177,7 +177,7 @@ def test_rates(peers):
 
 def test_one_engine_that_fails_does_not_stop_the_others(peers):
     shutil.copy(peers / "echo.py", peers / "other.py")
-    s, lines = session(setup("other", broken=True), setup(fails_at=4), Setup("other", "m", "float32", 1, 8, 1))
+    s, lines = session(setup("other", broken=True), setup(fails_at=4), EngineSetup("other", "m", "float32", 1, 8, 1))
     runs = list(s.run(["W1"]))
     assert [(r["engine"], r.get("failed", "")[:44]) for r in runs] == [
         ("other", "its process ended with status 1: ValueError:"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.bench.profile import FORWARD, PARTS, Profile, Step, from_json, kinds, table
+from hibachi.bench.steps.profile import FORWARD, PARTS, Profile, Step, from_json, kinds, table
 from hibachi.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -3,10 +3,10 @@
 import pytest
 
 from hibachi.bench import plot
-from hibachi.bench.growth import Cliff, Point
+from hibachi.bench.engines.report import page, tables, text
 from hibachi.bench.plot import plot_growth, plot_profile, plot_results
-from hibachi.bench.profile import Step
-from hibachi.bench.report import page, tables, text
+from hibachi.bench.steps.growth import Cliff, Point
+from hibachi.bench.steps.profile import Step
 from hibachi.errors import ConfigError
 
 from .test_figures import run

@@ -2,8 +2,9 @@
 
 import pytest
 
-from hibachi.bench import roofline, work
-from hibachi.bench.roofline import Ceilings, bound
+from hibachi.bench import work
+from hibachi.bench.steps import roofline
+from hibachi.bench.steps.roofline import Ceilings, bound
 from hibachi.bench.work import Request
 from hibachi.model.describe import describe
 from hibachi.model.files import TINY

@@ -12,12 +12,13 @@ from itertools import islice, pairwise
 
 import pytest
 
-from hibachi.bench import load, loadreport, work
-from hibachi.bench.client import Client, Unreachable, Url
-from hibachi.bench.figures import Slo
-from hibachi.bench.load import Ask, Form
-from hibachi.bench.loadgen import Generator, check, model_of
-from hibachi.bench.wire import BadAnswer, Events, Response
+from hibachi.bench import work
+from hibachi.bench.engines.figures import Slo
+from hibachi.bench.load import report, traffic
+from hibachi.bench.load.client import Client, Unreachable, Url
+from hibachi.bench.load.generator import Generator, check, model_of
+from hibachi.bench.load.traffic import Ask, Form
+from hibachi.bench.load.wire import BadAnswer, Events, Response
 from hibachi.cli import main
 from hibachi.errors import ConfigError
 from hibachi.sim.trace import read_trace
@@ -136,37 +137,38 @@ def test_an_event_is_given_as_soon_as_it_is_whole():
 
 
 def test_arrivals():
-    constant = list(islice(load.arrivals("constant", 4.0, 0), 5))
+    constant = list(islice(traffic.arrivals("constant", 4.0, 0), 5))
     assert constant == [0.0, 0.25, 0.5, 0.75, 1.0]
-    poisson = list(islice(load.arrivals("poisson", 50.0, 3), 20_001))
+    poisson = list(islice(traffic.arrivals("poisson", 50.0, 3), 20_001))
     gaps = [b - a for a, b in pairwise(poisson)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.02, rel=0.05) and spread == pytest.approx(0.02, rel=0.05)  # exponential
-    assert poisson == list(islice(load.arrivals("poisson", 50.0, 3), 20_001))
-    assert next(load.arrivals("poisson", None, 0)) is None
+    assert poisson == list(islice(traffic.arrivals("poisson", 50.0, 3), 20_001))
+    assert next(traffic.arrivals("poisson", None, 0)) is None
     with pytest.raises(ConfigError, match="poisson, constant"):
-        next(load.arrivals("bursty", 1.0, 0))
+        next(traffic.arrivals("bursty", 1.0, 0))
 
 
 def test_random_prompts_share_what_they_should():
-    made = load.Random(40, 10, spread=0.5, prefix=8, vocab_size=100, seed=1)
-    asks = list(islice(made.asks(load.arrivals("constant", None, 0)), 200))
+    made = traffic.Random(40, 10, spread=0.5, prefix=8, vocab_size=100, seed=1)
+    asks = list(islice(made.asks(traffic.arrivals("constant", None, 0)), 200))
     assert all(a.prompt[:8] == asks[0].prompt[:8] for a in asks)
     assert len({tuple(a.prompt[8:]) for a in asks}) == 200
     assert {len(a.prompt) for a in asks} <= set(range(20, 61)) and len({len(a.prompt) for a in asks}) > 20
     assert {a.new for a in asks} == set(range(5, 16)) and all(3 <= t < 100 for a in asks for t in a.prompt)
     with pytest.raises(ConfigError, match="spread"):
-        load.Random(10, 10, prefix=11)
+        traffic.Random(10, 10, prefix=11)
 
 
 def test_a_work_is_repeated_at_its_own_times():
     requests = [work.Request(i, float(i), [5, 6 + i], 3) for i in range(3)]
-    none = load.arrivals("poisson", None, 0)
-    assert [a.due for a in islice(load.of_work(requests, none, 2.0), 6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert [a.due for a in islice(load.of_work(requests, none, None), 4)] == [None] * 4
+    none = traffic.arrivals("poisson", None, 0)
+    assert [a.due for a in islice(traffic.of_work(requests, none, 2.0), 6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert [a.due for a in islice(traffic.of_work(requests, none, None), 4)] == [None] * 4
     at_once = [work.Request(0, 0.0, [5], 3)]
-    assert [a.due for a in islice(load.of_work(at_once, load.arrivals("constant", 2.0, 0), 2.0), 3)] == [0, 0.5, 1]
+    even = traffic.arrivals("constant", 2.0, 0)
+    assert [a.due for a in islice(traffic.of_work(at_once, even, 2.0), 3)] == [0, 0.5, 1]
 
 
 def test_a_trace_keeps_its_times_lengths_and_shared_pieces(tmp_path):
@@ -174,10 +176,10 @@ def test_a_trace_keeps_its_times_lengths_and_shared_pieces(tmp_path):
     rows = [(1000, 1100, 4, [7, 8]), (1500, 1030, 9, [7, 8, 9]), (3000, 500, 2, [10])]
     names = ("timestamp", "input_length", "output_length", "hash_ids")
     file.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
-    asks = list(load.of_trace(read_trace(file), vocab_size=500))
+    asks = list(traffic.of_trace(read_trace(file), vocab_size=500))
     assert [(a.due, len(a.prompt), a.new) for a in asks] == [(0.0, 1100, 4), (0.5, 1030, 9), (2.0, 500, 2)]
     assert asks[0].prompt[:1024] == asks[1].prompt[:1024] and asks[0].prompt[1024:1030] != asks[1].prompt[1024:]
-    short = list(load.of_trace(read_trace(file).faster(4), vocab_size=500, longest=600, new=3))
+    short = list(traffic.of_trace(read_trace(file).faster(4), vocab_size=500, longest=600, new=3))
     assert [(a.due, len(a.prompt), a.new) for a in short] == [(0.0, 600, 3), (0.125, 600, 3), (0.5, 500, 2)]
 
 
@@ -295,9 +297,9 @@ def test_times_and_tokens_of_an_answer():
     assert s.ok and s.status == 200 and s.tokens == 5 and len(s.chunks) == 3
     assert 0.05 <= s.ttft < 3 and all(0.05 < gap < 3 for gap in s.itl)  # on a busy machine, too
     assert s.tpot == pytest.approx(sum(s.itl) / 4) and s.e2e >= s.chunks[-1] - s.sent
-    of = loadreport.figures(loaded, Slo(ttft=0.04, itl=1.0))
+    of = report.figures(loaded, Slo(ttft=0.04, itl=1.0))
     assert of["ok"] == 1 and of["new_tokens"] == 5 and of["goodput"] == 0 and of["complete"]
-    assert of["short"] == 0 and loadreport.figures(loaded, Slo(1.0, 1.0))["slo_share"] == 1
+    assert of["short"] == 0 and report.figures(loaded, Slo(1.0, 1.0))["slo_share"] == 1
 
 
 def test_a_connection_serves_one_request_after_the_other():
@@ -333,9 +335,9 @@ def test_a_connection_that_the_server_dropped_is_made_anew():
 def test_errors_by_kind(answer, kind, message):
     _, loaded = drive([answer], asks(None, None), timeout=0.3)
     assert [s.error for s in loaded.samples] == [kind] * 2 and message in loaded.samples[0].message
-    of = loadreport.figures(loaded, Slo())
+    of = report.figures(loaded, Slo())
     assert of["ok"] == 0 and of["rejected"] + of["failed"] == 2 and of["goodput"] == 0
-    assert kind.split(" (")[0] in loadreport.text(of)
+    assert kind.split(" (")[0] in report.text(of)
 
 
 def test_no_server_is_an_error_of_its_own():
@@ -379,7 +381,7 @@ def test_waiting_for_a_place_counts_for_the_user():
         _, loaded = drive([stream(0.1, event("a"), DONE)], asks(0.0, 0.0, 0.0), concurrency=1)
         assert [s.waited for s in loaded.samples] == [False, True, True]
         assert loaded.samples[2].ttft > 0.28 and loaded.peak == 1
-        late.append(loadreport.figures(loaded)["late"]["max"])
+        late.append(report.figures(loaded)["late"]["max"])
     assert min(late) < 0.09  # the server was late, not the generator; on a busy machine the generator, too
 
 
@@ -404,18 +406,18 @@ def test_cancelled_it_gives_what_it_has():
 
     loaded = asyncio.run(inner())
     assert loaded.interrupted and [s.error for s in loaded.samples] == [None, "interrupted"]
-    of = loadreport.figures(loaded, Slo())
+    of = report.figures(loaded, Slo())
     assert of["ok"] == 1 and of["interrupted"] == 1 and of["failed"] == 0 and of["slo_share"] == 1
 
 
 def test_percentiles_and_warnings():
-    found = loadreport.summary(range(101))
+    found = report.summary(range(101))
     assert found == {"mean": 50, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
-    assert loadreport.summary([]) is None
+    assert report.summary([]) is None
     _, loaded = drive([stream(event("a"), DONE)], asks(0.0))
     loaded.cpu = loaded.seconds * 0.9
     loaded.samples[0].sent = 0.5
-    said = " ".join(loadreport.warnings(loadreport.figures(loaded), 2))
+    said = " ".join(report.warnings(report.figures(loaded), 2))
     assert "90% of a core" in said and "sent late" in said and "no usage" in said
 
 

@@ -18,7 +18,7 @@ from hibachi import (
     load_model,
 )
 from hibachi.model.files import TINY
-from hibachi.tensor.numpy_invariant import InvariantNumpyBackend
+from hibachi.tensor.numpy_backend import InvariantNumpyBackend
 from hibachi_torch import TorchBackend
 from hibachi_torch.invariant import InvariantTorchBackend
 

@@ -8,9 +8,9 @@ import pytest
 
 from hibachi.errors import ConfigError, InvalidTrace
 from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
-from hibachi.sim.record import Gaps
+from hibachi.sim.outcome import Gaps
 from hibachi.sim.replay import beginning_before, span
-from hibachi.sim.run import Setup, simulate
+from hibachi.sim.simulate import Setup, simulate
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import Trace, synthetic
 
@@ -33,7 +33,7 @@ def test_one_request():
     later = [1 + 0.1 + 0.01 + n * (1e-3 + 1e-4) for n in (11, 12, 13)]
     assert run.times("started").tolist() == [0]
     assert run.times("first") == pytest.approx([first]) and run.times("last") == pytest.approx([first + sum(later)])
-    assert run.record.gaps.percentiles([0, 50, 100]) == pytest.approx(later, rel=1e-3)
+    assert run.outcome.gaps.percentiles([0, 50, 100]) == pytest.approx(later, rel=1e-3)
     figures = run.summary()
     assert figures["new_tokens"] == 4 and figures["computed_tokens"] == 13 and figures["steps"] == 4
     assert figures["ttft"]["p99"] == pytest.approx(first) and figures["itl"]["p50"] == pytest.approx(later[1], rel=1e-3)
@@ -50,7 +50,7 @@ def test_who_comes_between_two_steps_waits_for_the_next():
     run = simulate(trace_of((0, 4, 10), (2.5, 4, 2), (3.0, 4, 1)), Setup(rows=3), PLAIN, Fcfs)
     assert run.times("started").tolist() == [0, 0.5, 0]
     assert run.times("first").tolist() == [1, 1.5, 1] and run.times("last").tolist() == [10, 2.5, 1]
-    assert run.record.clock == 10 * SECOND and run.record.steps == 10
+    assert run.outcome.clock == 10 * SECOND and run.outcome.steps == 10
 
 
 def test_the_queue_and_idle_time():
@@ -66,7 +66,7 @@ def test_the_queue_and_idle_time():
 def test_what_cannot_be_served_is_counted():
     trace = trace_of((0, 4, 4), (0, 90, 4), (0, 4, 4), (0, 4, 4))
     run = simulate(trace, Setup(rows=1, max_len=20, max_waiting=2), PLAIN, Fcfs)
-    assert run.record.refused == {"PromptTooLong": 1, "QueueFull": 1}
+    assert run.outcome.refused == {"PromptTooLong": 1, "QueueFull": 1}
     assert run.done.tolist() == [True, False, True, False] and run.summary()["served"] == 2
 
 
@@ -90,7 +90,7 @@ def test_sizes_that_cannot_be(wrong):
 def test_leaps_change_nothing(policy, setup):
     trace = synthetic(250, rate=4, bursts=2, prompt=120, output=40, longest=1000, tenants=3, priorities=2, seed=3)
     time = StepTime(step=0.01, token=1e-5, row=1e-5, position=1e-7, pair=1e-9)
-    fast, slow = (simulate(trace, setup, time, policy, fast=fast).record for fast in (True, False))
+    fast, slow = (simulate(trace, setup, time, policy, fast=fast).outcome for fast in (True, False))
     assert fast.planned < slow.planned / 2
     for what in ("started", "first", "last"):
         assert getattr(fast, what).tolist() == getattr(slow, what).tolist()

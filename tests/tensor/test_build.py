@@ -1,5 +1,7 @@
 """Native kernels are compiled into the user's cache folder, once for a source, a compiler and a processor."""
 
+import ctypes
+import dataclasses
 import logging
 
 import pytest
@@ -44,6 +46,20 @@ def test_whatever_it_depends_on_makes_another(library, tmp_path):
     places.add(library("a").place())
     assert len(places) == 3
     assert library("a").loaded.sum() == 4
+
+
+def test_a_struct_that_is_not_the_same_in_python_and_in_c_is_named(library, tmp_path):
+    class Pair(ctypes.Structure):
+        _fields_ = (("a", ctypes.c_int64), ("b", ctypes.c_int32))
+
+    for size in (16, 24):
+        (tmp_path / "sources" / "one.cpp").write_text(f'extern "C" long hibachi_sizeof_Pair() {{ return {size}; }}')
+        made = dataclasses.replace(library(), structs=(Pair,))
+        if size == 16:
+            assert made.loaded
+        else:
+            with pytest.raises(TypeError, match=r"struct Pair has 24 bytes in C\+\+ and 16 in .*test_build"):
+                made.why_missing()
 
 
 def test_what_does_not_compile_or_load_is_told(library, tmp_path, monkeypatch):

@@ -346,7 +346,7 @@ def test_the_backend_is_native_on_request(monkeypatch):
 
 def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
-    monkeypatch.setattr("hibachi_jax.backend._said", set())
+    monkeypatch.setattr("hibachi_jax.variants._said", set())
     assert not JaxBackend("cpu", native=True).native
     assert not JaxBackend("cpu", native=True).native
     assert [r.message for r in caplog.records] == ["JAX goes without native kernels. No C++ compiler was found."]

@@ -353,7 +353,7 @@ def test_the_backend_is_native_on_request(monkeypatch):
 
 def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
-    monkeypatch.setattr("hibachi_torch.backend._said", set())
+    monkeypatch.setattr("hibachi_torch.variants._said", set())
     assert not TorchBackend("cpu", native=True).native
     assert not TorchBackend("cpu", native=True).native
     assert [r.message for r in caplog.records] == ["PyTorch goes without native kernels. No C++ compiler was found."]

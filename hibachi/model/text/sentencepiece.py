@@ -27,7 +27,7 @@ _MOST, _MOST_PIECES = 1 << 24, 1 << 20  # bytes of a file, and its pieces; 256k 
 SPACE = "▁"  # U+2581, how pieces write a space
 
 
-class Kind(IntEnum):
+class PieceKind(IntEnum):
     """What a piece is."""
 
     NORMAL = 1
@@ -67,7 +67,7 @@ class SentencePiece:
     def check(self) -> None:
         """Raises InvalidModelFiles for a vocabulary that cannot be used."""
         twice = [p for p, n in Counter(self.pieces).items() if n > 1]
-        unknown = self.kinds.count(Kind.UNKNOWN)
+        unknown = self.kinds.count(PieceKind.UNKNOWN)
         rows = zip(self.pieces, self.scores, self.kinds, strict=True)
         bad = next((i for i, (p, s, _) in enumerate(rows) if not 0 < len(p) <= LONGEST or not math.isfinite(s)), None)
         wrong = None
@@ -80,7 +80,7 @@ class SentencePiece:
                 f"expected pieces of 1 to {LONGEST} characters with finite scores; piece {bad} is "
                 f"{self.pieces[bad]!r:.40} with {self.scores[bad]}"
             )
-        elif Kind.UNUSED in self.kinds or set(self.kinds) - set(Kind):
+        elif PieceKind.UNUSED in self.kinds or set(self.kinds) - set(PieceKind):
             wrong = f"expected pieces of the types 1 to 4 and 6; got {sorted(set(self.kinds))}"
         elif self.byte_fallback and (missing := {f"<0x{b:02X}>" for b in range(256)} - set(self.pieces)):
             wrong = f"byte_fallback needs a piece for every byte; {len(missing)} are missing, such as {min(missing)}"
@@ -97,9 +97,9 @@ class SentencePiece:
         prefix = self.dummy_prefix if dummy_prefix is None else dummy_prefix
         raw = library.Tokenizer(self._unigram(library.models) if self.unigram else self._bpe(library.models))
         added = [
-            library.AddedToken(p, special=k != Kind.USER_DEFINED, normalized=False)
+            library.AddedToken(p, special=k != PieceKind.USER_DEFINED, normalized=False)
             for p, k in zip(self.pieces, self.kinds, strict=True)
-            if k in (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
+            if k in (PieceKind.UNKNOWN, PieceKind.CONTROL, PieceKind.USER_DEFINED)
         ]
         raw.add_tokens(added)
         cut = _Cut(self, prefix, every_part, library.NormalizedString)
@@ -116,17 +116,17 @@ class SentencePiece:
 
     def _unigram(self, models: Any) -> Any:
         vocab = list(zip(self.pieces, self.scores, strict=True))
-        return models.Unigram(vocab, self.kinds.index(Kind.UNKNOWN), self.byte_fallback)
+        return models.Unigram(vocab, self.kinds.index(PieceKind.UNKNOWN), self.byte_fallback)
 
     def _bpe(self, models: Any) -> Any:
         """SentencePiece merges the two neighbours whose union has the best score: so the pairs are ranked by that."""
-        text = {p: i for i, p in enumerate(self.pieces) if self.kinds[i] == Kind.NORMAL}
+        text = {p: i for i, p in enumerate(self.pieces) if self.kinds[i] == PieceKind.NORMAL}
         ways = ((text[p], p, at) for p, at in cuts(text, self.where))
         pairs = sorted((-self.scores[i], i, -at, (p[:at], p[at:])) for i, p, at in ways)
         return models.BPE(
             {p: i for i, p in enumerate(self.pieces)},
             [pair for *_, pair in pairs],
-            unk_token=self.pieces[self.kinds.index(Kind.UNKNOWN)],
+            unk_token=self.pieces[self.kinds.index(PieceKind.UNKNOWN)],
             fuse_unk=True,
             byte_fallback=self.byte_fallback,
         )
@@ -144,7 +144,7 @@ class _Cut:
         # cut it, behind its first letter.
         hidden = defaultdict(list)
         for piece, kind in zip(model.pieces, model.kinds, strict=True):
-            if model.unigram and kind in (Kind.UNKNOWN, Kind.CONTROL, Kind.BYTE):
+            if model.unigram and kind in (PieceKind.UNKNOWN, PieceKind.CONTROL, PieceKind.BYTE):
                 hidden[piece[0]].append(re.escape(piece[1:]))
         cuts = (f"(?<={re.escape(first)})(?={'|'.join(rest)})" for first, rest in hidden.items())
         self._hidden = re.compile("|".join(cuts) or "(?!)")
@@ -197,7 +197,7 @@ def _parse(data: bytes) -> SentencePiece:
                 raise ValueError(f"more than {_MOST_PIECES} pieces")
             model.pieces.append(_text(piece.get(1, b"")))
             model.scores.append(struct.unpack("<f", _message(piece.get(2, b"\0\0\0\0")))[0])
-            model.kinds.append(_number(piece.get(3, Kind.NORMAL)))
+            model.kinds.append(_number(piece.get(3, PieceKind.NORMAL)))
         elif number == 2:
             trainer = dict(_fields(_message(value)))
             algorithm = _number(trainer.get(3, 1))

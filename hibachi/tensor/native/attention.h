@@ -29,6 +29,7 @@ constexpr int QUERIES = 2;
 #endif
 constexpr int TOGETHER = 24;  // queries of a set: what is kept of them stays in the first cache, beside a group
 
+// As in hibachi_torch/native/structs.py.
 struct Sizes {
   int64_t tokens, rows, heads, kv_heads, k_dim, v_dim, blocks, block_size;  // blocks: columns of the block table
   int64_t q_stride, k_stride, v_stride;                                     // elements from token to token
@@ -157,7 +158,9 @@ static std::vector<Set> sets(
     for (int32_t h = 0; h < s.kv_heads; h++) {
       out.push_back({int32_t(all.size()), int32_t(all.size() + j - i), groups});
       for (size_t t = i; t < j; t++)
-        all.push_back({some[t].row, some[t].first, some[t].tokens, h, int32_t(h * group + some[t].head), some[t].heads});
+        all.push_back(
+            {some[t].row, some[t].first, some[t].tokens, h, int32_t(h * group + some[t].head), some[t].heads}
+        );
     }
   }
   return out;
@@ -359,7 +362,9 @@ struct Attention {
       for (int a = begin; a < end; a += some)
         with_constant<QUERIES>(std::min(some, end - a), [&](auto rows) {
           with_constant<4>(std::min<int64_t>(4, (at.v_wide - d) / LANES), [&](auto wide) {
-            mix<T, rows, wide>(weights + a, old + a, part, soon, spans, at.v_wide, kept.sums.data() + a * at.v_wide + d);
+            mix<T, rows, wide>(
+                weights + a, old + a, part, soon, spans, at.v_wide, kept.sums.data() + a * at.v_wide + d
+            );
           });
         });
     }
@@ -368,7 +373,13 @@ struct Attention {
   // Scores to weights, and what the sums so far count now.
   template <int S>
   float weigh(
-      int64_t position, const int64_t* where, const int* valid, Floats* scores, float& most, Floats& total, Element* weights
+      int64_t position,
+      const int64_t* where,
+      const int* valid,
+      Floats* scores,
+      float& most,
+      Floats& total,
+      Element* weights
   ) const {
     const float none = -std::numeric_limits<float>::infinity();
     Floats high = all(none);
@@ -410,7 +421,8 @@ struct Cascade {
   const std::vector<Set>& sets;
 
   int64_t count() const { return sets.size(); }
-  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (16 * threads)); }  // neighbours, see `group`
+  // Neighbours go together, see `group`.
+  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (16 * threads)); }
 
   void operator()(int64_t i) const {
     const Tile* tiles = attention.work.data();

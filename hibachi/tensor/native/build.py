@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from hibachi.errors import HibachiError
-from hibachi.tensor.kept import cache_folder, move
+from hibachi.tensor.cachefolder import cache_folder, move
 
 HEADERS = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-std=c++20", "-fPIC")
@@ -43,7 +43,8 @@ class NativeLibrary:
 
     name: of the file. folder: whose *.cpp are compiled; they include what is in it and beside us. here: where this
     object is, "package.module.name", for a process that builds it. flags: to compile and to link, asked for when
-    something is built, as they may take an import. facts: what else the result depends on.
+    something is built, as they may take an import. facts: what else the result depends on. structs: twins in Python of
+    structs in C++; for one called X the library has a function hibachi_sizeof_X.
     """
 
     name: str
@@ -51,12 +52,14 @@ class NativeLibrary:
     here: str
     flags: Callable[[], tuple[list[str], list[str]]]
     facts: tuple[str, ...]
+    structs: tuple[type[ctypes.Structure], ...] = ()
     _later: bool = field(default=False, init=False)
     _failed: dict[Path, str] = field(default_factory=dict, init=False)  # a compiler that failed is not asked again
 
     @cached_property
     def loaded(self) -> ctypes.CDLL:
-        """The kernels, built now if they are not there yet, or damaged. Raises NativeUnavailable."""
+        """The kernels, built now if they are not there yet, or damaged. Raises NativeUnavailable, and TypeError for a
+        struct that is not the same in Python and in C++."""
         path = self.place()
         if not _whole(path):
             if path in self._failed:
@@ -67,11 +70,14 @@ class NativeLibrary:
                 self._failed[path] = str(e)
                 raise
         try:
-            return ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(path))
         except OSError as e:
             raise NativeUnavailable(
                 f"The native kernels in {path} do not load: {e}. Delete the file to build anew."
             ) from e
+        for twin in self.structs:
+            _check_size(twin, library)
+        return library
 
     def why_missing(self) -> str | None:
         """Why there are no native kernels, or None if there are. Builds them if need be."""
@@ -160,6 +166,17 @@ class NativeLibrary:
             subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **quiet)  # type: ignore[call-overload]
         except OSError as e:
             _log.warning("Native kernels are not being compiled: %s", e)
+
+
+def _check_size(twin: type[ctypes.Structure], library: ctypes.CDLL) -> None:
+    name = twin.__name__
+    size = library[f"hibachi_sizeof_{name}"]
+    size.restype = ctypes.c_int64
+    if size() != ctypes.sizeof(twin):
+        raise TypeError(
+            f"The struct {name} has {size()} bytes in C++ and {ctypes.sizeof(twin)} in {twin.__module__}. Give both "
+            f"the same fields, in the same order."
+        )
 
 
 def _seal(data: bytes) -> bytes:

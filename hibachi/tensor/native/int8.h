@@ -58,7 +58,9 @@ inline int32_t largest(Ints v) {
 // x [n] as scale * q, the scale returned: q to the nearest, ties to even. Of numbers that are not all finite the scale
 // is NaN, of tiny ones 0, and all q are 0. q has room for whole vectors, and is 0 after n. total: of q.
 template <class T>
-inline __attribute__((always_inline)) float round_all(const typename T::Element* x, int64_t n, int8_t* q, int32_t& total) {
+inline __attribute__((always_inline)) float round_all(
+    const typename T::Element* x, int64_t n, int8_t* q, int32_t& total
+) {
   typedef int8_t Bytes __attribute__((vector_size(16)));
   Ints high = {};  // the bits of a positive float are in the order of the numbers, infinity and NaN the largest
   for (int64_t i = 0; i < n; i += LANES) {
@@ -140,7 +142,8 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
     }
     for (int r = 0; r < N; r++)
       for (int c = 0; c < COLUMNS; c++)
-        sums[r][c] = fma(__builtin_convertvector(group[r][c], Floats), all(x.scales[(i + r) * x.groups + g]), sums[r][c]);
+        sums[r][c] =
+            fma(__builtin_convertvector(group[r][c], Floats), all(x.scales[(i + r) * x.groups + g]), sums[r][c]);
   }
   for (int r = 0; r < N; r++)
     for (int c = 0; c < COLUMNS; c++) out[r][c] = sums[r][c];

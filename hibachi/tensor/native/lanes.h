@@ -125,7 +125,7 @@ struct F32 {
   using Element = float;
   using Lane = float;
   using Bits = uint32_t;
-  static constexpr int DEPTH = 1;  // elements in a lane
+  static constexpr int DEPTH = 1;               // elements in a lane
   static constexpr Bits EXPONENT = 0x7f800000;  // all ones in infinity and NaN
   static Element nan() { return std::numeric_limits<float>::quiet_NaN(); }
 

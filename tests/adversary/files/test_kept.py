@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hibachi import LLM, SamplingParams
+from hibachi.tensor.cachefolder import cache_folder, move
 from hibachi.tensor.candidates import Candidate
-from hibachi.tensor.kept import cache_folder, move
 from hibachi.tensor.native import build
 from hibachi.tensor.native.build import NativeLibrary, NativeUnavailable
 from hibachi.tensor.numpy_backend import NumpyBackend

@@ -11,7 +11,7 @@ import pytest
 from hibachi.errors import HibachiError, InvalidModelFiles
 from hibachi.model.text import Detokenizer, Tokenizer
 from hibachi.model.text.charsmap import Charsmap
-from hibachi.model.text.sentencepiece import Kind, SentencePiece, read_sentencepiece
+from hibachi.model.text.sentencepiece import PieceKind, SentencePiece, read_sentencepiece
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -205,11 +205,11 @@ def entry(number, value):
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def piece(text, score=0.0, kind=Kind.NORMAL):
+def piece(text, score=0.0, kind=PieceKind.NORMAL):
     return entry(1, entry(1, text) + entry(2, score) + entry(3, int(kind)))
 
 
-SMALL = piece("<unk>", kind=Kind.UNKNOWN) + piece("▁") + piece("a", -1.0) + piece("▁a", -2.0)
+SMALL = piece("<unk>", kind=PieceKind.UNKNOWN) + piece("▁") + piece("a", -1.0) + piece("▁a", -2.0)
 BPE = entry(2, entry(3, 2))
 
 
@@ -238,9 +238,9 @@ def test_a_small_file(tmp_path):
         (SMALL + piece("x" * 513), "pieces of 1 to 512 characters"),
         (SMALL + piece("x", float("nan")), "finite scores; piece 4 is 'x' with nan"),
         (SMALL + piece("a"), "every piece once; 'a' has several ids"),
-        (SMALL + piece("<u>", kind=Kind.UNKNOWN), "one piece of type UNKNOWN; got 2"),
+        (SMALL + piece("<u>", kind=PieceKind.UNKNOWN), "one piece of type UNKNOWN; got 2"),
         (piece("a"), "one piece of type UNKNOWN; got 0"),
-        (SMALL + piece("u", kind=Kind.UNUSED), r"types 1 to 4 and 6; got \[1, 2, 5\]"),
+        (SMALL + piece("u", kind=PieceKind.UNUSED), r"types 1 to 4 and 6; got \[1, 2, 5\]"),
         (SMALL + entry(1, entry(1, "u") + entry(3, 77)), "types 1 to 4 and 6"),
         (SMALL + entry(2, entry(3, 4)), r"model_type 4; expected 1 \(unigram\) or 2 \(BPE\)"),
         (SMALL + entry(2, entry(35, 1)), "256 are missing, such as <0x00>"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hibachi.bench.figures import Summary, summarise
-from hibachi.bench.process import OURS
+from hibachi.bench.engines.figures import Summary, summarise
+from hibachi.bench.engines.process import OURS
 
 Row = list[str]
 OFFLINE = ["work", "engine", "dtype", "tokens/s", "to best peer", "of bound", "TTFT p50 / p99 ms", "ITL p50 / p99 ms"]

@@ -30,7 +30,7 @@ class Engine:
         self.about = {**backend.versions(), "kernels": backend.kernels, "quantization": backend.quantization}
         self.profile = None
         if wants_profile:
-            from hibachi.bench.profile import Profile
+            from hibachi.bench.steps.profile import Profile
 
             self.profile = Profile(self.llm.engine)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.process import Answer, Process, Ran
+from hibachi.bench.engines.process import Answered, Process, Ran
 from hibachi.bench.work import Request, totals
 from hibachi.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Slo:
     ttft: float = 0.5
     itl: float = 0.05
 
-    def kept(self, a: Answer) -> bool:
+    def kept(self, a: Answered) -> bool:
         if not a.times:
             return False
         between = (a.times[-1] - a.times[0]) / (len(a.times) - 1) if len(a.times) > 1 else None

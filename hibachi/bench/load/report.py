@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.figures import Slo
-from hibachi.bench.loadgen import INTERRUPTED, REJECTED, Loaded, Sample
+from hibachi.bench.engines.figures import Slo
+from hibachi.bench.load.generator import INTERRUPTED, REJECTED, Loaded, Sample
 from hibachi.bench.plot import figure_of, save
 from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
 

@@ -13,7 +13,7 @@ from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
-from hibachi.sim.record import NEVER, Record
+from hibachi.sim.outcome import NEVER, Outcome
 from hibachi.sim.replay import Replay
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
@@ -83,31 +83,31 @@ class Run:
     trace: Trace
     setup: Setup
     limits: Limits
-    record: Record
+    outcome: Outcome
     seconds: float  # on the wall
 
     @property
     def done(self) -> Any:
         """bool [n]: requests that were served."""
-        return self.record.last != NEVER
+        return self.outcome.last != NEVER
 
     def times(self, what: str, of: Any = None) -> Numbers:
         """Seconds from arrival to "started", "first" (token) or "last" (token) of the requests served; of: bool [n]."""
         chosen = self.done if of is None else self.done & of
-        return np.asarray((getattr(self.record, what) - self.trace.arrival)[chosen] / PICOSECONDS)
+        return np.asarray((getattr(self.outcome, what) - self.trace.arrival)[chosen] / PICOSECONDS)
 
     def over_time(self, what: str) -> tuple[Numbers, Numbers]:
         """(middle of each bin in seconds, mean of "waiting", "running" or "blocks" in it)."""
-        edges = np.linspace(0, max(self.record.clock, BINS), BINS + 1)
-        return (edges[1:] + edges[:-1]) / 2 / PICOSECONDS, self.record.timeline.means(what, edges)
+        edges = np.linspace(0, max(self.outcome.clock, BINS), BINS + 1)
+        return (edges[1:] + edges[:-1]) / 2 / PICOSECONDS, self.outcome.timeline.means(what, edges)
 
     def summary(self) -> dict[str, Any]:
         """All figures, as JSON can hold them. Times are seconds, virtual ones unless it says wall."""
-        record, limits, trace = self.record, self.limits, self.trace
-        span = record.clock / PICOSECONDS
-        edges = np.array([0, max(record.clock, 1)])
-        means = {what: float(record.timeline.means(what, edges)[0]) for what in ("waiting", "running", "blocks")}
-        counted = max(record.prompt_tokens, 1)
+        outcome, limits, trace = self.outcome, self.limits, self.trace
+        span = outcome.clock / PICOSECONDS
+        edges = np.array([0, max(outcome.clock, 1)])
+        means = {what: float(outcome.timeline.means(what, edges)[0]) for what in ("waiting", "running", "blocks")}
+        counted = max(outcome.prompt_tokens, 1)
         when, waiting = self.over_time("waiting")
         _, running = self.over_time("running")
         _, blocks = self.over_time("blocks")
@@ -116,26 +116,26 @@ class Run:
             "limits": asdict(limits),
             "requests": len(trace),
             "served": int(self.done.sum()),
-            "refused": dict(record.refused),
+            "refused": dict(outcome.refused),
             "virtual_seconds": span,
             "wall_seconds": self.seconds,
             "requests_per_wall_second": len(trace) / self.seconds,
-            "steps": record.steps,
-            "planned_steps": record.planned,
-            "prompt_tokens": record.prompt_tokens,
-            "computed_tokens": record.computed_tokens,
-            "new_tokens": record.new_tokens,
-            "new_tokens_per_second": record.new_tokens / span if span else 0.0,
-            "hit_tokens": record.hit_tokens,
-            "hit_rate": record.hit_tokens / counted,
-            "evictions": record.evictions,
-            "preemptions": record.preemptions,
+            "steps": outcome.steps,
+            "planned_steps": outcome.planned,
+            "prompt_tokens": outcome.prompt_tokens,
+            "computed_tokens": outcome.computed_tokens,
+            "new_tokens": outcome.new_tokens,
+            "new_tokens_per_second": outcome.new_tokens / span if span else 0.0,
+            "hit_tokens": outcome.hit_tokens,
+            "hit_rate": outcome.hit_tokens / counted,
+            "evictions": outcome.evictions,
+            "preemptions": outcome.preemptions,
             "ttft": _spread(self.times("first")),
-            "itl": _percentiles(record.gaps.percentiles(PERCENTILES)),
+            "itl": _percentiles(outcome.gaps.percentiles(PERCENTILES)),
             "latency": _spread(self.times("last")),
             "queued": _spread(self.times("started")),
             "mean_waiting": means["waiting"],
-            "most_waiting": max(record.timeline.waiting, default=0),
+            "most_waiting": max(outcome.timeline.waiting, default=0),
             "mean_rows": means["running"],
             "mean_blocks": means["blocks"],
             "over_time": {
@@ -174,5 +174,5 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
     limits = setup.limits(trace)
     replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache)
     began = perf_counter()
-    record = replay.run(fast)
-    return Run(trace, setup, limits, record, perf_counter() - began)
+    outcome = replay.run(fast)
+    return Run(trace, setup, limits, outcome, perf_counter() - began)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.profile import Profile
+from hibachi.bench.steps.profile import Profile
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.request import SamplingParams
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from hibachi.bench.wire import BadAnswer, Response
+from hibachi.bench.load.wire import BadAnswer, Response
 from hibachi.errors import ConfigError
 
 _URL = re.compile(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^/:@\s\[\]?#]+)(?::(\d{1,5}))?(/[^\s?#]*)?")

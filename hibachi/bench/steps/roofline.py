@@ -73,7 +73,7 @@ def _best(call: Callable[[], Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class LeastTime:
     """The least seconds that a work can take. prefill: of them, until the last prompt is computed."""
 
     seconds: float
@@ -92,7 +92,7 @@ def bound(
     shared: int = 0,
     known: int = 0,
     weights: str | None = None,
-) -> Bound:
+) -> LeastTime:
     """For a decoder without experts, all requests at once. dtype: of keys and values, and of matrices unless `weights`
     names another; the few scales of int8 are left out. shared: tokens that all prompts begin with and that are computed
     once; known: of these, those that are computed already."""
@@ -117,7 +117,7 @@ def bound(
         for each in live:
             each[0] += 1
             each[1] -= 1
-    return Bound(seconds, prefill, steps, sum(r.max_tokens for r in requests) / seconds)
+    return LeastTime(seconds, prefill, steps, sum(r.max_tokens for r in requests) / seconds)
 
 
 def _weights(arch: Arch) -> tuple[int, int]:

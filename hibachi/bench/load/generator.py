@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from hibachi.bench.client import Client, Unreachable
-from hibachi.bench.load import Ask, Form
-from hibachi.bench.wire import BadAnswer, Events, Response
+from hibachi.bench.load.client import Client, Unreachable
+from hibachi.bench.load.traffic import Ask, Form
+from hibachi.bench.load.wire import BadAnswer, Events, Response
 from hibachi.errors import ConfigError
 
 REJECTED, CUT, INTERRUPTED = "rejected (429)", "cut off", "interrupted"

@@ -162,7 +162,7 @@ def from_json(steps: Sequence[dict[str, Any]]) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StepKind:
     """Steps of one kind. seconds: the median of a step; parts: the mean seconds of each part over the middle half of
     the steps by time, as a few that were interrupted say nothing; host: the median of the host's share."""
 
@@ -173,7 +173,7 @@ class Kind:
     host: float
 
 
-def kinds(steps: Sequence[Step]) -> list[Kind]:
+def kinds(steps: Sequence[Step]) -> list[StepKind]:
     """Steps with prompts; steps that only decode; of these, the full ones: with nearly the most rows there were."""
     decode = [s for s in steps if s.tokens == s.rows]
     most = max((s.rows for s in decode), default=0)
@@ -184,13 +184,13 @@ def kinds(steps: Sequence[Step]) -> list[Kind]:
     return [_kind(name, group) for name, group in groups.items() if group]
 
 
-def _kind(name: str, steps: Sequence[Step]) -> Kind:
+def _kind(name: str, steps: Sequence[Step]) -> StepKind:
     ordered = sorted(steps, key=lambda s: s.total)
     cut = len(steps) // 4
     middle = ordered[cut : len(ordered) - cut]
     parts = {part: statistics.fmean(s.seconds.get(part, 0.0) for s in middle) for part in PARTS}
     times = statistics.median(s.total for s in steps)
-    return Kind(name, len(steps), times, parts, statistics.median(s.host for s in steps))
+    return StepKind(name, len(steps), times, parts, statistics.median(s.host for s in steps))
 
 
 def table(steps: Sequence[Step]) -> str:

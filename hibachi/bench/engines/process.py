@@ -35,7 +35,7 @@ def engines() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSetup:
     """Which engine, and how. python: the interpreter that has it; None: this one. backend: of hibachi. model: a folder,
     or a file where the engine wants one. rows: requests at once. max_len: most tokens of a request. title: the model's
     name in tables; "": that of its folder."""
@@ -58,7 +58,7 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Answer:
+class Answered:
     """What became of a request. due, times: in seconds after the start; times: of each token."""
 
     id: int
@@ -71,7 +71,7 @@ class Answer:
 class Ran:
     """One run. use: of processors and memory; more: what only this engine says, such as a profile."""
 
-    answers: list[Answer]
+    answers: list[Answered]
     use: Use
     more: dict[str, Any]
 
@@ -83,7 +83,7 @@ class Process:
     and total, from the start of the process to the first token.
     """
 
-    def __init__(self, setup: Setup, timeout: float = 600.0) -> None:
+    def __init__(self, setup: EngineSetup, timeout: float = 600.0) -> None:
         if setup.engine not in engines():
             raise ConfigError(f"An engine must be one of {', '.join(engines())}; got {setup.engine!r}.")
         self.setup, self._timeout = setup, timeout
@@ -136,7 +136,7 @@ class Process:
         answers = []
         while "event" not in (line := self._next()):
             times = [t - start for t in line["times"]]
-            answers.append(Answer(line["id"], line["due"] - start, times, line["tokens"]))
+            answers.append(Answered(line["id"], line["due"] - start, times, line["tokens"]))
         return Ran(answers, use, line["more"])
 
     def _read(self) -> None:
@@ -193,9 +193,9 @@ class Process:
         self.close()
 
 
-def _environment(setup: Setup) -> dict[str, str]:
+def _environment(setup: EngineSetup) -> dict[str, str]:
     env = os.environ | {name: str(setup.threads) for name in _THREADS} | {"HF_HUB_OFFLINE": "1"}
     if setup.engine == OURS:  # this very hibachi, also where it is not installed
-        here = str(Path(__file__).parents[2])
+        here = str(Path(__file__).parents[3])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")]))
     return env

@@ -11,10 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hibachi.bench import roofline, work
-from hibachi.bench.figures import Slo, figures, record
+from hibachi.bench import work
+from hibachi.bench.engines.figures import Slo, figures, record
+from hibachi.bench.engines.process import EngineSetup, Process
 from hibachi.bench.machine import Watch, machine
-from hibachi.bench.process import Process, Setup
+from hibachi.bench.steps import roofline
 from hibachi.bench.work import Request
 from hibachi.errors import ConfigError, EngineFailed, HibachiError
 from hibachi.model.arch import Arch
@@ -31,7 +32,7 @@ class Session:
     that the model takes; None: unknown. repeat: how often each work is measured. rates: requests a second, for W3 and
     files with arrivals. cached: files run with prefix caches. told: called with a line for each run."""
 
-    engines: Sequence[Setup]
+    engines: Sequence[EngineSetup]
     vocab_size: int
     context: int | None = None
     rows: int = 64
@@ -91,7 +92,7 @@ class Session:
                             processes.remove(process)
                             yield self._failed(process.setup, name, e)
 
-    def _sized(self, setup: Setup, requests: Sequence[Request], cached: bool) -> Setup:
+    def _sized(self, setup: EngineSetup, requests: Sequence[Request], cached: bool) -> EngineSetup:
         rows = min(self.rows, len(requests))
         return replace(setup, rows=rows, max_len=work.longest(requests), prefix_cache=cached)
 
@@ -111,7 +112,7 @@ class Session:
             self.told(_line(out, self.repeat))
             yield out
 
-    def _failed(self, setup: Setup, name: str, e: Exception) -> dict[str, Any]:
+    def _failed(self, setup: EngineSetup, name: str, e: Exception) -> dict[str, Any]:
         self.told(f"{name:12} {setup.label:20} failed: {str(e).splitlines()[0]}")
         return {
             "engine": setup.label,

@@ -1,0 +1,1 @@
+"""A server under load: requests at their times, and what their users saw."""
