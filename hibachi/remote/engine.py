@@ -92,9 +92,13 @@ class RemoteEngine(Closing):
         self._pipe, theirs = Pipe()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            deaf = "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN)"  # as the parent decides
-            script = f"{deaf}; from hibachi.remote.child import main; main({theirs.fileno()})"
-            command = [sys.executable, "-c", script]
+            path = [place for place in sys.path if isinstance(place, str)]  # it imports what we import
+            script = (
+                f"import sys; sys.path[:] = {path}; "
+                "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN); "  # as the parent decides
+                f"from hibachi.remote.child import main; main({theirs.fileno()})"
+            )
+            command = [sys.executable, "-P", "-c", script]  # -P: the working directory is not first on the path
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()

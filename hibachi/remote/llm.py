@@ -7,23 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.lm.own import is_own, module_of
+from hibachi.lm.named import look_here
+from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import pooling_of
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Pooling, SamplingParams
-
-
-def _unpickled(tokenizer: bytes | None, model: str) -> Any:
-    """Its class may stand in the module of the model, which only the engine's process has read so far."""
-    assert tokenizer is not None
-    try:
-        return pickle.loads(tokenizer)
-    except ModuleNotFoundError:
-        module_of(model)
-        return pickle.loads(tokenizer)
 
 
 class RemoteLLM(Texts):
@@ -40,7 +31,9 @@ class RemoteLLM(Texts):
         facts, ready = engine.facts, engine.ready
         try:
             if is_own(model):
-                tokenizer, params = _unpickled(ready.tokenizer, model), SamplingParams()
+                assert ready.tokenizer is not None
+                look_here()  # its class may stand in the module of the model
+                tokenizer, params = pickle.loads(ready.tokenizer), SamplingParams()
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
