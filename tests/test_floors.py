@@ -16,7 +16,7 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request installed tensor plan decode model streams"
+BELOW_ENGINE = "errors request options installed tensor plan decode model streams"
 BATCH = f"{BELOW_ENGINE} recording engine"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
@@ -31,6 +31,7 @@ class Rule(NamedTuple):
 RULES = {
     "hibachi/errors.py": Rule("", third_party=""),
     "hibachi/request.py": Rule("errors", third_party=""),
+    "hibachi/options.py": Rule("errors", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/tensor": Rule("errors installed tensor", third_party="numpy array_api_compat typing_extensions"),
     "hibachi/plan": Rule(

@@ -24,6 +24,7 @@ from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.stops import Stopper, as_token
 from hibachi.engine.tokentable import misfits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
@@ -68,6 +69,7 @@ class AutoregressiveBatchInference(BatchInference):
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
 
+    @spelled
     def __init__(
         self,
         model: Any,

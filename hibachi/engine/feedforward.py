@@ -15,6 +15,7 @@ from hibachi.engine.job import Job
 from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.options import spelled
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
@@ -32,6 +33,7 @@ class FeedforwardBatchInference(BatchInference):
     `BatchInference`.
     """
 
+    @spelled
     def __init__(
         self,
         model: Any,

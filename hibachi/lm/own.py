@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
 from hibachi.lm.named import is_named, model_named
+from hibachi.lm.options import OPTIONS, EngineOptions, TextOptions
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
+from hibachi.options import check_options
 from hibachi.request import SamplingParams
 from hibachi.tensor.discover import resolve
 
 _OF_FILES = ("device", "quantization", "autotune", "deterministic")
 
 
-def open_texts(model: str, **options: Any) -> Texts:
+def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:
     """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.lm.named`)."""
     return OwnTexts(model, **options) if is_own(model) else LLM(model, **options)
 
@@ -36,10 +38,12 @@ class OwnTexts(Texts):
     Raises ConfigError.
     """
 
-    def __init__(self, model: str, *, backend: Any = None, dtype: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str, **options: Unpack[TextOptions]) -> None:
+        check_options(type(self).__name__, dict(options), OPTIONS)
         for name in _OF_FILES:
-            if options.pop(name, None) not in (None, "none"):
+            if options.get(name) not in (None, "none"):
                 raise ConfigError(f"{name} is for models from files; {model} decides for itself. Leave it out.")
+        backend, dtype = options.get("backend"), options.get("dtype")
         if isinstance(backend, str):
             backend = resolve(backend)
         self.model = made = model_named(model, backend)
@@ -52,7 +56,8 @@ class OwnTexts(Texts):
         self.portable_tokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
         if backend is None and getattr(made, "backend", None) is None:
             backend = "numpy"
-        engine = AutoregressiveBatchInference(made, backend=backend, dtype=dtype or "float32", **options)
+        others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
+        engine = AutoregressiveBatchInference(made, backend=backend, dtype=dtype or "float32", **others)
         super().__init__(
             engine,
             self.portable_tokenizer,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
+from hibachi.lm.options import TextOptions
 from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender
 from hibachi.request import Finish, Request
@@ -49,24 +50,19 @@ class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
     options: for `open_texts`. max_waiting, pause_after: as for `BatchInference`; they are kept on this side. restart:
-    begin again in a new process when it dies, or its engine has failed for good; its requests fail all the same. A
-    lost device is begun anew in the same one. Raises what making the model raises.
+    "on_failure": begin again in a new process when it dies, or its engine has failed for good; its requests fail all
+    the same. A lost device is begun anew in the same one. Raises what making the model raises.
     """
 
     def __init__(
         self,
         model: str,
-        *,
-        max_waiting: int | None = None,
-        pause_after: int | None = None,
-        restart: bool = False,
-        stall_after: float | None = STALL_AFTER,
-        **options: Any,
+        **options: Unpack[TextOptions],
     ) -> None:
-        anew = "on_failure" if restart else None
-        self._spec = {"model": model, "stall_after": stall_after, "restart": anew, **options}
-        self._max_waiting, self._pause_after, self._restart = max_waiting, pause_after, restart
-        self._stall_after = stall_after
+        self._max_waiting, self._pause_after = options.pop("max_waiting", None), options.pop("pause_after", None)
+        self._stall_after = options.get("stall_after", STALL_AFTER)
+        self._restart = restart = options.get("restart") == "on_failure"
+        self._spec = {"model": model, **options}
         self._numbers = itertools.count()
         self._channels: dict[int, Channel[Any]] = {}
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
@@ -82,7 +78,7 @@ class RemoteEngine(Closing):
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
         _engines.add(self)
-        if restart and stall_after is not None:
+        if restart and self._stall_after is not None:
             threading.Thread(target=self._watch, name="hibachi-remote-watch", daemon=True).start()
 
     # ---- the process -------------------------------------------------------------------------------------------

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from hibachi.errors import ConfigError
 from hibachi.lm.named import look_here
+from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import pooling_of
+from hibachi.options import check_options
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Pooling, SamplingParams
 
@@ -23,8 +25,9 @@ class RemoteLLM(Texts):
     model, options: as for `open_texts` and `RemoteEngine`. Raises what making the model raises.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[TextOptions]) -> None:
         model = str(model)
+        check_options(type(self).__name__, dict(options), OPTIONS)
         if "backend" in options and not isinstance(options["backend"], (str, type(None))):
             raise ConfigError("For an engine in another process a backend is given by its name.")
         engine = RemoteEngine(model, **options)

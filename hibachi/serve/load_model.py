@@ -62,7 +62,6 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
 
 def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
     """For `open_texts` or `RemoteLLM`; what was not decided is left out."""
-    child = settings.engine == "child"
     several = len({name for _, name in tenants.keys}) > 1
     found = dict(
         backend=settings.backend,
@@ -80,7 +79,7 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
         policy=settings.scheduling_policy or ("shares" if several else None),
         max_waiting=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
-        restart=settings.restart if child else "on_failure" if settings.restart else None,
+        restart="on_failure" if settings.restart else None,
     )
     return {name: value for name, value in found.items() if value is not None} | {
         "stall_after": settings.stall_after or None

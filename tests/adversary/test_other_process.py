@@ -581,7 +581,7 @@ def test_an_error_of_the_models_own_type_ends_its_request_only(raising):
 
 def test_an_engine_that_has_failed_for_good_gets_a_new_process(raising):
     params = SamplingParams(temperature=0, max_tokens=3)
-    with RemoteLLM(f"{raising}:Loses", restart=True) as llm:
+    with RemoteLLM(f"{raising}:Loses", restart="on_failure") as llm:
         first, bad = llm.engine.pid, llm.stream([13], params)
         with pytest.raises(EngineFailed, match="the device"):
             Background(bad.tokens.collect).result()
@@ -611,7 +611,7 @@ def lose(own, restarts, *, tokens=0):
 
 
 def test_e2_a_restart_is_forgiven_after_a_token(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     for n in range(1, 8):
         lose(own, n, tokens=n % 2)  # every second one helps
         own.began_again(n)
@@ -627,7 +627,7 @@ def test_e2_a_restart_is_forgiven_after_a_token(stage):
 
 def test_one_that_is_begun_again_and_is_never_ready_is_given_up(stage, monkeypatch):
     monkeypatch.setattr(remote, "LEAST_START", 0.2)
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     monkeypatch.setattr(Puppet, "say", lambda *_: None)
     own.puppet.kill()
     until(lambda: "not ready within" in own.engine.health().message)
@@ -643,7 +643,7 @@ def test_a_call_to_one_that_hangs_ends(stage, monkeypatch):
 
 
 def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     stream, first = own.stream(), own.puppet
     number = first.hear()[1]
     first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), 0.0)])
@@ -681,7 +681,7 @@ def test_draining_ends_when_the_process_stalls_or_is_lost(stage):
 
 
 def test_one_that_drains_is_not_begun_again(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     stream = own.stream()
     draining = Background(own.engine.drain)
     until(lambda: own.engine._refusal is remote._draining)
@@ -693,7 +693,7 @@ def test_one_that_drains_is_not_begun_again(stage):
 
 
 def test_one_that_was_drained_while_it_began_again_takes_no_requests(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     drained = []
     own.meanwhile = lambda: drained.append(own.engine.drain(0))
     own.puppet.kill()
@@ -740,7 +740,7 @@ def test_closing_with_a_full_pipe_ends_streams_and_kills(stage):
 
 def test_closing_leaves_no_thread(stage):
     before = set(threading.enumerate())
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     own.puppet.kill()
     own.began_again(1)
     stream = own.stream([1] * 10**6)

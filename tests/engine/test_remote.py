@@ -152,7 +152,7 @@ def test_its_death_reaches_every_stream():
 
 
 def test_it_begins_again_if_it_may():
-    with RemoteLLM("tiny", restart=True) as llm:
+    with RemoteLLM("tiny", restart="on_failure") as llm:
         for n in (1, 2):
             stream = llm.stream("a", LONG)
             next(stream.tokens)

@@ -305,7 +305,7 @@ def test_settings_become_options_of_the_engine():
         stall_after=2.5,
     )
     child = opening.options(settings(restart=True, stall_after="0", pause_after="0"), tenants)
-    assert child["restart"] is True and child["stall_after"] is None and "pause_after" not in child
+    assert child["restart"] == "on_failure" and child["stall_after"] is None and "pause_after" not in child
     assert child["policy"] == "shares"
     assert "policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
 
