@@ -1,5 +1,19 @@
 """Continuous batching for any autoregressive model, on any array library."""
 
+import os as _os
+import sys as _sys
+
+# `python -m hibachi` puts the working directory first on the path, where a json.py of the user's would hide Python's.
+# It goes to the end, unless we lie there ourselves. Here, as Python runs this file before __main__.py, while sys.argv
+# is still ["-m", *arguments].
+if (
+    _sys.argv[:1] == ["-m"]
+    and not _sys.flags.safe_path
+    and _sys.orig_argv[-len(_sys.argv)].removeprefix("-m").partition(".")[0] == "hibachi"
+    and _sys.path[0] != _os.path.dirname(__path__[0])
+):
+    _sys.path.append(_sys.path.pop(0))
+
 import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING

@@ -47,8 +47,8 @@ RULES = {
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
     "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
-    "hibachi/testing": Rule(f"{BATCH} lm testing", third_party="numpy pytest"),
-    "hibachi/verify": Rule(f"{BATCH} lm testing verify"),
+    "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
+    "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request api", third_party="msgspec"),
     "hibachi/serve": Rule(

@@ -12,7 +12,7 @@ from hibachi.engine.runner import Awaiter, check_output
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State, StepInputs
-from hibachi.testing.spy import takes_lengths
+from hibachi.verify.spy import takes_lengths
 
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
 

@@ -1,6 +1,6 @@
 """Models with one fault each, as people write them, and the cause that is to be named.
 
-(More small ones are in `tests/testing/broken_models.py`.)
+(More small ones are in `broken_models.py`.)
 """
 
 import copy
