@@ -104,7 +104,7 @@ class AutoregressiveBatchInference(BatchInference):
             record=record,
             overlap=overlap,
         )
-        self._model = model
+        self.model = model
         self._level = level_of(model)
         own = getattr(model, "max_model_len", None)
         limit = max_model_len if max_model_len is not None else own
@@ -154,7 +154,7 @@ class AutoregressiveBatchInference(BatchInference):
         """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
         if self._level < 2:
             return bool(deterministic)
-        own = getattr(self._model, "backend", None)
+        own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
         if not deterministic or computes is None or computes.deterministic:
             return computes is not None and computes.deterministic if deterministic is None else deterministic
@@ -270,10 +270,10 @@ class AutoregressiveBatchInference(BatchInference):
         """See `BatchEngine`. channel: where the items go; None: a new one."""
         prompt, embeds = request.prompt, request.embeds
         if request.pooling is not None:
-            check_pooling(request.pooling, has_hidden(self._model))
+            check_pooling(request.pooling, has_hidden(self.model))
         if embeds is not None:
-            size = getattr(self._model, "embed_size", None)
-            embeds = embeddings(self._host(embeds), prompt, size, type(self._model).__name__)
+            size = getattr(self.model, "embed_size", None)
+            embeds = embeddings(self._host(embeds), prompt, size, type(self.model).__name__)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
         built, host = self._admit_prompt(prompt)
         request, now = checked(request, host, built.facts), time.monotonic()

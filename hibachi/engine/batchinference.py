@@ -62,6 +62,11 @@ class BatchInference(Closing):
         self._worker: Worker | None = None
         self._closed = False
 
+    @property
+    def core(self) -> Engine | None:
+        """What steps the batch, for those who measure it; None before the first request."""
+        return None if self._worker is None else self._worker.engine
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("The engine is closed. Make a new one.")

@@ -397,7 +397,7 @@ class RemoteEngine(Closing):
         self._end_all(Finish.CLOSED)
         self._end(timeout)
 
-    def _disown(self) -> None:
+    def disown(self) -> None:
         """Called in a fork of our process, which has none of the threads; locks that they held are never released."""
         self._refusal, self._changed = _forked, threading.Condition(threading.RLock())
         for channel in list(self._channels.values()):
@@ -420,7 +420,7 @@ _engines: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
 
 def _disown_all() -> None:
     for engine in list(_engines):
-        engine._disown()
+        engine.disown()
 
 
 if hasattr(os, "register_at_fork"):

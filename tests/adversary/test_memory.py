@@ -210,7 +210,7 @@ def test_m9_embeddings_go_with_their_request():
 
     with AutoregressiveBatchInference(Embedded(NumpyBackend()), max_model_len=40) as engine:
         engine.run(None, prompt_embeds=np.zeros((5, 2), np.float32), max_new_tokens=2).collect()
-        until(lambda: not engine._worker._engine.runner.inputs.embeds)
+        until(lambda: not engine._worker.engine.runner.inputs.embeds)
 
 
 # ---- tables of positions -------------------------------------------------------------------------------------------

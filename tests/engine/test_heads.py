@@ -39,7 +39,7 @@ class Pair:
     def __init__(self, serve, model, **options):
         options = {"backend": None, "max_batch_size": 4, "max_model_len": 64, "block_size": 4} | options
         self.single, self.thrice = (serve(model(hibachi.NumpyBackend()), **options) for _ in range(2))
-        runner = self.thrice._worker._engine.runner
+        runner = self.thrice._worker.engine.runner
         head = runner.main.head
         runner.main.head = Thrice(head.sampler, runner.table, runner.tally, "Toy")
 
@@ -50,7 +50,7 @@ class Pair:
         for engine in (self.single, self.thrice):
             streams = [engine.run(p, GREEDY, **options) for p in prompts]
             both.append([(Background(s.collect).result(), s.finish_reason) for s in streams])
-            engine._worker._engine.scheduler.check()
+            engine._worker.engine.scheduler.check()
         assert both[0] == both[1]
         return both[1]
 
@@ -118,7 +118,7 @@ def test_cancelled_in_the_middle(serve):
             pass
         stream.close()
     until(lambda: pair.thrice.stats().running == 0)
-    pair.thrice._worker._engine.scheduler.check()
+    pair.thrice._worker.engine.scheduler.check()
     pair.alike([1, 2])
 
 

@@ -62,9 +62,9 @@ class Profile:
     """
 
     def __init__(self, engine: AutoregressiveBatchInference) -> None:
-        if engine._worker is None:
+        if engine.core is None:
             raise ConfigError("A profile needs an engine that is built: one with a model of level 1 or 2.")
-        self._engine = engine._worker._engine
+        self._engine = engine.core
         self.steps: list[Step] = []
         self._stack: list[list[Any]] = []  # of [part, time inside that belongs to others]
         self._now: dict[str, float] = {}
@@ -92,11 +92,11 @@ class Profile:
         self._time(core, "_settle", "deliver")
         device = backend.versions().get("device", "cpu")
         if self._tells_parts(backend, device):
-            model = getattr(engine._model, "backend", None)
+            model = getattr(engine.model, "backend", None)
             for name, part in _BACKEND.items():
                 self._time(backend if model is None else model, name, part)
         step = runner.main.step
-        fused = getattr(engine._model, "fused", None)
+        fused = getattr(engine.model, "fused", None)
         if fused is not None:
             fused.seconds = np.zeros(len(fused.parts))
 
