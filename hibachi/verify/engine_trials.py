@@ -46,9 +46,10 @@ def requests(s: Subject) -> Iterator[Variant]:
     yield together("all at once", padding=None)
     for pad in e.pads:
         yield together(f"padded with {show(pad.ravel())}", padding=pad)
-    yield together("two at a time", rows=2)
     if s.rung == 2:
-        yield together("in chunks of at most 3 tokens", rows=2, max_batch_tokens=3, block_size=4)
+        yield together("two at a time, in chunks of at most 3 tokens", rows=2, max_batch_tokens=3, block_size=4)
+    else:
+        yield together("two at a time", rows=2)
 
 
 def unanswered(e: Engines) -> Trouble | None:
@@ -60,11 +61,10 @@ def unanswered(e: Engines) -> Trouble | None:
 
 
 def unsteady(e: Engines) -> Trouble | None:
-    """What differs when all are asked again, twice, alone, in another order, of a new engine."""
+    """What differs when all are asked again, twice, alone, in another order."""
     order = range(len(e.prompts))[::-1]
-    engine = e.engine(new=True)
     for _ in range(2):
-        got = e.answers(engine, [e.prompts[i] for i in order])
+        got = e.answers(e.engine(), [e.prompts[i] for i in order])
         if trouble := e.differs(order, got, "when it is asked again", was="the first time"):
             return trouble
     return None

@@ -57,13 +57,11 @@ class Engines:
         options["prefix_cache"] = False  # everything is to be computed by the model, also what was computed before
         return AutoregressiveBatchInference(model, backend=backend, **options)
 
-    def engine(self, *, new: bool = False, **options: Any) -> Any:
-        """An engine, by default for all prompts at once: the one that was made with these options, unless `new`."""
+    def engine(self, **options: Any) -> Any:
+        """An engine, by default for all prompts at once: the one that was made with these options, if there is one."""
         longest = max(map(len, self.prompts)) + self.n
         options = {"rows": len(self.prompts) + 1, "longest": longest, "padding": self.padding} | options
         key = repr(options)
-        if new and (old := self._engines.pop(key, None)) is not None:
-            old.close()
         if key not in self._engines:
             self._engines[key] = self._engine(**options)
         return self._engines[key]
