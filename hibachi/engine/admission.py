@@ -80,10 +80,10 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
     """limit: of new tokens, or None. cached: the model is of level 2. Raises InvalidRequest."""
     bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
-        if ids and max(ids) >= vocab:  # type: ignore[type-var]
+        if ids and max(ids) >= vocab:
             raise InvalidRequest(
                 f"{name} must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
-                f"{max(ids)}. Is this the tokenizer of this model?"  # type: ignore[type-var]
+                f"{max(ids)}. Is this the tokenizer of this model?"
             )
     if limit is not None and params.min_tokens > limit:
         raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ class Memory:
     donating: a compiled call is given the cache for good. It stays so until that has cost a cache.
     """
 
-    def __init__(self, spec: Sequence[CacheSpec], backend: ArrayBackend, limits: Limits, dtype: str) -> None:
+    def __init__(self, spec: CacheSpec, backend: ArrayBackend, limits: Limits, dtype: str) -> None:
         self.backend, self.limits, self._dtype = backend, limits, dtype
         self.spec = list(spec)
         self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
@@ -117,7 +116,7 @@ class RecurrentStep:
 
     step: Any  # a `CheckedStep`
     backend: ArrayBackend
-    spec: tuple[CacheSpec, ...]
+    spec: tuple[Paged | State, ...]
 
     @property
     def __name__(self) -> str:  # of the program, where a library compiles it

@@ -413,7 +413,7 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         offset += len(p.idx) if p.counts is None else int(p.counts.sum())
     return Part(
         idx=np.concatenate([p.idx for p in parts]),
-        tokens=np.concatenate([p.tokens for p in parts]),  # type: ignore[misc]
+        tokens=np.concatenate([p.tokens for p in parts if p.tokens is not None]),
         batch=None if parts[0].batch is None else backend.xp.concat([p.batch for p in parts], axis=0),
         stopped=np.concatenate([p.stopped for p in parts]),
         bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),

@@ -106,7 +106,8 @@ class TokenTable:
         """
         row = rows[of]
         if not self._long:
-            return self.values[row, positions]
+            newest: HostArray = self.values[row, positions]
+            return newest
         at = positions - self._before[row]
         tokens: HostArray = self.values[row, np.maximum(at, 0)]
         if np.count_nonzero(at < 0):

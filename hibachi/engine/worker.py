@@ -21,7 +21,7 @@ from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
-from hibachi.errors import EngineClosed, EngineError, EngineFailed
+from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import CLOSE_WITHIN
@@ -55,7 +55,7 @@ class Worker:
         self._changed = threading.Condition(threading.RLock())
         self._failures, self._tokens = 0, 0  # loops that failed in a row; new tokens when the last one did
         self._accepted = self._served = 0  # requests that came, and that had ended when the engine last came to rest
-        self._refusal: Callable[[], Exception] | None = None
+        self._refusal: Callable[[], HibachiError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -168,7 +168,7 @@ class Worker:
         if command is not None:
             self.engine.obey(*command)
 
-    def _end(self, reason: Finish, refusal: Callable[[], Exception]) -> None:
+    def _end(self, reason: Finish, refusal: Callable[[], HibachiError]) -> None:
         engine = self.engine
         with self._changed:
             self._refusal = refusal

@@ -114,6 +114,7 @@ class LLM(Texts):
             record=record,
             overlap=overlap,
         )
+        self._inference = engine
         super().__init__(
             engine,
             files.tokenizer(vocab_size=self.model.vocab_size),
@@ -127,14 +128,14 @@ class LLM(Texts):
 
     @property
     def deterministic(self) -> bool:
-        return self.engine.deterministic
+        return self.engine.facts.deterministic
 
     def selfcheck(self) -> int:
         """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
 
         Raises NotDeterministic, which names the first difference.
         """
-        return self.engine.selfcheck()
+        return self._inference.selfcheck()
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

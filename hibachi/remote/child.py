@@ -151,7 +151,8 @@ def _portable(error: BaseException | None, other: type[HibachiError] = ModelErro
             pickle.loads(pickle.dumps(error))
             return error
     base = next((base for base in type(error).__mro__ if _home(base) == "hibachi"), other)
-    return restored(base, (text_of(error),), {}, None)
+    found: BaseException = restored(base, (text_of(error),), {}, None)
+    return found
 
 
 def _home(kind: type) -> str:

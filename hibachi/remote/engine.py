@@ -156,7 +156,8 @@ class RemoteEngine(Closing):
     def _hear(self, wakeups: Wakeups, word: str, *said: Any) -> None:
         self._heard = time.monotonic()
         if word == "step":
-            self._deliver(*said, wakeups)
+            starts, tokens, ends = said
+            self._deliver(starts, tokens, ends, wakeups)
             wakeups.post()
         elif word == "beat":
             self._health, self._stats, self._meters = said
@@ -289,7 +290,8 @@ class RemoteEngine(Closing):
 
     def _ask(self, what: str, *rest: Any) -> Any:
         """What the process answers. Raises its error, EngineClosed, or EngineFailed if it is lost or silent."""
-        contents, waiting = _packed(rest), [threading.Event(), False, None]
+        contents = _packed(rest)
+        waiting: list[Any] = [threading.Event(), False, None]
         with self._changed:
             if self._refusal is not None and self._refusal is not _draining:
                 raise self._refusal()
@@ -473,7 +475,8 @@ def _packed(request: object) -> bytes:
 def _guilty(request: object) -> str:
     """The name of the first part that cannot be sent."""
     for part in (getattr(request, "params", None), request):
-        for name in getattr(type(part), "__dataclass_fields__", ()):
+        names: list[str] = list(getattr(type(part), "__dataclass_fields__", ()))
+        for name in names:
             try:
                 pickle.dumps(getattr(part, name))
             except Exception:

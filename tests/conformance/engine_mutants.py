@@ -44,7 +44,7 @@ def serving(change: Any = None, backend: Any = None, **methods: Any) -> Serving:
         def serve(self: Any, *parts: Any) -> Any:
             worker = face._serve(self, *parts)
             if change is not None:
-                change(worker._engine)
+                change(worker.engine)
             return worker
 
         def method(name: str, replacement: Any) -> Any:
