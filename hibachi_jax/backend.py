@@ -102,7 +102,8 @@ class JaxBackend(ArrayBackend):
         if any(a.dtype != np.int32 for a in arrays):
             return super().put_all(arrays)
         flat = np.concatenate([a.reshape(-1) for a in arrays])
-        return _split(flat if self.device is None else self.put(flat), tuple(a.shape for a in arrays))
+        parts: list[Array] = _split(flat if self.device is None else self.put(flat), tuple(a.shape for a in arrays))
+        return parts
 
     def row_major(self, t: Array) -> Array:
         return t  # XLA decides
@@ -175,7 +176,8 @@ class JaxBackend(ArrayBackend):
         return jax.nn.softmax(x, axis=-1)
 
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
-        return tuple(jax.lax.top_k(x, k))  # type: ignore[return-value]
+        values, places = jax.lax.top_k(x, k)
+        return values, places
 
     def scan(
         self, step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, over: tuple[Array, ...]
@@ -232,7 +234,7 @@ class JaxBackend(ArrayBackend):
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
     def remarks(self) -> list[str]:
-        kept = self._kept or jax.config.jax_compilation_cache_dir
+        kept = self._kept or programs.configured("jax_compilation_cache_dir")
         where = kept if kept and programs.in_use() else f"nowhere ({programs.SWITCH}=0, or no folder to write to)"
         lines = [f"compiled programs are kept in: {where}"]
         if self.platform != "cpu":

@@ -9,6 +9,7 @@ import platform
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -28,7 +29,7 @@ def made() -> int:
     return _made
 
 
-def _note(event: str, seconds: float, **about: str | int) -> None:
+def _note(event: str, duration_secs: float, **about: str | int) -> None:
     global _made
     _made += event == _EVENT
 
@@ -42,9 +43,9 @@ def keep() -> Path | None:
 
     None: somebody has configured a cache of JAX already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
     """
-    if os.environ.get(SWITCH) == "0" or jax.config.jax_compilation_cache_dir is not None:
+    if os.environ.get(SWITCH) == "0" or configured("jax_compilation_cache_dir") is not None:
         return None
-    if not jax.config.jax_enable_compilation_cache:
+    if not configured("jax_enable_compilation_cache"):
         return None
     try:
         folder = place()
@@ -63,7 +64,12 @@ def keep() -> Path | None:
 
 def in_use() -> bool:
     """Does JAX keep programs, wherever?"""
-    return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+    return bool(configured("jax_enable_compilation_cache") and configured("jax_compilation_cache_dir"))
+
+
+def configured(name: str) -> Any:
+    """One of JAX's settings. They are attributes that JAX's types do not list."""
+    return getattr(jax.config, name)
 
 
 def place() -> Path:

@@ -14,6 +14,7 @@ from hibachi_jax.int8 import Int8JaxBackend, InvariantInt8JaxBackend
 from hibachi_jax.invariant import InvariantJaxBackend
 from hibachi_jax.native.backend import NativeJaxBackend
 from hibachi_jax.native.build import compiled
+from hibachi_jax.programs import configured
 
 _log = logging.getLogger("hibachi.jax")
 _said: set[str] = set()  # why there are no native kernels, once each
@@ -63,7 +64,7 @@ def candidates(backend: JaxBackend) -> list[Candidate]:
 
     Steps of fixed shape (`hibachi_jax.invariant`) are none: they are a way to make steps, and not one to compute them.
     """
-    if type(backend) is not JaxBackend or backend.platform != "cpu":
+    if not backend.is_plain(JaxBackend) or backend.platform != "cpu":
         return []
     found = [Candidate(op, "xla", JaxBackend) for op in OPERATIONS]
     found += [Candidate("attention", "pallas", JaxBackend, why_not="for TPUs; this is the CPU")]
@@ -77,4 +78,4 @@ def _kept_apart() -> str | None:
     """Why native kernels are not to be used, whether they are there or not."""
     if os.environ.get(_SWITCH) == "0":
         return f"{_SWITCH}=0 is set"
-    return "JAX computes in float64 here (jax_enable_x64)" if jax.config.jax_enable_x64 else None
+    return "JAX computes in float64 here (jax_enable_x64)" if configured("jax_enable_x64") else None

@@ -78,7 +78,8 @@ class TorchBackend(ArrayBackend):
 
     def get(self, t: Array) -> HostArray:
         t = t.detach()
-        return (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
+        there: HostArray = (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
+        return there
 
     def copy(self, t: Array) -> Array:
         return t.clone(memory_format=torch.contiguous_format)
@@ -131,7 +132,8 @@ class TorchBackend(ArrayBackend):
         return torch.softmax(x, -1)
 
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
-        return tuple(torch.topk(x, k))  # type: ignore[return-value]
+        values, places = torch.topk(x, k)
+        return values, places
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class TorchBackend(ArrayBackend):
         return self.variants.candidates(self) if self._undecided else ()
 
     def invariant(self) -> ArrayBackend:
-        if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace
+        if not self.is_plain(TorchBackend):  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
         if self.device.type != "cpu":
             raise self._not_invariant()

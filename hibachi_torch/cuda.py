@@ -62,7 +62,7 @@ class CudaTorchBackend(TorchBackend):
         self._slot: tuple[StepInputs[Array], Array] | None = None
 
     @property
-    def block_size(self) -> int:  # type: ignore[override]
+    def block_size(self) -> int:  # type: ignore[override]  # the base has an attribute
         """FlashAttention 2 reads blocks of a multiple of 256 positions; FlashAttention 3, if activated, any."""
         active = getattr(attention, "current_flash_attention_impl", lambda: None)()
         return TorchBackend.block_size if active == "FA3" else 256

@@ -184,7 +184,7 @@ def _packed(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         raise CannotRun(f"queries, keys and values are not of one row of equally many tokens: {shapes}")
     if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3] or not q.dtype == k.dtype == v.dtype:
         raise CannotRun(f"queries {tuple(q.shape)} {q.dtype} do not fit keys {tuple(k.shape)} {k.dtype}, {v.dtype}")
-    return tuple(t[0].transpose(0, 1) for t in (q, k, v))  # type: ignore[return-value]
+    return q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
 
 
 def register() -> None:

@@ -48,7 +48,7 @@ def check(model: Any, longest: int = 12) -> float:
     return worst
 
 
-def _difference(a: Any, b: Any) -> float:
+def _difference(a: Any, b: Any) -> torch.Tensor:
     """The relative difference of each token's logits [T], apart from a constant that softmax takes away."""
     a, b = (t - t.mean(-1, keepdim=True) for t in (a, b))
     gap, size = (a - b).norm(dim=-1), b.norm(dim=-1)

@@ -222,9 +222,9 @@ def _max_len(config: Any, wanted: int | None) -> int:
     for rope in _ropes(getattr(text, "rope_parameters", None)):
         if rope.get("rope_type") == "longrope" and trained is not None:
             trained = min(trained, rope.get("original_max_position_embeddings") or trained)
-    if wanted is None and trained is None:
-        raise ConfigError("config.json does not say how long a sequence may be. Pass max_model_len=N.")
     limit = wanted if trained is None else trained
+    if limit is None:
+        raise ConfigError("config.json does not say how long a sequence may be. Pass max_model_len=N.")
     if wanted is not None and not 1 <= wanted <= limit:
         raise ConfigError(f"max_model_len must be between 1 and {limit} (what this model can do); got {wanted}.")
     return limit if wanted is None else wanted
@@ -283,7 +283,7 @@ def _ids(path: Path, contents: Mapping[str, Any], name: str, config: Any) -> tup
     for source in (read_json(generation) if generation.exists() else {}, contents):
         if ids := Fields(source).ids(name, text.vocab_size):
             return ids
-    default = getattr(text, name, None)
+    default: Any = getattr(text, name, None)
     return tuple(i for i in (default if isinstance(default, list) else [default]) if i in range(text.vocab_size))
 
 

@@ -5,6 +5,8 @@ Functions of x [n, V] and of nothing else, so that they may be compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hibachi.tensor.array_backend import Array, ArrayBackend
 
 _CHUNKS = 64
@@ -89,14 +91,14 @@ def _first_above(backend: ArrayBackend, sums: Array, limit: Array) -> Array:
     return xp.argmax(xp.astype(xp.logical_and(found, sums > 0), xp.int8), axis=-1)
 
 
-def _each_chunk(backend: ArrayBackend, x: Array, reduce: object) -> Array:
+def _each_chunk(backend: ArrayBackend, x: Array, reduce: Callable[..., Array]) -> Array:
     """`reduce` over each of the chunks of a row, and over what is left at the end: [n, chunks]."""
     xp, (n, size) = backend.xp, x.shape
     head = size // _CHUNKS * _CHUNKS
-    out = reduce(xp.reshape(x[:, :head], (n, _CHUNKS, -1)), axis=-1)  # type: ignore[operator]
+    out = reduce(xp.reshape(x[:, :head], (n, _CHUNKS, -1)), axis=-1)
     if head == size:
         return out
-    return xp.concat([out, reduce(x[:, head:], axis=-1, keepdims=True)], axis=1)  # type: ignore[operator]
+    return xp.concat([out, reduce(x[:, head:], axis=-1, keepdims=True)], axis=1)
 
 
 def _columns(backend: ArrayBackend, x: Array, chunk: Array) -> tuple[Array, Array]:

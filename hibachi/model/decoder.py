@@ -54,7 +54,7 @@ class Decoder:
         self._growing = threading.Lock()
         self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
-        self._embed_scale = float(backend.get(backend.put(np.float32([arch.embed_scale]), dtype))[0])
+        self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
         self.fused = backend.fuse(self)
         """All layers in one call, where the backend can; None: operation by operation, with the same result."""
 
@@ -118,14 +118,15 @@ class Decoder:
         h = b.weight_rows(params["embed"], x.tok)  # [T, hidden]
         if a.embed_scale != 1.0:
             h = h * self._embed_scale
-        if x.embeds is not None:
+        if x.embeds is not None and x.embedded is not None:
             h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
         if a.learned_positions:
             h = h + b.take(params["positions"], x.pos)
         turns = [[b.take(table, x.pos)[:, None, :] for table in pair] for pair in params["ropes"]]  # [T, 1, dims / 2]
         if self.fused is not None and params is self.params:
-            return self.fused(h, turns, cache, x)
-        new = []
+            out, cache = self.fused(h, turns, cache, x)
+            return out, cache
+        new: list[LayerCache] = []
         for kind, layer, memory in zip(a.layers, params["layers"], cache, strict=True):
             turn = None if kind.rope is None else turns[kind.rope]
             out, memory = self._attend(kind, layer, memory, self._norm(h, layer, "attn_norm"), x, turn)
@@ -181,7 +182,7 @@ class Decoder:
                 qk = b.rope(qk, cos, sin)
             else:
                 qk = b.xp.concat([b.rope(qk[..., :dims], cos, sin), qk[..., dims:]], axis=-1)
-        special = dict(scale=a.attention_scale, window=kind.window, softcap=a.attention_softcap)
+        special: dict[str, Any] = dict(scale=a.attention_scale, window=kind.window, softcap=a.attention_softcap)
         special = {name: value for name, value in special.items() if value is not None}
         out, memory = b.attend(qk[:, : a.heads, :], qk[:, a.heads :, :], v, memory, x, **special)
         return b.xp.reshape(out, (tokens, width)), memory

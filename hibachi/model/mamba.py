@@ -121,7 +121,7 @@ class Mamba:
         b, eps = self.backend, self.arch.norm_eps
         rows = x.row.shape[0]
         h = b.weight_rows(params["embed"], x.tok)
-        if x.embeds is not None:
+        if x.embeds is not None and x.embedded is not None:
             h = b.xp.where(x.embedded[:, None], b.xp.astype(x.embeds, h.dtype, copy=False), h)
         h = b.xp.reshape(h, (rows, -1, h.shape[-1]))  # [B, S, hidden]
         new: list[LayerCache] = []

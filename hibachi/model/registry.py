@@ -123,7 +123,7 @@ def load_model(
         return found.load(files, backend, dtype=dtype, max_model_len=max_model_len)
     except UnknownArchitecture:
         quantized = files.config.get("quantization_config")
-        foreign = None
+        foreign: LanguageModel[Any] | None = None
         if files.gguf is None and not quantized:
             foreign = backend.foreign_model(files.path, dtype=dtype or "float32", max_model_len=max_model_len)
         if foreign is None:
@@ -133,7 +133,7 @@ def load_model(
                 f"quantization={backend.quantization!r} is for architectures that are registered with hibachi; a model "
                 f"that runs through transformers keeps its weights. Pass quantization=None."
             ) from None
-        return foreign  # type: ignore[no-any-return]
+        return foreign
 
 
 def arch_of(files: ModelFiles) -> Arch | None:
@@ -177,7 +177,7 @@ def _resolved(name: str) -> Family | Loader:
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"{name} is registered as {model!r}, which cannot be imported: {e}.") from e
     _check(name, found)
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _check(name: str, model: Any) -> None:

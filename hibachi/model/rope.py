@@ -108,23 +108,23 @@ def tables(rope: Rope, length: int, *, start: int = 0, longest: int | None = Non
 
 
 def _stretched(rope: Rope, f: HostArray, length: int) -> HostArray:
-    s = rope.scaling
+    s, stretched = rope.scaling, f
     if isinstance(s, Linear):
-        return f / s.factor
-    if isinstance(s, Llama3):
+        stretched = f / s.factor
+    elif isinstance(s, Llama3):
         turns = s.original_context * f / (2 * math.pi)  # turns within the original context
         kept = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0, 1)
-        return kept * f + (1 - kept) * f / s.factor
-    if isinstance(s, Yarn):
+        stretched = kept * f + (1 - kept) * f / s.factor
+    elif isinstance(s, Yarn):
         low, high = (_place(rope, s.original_context, turns) for turns in (s.beta_fast, s.beta_slow))
         if s.whole:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rope.dims - 1)
         ramp = np.clip((np.arange(len(f)) - low) / (high - low or 0.001), 0, 1)
-        return f / s.factor * ramp + f * (1 - ramp)
-    if isinstance(s, LongRope):
-        return f / np.array(s.long if length > s.original_context else s.short)
-    return f
+        stretched = f / s.factor * ramp + f * (1 - ramp)
+    elif isinstance(s, LongRope):
+        stretched = f / np.array(s.long if length > s.original_context else s.short)
+    return stretched
 
 
 def _place(rope: Rope, context: int, turns: float) -> float:

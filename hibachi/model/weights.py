@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -213,7 +213,7 @@ def widen(bits: HostArray, into: HostArray) -> None:
     wide = into if into.dtype == np.float32 else np.empty(into.shape, np.float32)
     whole = wide.view(np.uint32)
     whole[...] = bits
-    whole <<= 16
+    np.left_shift(whole, 16, out=whole)
     if wide is not into:
         into[...] = wide
 
@@ -288,7 +288,7 @@ def _size(file: Path, most: int | None = None) -> int:
     return size
 
 
-def _are_counts(x: Any, most: int) -> bool:
+def _are_counts(x: Any, most: int) -> TypeGuard[list[int]]:
     """A list of at most so many integers that can be sizes or offsets."""
     return isinstance(x, list) and len(x) <= most and all(type(n) is int and 0 <= n < 2**63 for n in x)
 

@@ -94,6 +94,10 @@ class ArrayBackend:
         """Is this an array of this library?"""
         return isinstance(t, self._array_type)
 
+    def is_plain(self, cls: type[ArrayBackend]) -> bool:
+        """Is this just a `cls`: no class of somebody's own, and without kernels that were chosen from elsewhere?"""
+        return type(self) is cls and self.kernels == cls.kernels
+
     def unfit(self, t: Array) -> str | None:
         """What keeps an array of this library from being computed with like any other ("sparse"); None means nothing
         does."""
@@ -102,7 +106,8 @@ class ArrayBackend:
     @classmethod
     def for_array(cls, t: Any) -> ArrayBackend | None:
         """A backend for this array's library and device, or None if the array is foreign."""
-        backend = cls()  # type: ignore[call-arg]  # subclasses bind their namespace
+        make: Any = cls  # subclasses bind their namespace
+        backend: ArrayBackend = make()
         return backend if backend.owns(t) else None
 
     # ---- the nine operations -----------------------------------------------------------------------------------

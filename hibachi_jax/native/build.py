@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jaxlib
+from jaxlib.version import __version__ as JAXLIB
 
 from hibachi.tensor.native.build import NativeLibrary
 
@@ -23,7 +23,7 @@ compiled = NativeLibrary(
     Path(__file__).parent,
     f"{__name__}.compiled",
     flags=_flags,
-    facts=(jax.__version__, jaxlib.__version__),
+    facts=(jax.__version__, JAXLIB),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,14 @@ class _Kernels:
         self.activate = find(f"activate_{suffix}", ctypes.c_int, p, n, p, n, n, ctypes.c_int)
 
 
+class WeightKernels(Protocol):
+    """The compiled functions that take a packed matrix: its `pointers` are among their arguments."""
+
+    linear: Any
+    linear_f32: Any
+    rows: Any
+
+
 class PackedWeight:
     """A matrix [out, in] in the panels of linear.h."""
 
@@ -60,7 +68,8 @@ class PackedWeight:
         depth = k + k % 2 if plain.dtype == torch.bfloat16 else k
         self.data = slabs.empty(-(-n // panel) * panel * depth, plain.dtype)
         self.pointer = self.data.data_ptr()
-        self.kernels, self.pointers = kernels, (self.pointer,)
+        self.kernels: WeightKernels = kernels
+        self.pointers: tuple[int, ...] = (self.pointer,)
         kernels.pack(plain.contiguous().data_ptr(), self.pointer, n, k)
 
 

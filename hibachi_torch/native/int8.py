@@ -97,11 +97,12 @@ def faster(plain: ArrayBackend, dtype: str) -> bool:
 
     Measured when first asked, in a quarter of a second; the answer stays for the process.
     """
-    return dtype in ("float32", "bfloat16") and _faster(type(plain), dtype, torch.get_num_threads())
+    family: Any = type(plain)
+    return dtype in ("float32", "bfloat16") and _faster(family, dtype, torch.get_num_threads())
 
 
 @cache
-def _faster(plain: type, dtype: str, threads: int) -> bool:
+def _faster(plain: type[Any], dtype: str, threads: int) -> bool:
     rng = np.random.default_rng(0)
     matrix = rng.standard_normal(_SIZES, np.float32)
     backends = [plain("cpu"), Int8TorchBackend()]

@@ -160,14 +160,14 @@ class Program:
         self._ops.append(settled | more)
 
 
-def program(decoder: Any, weight: type) -> Program | None:
+def program(decoder: Any, weight: type[Any]) -> Program | None:
     """The decoder's layers as a program, or None if one of them has something that no operation computes.
 
     weight: the class of packed matrices.
     """
     a, params = decoder.arch, decoder.params
     dtype = params["norm"].dtype
-    matrices = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
+    matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
     fits = (
         a.activation in ACTIVATIONS
         and not any(layer.experts for layer in a.layers)

@@ -76,7 +76,7 @@ class Profile:
         self.steps, self._ended = [], None
 
     def _wrap(self, engine: AutoregressiveBatchInference) -> None:
-        core = self._engine
+        core: Any = self._engine  # methods are replaced, as types forbid
         runner, backend = core.runner, core.runner.backend
         for name in ("schedule", "commit", "expire"):
             self._time(core.scheduler, name, "schedule")
@@ -86,7 +86,7 @@ class Profile:
             self._plan = planned(*args, **options)
             return self._plan
 
-        core.scheduler.schedule = schedule  # type: ignore[method-assign]
+        core.scheduler.schedule = schedule
         self._time(runner.inputs, "packed", "lower")
         self._time(runner.main.head, "part", "sample")
         self._time(core, "_settle", "deliver")
@@ -123,7 +123,7 @@ class Profile:
             self._ended = time.perf_counter() if went else None
             return went
 
-        core.step = stepped  # type: ignore[method-assign]
+        core.step = stepped
 
     def _split(self, fused: Any) -> None:
         """Give the seconds that a call of all layers has counted to their parts."""

@@ -61,7 +61,7 @@ class Source:
         """A finite number above 0."""
         value = self.get(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self.wrong(name, "a number > 0", value)
         return value
 

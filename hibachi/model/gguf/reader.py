@@ -113,12 +113,12 @@ class GGUF(Tensors):
 
     def _add(self, name: str, tensor: Stored) -> None:
         m = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z0-9_]+?)(?:\.(weight|bias))?", name)
-        for ours in self._names.get(m[2], ()) if m else ():
-            block = f"layers.{m[1]}." if m[1] else ""
-            suffix = f".{m[3]}" if m[3] else ""
+        block, kind, suffix = m.groups() if m else (None, "", None)
+        block, suffix = f"layers.{block}." if block else "", f".{suffix}" if suffix else ""
+        for ours in self._names.get(kind, ()):
             change, shape = self._change(ours, tensor)
             self._entries[f"{block}{ours}{suffix}"] = _Entry(tensor, change, shape)
-        if not m or m[2] not in self._names:  # the check against the config will say that there is no place for it
+        if kind not in self._names:  # the check against the config will say that there is no place for it
             self._entries[name] = _Entry(tensor, None, tensor.shape)
 
     def _change(self, name: str, tensor: Stored) -> tuple[Callable[[HostArray], HostArray] | None, Shape]:

@@ -108,7 +108,7 @@ class ByteLevelText:
 
     def push(self, token: int) -> str:
         piece = self._table.get(token)
-        if piece.__class__ is str:
+        if isinstance(piece, str):
             if not self._rest:
                 return piece
             piece = piece.encode()
@@ -189,14 +189,15 @@ class PieceText:
         piece = self._table.get(token)
         if piece is None:
             return ""
-        if piece.__class__ is int:
-            piece = self._byte(piece)
+        if isinstance(piece, int):
+            text = self._byte(piece)
         else:
+            text = piece
             if self._first is not None:
-                piece, self._first = self._first.get(token, piece), None
+                text, self._first = self._first.get(token, text), None
             if self._run or self._rest or self._spoilt:
-                piece = self._end() + piece
-        return self._strip(piece) if self.to_drop else piece
+                text = self._end() + text
+        return self._strip(text) if self.to_drop else text
 
     def flush(self) -> str:
         text = self._end()

@@ -39,7 +39,8 @@ def texts(expressions: str) -> Iterator[str]:
 def why_not(tokenizers: Any, parts: dict[str, Any], expressions: str) -> str | None:
     # The words in the vocabulary do not matter, and reading them takes long.
     model = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
-    empty = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None}
+    empty: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
+    empty |= {"added_tokens": [], "post_processor": None}
     raw = tokenizers.Tokenizer.from_str(json.dumps({**empty, **parts, "model": model}))
     for text in texts(expressions):
         began = time.process_time()

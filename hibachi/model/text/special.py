@@ -50,10 +50,10 @@ def add_special_tokens(
         token.special = token.special or token.content in names.values()
     known = {t.content for t in [*raw.get_added_tokens_decoder().values(), *ids.values()]}
     raw.add_tokens([token for _, token in sorted(ids.items(), key=lambda entry: entry[0])])
-    for i, token in ids.items():
-        if raw.token_to_id(token.content) != i:
+    for number, token in ids.items():
+        if raw.token_to_id(token.content) != number:
             raise InvalidModelFiles(
-                f"{path}: the tokenizer and the files beside it contradict each other: expected the id {i} for "
+                f"{path}: the tokenizer and the files beside it contradict each other: expected the id {number} for "
                 f"{token.content!r:.80}; got {raw.token_to_id(token.content)}. Take all of them from one download."
             )
     new, spare = [], 2**32 if rows is None else rows - _next_id(raw)
@@ -121,14 +121,15 @@ def _object(where: Path, field: str, value: Any) -> dict[str, Any]:
 def _id(where: Path, value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 10:
         value = int(value)
-    if type(value) is not int or not 0 <= value < 2**32:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
         raise InvalidModelFiles(f"{where}: expected the id of a token; got {value!r:.40}. Download it again.")
     return value
 
 
 def _next_id(raw: Any) -> int:
     """The id that the next new token gets."""
-    return max([raw.get_vocab_size(with_added_tokens=False), *(1 + i for i in raw.get_added_tokens_decoder())])
+    ids: list[int] = [raw.get_vocab_size(with_added_tokens=False), *(1 + i for i in raw.get_added_tokens_decoder())]
+    return max(ids)
 
 
 def _surround(raw: Any, config: Mapping[str, Any], names: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -92,7 +93,11 @@ def replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
 
 def to_int(value: Any, default: Any = 0, base: int = 10) -> Any:
     value = value.value if isinstance(value, Float) else value
-    for read in (lambda: int(value, base) if isinstance(value, str) else int(value), lambda: int(float(value))):
+
+    def whole() -> int:
+        return int(value, base) if isinstance(value, str) else int(value)
+
+    for read in (whole, lambda: int(float(value))):
         try:
             return read()
         except (TypeError, ValueError, OverflowError):
@@ -107,7 +112,7 @@ def to_float(value: Any, default: Any = 0.0) -> Any:
         return default
 
 
-FILTERS = {
+FILTERS: dict[str, Callable[..., Any]] = {
     "tojson": to_json,
     "length": length,
     "count": length,

@@ -65,7 +65,7 @@ class Tokenizer:
         try:
             raw, file, defaults, whole = _read(path, config)
             flags = file.name != "tokenizer.json"
-            special = add_special_tokens(raw, path, defaults | config, rows=vocab_size, flags=flags)
+            special = add_special_tokens(raw, path, {**defaults, **config}, rows=vocab_size, flags=flags)
             tokenizer = cls(raw, special=special, chat_template=read_templates(path, config), whole=whole)
             around = tokenizer.encode("")
         except BaseException as e:
@@ -95,10 +95,12 @@ class Tokenizer:
         Raises InvalidRequest for what is no text, and for one that the tokenizer's own rules cannot be applied to.
         """
         try:
+            ids: list[int]
             if len(text) <= AT_ONCE:
-                return self._raw.encode(text, add_special_tokens=add_special_tokens).ids
-            # The library holds Python's lock for all of `encode`, and not for this.
-            return self._raw.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+                ids = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+            else:  # the library holds Python's lock for all of `encode`, and not for this
+                ids = self._raw.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            return ids
         except TypeError as e:  # the library says so for lone surrogates as well
             raise InvalidRequest(
                 f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "
@@ -115,7 +117,8 @@ class Tokenizer:
         Raises InvalidModelFiles for a tokenizer whose own rules fail on them.
         """
         try:
-            return self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+            text: str = self._raw.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+            return text
         except BaseException as e:
             if not panicked(e):
                 raise

@@ -161,9 +161,11 @@ class NativeLibrary:
         # Whoever measures and loads a model now comes first.
         script = f"import os, time; os.nice(19); time.sleep(5); import {module}; {self.here}.why_missing()"
         # It may outlive us, and an interrupt of ours is none of its.
-        quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        nowhere = subprocess.DEVNULL
         try:
-            subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **quiet)  # type: ignore[call-overload]
+            subprocess.Popen(
+                [sys.executable, "-c", script], start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
+            )
         except OSError as e:
             _log.warning("Native kernels are not being compiled: %s", e)
 

@@ -8,6 +8,8 @@ output go JSON lines: {"event": "ready", ...}; for each run {"event": "over", "s
 {"event": "done"}. Times are of time.perf_counter, except first_token, which is of time.time.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 import os
@@ -15,22 +17,36 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Protocol
 
 
 class Request:
     """due: when it comes. times: when each of its tokens came. tokens: their ids, where the engine tells."""
 
-    def __init__(self, id, arrival, prompt, max_tokens):
+    def __init__(self, id: int, arrival: float, prompt: list[int], max_tokens: int) -> None:
         self.id, self.arrival, self.prompt, self.max_tokens = id, arrival, prompt, max_tokens
-        self.due, self.times, self.tokens = 0.0, [], []
+        self.due = 0.0
+        self.times: list[float] = []
+        self.tokens: list[int] = []
 
 
-def read(path):
+class Engine(Protocol):
+    """What each script beside this one has. It may also have `about`, a dictionary, `more()` and `close()`."""
+
+    version: str
+    import_seconds: float
+
+    def run(self, requests: list[Request]) -> None: ...
+
+
+def read(path: str) -> list[Request]:
     with open(path) as lines:
         return [Request(**json.loads(line)) for line in lines if line.strip()]
 
 
-def run(engine, requests):
+def run(engine: Engine, requests: list[Request]) -> float:
     """Returns when it began. An engine starts no request before it is due, and stamps every token."""
     start = time.perf_counter()
     for r in requests:
@@ -39,22 +55,23 @@ def run(engine, requests):
     return start
 
 
-def adapter(name):
+def adapter(name: str) -> ModuleType:
     """The file of that name in this folder, under another name: it imports an engine that is called the same."""
     folder = os.path.dirname(os.path.abspath(__file__))
     # So that `import vllm` finds the engine.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or os.curdir) != folder]
     spec = importlib.util.spec_from_file_location("hibachi_bench_" + name, os.path.join(folder, name + ".py"))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def commands(engine, busy):
+def commands(engine: Engine, busy: threading.Event) -> Iterator[bytes]:
     """The lines of the standard input. If it ends while the engine works, nobody waits for the answer any more."""
-    lines = queue.SimpleQueue()
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
-    def listen():
+    def listen() -> None:
         with open(0, "rb", buffering=0, closefd=False) as stdin:  # no buffer, whose lock the end would wait for
             for line in stdin:
                 lines.put(line)
@@ -64,25 +81,26 @@ def commands(engine, busy):
         lines.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
-    return iter(lines.get, None)
+    while (line := lines.get()) is not None:
+        yield line
 
 
-def close(engine):
+def close(engine: Engine) -> None:
     if hasattr(engine, "close"):
         engine.close()
 
 
-def main():
+def main() -> None:
     settings = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what engines print is for nobody to parse
 
-    def tell(**what):
+    def tell(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")
         out.flush()
 
     began = time.perf_counter()
-    engine = adapter(settings["engine"]).Engine(settings)
+    engine: Engine = adapter(settings["engine"]).Engine(settings)
     load = time.perf_counter() - began - engine.import_seconds
     busy = threading.Event()
     first = Request(**settings["first"])

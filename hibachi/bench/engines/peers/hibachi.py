@@ -1,13 +1,19 @@
 """hibachi itself. options: those of `hibachi.LLM`; profile: true to see where the time of a step goes."""
 
+from __future__ import annotations
+
 import asyncio
 import importlib
 import time
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
+    from hibachi.bench.engines.peers.drive import Request
 
 
 class Engine:
-    def __init__(self, settings):
+    def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
         if settings["backend"] in ("torch", "jax"):  # their import is told apart
             importlib.import_module(settings["backend"])
@@ -28,19 +34,19 @@ class Engine:
         self.version = version("hibachi")
         backend = self.llm.backend
         self.about = {**backend.versions(), "kernels": backend.kernels, "quantization": backend.quantization}
-        self.profile = None
+        self.profile: Any = None
         if wants_profile:
             from hibachi.bench.steps.profile import Profile
 
             self.profile = Profile(self.llm.engine)
 
-    def start(self, r):
+    def start(self, r: Request) -> Any:
         from hibachi import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True)
         return self.llm.engine.run(r.prompt, params)
 
-    def run(self, requests):
+    def run(self, requests: list[Request]) -> None:
         if self.profile:
             self.profile.clear()
         if any(r.arrival for r in requests):
@@ -53,8 +59,8 @@ class Engine:
             requests[i].times += [now] * len(tokens)
             requests[i].tokens += map(int, tokens)
 
-    async def online(self, requests):
-        async def one(r):
+    async def online(self, requests: list[Request]) -> None:
+        async def one(r: Request) -> None:
             await asyncio.sleep(max(0.0, r.due - time.perf_counter()))
             async for token in self.start(r):
                 r.times.append(time.perf_counter())
@@ -62,8 +68,8 @@ class Engine:
 
         await asyncio.gather(*map(one, requests))
 
-    def more(self):
+    def more(self) -> dict[str, Any]:
         return {"profile": self.profile.as_json()} if self.profile else {}
 
-    def close(self):
+    def close(self) -> None:
         self.llm.close()

@@ -4,15 +4,21 @@ options: server (the binary; llama-server of PATH), slots (requests at once; at 
 are slower on a CPU), ubatch (512), flash (auto), unified (with the prefix cache: true), arguments (a list, for others).
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import socket
 import subprocess
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
+    from hibachi.bench.engines.peers.drive import Request
 
 
 class Engine:
-    def __init__(self, settings):
+    def __init__(self, settings: dict[str, Any]) -> None:
         self.import_seconds = 0.0
         options = settings["options"]
         server, slots = options.get("server", "llama-server"), int(options.get("slots", min(settings["rows"], 16)))
@@ -34,7 +40,7 @@ class Engine:
             self.close()
             raise
 
-    async def healthy(self):
+    async def healthy(self) -> None:
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"llama-server ended with status {self.process.returncode}")
@@ -49,13 +55,13 @@ class Engine:
                 pass
             await asyncio.sleep(0.02)
 
-    def run(self, requests):
-        async def all_of_them():
+    def run(self, requests: list[Request]) -> None:
+        async def all_of_them() -> None:
             await asyncio.gather(*map(self.one, requests))
 
         asyncio.run(all_of_them())
 
-    async def one(self, r):
+    async def one(self, r: Request) -> None:
         await asyncio.sleep(max(0.0, r.due - time.perf_counter()))
         asked = dict(prompt=r.prompt, n_predict=r.max_tokens, temperature=0, top_k=1, samplers=["top_k"])
         asked.update(ignore_eos=True, stream=True, cache_prompt=self.keep, return_tokens=True)
@@ -77,6 +83,6 @@ class Engine:
             r.times += [time.perf_counter()] * (n - len(r.times))
         writer.close()
 
-    def close(self):
+    def close(self) -> None:
         self.process.terminate()
         self.process.wait()

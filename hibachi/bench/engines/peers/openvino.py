@@ -3,13 +3,19 @@
 options: cache_gib (2), batched_tokens (512), and properties of the device in capitals, such as KV_CACHE_PRECISION.
 """
 
+from __future__ import annotations
+
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
+    from hibachi.bench.engines.peers.drive import Request
 
 _PRECISION = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 class Engine:
-    def __init__(self, settings):
+    def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
         import numpy
         import openvino
@@ -33,15 +39,16 @@ class Engine:
         self.pipe = openvino_genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", properties)
         self.count = 0
 
-    def start(self, r):
+    def start(self, r: Request) -> Any:
         how = self.genai.GenerationConfig()
         how.max_new_tokens = how.min_new_tokens = r.max_tokens
         how.ignore_eos, how.do_sample = True, False
         self.count += 1
         return self.pipe.add_request(self.count, self.openvino.Tensor(self.numpy.array([r.prompt], "int64")), how)
 
-    def run(self, requests):
-        waiting, live = sorted(requests, key=lambda r: r.due), []
+    def run(self, requests: list[Request]) -> None:
+        waiting = sorted(requests, key=lambda r: r.due)
+        live: list[tuple[Request, Any]] = []
         while waiting or live:
             while waiting and waiting[0].due <= time.perf_counter():
                 r = waiting.pop(0)

@@ -5,12 +5,19 @@ options: way ("static" or "continuous", where the work should not decide), batch
 A static batch runs until its longest answer is there; tokens that nobody asked for do not count.
 """
 
+from __future__ import annotations
+
+import importlib
 import threading
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
+    from hibachi.bench.engines.peers.drive import Request
 
 
 class Engine:
-    def __init__(self, settings):
+    def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
         import torch
         import transformers
@@ -25,10 +32,11 @@ class Engine:
         room = -(-settings["max_len"] // self.block_size) * settings["rows"]
         self.blocks, self.rows = int(options.get("blocks", room)), settings["rows"]
         dtype, attention = getattr(torch, settings["dtype"]), options.get("attention", "sdpa")
-        self.model = loader.from_pretrained(settings["model"], dtype=dtype, attn_implementation=attention).eval()
-        self.manager, self.turn = None, 0
+        self.model: Any = loader.from_pretrained(settings["model"], dtype=dtype, attn_implementation=attention).eval()
+        self.manager: Any = None
+        self.turn = 0
 
-    def run(self, requests):
+    def run(self, requests: list[Request]) -> None:
         way = self.way or ("continuous" if any(r.arrival for r in requests) else "static")
         with self.torch.no_grad():  # inference_mode does not go with the manager's thread
             if way == "continuous":
@@ -37,14 +45,17 @@ class Engine:
             for i in range(0, len(requests), self.batch):
                 self.static(requests[i : i + self.batch])
 
-    def static(self, requests):
+    def static(self, requests: list[Request]) -> None:
+        from transformers import StoppingCriteria
+
         torch, width = self.torch, max(len(r.prompt) for r in requests)
         ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests])
         mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in requests])
-        steps, stamps = max(r.max_tokens for r in requests), []
+        steps = max(r.max_tokens for r in requests)
+        stamps: list[float] = []
 
-        class Tick(self.transformers.StoppingCriteria):
-            def __call__(self, ids, scores, **options):
+        class Tick(StoppingCriteria):
+            def __call__(self, ids: Any, scores: Any, **options: Any) -> Any:
                 stamps.append(time.perf_counter())
                 return torch.zeros(ids.shape[0], dtype=torch.bool)
 
@@ -61,12 +72,12 @@ class Engine:
         for r, row in zip(requests, out.tolist()):  # noqa: B905  (3.9 has no strict)
             r.tokens, r.times = row[width : width + r.max_tokens], stamps[: r.max_tokens]
 
-    def continuous(self, requests):
+    def continuous(self, requests: list[Request]) -> None:
         manager = self.manager or self.start_manager()
         self.turn += 1
         by_id = {f"{self.turn}-{r.id}": r for r in requests}
 
-        def feed():
+        def feed() -> None:
             for name, r in sorted(by_id.items(), key=lambda each: each[1].due):
                 time.sleep(max(0.0, r.due - time.perf_counter()))
                 manager.add_request(r.prompt, request_id=name, max_new_tokens=r.max_tokens, record_timestamps=True)
@@ -87,11 +98,9 @@ class Engine:
                 left -= 1
         feeder.join()
 
-    def start_manager(self):
-        from transformers.generation import ContinuousBatchingConfig
-
+    def start_manager(self) -> Any:
         how = self.transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=4096)
-        room = ContinuousBatchingConfig(
+        room = importlib.import_module("transformers.generation").ContinuousBatchingConfig(
             max_requests_per_batch=self.rows, num_blocks=self.blocks, page_size=self.block_size
         )
         self.context = self.model.continuous_batching_context_manager(
@@ -100,6 +109,6 @@ class Engine:
         self.manager = self.context.__enter__()
         return self.manager
 
-    def close(self):
+    def close(self) -> None:
         if self.manager is not None:
             self.context.__exit__(None, None, None)

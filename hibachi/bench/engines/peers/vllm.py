@@ -4,12 +4,18 @@ options: those of `vllm.LLM`. Environment variables such as VLLM_CPU_KVCACHE_SPA
 values is 4 GiB unless they say otherwise. Preload its libraries by a script that takes the place of PYTHON.
 """
 
+from __future__ import annotations
+
 import os
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothing of hibachi
+    from hibachi.bench.engines.peers.drive import Request
 
 
 class Engine:
-    def __init__(self, settings):
+    def __init__(self, settings: dict[str, Any]) -> None:
         for name, value in (
             ("VLLM_CPU_KVCACHE_SPACE", "4"),
             ("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings['threads'] - 1}"),
@@ -37,8 +43,9 @@ class Engine:
         ).llm_engine
         self.count = 0
 
-    def run(self, requests):
-        waiting, live = sorted(requests, key=lambda r: r.due), {}
+    def run(self, requests: list[Request]) -> None:
+        waiting = sorted(requests, key=lambda r: r.due)
+        live: dict[str, Request] = {}
         while waiting or live:
             while waiting and waiting[0].due <= time.perf_counter():
                 r = waiting.pop(0)
