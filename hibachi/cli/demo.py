@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_batch_size=len(PROMPTS)) as llm:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
-        title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.arch.layers)} layers, {place}"
+        title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.cache_spec())} layers, {place}"
         live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not args.plain
         view = Live(title) if live else Plain(title)
         if llm.backend.static_shapes:  # the compiler is not what we measure

@@ -49,6 +49,8 @@ class LLM(Texts):
     BackendNotInstalled.
     """
 
+    engine: AutoregressiveBatchInference
+
     @spelled
     def __init__(
         self,
@@ -114,7 +116,6 @@ class LLM(Texts):
             record=record,
             overlap=overlap,
         )
-        self._inference = engine
         super().__init__(
             engine,
             files.tokenizer(vocab_size=self.model.vocab_size),
@@ -135,7 +136,7 @@ class LLM(Texts):
 
         Raises NotDeterministic, which names the first difference.
         """
-        return self._inference.selfcheck()
+        return self.engine.selfcheck()
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

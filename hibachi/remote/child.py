@@ -193,7 +193,7 @@ class Child:
         self._pipe, self._texts, self._engine = pipe, texts, texts.engine
         self._outbox = outbox or Outbox(pipe)
         self._outbox.beat = self._tell_how
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, tuple[Job, OutChannel]] = {}
 
     def ready(self) -> Ready:
         tokenizer = getattr(self._texts, "portable_tokenizer", None)
@@ -219,7 +219,7 @@ class Child:
             job = self._engine.check(_unpacked(contents), channel)
             if job.pooling is not None:
                 channel.read = self._engine.reader(job)
-            self._jobs[number] = job  # before the engine can end it
+            self._jobs[number] = job, channel  # before the engine can end it
             self._engine.enqueue(job)
         except Exception as e:
             channel.end(Finish.ERROR, e)
@@ -228,16 +228,16 @@ class Child:
         self._jobs.pop(number, None)
 
     def _cancel(self, number: int) -> None:
-        if (job := self._jobs.pop(number, None)) is not None:
-            self._engine.cancel(job)
+        if (held := self._jobs.pop(number, None)) is not None:
+            self._engine.cancel(held[0])
 
     def _pause(self, number: int) -> None:
-        if (job := self._jobs.get(number)) is not None:
-            job.channel.hold()  # type: ignore[attr-defined]
+        if (held := self._jobs.get(number)) is not None:
+            held[1].hold()
 
     def _resume(self, number: int) -> None:
-        if (job := self._jobs.get(number)) is not None:
-            job.channel.release()  # type: ignore[attr-defined]
+        if (held := self._jobs.get(number)) is not None:
+            held[1].release()
 
     def _ask(self, call: int, what: str, contents: bytes) -> None:
         # In a thread: it may take a while, and others must be able to leave meanwhile.

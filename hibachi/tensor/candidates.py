@@ -33,9 +33,9 @@ class Candidate:
     """A way to compute an operation.
 
     source: a class that has its methods: of the backend's own family, of which source(device) makes an object, or a
-    plain one whose methods need nothing but those of an ArrayBackend. invariant: no result depends on the batch. rounds: weights lose digits, so it is taken
-    only where that is allowed. why_not: why it cannot be had here; None: it can. needs: the module of a library without
-    which it cannot be had.
+    plain one whose methods need nothing but those of an ArrayBackend. invariant: no result depends on the batch.
+    rounds: weights lose digits, so it is taken only where that is allowed. why_not: why it cannot be had here; None: it
+    can. needs: the module of a library without which it cannot be had.
     """
 
     operation: str

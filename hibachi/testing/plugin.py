@@ -61,7 +61,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> ArrayBackend:
     """The backend under test."""
-    return request.param
+    found: ArrayBackend = request.param
+    return found
 
 
 def describe(config: pytest.Config) -> Iterator[str]:
@@ -91,14 +92,17 @@ class Promises:
             item.user_properties.append(("promise", (mark.args[0], names[0] if names else "any")))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        group = dict(report.user_properties).get("promise")
+        named: Any = dict(report.user_properties).get(
+            "promise"
+        )  # (group, backend), as a list where it crossed processes
+        group: tuple[str, str] | None = None if named is None else (named[0], named[1])
         if report.skipped:
             self.skipped.add(report.nodeid)
         if group is None or report.nodeid in self.skipped:
             if group is not None:
-                self.kept.get(tuple(group), {}).pop(report.nodeid, None)  # that its setup passed means nothing
+                self.kept.get(group, {}).pop(report.nodeid, None)  # that its setup passed means nothing
             return
-        tests = self.kept[tuple(group)]
+        tests = self.kept[group]
         tests[report.nodeid] = tests.get(report.nodeid, True) and report.passed
         if report.failed:
             self.broken.append((group[1], report.nodeid, reason(report)))

@@ -204,7 +204,8 @@ def tiny_weights(seed: int = 0) -> dict[str, Any]:
     t, random = TinyDecoder, np.random.default_rng(seed)
 
     def draw(*shape: int) -> HostArray:
-        return (random.normal(size=shape) * shape[-1] ** -0.5).astype(np.float32)
+        drawn: HostArray = random.normal(size=shape) * shape[-1] ** -0.5
+        return drawn.astype(np.float32)
 
     def norm() -> HostArray:
         return (1 + draw(t.hidden)).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,11 @@ def sizes_of(arch: Arch, dtype: str) -> Sizes:
 Cases = dict[str, tuple[Callable[[], Any], float]]  # by name: a call, and how many of it a step has
 
 
+def _of(n: int, call: Callable[..., Any], *given: Any) -> Any:
+    """Output n of a call."""
+    return call(*given)[n]
+
+
 def random(*shape: int, seed: int = 0) -> HostArray:
     """Normal numbers, of which a few thousand repeat: fast to make."""
     some = np.random.default_rng(seed).standard_normal(65_521, np.float32)
@@ -66,10 +72,10 @@ def _linear_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     for rows in ROWS:
         inputs = [b.put(random(rows, k), sizes.dtype) for _, k in shapes]
 
-        cases[rows_named(rows)] = (lambda x=inputs: layers(x, weights)[-1]), sizes.layers / copies  # type: ignore[misc]
+        cases[rows_named(rows)] = partial(_of, -1, layers, inputs, weights), sizes.layers / copies
     for rows in (1, 64):
         x = b.put(random(rows, sizes.head[1]), sizes.dtype)
-        cases[f"head, {rows}"] = (lambda x=x: logits(x, head)), 1  # type: ignore[misc]
+        cases[f"head, {rows}"] = partial(logits, x, head), 1
     return cases
 
 
@@ -133,13 +139,13 @@ def activations_call(b: ArrayBackend, sizes: Sizes, rows: int) -> Callable[[], l
 
 def _activation_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     calls = {rows_named(rows): activations_call(b, sizes, rows) for rows in (1, 64, 256)}
-    return {name: (lambda call=call: call()[-1], sizes.layers) for name, call in calls.items()}  # type: ignore[misc]
+    return {name: (partial(_of, -1, call), sizes.layers) for name, call in calls.items()}
 
 
 def _sampling_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     logits = {rows: b.put(random(rows, sizes.head[0]), "float32") for rows in (1, 64)}
     draw = b.compile(lambda x: best(b, x))
-    return {f"greedy, {rows}": (lambda x=x: draw(x)[0], 1) for rows, x in logits.items()}  # type: ignore[misc]
+    return {f"greedy, {rows}": (partial(_of, 0, draw, x), 1) for rows, x in logits.items()}
 
 
 CASES: dict[str, Callable[[ArrayBackend, Sizes], Cases]] = {
