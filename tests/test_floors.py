@@ -51,15 +51,16 @@ RULES = {
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request api", third_party="msgspec"),
+    "hibachi/web": Rule("errors api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
-        f"{BATCH} lm remote api serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+        f"{BATCH} lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
     "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/engines/peers": Rule(
         "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BATCH} tune lm remote api serve sim bench testing verify cli"),
+    "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
     "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"),

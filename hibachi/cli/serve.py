@@ -12,7 +12,8 @@ import os
 
 from hibachi.errors import ConfigError
 from hibachi.model.extras import need
-from hibachi.serve.settings import GROUPS, SETTINGS, SWITCH, misspelled, settle
+from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.web.kinds import SWITCH
 
 _PACKAGES = ("uvicorn", "starlette", "msgspec", "prometheus_client")
 

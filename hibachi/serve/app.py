@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import openai
-from hibachi.serve.access import tell, tell_of_none
-from hibachi.serve.deadlines import MOST_BYTES, MOST_HEADERS, Tell, too_large
-from hibachi.serve.exchange import Exchange, Gone
 from hibachi.serve.flight import of_tenant
 from hibachi.serve.served import Served
+from hibachi.web.access import tell, tell_of_none
+from hibachi.web.deadlines import MOST_BYTES, MOST_HEADERS, Tell, too_large
+from hibachi.web.exchange import Exchange, Gone
 
 Handler = Callable[[Served, Exchange], Awaitable[None]]
 LEFT = 499  # as nginx logs a client that left

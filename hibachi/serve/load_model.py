@@ -14,9 +14,9 @@ from hibachi.lm.texts import Texts
 from hibachi.model.generation import generation_defaults
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
-from hibachi.serve.keys import tenants_of
 from hibachi.serve.served import Served
-from hibachi.serve.tenants import Tenants
+from hibachi.web.keys import tenants_of
+from hibachi.web.tenants import Tenants
 
 log = logging.getLogger("hibachi.serve")
 

@@ -17,10 +17,10 @@ import prometheus_client
 from hibachi.api.errors import Refused
 from hibachi.engine.meters import Histogram, Meters, decades
 from hibachi.errors import HibachiError
-from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, page
 from hibachi.serve.served import Served
+from hibachi.web.exchange import Exchange
 
 log = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"

@@ -11,10 +11,10 @@ from hibachi.api.errors import Refused, as_refused, body_of
 from hibachi.errors import HibachiError
 from hibachi.lm.textstream import Piece, TextChoice, TextStream
 from hibachi.request import SamplingParams, Terms
-from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Record, Vectors
 from hibachi.serve.served import Served
 from hibachi.serve.shapes import Chats, Completions, Shape
+from hibachi.web.exchange import Exchange
 
 MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
 SSE = b"text/event-stream; charset=utf-8"

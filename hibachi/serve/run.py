@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.serve.address import bound
-from hibachi.serve.keys import tenants_of
 from hibachi.serve.load_model import about, opened
-from hibachi.serve.logs import log_to_stderr
-from hibachi.serve.signals import ending
+from hibachi.web.address import bound
+from hibachi.web.keys import tenants_of
+from hibachi.web.logs import log_to_stderr
+from hibachi.web.signals import ending
 
 log = logging.getLogger("hibachi.serve")
 

@@ -19,12 +19,12 @@ from hibachi.errors import EngineClosed, PromptTooLong
 from hibachi.lm.texts import Texts
 from hibachi.lm.textstream import TextStream
 from hibachi.request import SamplingParams, Terms
-from hibachi.serve.exchange import Exchange
 from hibachi.serve.record import Meter, NoMeter, Record
-from hibachi.serve.tenants import Tenants, salt_of
 from hibachi.serve.tokenizing import Tokenizing
 from hibachi.streams.stream import Item
 from hibachi.tensor.array_backend import HostArray
+from hibachi.web.exchange import Exchange
+from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
 
@@ -238,8 +238,8 @@ class Served:
         )
 
     def record(self, x: Exchange, params: SamplingParams, ids: Sequence[Sequence[int]]) -> Record:
-        x.record = Record(params, sum(map(len, ids)), self.meter, x.tenant, arrival=x.came)
-        return x.record
+        x.record = record = Record(params, sum(map(len, ids)), self.meter, x.tenant, arrival=x.came)
+        return record
 
     @property
     def open_requests(self) -> int:

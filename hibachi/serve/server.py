@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import uvicorn
 
 from hibachi.serve.app import application, tells
-from hibachi.serve.deadlines import Arriving
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.served import Served
-from hibachi.serve.signals import end
 from hibachi.streams.closeable import CLOSE_WITHIN
+from hibachi.web.deadlines import Arriving
+from hibachi.web.signals import end
 
 log = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted

@@ -22,9 +22,9 @@ from hibachi.lm.own import open_texts  # noqa: E402
 from hibachi.lm.texts import Texts  # noqa: E402
 from hibachi.remote.llm import RemoteLLM  # noqa: E402
 from hibachi.serve.app import application, tells  # noqa: E402
-from hibachi.serve.deadlines import Arriving  # noqa: E402
 from hibachi.serve.metrics import metrics_for  # noqa: E402
 from hibachi.serve.served import Served  # noqa: E402
+from hibachi.web.deadlines import Arriving  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
 CHATML = (

@@ -18,7 +18,7 @@ from hibachi.request import SamplingParams
 from hibachi.serve.metrics import RequestMeter
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, SERIES
-from hibachi.serve.tenants import Tenant, Tenants
+from hibachi.web.tenants import Tenant, Tenants
 
 from .conftest import ENGINES, site
 from .test_streams import LONG, at_rest, send, until

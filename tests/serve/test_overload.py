@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hibachi.serve.tenants import Tenant, Tenants
+from hibachi.web.tenants import Tenant, Tenants
 
 from .conftest import ENGINES, site
 from .test_streams import LONG, at_rest, send, until

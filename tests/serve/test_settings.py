@@ -13,9 +13,10 @@ from hibachi.cli.main import parser
 from hibachi.errors import ConfigError
 from hibachi.request import SamplingParams
 from hibachi.serve import load_model as opening
-from hibachi.serve.keys import tenants_of
-from hibachi.serve.settings import GROUPS, SETTINGS, SWITCH, misspelled, settle
-from hibachi.serve.tenants import Tenant
+from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.web.keys import tenants_of
+from hibachi.web.kinds import SWITCH
+from hibachi.web.tenants import Tenant
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ import pytest
 from hibachi.api.errors import Refused
 from hibachi.errors import PromptTooLong
 from hibachi.serve import tokenizing
-from hibachi.serve.deadlines import MOST_BYTES
 from hibachi.serve.tokenizing import Tokenizing
+from hibachi.web.deadlines import MOST_BYTES
 
 from ...engine.models import until
 from ...serve import test_run

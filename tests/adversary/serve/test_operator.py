@@ -16,7 +16,7 @@ import pytest
 
 from hibachi.errors import ConfigError
 from hibachi.request import Terms
-from hibachi.serve.address import bound
+from hibachi.web.address import bound
 
 from ...engine.models import until
 from ...serve.conftest import ENGINES, SLOW, site

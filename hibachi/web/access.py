@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from hibachi.api.errors import Refused
-from hibachi.serve.exchange import Exchange
-from hibachi.serve.logs import FIELDS
+from hibachi.web.exchange import Exchange
+from hibachi.web.logs import FIELDS
 
 _LONGEST = 200  # characters of a path
 log = logging.getLogger("hibachi.request")
+
+
+class Told(Protocol):
+    """What the log says of a request for text."""
+
+    prompt_tokens: int
+    tokens: int
+    arrival: float
+    first: float | None
+    error: BaseException | None
 
 
 def tell(x: Exchange, refused: Refused | None = None, *, quiet: bool = False) -> None:
@@ -35,7 +45,7 @@ def _log(level: int, make: Any) -> None:
 def fields(x: Exchange, refused: Refused | None, now: float) -> dict[str, Any]:
     """Times in seconds."""
     told: dict[str, Any] = {"method": x.method, "path": quote(x.path, safe="/:@+,=")[:_LONGEST], "status": x.status}
-    record = x.record
+    record: Told | None = x.record
     if record is not None:
         told |= {"prompt": record.prompt_tokens, "new": record.tokens}
         if record.first is not None:

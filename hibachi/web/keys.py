@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.serve.tenants import Tenant, Tenants
+from hibachi.web.tenants import Tenant, Tenants
 
 _FIELDS = ("key", "keys", "priority", "max_requests", "admin")
 

@@ -13,7 +13,6 @@ from urllib.parse import unquote
 
 from hibachi.api.answers import encode
 from hibachi.api.errors import Refused, body_of
-from hibachi.serve.record import Record
 
 Message = MutableMapping[str, Any]
 log = logging.getLogger("hibachi.serve")
@@ -43,7 +42,7 @@ class Exchange:
         self.tenant = ""
         self.came = time.monotonic()
         self.status = 0  # of its answer
-        self.record: Record | None = None
+        self.record: Any = None  # what a server notes of a request for text; see `access.Told`
         self.begun = False  # its answer
 
     @property

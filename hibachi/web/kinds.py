@@ -1,0 +1,123 @@
+"""What settings take: kinds of values, and how they are read from a flag, a variable or a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "HIBACHI_"
+_SIZES = {"k": 10, "ki": 10, "m": 20, "mi": 20, "g": 30, "gi": 30}  # all of them powers of two, as memory is
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a setting takes. read: from a text, or a value of TOML; raises ValueError. metavar: "" for a switch."""
+
+    metavar: str
+    expected: str
+    read: Callable[[Any], Any]
+    many: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One of them. default: the value, or None: `otherwise` says what holds then."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    otherwise: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def key(self) -> str:
+        """In Python, and in the file as well."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.key.upper()
+
+    @property
+    def default_text(self) -> str:
+        if self.default is None:
+            return self.otherwise or "none"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError
+    return given
+
+
+def text(metavar: str, expected: str = "a text") -> Kind:
+    return Kind(metavar, expected, _text)
+
+
+def texts(metavar: str) -> Kind:
+    def read(given: Any) -> tuple[str, ...]:
+        return tuple(map(_text, given.split() if isinstance(given, str) else given))
+
+    return Kind(metavar, "texts (in a variable, separated by blanks)", read, many=True)
+
+
+def integer(least: int, most: int | None = None) -> Kind:
+    def read(given: Any) -> int:
+        number = int(given) if isinstance(given, str) else given
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ValueError
+        if most is not None and number > most:
+            raise ValueError
+        return number
+
+    return Kind("N", f"an integer >= {least}" if most is None else f"an integer from {least} to {most}", read)
+
+
+def seconds(least: float = 0.0) -> Kind:
+    """From `least` on; 0.0 itself only where it means something, which is where a setting says so."""
+
+    def read(given: Any) -> float:
+        number = float(given) if isinstance(given, str) else given
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not least <= number < 1e9:
+            raise ValueError
+        return float(number)
+
+    return Kind("S", f"seconds >= {least:g}", read)
+
+
+def size() -> Kind:
+    def read(given: Any) -> int:
+        if isinstance(given, str):
+            word = given.strip().lower().removesuffix("b")
+            unit = word.lstrip("0123456789.")
+            given = int(float(word.removesuffix(unit)) * 2 ** (_SIZES[unit] if unit else 0))
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError
+        return given
+
+    return Kind("BYTES", "bytes, such as 1048576, 512M or 4G", read)
+
+
+def choice(*names: str) -> Kind:
+    def read(given: Any) -> str:
+        if given not in names:
+            raise ValueError
+        return str(given)
+
+    return Kind("|".join(names), f"one of {', '.join(names)}", read)
+
+
+def _switch(given: Any) -> bool:
+    return given if isinstance(given, bool) else _SWITCHES[given.lower()]
+
+
+SWITCH = Kind("", "true or false", _switch)
