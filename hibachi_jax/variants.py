@@ -64,7 +64,7 @@ def candidates(backend: JaxBackend) -> list[Candidate]:
 
     Steps of fixed shape (`hibachi_jax.invariant`) are none: they are a way to make steps, and not one to compute them.
     """
-    if type(backend) is not JaxBackend or backend.platform != "cpu":
+    if not backend.is_plain(JaxBackend) or backend.platform != "cpu":
         return []
     found = [Candidate(op, "xla", JaxBackend) for op in OPERATIONS]
     found += [Candidate("attention", "pallas", JaxBackend, why_not="for TPUs; this is the CPU")]

@@ -141,7 +141,7 @@ class TorchBackend(ArrayBackend):
         return self.variants.candidates(self) if self._undecided else ()
 
     def invariant(self) -> ArrayBackend:
-        if type(self) is not TorchBackend:  # what a class of somebody's own computes, is not ours to replace
+        if not self.is_plain(TorchBackend):  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
         if self.device.type != "cpu":
             raise self._not_invariant()

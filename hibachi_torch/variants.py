@@ -67,7 +67,7 @@ def native_state() -> str:
 def candidates(backend: TorchBackend) -> list[Candidate]:
     """The ways in which PyTorch computes the operations of a model. On the CPU there are several to be timed; kernels
     that are not compiled yet are compiled in the background, for the next start: nobody waits for a compiler."""
-    if type(backend) is not TorchBackend or backend.device.type != "cpu":
+    if not backend.is_plain(TorchBackend) or backend.device.type != "cpu":
         return libraries(backend)
     steady = "oneDNN" if InvariantTorchBackend.kernels == "oneDNN" else "padded"
     found = [Candidate(op, "torch", TorchBackend) for op in OPERATIONS]

@@ -94,6 +94,10 @@ class ArrayBackend:
         """Is this an array of this library?"""
         return isinstance(t, self._array_type)
 
+    def is_plain(self, cls: type[ArrayBackend]) -> bool:
+        """Is this just a `cls`: no class of somebody's own, and without kernels that were chosen from elsewhere?"""
+        return type(self) is cls and self.kernels == cls.kernels
+
     def unfit(self, t: Array) -> str | None:
         """What keeps an array of this library from being computed with like any other ("sparse"); None means nothing
         does."""

@@ -7,9 +7,10 @@ A package adds its own by an entry point in the group `hibachi.kernels`: a funct
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from inspect import getattr_static
 from typing import Any
 
 from hibachi.installed import entry_points
@@ -31,10 +32,10 @@ LADDERS = {"powers": (1, 1), "halves": (2, 1), "quarters": (4, 2), "eighths": (8
 class Candidate:
     """A way to compute an operation.
 
-    source: a class that has its methods: of the backend's own family, or a plain one whose methods need nothing but
-    those of an ArrayBackend. invariant: no result depends on the batch. rounds: weights lose digits, so it is taken
-    only where that is allowed. why_not: why it cannot be had here; None: it can. needs: the module of a library without
-    which it cannot be had.
+    source: a class that has its methods: of the backend's own family, of which source(device) makes an object, or a
+    plain one whose methods need nothing but those of an ArrayBackend. invariant: no result depends on the batch.
+    rounds: weights lose digits, so it is taken only where that is allowed. why_not: why it cannot be had here; None: it
+    can. needs: the module of a library without which it cannot be had.
     """
 
     operation: str
@@ -89,35 +90,50 @@ def ladders(backend: ArrayBackend) -> list[Candidate]:
 
 
 def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBackend:
-    """A backend like this one that takes each operation from its candidate; the others stay as they are."""
+    """A backend like this one that takes each operation from its candidate; the others stay as they are.
+
+    One object is the base, of the class among backend and sources that knows the most. What it does not compute as
+    chosen, it hands on to objects of the candidates' classes: their methods take the place of its own.
+    """
     if (ladder := chosen.get("buckets")) is not None:
         plain = compose(backend, {op: c for op, c in chosen.items() if op != "buckets"})
-        if ladder.source.buckets == plain.ladder:  # type: ignore[attr-defined]
+        if LADDERS[ladder.name] == plain.ladder:
             return plain
         padded = copy.copy(plain)
-        padded.buckets = ladder.source.buckets  # type: ignore[attr-defined]
+        padded.buckets = LADDERS[ladder.name]
         return padded
-    family = [c.source for c in chosen.values() if issubclass(c.source, type(backend))]
-    base = max([type(backend), *family], key=lambda cls: len(cls.__mro__))
-    own: dict[str, Any] = {}
-    for operation, candidate in chosen.items():
-        for name in OPERATIONS[operation]:
-            method = _method(candidate.source, name)
-            if method is not None and method is not _method(base, name):
-                own[name] = method
-    if not own:
-        made: ArrayBackend = base(backend.device) if base is not type(backend) else backend
-        return made
-    own["fuse"] = ArrayBackend.fuse  # which would run the kernels of the base
-    own["deterministic"] = all(c.invariant for c in chosen.values())
-    own["multiple"] = max(getattr(source, "multiple", 1) for source in [base, *(c.source for c in chosen.values())])
-    own["kernels"] = ", ".join(f"{operation} {c.name}" for operation, c in chosen.items())
-    mixed: ArrayBackend = type("Mixed", (base,), own)(backend.device)
+    kind = type(backend)
+    family = [c.source for c in chosen.values() if issubclass(c.source, kind)]
+    base = max([kind, *family], key=lambda cls: len(cls.__mro__))
+    others = {op: c.source for op, c in chosen.items() if not _same(c.source, base, op)}
+    if not others:
+        return backend if base is kind else base(backend.device)
+    mixed = copy.copy(backend) if base is kind else base(backend.device)
+    methods: dict[str, Callable[..., Any]] = {"fuse": lambda decoder: None}  # the base's would run its own kernels
+    for operation, source in others.items():
+        methods |= _methods(backend, mixed, source, operation)
+    for name, method in methods.items():
+        setattr(mixed, name, method)
+    mixed.deterministic = all(c.invariant for c in chosen.values())
+    mixed.prefers_invariant = False
+    mixed.multiple = max(getattr(source, "multiple", 1) for source in [base, *(c.source for c in chosen.values())])
+    mixed.kernels = ", ".join(f"{operation} {c.name}" for operation, c in chosen.items())
     return mixed
 
 
-def _method(cls: type, name: str) -> Any:
-    return next((klass.__dict__[name] for klass in cls.__mro__ if name in klass.__dict__), None)
+def _same(source: type, base: type[ArrayBackend], operation: str) -> bool:
+    """Does the base compute an operation as the source does? What a source does not have is the base's."""
+    return all(getattr(source, name, own) is own for name in OPERATIONS[operation] if (own := getattr(base, name)))
+
+
+def _methods(backend: ArrayBackend, mixed: ArrayBackend, source: type, operation: str) -> dict[str, Callable[..., Any]]:
+    """The methods of an operation by name: of an object of the source if it is of the backend's family, else bound to
+    `mixed`, as they need nothing but the methods of an ArrayBackend."""
+    there = [name for name in OPERATIONS[operation] if hasattr(source, name)]
+    if not issubclass(source, type(backend)):
+        return {name: getattr_static(source, name).__get__(mixed) for name in there}
+    part = backend if source is type(backend) else source(backend.device)
+    return {name: getattr(part, name) for name in there}
 
 
 def fitting(found: Sequence[Candidate], *, deterministic: bool, rounding: bool) -> dict[str, list[Candidate]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.tensor import candidates as kernels
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import (
@@ -54,6 +55,40 @@ def test_each_operation_comes_from_its_candidate():
 def test_a_candidate_may_be_a_strangers_class():
     mixed = compose(NumpyBackend(), {"activations": Candidate("activations", "none", Stranger, invariant=True)})
     assert not mixed.silu(np.ones(3, np.float32)).any() and mixed.deterministic
+
+
+def test_a_candidate_of_the_family_computes_with_what_it_is_itself():
+    class Times(NumpyBackend):
+        factor = 3
+
+        def linear(self, x, w, b=None):
+            return x @ w.T * self.factor
+
+    class Sibling(NumpyBackend):
+        factor = 5
+
+        def silu(self, x):
+            return x * self.factor
+
+    sources = {"linear": Times, "activations": Sibling}
+    mixed = compose(NumpyBackend(), {op: Candidate(op, "x", source) for op, source in sources.items()})
+    x = np.ones((1, 1), np.float32)
+    assert mixed.linear(x, x) == 3 and mixed.logits(x, x) == 3 and mixed.silu(x) == 5
+    assert mixed.gated(np.ones((1, 2), np.float32), "silu") == 5
+
+
+def test_what_is_mixed_is_not_replaced_by_kernels_of_ours():
+    mixed = compose(NumpyBackend(), {"activations": Candidate("activations", "none", Stranger)})
+    assert type(mixed) is NumpyBackend and not mixed.is_plain(NumpyBackend) and not mixed.prefers_invariant
+    with pytest.raises(UnsupportedOperation):
+        mixed.invariant()
+
+
+def test_a_library_that_we_do_not_know_can_be_mixed():
+    backend = ArrayBackend(pytest.importorskip("array_api_strict"))
+    mixed = compose(backend, {"activations": Candidate("activations", "none", Stranger)})
+    x = backend.put(np.ones(3, np.float32))
+    assert not mixed.get(mixed.silu(x)).any() and backend.get(backend.silu(x)).all()
 
 
 def test_a_whole_family_member_is_taken_as_it_is():
