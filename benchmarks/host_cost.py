@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
 from hibachi.plan.policy import Fair
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 
 

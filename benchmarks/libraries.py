@@ -22,13 +22,14 @@ import numpy as np
 
 import hibachi
 from hibachi.bench.randommodel import SHAPES
-from hibachi.engine.cached import CachedRunner
+from hibachi.engine.build import cached_runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.arch import Arch, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 
 BLOCK = 16
 
@@ -87,23 +88,25 @@ class Steps:
         sampler = RowSampler(backend, rows, what.vocab_size, table)
         self.backend, self.sampler = backend, sampler
         self.kept: list[History] = []
-        self.runner = CachedRunner(model, backend, Scheduler(limits), table, sampler, "float32")
+        self.runner = cached_runner(model, backend, Scheduler(limits), table, sampler, "float32")
         for row in range(rows):
             tokens = np.random.default_rng(row).integers(0, what.vocab_size, longest).astype(np.int32)
             self.kept.append(History(tokens))
             table.fill(row, self.kept[-1])
             each = longest // BLOCK
-            self.runner.block_table[row] = np.arange(1 + row * each, 1 + (row + 1) * each)
+            self.runner.inputs.block_table[row] = np.arange(1 + row * each, 1 + (row + 1) * each)
 
     def step(self, starts: Any, each: Any) -> Any:
         """Greedy tokens of a step in which row i computes each[i] tokens from starts[i] on."""
         rows, runner = np.arange(len(starts)), self.runner
         with self.backend.guard():
             tokens = []
-            calls = runner._calls(rows, starts, each) if runner.sizes else [(rows, starts, each)]
+            calls = (
+                runner.calls(rows, starts, each, runner.inputs.sizes) if runner.inputs.sizes else [(rows, starts, each)]
+            )
             for mine, at, n in calls:
-                x = runner._inputs(rows[mine], at, n, at + n == (starts + each)[mine])
-                out, runner.cache = runner._step(runner.model.params, runner.cache, x)
+                x = runner.inputs.packed(rows[mine], at, n, at + n == (starts + each)[mine])
+                out, runner.memory.cache = runner.main.step(runner.model.params, runner.memory.cache, x)
                 tokens.append(self.sampler._greedy(out)[0])
             return [self.backend.get(t) for t in tokens]
 

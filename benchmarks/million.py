@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from tests.plan.world import POLICIES, World, drive, random_request
 
 KINDS = "requests", "steps", "preemptions", "hits", "evictions", "pause", "rollback", "cache lost", "memory short"

@@ -244,7 +244,7 @@ class Soak:
         stats, injected = self.engine.stats(), self.backend.injected
         worker = self.engine._worker
         assert worker is not None
-        scheduler = worker._engine.scheduler
+        scheduler = worker.engine.scheduler
         scheduler.check()
         if stats.free_blocks != stats.blocks or stats.running or stats.waiting:
             self.complain(f"something was left behind: {stats}")

@@ -1,63 +1,156 @@
 """Continuous batching for any autoregressive model, on any array library."""
 
-import logging as _logging
+import os as _os
+import sys as _sys
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
-from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
-from hibachi.engine.health import Health as Health
-from hibachi.errors import BackendError as BackendError
-from hibachi.errors import BackendNotFound as BackendNotFound
-from hibachi.errors import BackendNotInstalled as BackendNotInstalled
-from hibachi.errors import ConfigError as ConfigError
-from hibachi.errors import DeadlineExceeded as DeadlineExceeded
-from hibachi.errors import EngineClosed as EngineClosed
-from hibachi.errors import EngineError as EngineError
-from hibachi.errors import EngineFailed as EngineFailed
-from hibachi.errors import HibachiError as HibachiError
-from hibachi.errors import InternalError as InternalError
-from hibachi.errors import InvalidModelFiles as InvalidModelFiles
-from hibachi.errors import InvalidModelOutput as InvalidModelOutput
-from hibachi.errors import InvalidRequest as InvalidRequest
-from hibachi.errors import InvalidTensorOperation as InvalidTensorOperation
-from hibachi.errors import MissingExtra as MissingExtra
-from hibachi.errors import ModelError as ModelError
-from hibachi.errors import ModelFault as ModelFault
-from hibachi.errors import NonFiniteOutput as NonFiniteOutput
-from hibachi.errors import NotDeterministic as NotDeterministic
-from hibachi.errors import OutOfCapacity as OutOfCapacity
-from hibachi.errors import PromptTooLong as PromptTooLong
-from hibachi.errors import QueueFull as QueueFull
-from hibachi.errors import RequestError as RequestError
-from hibachi.errors import UnknownArchitecture as UnknownArchitecture
-from hibachi.errors import UnsupportedOperation as UnsupportedOperation
-from hibachi.lm.llm import LLM as LLM
-from hibachi.model.families import Family as Family
-from hibachi.model.files import ModelFiles as ModelFiles
-from hibachi.model.ladder import Autoregressive as Autoregressive
-from hibachi.model.ladder import AutoregressiveBatcher as AutoregressiveBatcher
-from hibachi.model.ladder import CachedModel as CachedModel
-from hibachi.model.ladder import Feedforward as Feedforward
-from hibachi.model.ladder import FeedforwardBatcher as FeedforwardBatcher
-from hibachi.model.ladder import LanguageModel as LanguageModel
-from hibachi.model.ladder import LogitsModel as LogitsModel
-from hibachi.model.registry import load_model as load_model
-from hibachi.model.registry import register_model as register_model
-from hibachi.request import Finish as Finish
-from hibachi.request import SamplingParams as SamplingParams
-from hibachi.request import StopRule as StopRule
-from hibachi.request import Terms as Terms
-from hibachi.streams.stream import Item as Item
-from hibachi.streams.stream import ItemStream as ItemStream
-from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
-from hibachi.tensor.cache import CacheSpec as CacheSpec
-from hibachi.tensor.cache import Paged as Paged
-from hibachi.tensor.cache import State as State
-from hibachi.tensor.cache import StepInputs as StepInputs
-from hibachi.tensor.discover import available as available
-from hibachi.tensor.discover import backend_for as backend_for
-from hibachi.tensor.discover import load as load
-from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
-from hibachi.tensor.protocol import Backend as Backend
-from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
+# `python -m hibachi` puts the working directory first on the path, where a json.py of the user's would hide Python's.
+# It goes to the end, unless we lie there ourselves. Here, as Python runs this file before __main__.py, while sys.argv
+# is still ["-m", *arguments].
+if (
+    _sys.argv[:1] == ["-m"]
+    and not _sys.flags.safe_path
+    and _sys.orig_argv[-len(_sys.argv)].removeprefix("-m").partition(".")[0] == "hibachi"
+    and _sys.path[0] != _os.path.dirname(__path__[0])
+):
+    _sys.path.append(_sys.path.pop(0))
+
+import logging as _logging
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
+    from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
+    from hibachi.engine.health import Health as Health
+    from hibachi.errors import BackendError as BackendError
+    from hibachi.errors import BackendNotFound as BackendNotFound
+    from hibachi.errors import BackendNotInstalled as BackendNotInstalled
+    from hibachi.errors import ConfigError as ConfigError
+    from hibachi.errors import DeadlineExceeded as DeadlineExceeded
+    from hibachi.errors import EngineClosed as EngineClosed
+    from hibachi.errors import EngineError as EngineError
+    from hibachi.errors import EngineFailed as EngineFailed
+    from hibachi.errors import HibachiError as HibachiError
+    from hibachi.errors import InternalError as InternalError
+    from hibachi.errors import InvalidModelFiles as InvalidModelFiles
+    from hibachi.errors import InvalidModelOutput as InvalidModelOutput
+    from hibachi.errors import InvalidRequest as InvalidRequest
+    from hibachi.errors import InvalidTensorOperation as InvalidTensorOperation
+    from hibachi.errors import MissingExtra as MissingExtra
+    from hibachi.errors import ModelError as ModelError
+    from hibachi.errors import ModelFault as ModelFault
+    from hibachi.errors import NonFiniteOutput as NonFiniteOutput
+    from hibachi.errors import NotDeterministic as NotDeterministic
+    from hibachi.errors import OutOfCapacity as OutOfCapacity
+    from hibachi.errors import PromptTooLong as PromptTooLong
+    from hibachi.errors import QueueFull as QueueFull
+    from hibachi.errors import RequestError as RequestError
+    from hibachi.errors import UnknownArchitecture as UnknownArchitecture
+    from hibachi.errors import UnsupportedOperation as UnsupportedOperation
+    from hibachi.lm.llm import LLM as LLM
+    from hibachi.model.families import Family as Family
+    from hibachi.model.files import ModelFiles as ModelFiles
+    from hibachi.model.ladder import Autoregressive as Autoregressive
+    from hibachi.model.ladder import AutoregressiveBatcher as AutoregressiveBatcher
+    from hibachi.model.ladder import CachedModel as CachedModel
+    from hibachi.model.ladder import Feedforward as Feedforward
+    from hibachi.model.ladder import FeedforwardBatcher as FeedforwardBatcher
+    from hibachi.model.ladder import LanguageModel as LanguageModel
+    from hibachi.model.ladder import LogitsModel as LogitsModel
+    from hibachi.model.registry import load_model as load_model
+    from hibachi.model.registry import register_model as register_model
+    from hibachi.request import Finish as Finish
+    from hibachi.request import SamplingParams as SamplingParams
+    from hibachi.request import StopRule as StopRule
+    from hibachi.request import Terms as Terms
+    from hibachi.streams.stream import Item as Item
+    from hibachi.streams.stream import ItemStream as ItemStream
+    from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
+    from hibachi.tensor.cache import CacheSpec as CacheSpec
+    from hibachi.tensor.cache import Paged as Paged
+    from hibachi.tensor.cache import State as State
+    from hibachi.tensor.cache import StepInputs as StepInputs
+    from hibachi.tensor.discover import available as available
+    from hibachi.tensor.discover import backend_for as backend_for
+    from hibachi.tensor.discover import load as load
+    from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
+    from hibachi.tensor.protocol import Backend as Backend
+    from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
 
 _logging.getLogger("hibachi").addHandler(_logging.NullHandler())  # silent unless the application configures logging
+
+# What is public, and where it stands: it is imported when it is first asked for, so that what needs no engine (the help
+# of a command, a router) starts without NumPy.
+_PLACES = {
+    "ArrayBackend": "hibachi.tensor.array_backend",
+    "Autoregressive": "hibachi.model.ladder",
+    "AutoregressiveBatchInference": "hibachi.engine.autoregressive",
+    "AutoregressiveBatcher": "hibachi.model.ladder",
+    "Backend": "hibachi.tensor.protocol",
+    "BackendError": "hibachi.errors",
+    "BackendNotFound": "hibachi.errors",
+    "BackendNotInstalled": "hibachi.errors",
+    "CacheSpec": "hibachi.tensor.cache",
+    "CachedModel": "hibachi.model.ladder",
+    "ConfigError": "hibachi.errors",
+    "DeadlineExceeded": "hibachi.errors",
+    "EngineClosed": "hibachi.errors",
+    "EngineError": "hibachi.errors",
+    "EngineFailed": "hibachi.errors",
+    "Family": "hibachi.model.families",
+    "Feedforward": "hibachi.model.ladder",
+    "FeedforwardBatchInference": "hibachi.engine.feedforward",
+    "FeedforwardBatcher": "hibachi.model.ladder",
+    "Finish": "hibachi.request",
+    "Health": "hibachi.engine.health",
+    "HibachiError": "hibachi.errors",
+    "InternalError": "hibachi.errors",
+    "InvalidModelFiles": "hibachi.errors",
+    "InvalidModelOutput": "hibachi.errors",
+    "InvalidRequest": "hibachi.errors",
+    "InvalidTensorOperation": "hibachi.errors",
+    "Item": "hibachi.streams.stream",
+    "ItemStream": "hibachi.streams.stream",
+    "LLM": "hibachi.lm.llm",
+    "LanguageModel": "hibachi.model.ladder",
+    "LogitsModel": "hibachi.model.ladder",
+    "MissingExtra": "hibachi.errors",
+    "ModelError": "hibachi.errors",
+    "ModelFault": "hibachi.errors",
+    "ModelFiles": "hibachi.model.files",
+    "NonFiniteOutput": "hibachi.errors",
+    "NotDeterministic": "hibachi.errors",
+    "NumpyBackend": "hibachi.tensor.numpy_backend",
+    "OutOfCapacity": "hibachi.errors",
+    "Paged": "hibachi.tensor.cache",
+    "PromptTooLong": "hibachi.errors",
+    "QueueFull": "hibachi.errors",
+    "RequestError": "hibachi.errors",
+    "SamplingParams": "hibachi.request",
+    "State": "hibachi.tensor.cache",
+    "StepInputs": "hibachi.tensor.cache",
+    "StopRule": "hibachi.request",
+    "Terms": "hibachi.request",
+    "UnknownArchitecture": "hibachi.errors",
+    "Unsqueezable": "hibachi.tensor.protocol",
+    "UnsupportedOperation": "hibachi.errors",
+    "available": "hibachi.tensor.discover",
+    "backend_for": "hibachi.tensor.discover",
+    "load": "hibachi.tensor.discover",
+    "load_model": "hibachi.model.registry",
+    "register_model": "hibachi.model.registry",
+}
+
+__all__ = [*_PLACES]
+
+
+def __getattr__(name: str) -> object:
+    if (place := _PLACES.get(name)) is None:
+        raise AttributeError(f"module 'hibachi' has no attribute {name!r}")
+    found: object = getattr(_import_module(place), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

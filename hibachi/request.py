@@ -7,9 +7,11 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from hibachi.errors import InvalidRequest, shown
+
+Pooling: TypeAlias = Literal["mean", "last", "cls"]
 
 
 class Finish(StrEnum):
@@ -282,3 +284,37 @@ class StopRule:
             raise InvalidRequest(f"tokens must be {expected}; got {type(self.tokens).__qualname__}.") from e
         _check(self.where is None or callable(self.where), "where", "a callable (or None)", self.where)
         _check(_is_real(self.atol) and self.atol >= 0, "atol", "a finite number >= 0", self.atol)
+
+
+def as_rule(stop: Any) -> StopRule:
+    """What `run(stop=)` takes, as a rule: one, a predicate, a token or a list of them. Raises InvalidRequest."""
+    if stop is None:
+        return StopRule()
+    if isinstance(stop, StopRule):
+        return stop
+    if callable(stop):
+        return StopRule(where=stop)
+    return StopRule(tuple(stop) if isinstance(stop, (list, tuple, set, frozenset)) else (stop,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What an engine is asked for: one stream. It crosses threads, and the pipe to an engine in another process.
+
+    prompt: (sequence, *token), a list or an array; None where embeds is given, floats (sequence, hidden).
+    params: how to sample; None: plain sampling, or a model that returns tokens. max_new_tokens: before
+    params.max_tokens. stop, include_stop: as for `AutoregressiveBatchInference.run`. bad_words: token ids that may not
+    come one after another. pooling: a vector is wanted in the place of tokens, made so of the model's hidden states;
+    unit: of length 1.
+    """
+
+    prompt: Any
+    params: SamplingParams | None = None
+    max_new_tokens: int | None = None
+    stop: Any = None
+    include_stop: bool = True
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embeds: Any = None
+    terms: Terms = Terms()
+    pooling: Pooling | None = None
+    unit: bool = False

@@ -16,8 +16,8 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request installed tensor plan decode model streams"
-BATCH = f"{BELOW_ENGINE} engine"
+BELOW_ENGINE = "errors request options installed tensor plan decode model streams"
+BATCH = f"{BELOW_ENGINE} recording engine"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
 
@@ -31,6 +31,7 @@ class Rule(NamedTuple):
 RULES = {
     "hibachi/errors.py": Rule("", third_party=""),
     "hibachi/request.py": Rule("errors", third_party=""),
+    "hibachi/options.py": Rule("errors", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/tensor": Rule("errors installed tensor", third_party="numpy array_api_compat typing_extensions"),
     "hibachi/plan": Rule(
@@ -41,12 +42,13 @@ RULES = {
     "hibachi/model": Rule("errors request installed tensor model"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
     "hibachi/tune": Rule("errors tensor plan decode model tune"),
+    "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/engine": Rule(BATCH),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
     "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
-    "hibachi/testing": Rule(f"{BATCH} lm testing", third_party="numpy pytest"),
-    "hibachi/verify": Rule(f"{BATCH} lm testing verify"),
+    "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
+    "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request api", third_party="msgspec"),
     "hibachi/serve": Rule(

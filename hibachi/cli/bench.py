@@ -29,7 +29,8 @@ from hibachi.bench.steps import growth
 from hibachi.bench.steps.profile import from_json, table
 from hibachi.cli import benchserve
 from hibachi.cli.options import model_arguments
-from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
 from hibachi.lm.named import is_named, model_named

@@ -1,20 +1,21 @@
-"""judge backends, or your own model, by the promises of the conformance suite
+"""judge backends by the promises of the conformance suite
 
 Needs the extra `test`. Other arguments go to pytest: for example -k pop.
+`hibachi verify` judges models.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from hibachi.testing.options import OPTIONS, add_to, words
+from hibachi.testing import run as suite
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    add_to(parser.add_argument, OPTIONS)
+    suite.arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from hibachi.testing.run import main
-
-    return main([*words(args), *args.rest])
+    if args.model is not None:
+        args.parser.error(suite.VERIFY)
+    return suite.main([*(f"--backend={name}" for name in args.backend), *args.rest])

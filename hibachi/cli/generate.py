@@ -11,7 +11,8 @@ import argparse
 import sys
 
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments
-from hibachi.engine.autoregressive import AutoregressiveBatchInference, level_of
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.build import level_of
 from hibachi.errors import InvalidRequest
 from hibachi.lm.named import is_named, model_named
 from hibachi.request import SamplingParams

@@ -12,8 +12,8 @@ import json
 import math
 from typing import Any
 
-from hibachi.engine.autoregressive import leaves, level_of
-from hibachi.lm.named import is_named, model_named
+from hibachi.engine.build import leaves, level_of
+from hibachi.lm.named import is_named, model_named, place
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
@@ -61,7 +61,7 @@ def _own(spec: str, for_programs: bool) -> int:
     paged = [layer for layer in layers if isinstance(layer, Paged)]
     states = [layer for layer in layers if isinstance(layer, State)]
     facts = {
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model": f"{place(type(model).__module__)}:{type(model).__qualname__}",
         "level": level,
         "samples": "the engine" if level and vocab is not None else "the model itself",
         "vocab_size": vocab if level else None,

@@ -17,14 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.lm.named import is_named, model_named, object_named
 from hibachi.model.registry import load_model
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
-from hibachi.testing.options import ids, token
 from hibachi.verify.report import verify
-from hibachi.verify.subject import CHUNKS, SIZES, Bench, prompts_in
+from hibachi.verify.subject import CHUNKS, SIZES, Subject, prompts_in
 
 USAGE = 2
 
@@ -58,11 +59,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        bench = _bench(args)
+        subject = _subject(args)
     except (HibachiError, OSError) as e:
         print(f"hibachi: {e}", file=sys.stderr)
         return USAGE
-    report = verify(bench)
+    report = verify(subject)
     if args.json:
         print(json.dumps({"model": args.model, **report.as_json()}, indent=2))
     else:
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.good else 1
 
 
-def _bench(args: argparse.Namespace) -> Bench:
+def _subject(args: argparse.Namespace) -> Subject:
     given: list[Any] = [ids(p) for p in args.prompt]
     if sum(map(bool, (given, args.prompts, args.examples))) > 1:
         raise ConfigError("Pass one of --prompt, --prompts and --examples; got more.")
@@ -82,7 +83,7 @@ def _bench(args: argparse.Namespace) -> Bench:
     else:
         model = load_model(args.model, backend or "numpy", dtype=args.dtype, max_model_len=args.max_model_len)
         backend = backend or model.backend
-    return Bench(
+    return Subject(
         model,
         backend,
         name=args.model,
@@ -113,3 +114,21 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def shown(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
+
+
+def ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--prompt takes token ids with commas between them, as 1,2,3; got {text!r}.") from None
+
+
+def token(text: str | None) -> Any:
+    """A number for a scalar token, else an array (1, *tok)."""
+    if text is None:
+        return None
+    try:
+        values = [float(part) if set(part) & set(".en") else int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--padding-token takes a number, or several as 0,0,0; got {text!r}.") from None
+    return values[0] if len(values) == 1 else np.array([values])

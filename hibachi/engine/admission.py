@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
-from hibachi.errors import InvalidRequest, QueueFull
-from hibachi.plan.scheduler import Limits
-from hibachi.request import SamplingParams
+import numpy as np
+
+from hibachi.engine.batchengine import Facts
+from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown
+from hibachi.plan.limits import Limits
+from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
 
@@ -22,14 +26,64 @@ def check_ids(prompt: HostArray, vocab: int) -> None:
         )
 
 
-def check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool) -> None:
+def checked(request: Request, prompt: HostArray, facts: Facts) -> Request:
+    """The request with its prompt, its parameters and its limit of new tokens as the engine takes them.
+
+    prompt: [n, *token] on the host, of the engine's kind; zeros, where embeddings are given. Raises InvalidRequest,
+    PromptTooLong or UnsupportedOperation.
+    """
+    params, limit, vocab = request.params, request.max_new_tokens, facts.vocab_size
+    if request.pooling is not None:
+        check_pooling(request.pooling, facts.has_hidden)
+        params, limit = (None if vocab is None else SamplingParams()), 1
+    if vocab is None:
+        if params is not None:
+            raise InvalidRequest(
+                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params "
+                f"out and pass max_new_tokens= or stop=."
+            )
+    else:
+        params = as_params(params, SamplingParams(max_tokens=None))
+        if request.embeds is not None and params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
+        limit = params.max_tokens if limit is None else limit
+    if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
+        raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
+    if not isinstance(request.include_stop, (bool, np.bool_)):
+        raise InvalidRequest(f"include_stop must be True or False; got {type(request.include_stop).__qualname__}.")
+    if params is not None and vocab is not None:
+        _check_params(params, limit, vocab=vocab, cached=facts.cached)
+    limit = None if limit is None else int(limit)
+    facts.limits.fit(len(prompt), limit)
+    return replace(request, prompt=prompt, params=params, max_new_tokens=limit, terms=as_terms(request.terms))
+
+
+def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> HostArray:
+    """Embeddings in the place of a prompt, float32 of our own. size: of the model's, or None. Raises InvalidRequest."""
+    if size is None:
+        raise InvalidRequest(
+            f"prompt_embeds takes a model with an attribute `embed_size` that looks at `x.embeds`; {model} has "
+            f"none. Pass token ids."
+        )
+    fine = prompt is None and embeds.ndim == 2 and embeds.shape[1] == size and len(embeds) and embeds.dtype.kind == "f"
+    if not fine:
+        raise InvalidRequest(
+            f"prompt_embeds must be floats of shape (sequence, {size}), and the prompt None; got shape "
+            f"{embeds.shape} of {embeds.dtype}, and a prompt of type {type(prompt).__name__}."
+        )
+    if not np.isfinite(embeds).all():
+        raise InvalidRequest("prompt_embeds must be finite; got NaN or infinity. Look where they were made.")
+    return embeds.astype(np.float32)  # a copy: the caller's may change
+
+
+def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool) -> None:
     """limit: of new tokens, or None. cached: the model is of level 2. Raises InvalidRequest."""
     bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
-        if ids and max(ids) >= vocab:  # type: ignore[type-var]
+        if ids and max(ids) >= vocab:
             raise InvalidRequest(
                 f"{name} must name token ids from 0 to {vocab - 1} (the model's vocabulary); got "
-                f"{max(ids)}. Is this the tokenizer of this model?"  # type: ignore[type-var]
+                f"{max(ids)}. Is this the tokenizer of this model?"
             )
     if limit is not None and params.min_tokens > limit:
         raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")
@@ -70,3 +124,14 @@ def check_room(
         f"max_waiting={max_waiting} that wait); got {here}{of_it} and {new} more. Try again later, or raise "
         f"max_waiting."
     )
+
+
+def check_pooling(pooling: Any, has_hidden: bool) -> None:
+    """Raises InvalidRequest for a pooling that there is not, UnsupportedOperation for a model without hidden states."""
+    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
+        raise InvalidRequest(f"pooling must be 'mean', 'last' or 'cls'; got {shown(pooling)}.")
+    if not has_hidden:
+        raise UnsupportedOperation(
+            "Embeddings need the model's hidden states: expected a method `hidden(params, cache, x)` beside "
+            "`cache_spec`; this model has none. Give it one, or use a model that our decoder runs."
+        )

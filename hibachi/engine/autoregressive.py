@@ -1,52 +1,44 @@
-"""The crate's face: hand over a model, hand over prompts, get a stream for each."""
+"""The crate's idea: hand over a model, hand over prompts, get a stream for each."""
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from hibachi.engine.admission import check_ids, check_params
+from hibachi.engine.admission import check_ids, check_pooling, checked, embeddings
+from hibachi.engine.batchengine import Facts
+from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has_hidden, level_of
+from hibachi.engine.cached import CachedRunner
+from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.job import Job
-from hibachi.engine.pooling import MixedRunner, check_pooling, has_hidden
-from hibachi.engine.runner import Runner
-from hibachi.engine.sampler import RowSampler
 from hibachi.engine.selfcheck import selfcheck
-from hibachi.engine.service import Service, given_backend
 from hibachi.engine.stops import Stopper, as_token
-from hibachi.engine.tokentable import TokenTable, misfits
-from hibachi.engine.uncached import WholeRunner
-from hibachi.engine.worker import Worker
-from hibachi.errors import ConfigError, InvalidRequest, shown
-from hibachi.model.pooling import Pooling
+from hibachi.engine.tokentable import misfits
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Limits, Scheduler
 from hibachi.plan.sequence import Seq
-from hibachi.request import SamplingParams, StopRule, Terms, as_params, as_terms
+from hibachi.request import Pooling, Request, SamplingParams, StopRule, Terms, as_rule
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import backend_for, resolve
 
 log = logging.getLogger("hibachi.engine")
 _IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
-NO_LIMIT = 2**31 - 2
-DEFAULT_CACHE_BYTES = 2**30
-CHECKPOINTS = 2  # recurrent states kept for each row
-CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next
 
 
-class AutoregressiveBatchInference(Service):
+class AutoregressiveBatchInference(BatchInference):
     """Continuous batching for one model: requests join and leave the batch at every step.
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
@@ -68,7 +60,7 @@ class AutoregressiveBatchInference(Service):
     False: when there is memory for its prompt; if memory runs out later, the last in the order of service is preempted
     and computes its tokens again.
     max_prefill_tokens: tokens of prompts computed in a step; None: what max_batch_tokens leaves.
-    service: max_waiting, pause_after, restart, stall_after, record: see `Service`.
+    max_waiting, pause_after, restart, stall_after, record, overlap: see `BatchInference`.
     deterministic: who shares the batch never changes a bit. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made); levels 0 and 1: one row a call. None: as the model
     was made. At level 2, `selfcheck` tries it when the engine is made. See docs/determinism.md.
@@ -77,6 +69,7 @@ class AutoregressiveBatchInference(Service):
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
 
+    @spelled
     def __init__(
         self,
         model: Any,
@@ -95,12 +88,24 @@ class AutoregressiveBatchInference(Service):
         reserve_all: bool = False,
         max_prefill_tokens: int | None = None,
         deterministic: bool | None = None,
-        **service: Any,
+        max_waiting: int | None = None,
+        pause_after: int | None = None,
+        restart: str | None = None,
+        stall_after: float | None = STALL_AFTER,
+        record: str | Path | None = None,
+        overlap: bool | None = None,
     ) -> None:
-        super().__init__(max_batch_size, **service)
-        self._model = model
+        super().__init__(
+            max_batch_size,
+            max_waiting=max_waiting,
+            pause_after=pause_after,
+            restart=restart,
+            stall_after=stall_after,
+            record=record,
+            overlap=overlap,
+        )
+        self.model = model
         self._level = level_of(model)
-        self._vocab: int | None = getattr(model, "vocab_size", None) if self._level else None
         own = getattr(model, "max_model_len", None)
         limit = max_model_len if max_model_len is not None else own
         if limit is None and stop_token is None:
@@ -120,24 +125,36 @@ class AutoregressiveBatchInference(Service):
         if self._level == 2 and limit is None:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len = NO_LIMIT if limit is None else limit
-        self._budget, self._asked_block_size = max(max_batch_tokens, max_batch_size), block_size
-        self._cache_bytes, self._dtype = cache_bytes, dtype
-        self._prefix_cache, self._reserve_all, self._prefill = prefix_cache, reserve_all, max_prefill_tokens
+        self._plan = Plan(
+            model=model,
+            level=self._level,
+            rows=max_batch_size,
+            longest=self.max_model_len,
+            budget=max(max_batch_tokens, max_batch_size),
+            prefill=max_prefill_tokens,
+            block_size=block_size,
+            cache_bytes=cache_bytes,
+            dtype=dtype,
+            prefix_cache=prefix_cache,
+            reserve_all=reserve_all,
+        )
         self._policy = policy_of(policy)
         self._stop_token, self._padding_token = stop_token, padding_token
-        self._backend = self._find_backend(backend, stop_token, padding_token)
+        self._backend = find_backend(backend, model, stop_token, padding_token)
         self._asked, self.deterministic = bool(deterministic), self._decide(deterministic)
-        self._runner: MixedRunner | None = None
+        self._built: Built | None = None
+        self._default_stop: Stopper | None = None
+        self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
         if padding_token is not None:
             _check_padding(self._host(padding_token), padding_token)
-        if self._backend is not None and self._vocab is not None:
-            self._start((), np.int32 if self._level == 2 else np.int64)
+        if self._backend is not None and self._plan.vocab_size is not None:
+            self._build(self._backend, (), np.int32 if self._level == 2 else np.int64)
 
     def _decide(self, deterministic: bool | None) -> bool:
         """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
         if self._level < 2:
             return bool(deterministic)
-        own = getattr(self._model, "backend", None)
+        own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
         if not deterministic or computes is None or computes.deterministic:
             return computes is not None and computes.deterministic if deterministic is None else deterministic
@@ -149,9 +166,8 @@ class AutoregressiveBatchInference(Service):
         self._backend = computes.invariant()
         return True
 
-    def _check_bits(self, runner: MixedRunner) -> None:
+    def _check_bits(self, runner: CachedRunner) -> bool:
         """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
-        assert self._backend is not None
         if self.deterministic:
             try:
                 selfcheck(runner, unused=True)
@@ -160,8 +176,8 @@ class AutoregressiveBatchInference(Service):
                     raise
                 self.deterministic = False
                 log.warning("deterministic=False, as the check of the model failed: %s", e)
-        self._runner = runner
-        log.info("deterministic=%s; %s", self.deterministic, self._backend.fingerprint())
+        log.info("deterministic=%s; %s", self.deterministic, runner.backend.fingerprint())
+        return self.deterministic
 
     def selfcheck(self) -> int:
         """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
@@ -169,7 +185,8 @@ class AutoregressiveBatchInference(Service):
         With a cache of its own, at any time. A deterministic engine does so when it is made. 0: nothing to compare, as
         the model returns tokens, not logits, or has no cache. Raises NotDeterministic with the first difference.
         """
-        return selfcheck(self._runner) if self._runner is not None else 0
+        runner = None if self._built is None else self._built.runner
+        return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -208,9 +225,16 @@ class AutoregressiveBatchInference(Service):
                     f"run makes one stream, so n and best_of must be 1; got n={params.n}, best_of={params.best_of}. "
                     f"Call it several times, or use hibachi.LLM."
                 )
-        return self._submit(
-            self._prepare(prompt, params, max_new_tokens, stop, include_stop, embeds=prompt_embeds, terms=terms)
+        request = Request(
+            prompt,
+            params,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            include_stop=include_stop,
+            embeds=prompt_embeds,
+            terms=Terms() if terms is None else terms,
         )
+        return self.submit(self.check(request))
 
     def embed(self, prompt: Any, *, pooling: Pooling = "last", terms: Terms | None = None) -> Item[Any]:
         """Queue a prompt of token ids for a vector: `await` it, or call `.result()`. A native array, float32 [hidden].
@@ -221,109 +245,90 @@ class AutoregressiveBatchInference(Service):
 
         Raises UnsupportedOperation for a model without `hidden`, and what `run` raises.
         """
-        return Item(self._submit(self._prepare(prompt, None, terms=terms, pooling=pooling)))
+        request = Request(prompt, pooling=pooling, terms=Terms() if terms is None else terms)
+        return Item(self._stream(self.check(request), native_row))
 
-    def _prepare(
-        self,
-        prompt: Any,
-        params: SamplingParams | None,
-        max_new_tokens: int | None = None,
-        stop: Any = None,
-        include_stop: bool = True,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        embeds: HostArray | None = None,
-        terms: Terms | None = None,
-        pooling: Pooling | None = None,
-    ) -> Job:
-        """Everything about a request that can be wrong; nothing is queued yet. bad_words: as token ids.
+    @property
+    def facts(self) -> Facts:
+        """Of the engine, once it is built: when it is made, if the model and the backend tell the kind of token, else
+        with the first request. Raises EngineError before."""
+        if self._built is None:
+            raise EngineError("The engine is built with its first request, which tells the kind of token. Send one.")
+        return self._built.facts
 
-        pooling: a vector is wanted, no tokens.
-        """
-        if pooling is not None:
-            check_pooling(pooling, has_hidden(self._model))
-            params, max_new_tokens = (None if self._vocab is None else SamplingParams()), 1
+    @property
+    def pid(self) -> None:
+        """It runs in this process."""
+        return None
+
+    @property
+    def begins_again(self) -> bool:
+        """With another process: never."""
+        return False
+
+    def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
+        """See `BatchEngine`. channel: where the items go; None: a new one."""
+        prompt, embeds = request.prompt, request.embeds
+        if request.pooling is not None:
+            check_pooling(request.pooling, has_hidden(self.model))
         if embeds is not None:
-            embeds = self._check_embeds(prompt, embeds, params)
+            size = getattr(self.model, "embed_size", None)
+            embeds = embeddings(self._host(embeds), prompt, size, type(self.model).__name__)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
-        host = self._admit_prompt(prompt)
-        if params is not None and self._vocab is None:
-            raise InvalidRequest(
-                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params "
-                f"out and pass max_new_tokens= or stop=."
-            )
-        if self._vocab is not None:
-            params = as_params(params, SamplingParams(max_tokens=None))
-        limit = max_new_tokens if max_new_tokens is not None else params.max_tokens if params else None
-        if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
-            raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
-        if not isinstance(include_stop, (bool, np.bool_)):
-            raise InvalidRequest(f"include_stop must be True or False; got {type(include_stop).__qualname__}.")
-        if params is not None:
-            assert self._vocab is not None
-            check_params(params, limit, vocab=self._vocab, cached=self._level == 2)
-        terms, now = as_terms(terms), time.monotonic()
-        seq = Seq(len(host), None if limit is None else int(limit), priority=terms.priority, tenant=terms.tenant)
+        built, host = self._admit_prompt(prompt)
+        request, now = checked(request, host, built.facts), time.monotonic()
+        params, terms = request.params, request.terms
+        seq = Seq(len(host), request.max_new_tokens, priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
-        self._scheduler.fit(seq.prompt_len, seq.max_new)
-        if self._shares and embeds is None and pooling is None and (params is None or params.prompt_logprobs is None):
-            seq.keys, seq.salt = self._block_keys(host), terms.cache_salt
+        scored = params is not None and params.prompt_logprobs is not None
+        if built.block_size and embeds is None and request.pooling is None and not scored:
+            seq.keys, seq.salt = built.block_keys(host), terms.cache_salt
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
-            Channel(self._pause_after),
+            channel or Channel(self._pause_after),
             host,
-            stop=self._stopper(stop, params),
-            include_stop=bool(include_stop) or (params is not None and params.include_stop),
+            stop=self._stopper(built, request.stop, params),
+            include_stop=bool(request.include_stop) or (params is not None and params.include_stop),
             params=params,
             seed=seed & (2**64 - 1),
-            bad_words=bad_words,
+            bad_words=request.bad_words,
             embeds=embeds,
-            pooling=pooling,
+            pooling=request.pooling,
+            unit=request.unit,
         )
-        if params is not None and params.prompt_logprobs is not None:
+        if scored:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
 
-    def _check_embeds(self, prompt: Any, embeds: Any, params: SamplingParams | None) -> HostArray:
-        """Embeddings in the place of a prompt, on the host. Raises InvalidRequest."""
-        size = getattr(self._model, "embed_size", None)
-        if size is None:
-            raise InvalidRequest(
-                f"prompt_embeds takes a model with an attribute `embed_size` that looks at `x.embeds`; "
-                f"{type(self._model).__name__} has none. Pass token ids."
-            )
-        host = self._host(embeds)
-        if prompt is not None or host.ndim != 2 or host.shape[1] != size or not len(host) or host.dtype.kind != "f":
-            raise InvalidRequest(
-                f"prompt_embeds must be floats of shape (sequence, {size}), and the prompt None; got shape "
-                f"{host.shape} of {host.dtype}, and a prompt of type {type(prompt).__name__}."
-            )
-        if not np.isfinite(host).all():
-            raise InvalidRequest("prompt_embeds must be finite; got NaN or infinity. Look where they were made.")
-        if params is not None and params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
-        return host.astype(np.float32)  # a copy: the caller's may change
-
-    def _check_room(self, tenant: Hashable, new: int) -> None:
+    def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
         if self._worker is not None:
             self._worker.check_room(tenant, new)
 
-    def _submit(self, job: Job) -> ItemStream[Any]:
+    def submit(self, ready: Job) -> ItemStream[Any]:
+        """See `BatchEngine`."""
+        return self._stream(ready, self.reader(ready))
+
+    def reader(self, job: Job) -> Callable[[Any], Any]:
+        """What makes an item of a request's channel into an item of its stream."""
+        if job.pooling is not None:
+            assert self._backend is not None
+            return partial(_host_row, self._backend)
+        return native_row if self._plan.vocab_size is None else _as_it_is
+
+    def enqueue(self, job: Job) -> None:
+        """Queue what `check` returned; its channel gets the items. Raises what `submit` raises."""
         assert self._worker is not None
         self._worker.add(job)
-        read = _as_it_is if self._vocab is not None and job.pooling is None else native_row
-        return ItemStream(job.channel, partial(self._cancel, job), read)
 
-    def _submit_vector(self, job: Job, change: Callable[[HostArray], HostArray] | None) -> ItemStream[HostArray]:
-        """A stream of one vector, on the host. change: what is to be made of it."""
-        assert self._worker is not None and self._backend is not None
-        self._worker.add(job)
-        return ItemStream(job.channel, partial(self._cancel, job), partial(_host_row, self._backend, change))
+    def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
+        self.enqueue(job)
+        return ItemStream(job.channel, partial(self.cancel, job), read)
 
-    def _admit_prompt(self, prompt: Any) -> HostArray:
-        """Check a prompt; returns it on the host. There is a worker to serve it then."""
+    def _admit_prompt(self, prompt: Any) -> tuple[Built, HostArray]:
+        """Check a prompt; returns it on the host, of the engine's kind of token, and what serves it."""
         if self._backend is None:
             self._backend = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
         host = self._host(prompt)
@@ -337,25 +342,24 @@ class AutoregressiveBatchInference(Service):
             )
         if host.dtype.kind not in "iufb":
             raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
-        if self._worker is None:
-            self._start(host.shape[1:], host.dtype if self._vocab is None else np.dtype(np.int32))
-        table = self._table.values
-        if host.shape[1:] != self._table.shape or (host.dtype.kind in "iu") != (table.dtype.kind in "iu"):
+        built = self._ready(host)
+        shape, dtype = built.table.shape, built.table.values.dtype
+        if host.shape[1:] != shape or (host.dtype.kind in "iu") != (dtype.kind in "iu"):
             raise InvalidRequest(
-                f"This engine batches tokens of shape {self._table.shape} and dtype {table.dtype} (those of its first "
+                f"This engine batches tokens of shape {shape} and dtype {dtype} (those of its first "
                 f"request); got shape {host.shape[1:]} and dtype {host.dtype}. Use an engine for each kind of token."
             )
-        if self._vocab is not None:
-            check_ids(host, self._vocab)
+        if built.facts.vocab_size is not None:
+            check_ids(host, built.facts.vocab_size)
         with np.errstate(over="ignore", invalid="ignore"):
-            tokens = host.astype(table.dtype)  # a copy: the caller's may change
-        if self._vocab is None:
+            tokens = host.astype(dtype)  # a copy: the caller's may change
+        if built.facts.vocab_size is None:
             for i, value in misfits(host, tokens):
                 raise InvalidRequest(
-                    f"This engine's tokens are {table.dtype} (as in its first request), which cannot hold {value}, "
+                    f"This engine's tokens are {dtype} (as in its first request), which cannot hold {value}, "
                     f"token {i} of the prompt. Send smaller numbers, or begin with a prompt of a wider dtype."
                 )
-        return tokens
+        return built, tokens
 
     def _host(self, value: Any) -> HostArray:
         if self._backend is not None and self._backend.owns(value):
@@ -369,7 +373,7 @@ class AutoregressiveBatchInference(Service):
                 f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e})."
             ) from e
 
-    def _stopper(self, stop: Any, params: SamplingParams | None) -> Stopper | None:
+    def _stopper(self, built: Built, stop: Any, params: SamplingParams | None) -> Stopper | None:
         """The engine's own rule, or that and the request's. Equal rules are one object, to be judged at once."""
         ids = tuple(params.stop_token_ids) if params else ()
         if stop is None and not ids:
@@ -379,143 +383,44 @@ class AutoregressiveBatchInference(Service):
         try:
             found = self._stoppers.get(key)
         except TypeError:  # its tokens are arrays, which have no hash
-            return self._make_stopper(key)
+            return self._make_stopper(built, key)
         if found is None:
-            found = self._stoppers[key] = self._make_stopper(key)
+            found = self._stoppers[key] = self._make_stopper(built, key)
         return found
 
-    def _make_stopper(self, rule: StopRule) -> Stopper:
+    def _make_stopper(self, built: Built, rule: StopRule) -> Stopper:
         own = () if self._stop_token is None else (self._stop_token,)
         tokens = [self._host(t) for t in (*rule.tokens, *own)]
-        return Stopper(StopRule(tokens, rule.where, rule.atol), self._table.shape, self._table.values.dtype)
+        return Stopper(StopRule(tokens, rule.where, rule.atol), built.table.shape, built.table.values.dtype)
 
     # ---- building ----------------------------------------------------------------------------------------------
 
-    def _find_backend(self, backend: Any, *arrays: Any) -> ArrayBackend | None:
-        if (found := given_backend(backend, self._model)) is not None:
-            return found
-        native = [a for a in (*arrays, *leaves(getattr(self._model, "params", None))) if hasattr(a, "dtype")]
-        return backend_for(native[0]) if native else None
+    def _ready(self, prompt: HostArray) -> Built:
+        """The engine, which is built for the first request, of the kind of its tokens."""
+        if self._built is not None:
+            return self._built
+        if self._backend is None:
+            self._backend = resolve("numpy")
+        dtype = prompt.dtype if self._plan.vocab_size is None else np.dtype(np.int32)
+        return self._build(self._backend, prompt.shape[1:], dtype)
 
-    def _start(self, shape: tuple[int, ...], dtype: Any) -> Worker:
-        """Build the engine, once the kind of token is known."""
+    def _build(self, backend: ArrayBackend, shape: tuple[int, ...], dtype: Any) -> Built:
         with self._building:
-            if self._worker is not None:
-                return self._worker
+            if self._built is not None:
+                return self._built
             self._check_open()
-            backend = self._backend
-            assert backend is not None
             padding = None
             if self._padding_token is not None:
                 padding = as_token(self._host(self._padding_token), shape, dtype, "padding token")
             if self._stop_token is not None:
                 as_token(self._host(self._stop_token), shape, dtype, "stop token")
-            rows = self.max_batch_size
-            table = TokenTable(rows, shape, dtype)
-            sampler = RowSampler(backend, rows, self._vocab, table) if self._vocab is not None else None
-            runner: Runner
-            if self._level == 2:
-                self._block_size = self._asked_block_size or backend.block_size
-                scheduler = Scheduler(
-                    self._cached_limits(backend), self._policy, partial(_generated_key, table, self._block_size)
-                )
-                self._shares = self._prefix_cache
-                runner = MixedRunner(self._model, backend, scheduler, table, sampler, self._dtype)
-                self._check_bits(runner)
-            else:
-                limits = Limits(rows, NO_LIMIT, NO_LIMIT, self.max_model_len, prefill=self._prefill)
-                scheduler, self._shares = Scheduler(limits, self._policy), False
-                runner = WholeRunner(self._model, backend, table, padding, sampler, alone=self.deterministic)
-            self._table, self._scheduler = table, scheduler
-            self._default_stop: Stopper | None = None
+            check, policy = self._check_bits, self._policy
+            built = build(self._plan, backend, policy, shape, dtype, padding, check, self.deterministic)
             if self._stop_token is not None:
-                self._default_stop = self._make_stopper(StopRule())
-            self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
-            return self._serve(scheduler, runner)
-
-    def _cached_limits(self, backend: ArrayBackend) -> Limits:
-        """Blocks for a full batch of the longest requests, if the memory allows; at least for one."""
-        rows, longest, size = self.max_batch_size, self.max_model_len, self._block_size
-        paged = [s for s in self._model.cache_spec() if isinstance(s, Paged)]
-        blocks = 0
-        if paged:
-            position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or self._dtype) for s in paged)
-            allowed = self._cache_bytes
-            if allowed is None:
-                memory, one = backend.memory(), position * (longest + size)
-                allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
-                if memory is None and one <= _physical_memory():
-                    allowed = max(allowed, one)
-            blocks = min(rows * -(-longest // size), allowed // (position * size)) + 1
-            if blocks < 2:
-                raise ConfigError(
-                    f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "
-                    f"block_size smaller."
-                )
-        states = self._prefix_cache and any(isinstance(s, State) for s in self._model.cache_spec())
-        return Limits(
-            rows,
-            self._budget,
-            self._budget,
-            longest,
-            blocks,
-            size,
-            prefill=self._prefill,
-            reserve_all=self._reserve_all,
-            checkpoints=CHECKPOINTS * rows if states else 0,
-            checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
-        )
-
-    def _block_keys(self, prompt: HostArray) -> list[Hashable]:
-        """What each full block of a prompt holds: the tokens themselves, as bytes."""
-        size = self._block_size * prompt[:1].nbytes
-        raw = prompt.tobytes()
-        return [raw[at : at + size] for at in range(0, len(raw) - size + 1, size)]
-
-
-def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
-    """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
-    history, start, end = seq.owner.history, n * size, (n + 1) * size
-    tokens = history.read(start, end) if end <= history.length else table.read(seq.row, start, end)
-    return tokens.tobytes()
-
-
-def _physical_memory() -> float:
-    """Bytes of this machine; infinity where it does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return math.inf
-
-
-def level_of(model: Any) -> int:
-    """The highest rung of the ladder that the model stands on. Raises ConfigError if none."""
-
-    def has(name: str) -> bool:
-        return callable(getattr(model, name, None))
-
-    if has("step") and has("cache_spec"):
-        return 2
-    if has("logits"):
-        if not isinstance(getattr(model, "vocab_size", None), int):
-            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
-        return 1
-    if has("forward"):
-        return 0
-    raise ConfigError(
-        f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)` or `step(params, cache, x)` with "
-        f"`cache_spec()`; {type(model).__name__} has none. See docs/models.md."
-    )
-
-
-def as_rule(stop: Any) -> StopRule:
-    if stop is None:
-        return StopRule()
-    if isinstance(stop, StopRule):
-        return stop
-    if callable(stop):
-        return StopRule(where=stop)
-    return StopRule(tuple(stop) if isinstance(stop, (list, tuple, set, frozenset)) else (stop,))
+                self._default_stop = self._make_stopper(built, StopRule())
+            self._worker = self._serve(built.scheduler, built.runner)
+            self._built = built
+            return built
 
 
 def _check_padding(host: HostArray, given: Any) -> None:
@@ -527,22 +432,9 @@ def _check_padding(host: HostArray, given: Any) -> None:
         raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
 
 
-def _host_row(backend: ArrayBackend, change: Callable[[HostArray], HostArray] | None, item: Any) -> HostArray:
-    vector = backend.get(native_row(item))
-    return vector if change is None else change(vector)
+def _host_row(backend: ArrayBackend, item: Any) -> HostArray:
+    return backend.get(native_row(item))
 
 
 def _as_it_is(item: Any) -> Any:
     return item
-
-
-def leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [leaf for v in tree.values() for leaf in leaves(v)]
-    if isinstance(tree, (list, tuple)):
-        return [leaf for v in tree for leaf in leaves(v)]
-    return [tree]
-
-
-def _bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,16 +15,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.faults import drop_frames, internal
+from hibachi.engine.budget import TokenBudget, guilty_of
+from hibachi.engine.faults import drop_frames, internal, no_room, too_late
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
-from hibachi.engine.recorder import Recorder
 from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
-from hibachi.errors import DeadlineExceeded, EngineFailed, HibachiError, InvalidModelOutput, OutOfCapacity
+from hibachi.engine.stats import Counts, Stats
+from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.timeshares import TimeShares
+from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish
 from hibachi.streams.loops import Wakeups
 
@@ -32,47 +35,7 @@ log = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
 TOLD_AFTER = 3  # steps in a row in which no output was valid, before the log and `health` say so
-GROW_AFTER, MOST_GROW_AFTER = 32, 1024  # steps after which a token budget that was halved is doubled
 MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """A snapshot of an engine. Counters run from its start."""
-
-    waiting: int = 0  # requests in the queue
-    running: int = 0  # requests that hold a row
-    max_batch_size: int = 0  # rows
-    steps: int = 0
-    step_seconds: float = 0.0  # time spent in steps
-    prompt_tokens: int = 0  # of requests admitted
-    new_tokens: int = 0  # delivered
-    finished: int = 0  # requests that ended, for whatever reason
-    failed: int = 0  # of these, with an error
-    blocks: int = 0  # cache blocks; 0: the model keeps no cache
-    free_blocks: int = 0  # that can be had, those with contents that may serve again among them
-    cached_blocks: int = 0  # of these, with such contents
-    prefix_queries: int = 0  # tokens of requests that started and might have shared
-    prefix_hits: int = 0  # of these, tokens that were found in the cache
-    evictions: int = 0  # blocks with such contents that were taken for something else
-    preemptions: int = 0  # times that a request lost its row, to compute again later
-
-    @property
-    def mean_batch_size(self) -> float:
-        """New tokens a step."""
-        return self.new_tokens / self.steps if self.steps else 0.0
-
-
-@dataclass(slots=True)
-class _Counts:
-    """The counters of `Stats`."""
-
-    steps: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
 
 
 class Engine:
@@ -101,7 +64,7 @@ class Engine:
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
         self._pausing = False  # has anybody a consumer that is waited for?
-        self._counts = _Counts()
+        self._counts = Counts()
         limits = scheduler.limits
         self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)
         self._worked = 0.0  # what the runner's tally said when this step began
@@ -110,9 +73,7 @@ class Engine:
         self._lost = 0  # devices, since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
         self.invalid_why = ""  # what was wrong with the last one
-        self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0: none had
-        self._good = 0  # steps that succeeded since the token budget last changed
-        self._grow_after = GROW_AFTER
+        self._budget = TokenBudget(scheduler.limits, self._limit)
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         wanted = runner.backend.asynchronous if overlap is None else overlap
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
@@ -283,7 +244,7 @@ class Engine:
 
     def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """The step is computed."""
-        self._adapt(plan, outcome)
+        self._budget.adapt(int(plan.q.sum()) if outcome.short else 0)
         # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
         counts = self._counts
         counts.steps += 1
@@ -353,7 +314,7 @@ class Engine:
         if ended:
             self.recorder.note("expire", now, ended)
             for seq in ended:
-                self._ended(seq.owner, Finish.ERROR, _too_late(seq, now))
+                self._ended(seq.owner, Finish.ERROR, too_late(seq, now))
             self._wakeups.post()
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -443,56 +404,26 @@ class Engine:
         if alone is not None:
             self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)
             return
-        tokens, most = int(plan.q.sum()), self.scheduler.limits.budget
-        guilty = _guilty(plan, most)
+        tokens = int(plan.q.sum())
+        guilty = guilty_of(plan, self.scheduler.limits.budget)
         for i in guilty:
             self._shrink_one(plan.seqs[i], int(plan.q[i]), cause)
         if guilty:
-            self._limit(most)  # how many tokens a step had was not to blame
+            self._budget.restore()  # how many tokens a step had was not to blame
         elif tokens > 1:
             log.warning("memory ran out with %d tokens in a step: %r", tokens, cause)
-            self._halve(tokens // 2, 1)
+            self._budget.halve(tokens // 2, 1)
 
     def _shrink_one(self, seq: Seq, tokens: int, cause: BaseException) -> None:
         """Compute fewer tokens of this request at once; if there is no memory for even one, end it."""
         if tokens == 1:
-            self._fail(seq, _no_room(cause))
+            self._fail(seq, no_room(cause))
             self._wakeups.post()
             return
         log.warning("memory ran out for %d tokens of one request, now at most %d: %r", tokens, tokens // 2, cause)
         self.recorder.note("slow", seq, tokens // 2)
         self.scheduler.slow(seq, tokens // 2)
-        if self._slowed not in (0, seq.number):  # it is not one request's own doing
-            self._halve(tokens // 2)
-        self._slowed = seq.number
-
-    def _halve(self, budget: int, least: int | None = None) -> None:
-        """Fewer tokens in a step, as memory ran out. Each time it takes longer until more are tried.
-
-        least: None keeps room for a token of each row and as many of prompts, so that one request cannot slow down all.
-        """
-        budget = max(budget, 2 * self.scheduler.limits.rows if least is None else least)
-        if budget < self.scheduler.budget:
-            log.warning("memory ran out: at most %d tokens in a step from now on", budget)
-            self._good, self._grow_after = 0, min(2 * self._grow_after, MOST_GROW_AFTER)
-            self._limit(budget)
-
-    def _adapt(self, plan: StepPlan, outcome: Outcome) -> None:
-        """A smaller token budget after a step whose rows had to run apart; a larger one after many that succeeded."""
-        most, budget = self.scheduler.limits.budget, self.scheduler.budget
-        if outcome.short:
-            self._halve(int(plan.q.sum()) // 2)
-            return
-        if budget == most and self._grow_after == GROW_AFTER:
-            return
-        self._good += 1
-        if self._good < self._grow_after:
-            return
-        self._good = self._slowed = 0
-        if budget < most:
-            self._limit(min(2 * budget, most))
-        else:  # the whole budget has held for as long
-            self._grow_after = GROW_AFTER
+        self._budget.slowed(seq.number, tokens // 2)
 
     def _limit(self, budget: int) -> None:
         self.recorder.note("limit", budget)
@@ -516,11 +447,18 @@ class Engine:
             if self.scheduler.holds(plan)[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
                 self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
+        counts = None
         for part in outcome.parts:
             stopped[part.idx] = part.stopped
+            if part.counts is not None:
+                counts = np.ones(len(plan.rows), np.int32) if counts is None else counts
+                room = np.array([plan.seqs[i].end for i in part.idx.tolist()]) - plan.end[part.idx]
+                stopped[part.idx] &= part.counts <= room
+                counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
-        committed = self.scheduler.commit(plan, stopped)
-        self.recorder.note("commit", stopped, time.perf_counter() - began)
+        counts = None if counts is None else counts[plan.emit]
+        committed = self.scheduler.commit(plan, stopped, counts)
+        self.recorder.note("commit", stopped, time.perf_counter() - began, counts)
         alive = plan.emit
         if committed.alive is not None:
             alive = alive.copy()
@@ -537,12 +475,23 @@ class Engine:
         if not len(keep):
             return
         idx = part.idx[keep]
-        self._counts.new_tokens += len(keep)
-        self.runner.written(plan.rows[idx], plan.end[idx], part, keep)
+        places, rows, positions, last = keep, plan.rows[idx], plan.end[idx], part.stopped[keep]
+        if part.counts is not None:
+            most = np.array([plan.seqs[i].end for i in idx.tolist()]) - positions
+            counts, places = part.tokens_of(keep, most)
+            ends = np.cumsum(counts)
+            stops, last = np.flatnonzero(last & (counts > 0) & (part.counts[keep] <= most)), np.zeros(len(places), bool)
+            last[ends[stops] - 1] = True
+            within = np.arange(len(places)) - np.repeat(ends - counts, counts)
+            idx, rows, positions = (np.repeat(a, counts) for a in (idx, rows, positions))
+            positions = positions + within
+        self._counts.new_tokens += len(places)
+        if part.tokens is not None:
+            self.runner.written(rows, positions, part.tokens[places])
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         pausing = self._pausing
         values = part.tokens.tolist() if batch is None and part.tokens is not None else None
-        for j, i, stop in zip(keep.tolist(), idx.tolist(), part.stopped[keep].tolist(), strict=True):
+        for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop and not job.include_stop:
                 if values is not None and j in part.logprobs:
@@ -609,7 +558,8 @@ class Engine:
         policy = _copied(self._policy)
         assert policy is not None
         self.scheduler = self.scheduler.fresh(policy)
-        self._flight, self._calm, self._good = None, False, 0
+        self._flight, self._calm = None, False
+        self._budget.restart()
         self._paused.clear()
         self.runner.adopt(self.scheduler)
         self.recorder.note("again")
@@ -628,44 +578,6 @@ def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:
     """Places in a plan in such an order that who wrote a shared block comes before who read it."""
     started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
     return sorted(places, key=lambda i: started.get(plan.seqs[i], 0))
-
-
-def _guilty(plan: StepPlan, budget: int) -> list[int]:
-    """Places in a plan of who is to blame for steps that failed as a whole, of which this plan's is the latest.
-
-    Suspected is who has not come past the length of such a step since then; others have, as they computed again what
-    was lost. The only suspect is to blame, and who is suspected more often than tokens can be halved.
-    """
-    times = []
-    for seq, start, end in zip(plan.seqs, plan.start.tolist(), plan.end.tolist(), strict=True):
-        job: Job = seq.owner
-        failures, length = job.failures if job is not None else (0, 0)  # None: it has ended
-        failures, length = (1, end) if start >= length else (failures + 1, min(length, end))
-        if job is not None:
-            job.failures = failures, length
-        times.append(failures)
-    suspects = [i for i, n in enumerate(times) if n > 1]
-    if len(suspects) == 1 and (len(times) > 1 or int(plan.q[0]) == 1):
-        return suspects
-    return [i for i in suspects if times[i] > 4 + 2 * budget.bit_length()]
-
-
-def _too_late(seq: Seq, now: float) -> DeadlineExceeded:
-    ended = seq.deadline is not None and now >= seq.deadline
-    due = (seq.deadline if ended else seq.start_by) or now
-    return DeadlineExceeded(
-        f"The request is late: it should have {'ended' if ended else 'started'} {now - due:.3g} s ago. Allow more "
-        f"time, or give the engine less to do."
-    )
-
-
-def _no_room(cause: BaseException) -> OutOfCapacity:
-    error = OutOfCapacity(
-        f"There is no memory for even one token of this request ({type(cause).__name__}: {cause}). Give the engine "
-        f"less cache_bytes, the model a smaller dtype, or the request a shorter prompt."
-    )
-    error.__cause__ = cause
-    return error
 
 
 def _copied(policy: Policy | None) -> Policy | None:

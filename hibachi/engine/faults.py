@@ -5,7 +5,17 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-from hibachi.errors import HibachiError, InternalError, InvalidRequest, ModelError, ModelFault, OutOfCapacity, text_of
+from hibachi.errors import (
+    DeadlineExceeded,
+    HibachiError,
+    InternalError,
+    InvalidRequest,
+    ModelError,
+    ModelFault,
+    OutOfCapacity,
+    text_of,
+)
+from hibachi.plan.sequence import Seq
 
 OURS = ("hibachi.engine", "hibachi.plan", "hibachi.decode")
 MOST_TEXT = 4000  # characters of a traceback that are kept
@@ -93,3 +103,21 @@ def _where(error: BaseException) -> str:
     except Exception:  # of a source file that cannot be read, say
         text = "(no traceback)"
     return "It was raised at:\n" + text[-MOST_TEXT:]
+
+
+def too_late(seq: Seq, now: float) -> DeadlineExceeded:
+    ended = seq.deadline is not None and now >= seq.deadline
+    due = (seq.deadline if ended else seq.start_by) or now
+    return DeadlineExceeded(
+        f"The request is late: it should have {'ended' if ended else 'started'} {now - due:.3g} s ago. Allow more "
+        f"time, or give the engine less to do."
+    )
+
+
+def no_room(cause: BaseException) -> OutOfCapacity:
+    error = OutOfCapacity(
+        f"There is no memory for even one token of this request ({type(cause).__name__}: {cause}). Give the engine "
+        f"less cache_bytes, the model a smaller dtype, or the request a shorter prompt."
+    )
+    error.__cause__ = cause
+    return error

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.build import given_backend
+from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.job import Job
-from hibachi.engine.service import Service, given_backend
 from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.options import spelled
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
@@ -20,22 +25,33 @@ from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import backend_for, resolve
 
 
-class FeedforwardBatchInference(Service):
+class FeedforwardBatchInference(BatchInference):
     """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
-    are never stacked; each kind gets its own forward pass. service: max_waiting, restart, stall_after, record: see
-    `Service`.
+    are never stacked; each kind gets its own forward pass. max_waiting, restart, stall_after, record: see
+    `BatchInference`.
     """
 
+    @spelled
     def __init__(
-        self, model: Any, *, max_batch_size: int = 16, backend: str | ArrayBackend | None = None, **service: Any
+        self,
+        model: Any,
+        *,
+        max_batch_size: int = 16,
+        backend: str | ArrayBackend | None = None,
+        max_waiting: int | None = None,
+        restart: str | None = None,
+        stall_after: float | None = STALL_AFTER,
+        record: str | Path | None = None,
     ) -> None:
         if not callable(getattr(model, "forward", None)):
             raise ConfigError(f"A feed-forward model needs `forward(x)`; {type(model).__name__} has none.")
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
-        super().__init__(max_batch_size, **service)
+        super().__init__(
+            max_batch_size, max_waiting=max_waiting, restart=restart, stall_after=stall_after, record=record
+        )
         self._model = model
         self._backend = given_backend(backend, model)
 
@@ -54,7 +70,7 @@ class FeedforwardBatchInference(Service):
         worker = self._worker or self._start(self._backend)
         job = Job(Seq(1, 1), Channel(), host)
         worker.add(job)
-        return Item(ItemStream(job.channel, partial(self._cancel, job), native_row))
+        return Item(ItemStream(job.channel, partial(self.cancel, job), native_row))
 
     def _start(self, backend: ArrayBackend) -> Worker:
         with self._building:
@@ -62,4 +78,5 @@ class FeedforwardBatchInference(Service):
                 return self._worker
             self._check_open()
             n = self.max_batch_size
-            return self._serve(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend))
+            self._worker = self._serve(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend))
+            return self._worker

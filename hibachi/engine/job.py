@@ -11,9 +11,8 @@ import numpy as np
 from hibachi.engine.stops import Stopper
 from hibachi.engine.tokentable import History
 from hibachi.errors import InvalidRequest, text_of
-from hibachi.model.pooling import Pooling
 from hibachi.plan.sequence import Seq
-from hibachi.request import SamplingParams
+from hibachi.request import Pooling, SamplingParams
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -35,6 +34,7 @@ class Job:
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
     pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None: tokens
+    unit: bool = False  # and of length 1
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property

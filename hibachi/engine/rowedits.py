@@ -91,8 +91,8 @@ class RowEdits:
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        parts = (_copy, edits.keep_only, edits.add_bias, edits.penalise)
-        self._copy, self._keep, self._add, self._penalise = map(backend.program, parts)
+        parts: list[Callable[..., Any]] = [_copy, edits.keep_only, edits.add_bias, edits.penalise]
+        self._copy, self._keep, self._add, self._penalise = [backend.program(part) for part in parts]
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len

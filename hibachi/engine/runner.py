@@ -16,10 +16,11 @@ from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds
 from hibachi.engine.job import Job, stopped
 from hibachi.engine.meters import Tally
 from hibachi.engine.sampler import Drawn
-from hibachi.engine.tokentable import misfits
+from hibachi.engine.tokentable import TokenTable, misfits
 from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
-from hibachi.plan.scheduler import Scheduler, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log = logging.getLogger("hibachi.engine")
@@ -27,15 +28,25 @@ log = logging.getLogger("hibachi.engine")
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The new tokens of some rows of a plan, from one forward pass. n rows."""
+    """The new tokens of n rows of a plan, from one forward pass: m of them, one row's after another's."""
 
     idx: Any  # [n] places in the plan
-    tokens: HostArray | None  # [n, *tok]; None: outputs that are no tokens (feed-forward)
+    tokens: HostArray | None  # [m, *tok]; None: outputs that are no tokens (feed-forward)
     batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None: the ints of `tokens` go
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None: all are
-    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place in the part
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place among the tokens
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
+    counts: Any = None  # [n] tokens of each row, 0 only where it ends; None: one
+
+    def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
+        """(counts, places): of these rows [k] how many tokens each has, at most `most` [k], and where they lie."""
+        if self.counts is None:
+            return np.ones(len(rows), np.intp), rows
+        first = (np.cumsum(self.counts) - self.counts)[rows]
+        counts = np.minimum(self.counts[rows], most)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return counts, np.repeat(first, counts) + within
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +98,8 @@ class Runner(Protocol):
         """The contents of the cache are lost: make a new one. keep: from now on a failed step may not take it along."""
         ...
 
-    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
-        """The tokens of `part` are decided: remember them. `keep` selects them from the part."""
+    def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
+        """These tokens [m, *tok] are decided: remember them, each for its row and at its position."""
         ...
 
     def suspend(self, seq: Seq, row: int) -> None:
@@ -110,6 +121,44 @@ class Runner(Protocol):
     def close(self) -> None:
         """Called once, in the engine's thread."""
         ...
+
+
+class BaseRunner:
+    """What most runners do alike. table: of the tokens; None: there are none."""
+
+    def __init__(self, backend: ArrayBackend, table: TokenTable | None) -> None:
+        self.backend, self.table = backend, table
+        self.tally, self.theirs = Tally(), Theirs()
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        """Nothing of a scheduler is kept here."""
+
+    def admit(self, seq: Seq) -> None:
+        if self.table is not None:
+            self.table.fill(seq.row, seq.owner.history)
+
+    def rebuild(self, *, keep: bool) -> None:
+        """There is no cache."""
+
+    def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
+        if self.table is not None:
+            self.table.write(rows, positions, tokens)
+
+    def suspend(self, seq: Seq, row: int) -> None:
+        if self.table is not None:
+            self.table.leave(row, seq.owner.history, seq.length)
+
+    def restore(self, pairs: list[tuple[int, int]]) -> None:
+        """There are no states."""
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
+        """There are no states."""
+
+    def interrupt(self) -> None:
+        """Nothing is awaited."""
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
 
 
 @runtime_checkable
@@ -350,3 +399,27 @@ def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend:
 def row_bucket(n: int, most: int) -> int:
     """2, or the next power of two from 8 on, at most `most`. Not 1: XLA on the CPU then copies the whole cache."""
     return min(max(most, 2), 2 if n <= 2 else max(8, 1 << (n - 1).bit_length()))
+
+
+def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
+    """The parts of one call's pieces as one part."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Part(nobody, np.zeros(0, np.int32), None, np.zeros(0, bool))
+    logprobs, offset = {}, 0
+    for p in parts:
+        logprobs.update({offset + i: lp for i, lp in p.logprobs.items()})
+        offset += len(p.idx) if p.counts is None else int(p.counts.sum())
+    return Part(
+        idx=np.concatenate([p.idx for p in parts]),
+        tokens=np.concatenate([p.tokens for p in parts if p.tokens is not None]),
+        batch=None if parts[0].batch is None else backend.xp.concat([p.batch for p in parts], axis=0),
+        stopped=np.concatenate([p.stopped for p in parts]),
+        bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),
+        counts=np.concatenate([np.ones(len(p.idx), np.intp) if p.counts is None else p.counts for p in parts])
+        if any(p.counts is not None for p in parts)
+        else None,
+        logprobs=logprobs,
+        faults={i: fault for p in parts for i, fault in p.faults.items()},
+    )

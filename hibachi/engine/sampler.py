@@ -94,7 +94,8 @@ class RowSampler:
     def begin(self, logits: Array, rows: Any, positions: Any) -> tuple[Array, Array]:
         """`draw` for rows that are `plain`, on the device: tokens int32 [m], and which rows are finite, bool [m]."""
         if not self._temperature[rows].any():
-            return self._greedy(logits)
+            greedy: tuple[Array, Array] = self._greedy(logits)
+            return greedy
         ids, ok, _ = self.backend.program(_draw, PLAIN)(logits, self._how(rows, positions, logits.shape[0]))
         return ids, ok
 
@@ -116,7 +117,9 @@ class RowSampler:
         one = self.backend.draw_rows
         if one is not None and m != one:
             groups = [np.arange(i, min(i + one, n)) for i in range(0, n, one)]
-            found = [self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at]) for at in groups]
+            found = [
+                self.logprobs(self.rows(logits, at), tokens[at], [wanted[i] for i in at.tolist()]) for at in groups
+            ]
             return [each for group in found for each in group]
         of = np.concatenate([tokens, np.zeros(m - n, tokens.dtype)]).astype(np.int32)
         some = self.backend.program(_likely, size)(logits, put(of))

@@ -6,24 +6,28 @@ agree in every bit.
 
 from __future__ import annotations
 
-import copy
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hibachi.engine.cached import CachedRunner
+from hibachi.engine.heads import Outputs, Sampled
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Tally
 from hibachi.engine.runner import Part, check_output
-from hibachi.engine.tokentable import TokenTable
+from hibachi.engine.tokentable import History, TokenTable
 from hibachi.errors import NotDeterministic
-from hibachi.plan.scheduler import Limits, Scheduler, StepPlan
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
-from hibachi.tensor.cache import StepInputs
 
+log = logging.getLogger("hibachi.engine")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
 NEW = 3  # tokens after each prompt
@@ -37,10 +41,10 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     model that returns tokens, not logits, is not checked, as we do not know which to give it; nor is one whose cache
     has no room for the prompts. What the model raises is raised.
     """
-    if runner.sampler is None:
+    if (vocab := _vocab(runner)) is None:
         return 0
-    texts = _texts(runner.limits, runner.sampler.vocab_size)
-    probe = _Probe(runner, runner.sampler.vocab_size, take_cache=unused)
+    texts = _texts(runner.limits, vocab)
+    probe = _Probe(runner, vocab, take_cache=unused)
     try:
         alone: dict[tuple[int, int], HostArray] = {}
         for i in list(texts)[: len(LENGTHS)]:
@@ -76,33 +80,56 @@ def _texts(limits: Limits, vocab_size: int) -> dict[int, tuple[int, HostArray]]:
     return texts
 
 
-class _Probe:
-    """A runner like another, to which the tokens that it would sample are given, and whose outputs are kept."""
+class _Probed:
+    """The head of a check: gives each row the token that it would sample, and keeps the outputs."""
 
-    def __init__(self, runner: CachedRunner, vocab_size: int, *, take_cache: bool) -> None:
-        limits, self._vocab = runner.limits, vocab_size
+    def __init__(self, runner: CachedRunner, vocab: int, texts: dict[int, tuple[int, HostArray]]) -> None:
+        self.name, self._backend, self._vocab, self._texts = runner.name, runner.backend, vocab, texts
+        self.kept: dict[tuple[int, int], HostArray] = {}
+        """{(number, tokens before it): output}"""
+
+    def step(self, model: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = model.step
+        return call
+
+    def admit(self, job: Job) -> int:
+        return 0
+
+    def most_outputs(self) -> int:
+        return 1
+
+    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
+        check_output(out, self._backend, (wanted, self._vocab), self.name, kind="logits")
+        host, tokens = self._backend.get(out), np.zeros(len(idx), np.int32)
+        for place, i in enumerate(idx.tolist()):
+            number, at = plan.seqs[i].tenant, int(plan.end[i])
+            assert isinstance(number, int)
+            self.kept[number, at] = host[place].copy()
+            tokens[place] = self._texts[number][1][at]
+        return Part(idx, tokens, None, np.zeros(len(idx), bool))
+
+
+class _Probe:
+    """Steps texts with the model of a runner, and looks at the outputs."""
+
+    def __init__(self, runner: CachedRunner, vocab: int, *, take_cache: bool) -> None:
+        limits, self._vocab, self._runner = runner.limits, vocab, runner
         if not (take_cache or runner.backend.static_shapes):  # who compiles for the shape of the cache needs the same
             most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_waiting=None, prefill=None)
-        self._runner: Any = copy.copy(runner)
-        self._runner.tally = Tally()
-        self._runner.limits, self._runner.sampler, self._runner._part = limits, None, self._part
-        self._runner._embeds, self._runner._unscored = {}, np.zeros(limits.rows, np.int32)
-        self._runner.table = TokenTable(limits.rows, (), np.int32)
-        if not take_cache:
-            self._runner._make_cache()
+        self._memory = runner.memory if take_cache else runner.memory.another(limits)
 
     def outputs(self, texts: dict[int, tuple[int, HostArray]], chunk: int) -> dict[tuple[int, int], HostArray]:
         """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once."""
-        runner, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
-        runner.block_table = scheduler.block_table
-        self._kept: dict[tuple[int, int], HostArray] = {}
+        own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
+        head, table = _Probed(own, self._vocab, texts), TokenTable(self._limits.rows, (), np.int32)
+        runner = CachedRunner(own.model, own.backend, scheduler, table, head, "", Tally(), self._memory)
+        runner.inputs.sizes = own.inputs.sizes
         for i, (n, text) in texts.items():
             job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n])
             job.seq.owner = job
             scheduler.add(job.seq)
-        self._texts = texts
         while (plan := scheduler.schedule()) is not None:
             for seq in plan.fresh:
                 runner.admit(seq)
@@ -110,16 +137,63 @@ class _Probe:
             for fault in outcome.faults.values():
                 raise fault
             for part in outcome.parts:
-                runner.table.write(plan.rows[part.idx], plan.end[part.idx], part.tokens)
+                assert part.tokens is not None
+                runner.written(plan.rows[part.idx], plan.end[part.idx], part.tokens)
             scheduler.commit(plan, np.zeros(int(plan.emit.sum()), bool))
-        return self._kept
+        return head.kept
 
-    def _part(self, plan: StepPlan, idx: Any, out: Array, x: StepInputs[Array], call: Any = None) -> Part:
-        runner = self._runner
-        check_output(out, runner.backend, (x.last.shape[0], self._vocab), runner.name, kind="logits")
-        host, tokens = self._runner.backend.get(out), np.zeros(len(idx), np.int32)
-        for place, i in enumerate(idx.tolist()):
-            number, at = plan.seqs[i].tenant, int(plan.end[i])
-            self._kept[number, at] = host[place].copy()
-            tokens[place] = self._texts[number][1][at]
-        return Part(idx, tokens, None, np.zeros(len(idx), bool))
+
+def _vocab(runner: CachedRunner) -> int | None:
+    """None: it returns tokens, not logits."""
+    head = runner.main.head
+    return head.sampler.vocab_size if isinstance(head, Sampled) else None
+
+
+# ---- sizes of calls --------------------------------------------------------------------------------------------------
+
+
+def same_bits(runner: CachedRunner, few: int, many: int) -> bool:
+    """Does one call of `many` tokens come to what calls of `few` come to, in all outputs and all that is cached?
+
+    If so, both programs are compiled now. No for a model with states, which cannot be padded, for one that returns
+    tokens itself, as we do not know which to give it, and for one that fails. Overwrites row 0 and the cache.
+    """
+    limits, vocab = runner.limits, _vocab(runner)
+    room = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size)
+    if runner.memory.states or vocab is None or many > min(limits.budget, room):
+        return False
+    sizes = runner.inputs.sizes
+    try:
+        runner.inputs.sizes = few, many
+        one, other = (_results(runner, vocab, many, size) for size in (many, few))
+    except Exception as e:  # the first request will fail likewise, and its caller be told
+        log.info("%s failed when it was tried with %d tokens: %r", runner.name, many, e)
+        return False
+    finally:
+        runner.inputs.sizes = sizes
+        runner.rebuild(keep=False)
+    if all(np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
+        return True
+    log.info("%s: steps of %d tokens give other bits than steps of %d; only these are made", runner.name, many, few)
+    return False
+
+
+def _results(runner: CachedRunner, vocab: int, n: int, size: int) -> list[HostArray]:
+    """The outputs of n random tokens, in calls of `size`, and what they left in the cache."""
+    backend, inputs, memory, row = runner.backend, runner.inputs, runner.memory, np.zeros(1, np.int32)
+    blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
+    tokens = History(np.random.default_rng(0).integers(0, vocab, n).astype(np.int32))
+    inputs.table.fill(0, tokens)
+    inputs.block_table[0, : len(blocks)], inputs.unscored[0] = blocks, n
+    outputs = []
+    try:
+        with backend.guard():
+            for start in range(0, n, size):
+                x = inputs.packed(row, row + start, row + size, np.ones(1, bool))
+                out, memory.cache = runner.main.step(runner.model.params, memory.cache, x)
+                outputs.append(backend.get(out))
+            at = backend.put(blocks)
+            left = [backend.get(backend.take(half, at)) for layer in memory.cache for half in layer]
+    finally:
+        inputs.block_table[0], inputs.unscored[0] = 0, 0
+    return [np.concatenate(outputs), *left]

@@ -106,7 +106,8 @@ class TokenTable:
         """
         row = rows[of]
         if not self._long:
-            return self.values[row, positions]
+            newest: HostArray = self.values[row, positions]
+            return newest
         at = positions - self._before[row]
         tokens: HostArray = self.values[row, np.maximum(at, 0)]
         if np.count_nonzero(at < 0):
@@ -128,8 +129,16 @@ class TokenTable:
         return out
 
     def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """One new token for each of `rows`, at its position, which is one beyond its last."""
+        """A new token [m, *tok] for each of `rows` [m], at its position, which is one beyond its last.
+
+        A row that is named several times has its tokens one after another.
+        """
         if not len(rows):
+            return
+        if len(rows) > 1 and np.count_nonzero(rows[1:] == rows[:-1]):
+            again = np.concatenate([[False], rows[1:] == rows[:-1]])
+            self.write(rows[~again], positions[~again], tokens[~again])
+            self.write(rows[again], positions[again], tokens[again])
             return
         at = positions - self._before[rows]
         if at.max() >= self.width:

@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.faults import Theirs
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Tally
 from hibachi.engine.runner import (
     Awaiter,
+    BaseRunner,
     Outcome,
     Part,
     check_output,
@@ -23,12 +21,12 @@ from hibachi.engine.runner import (
 )
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
-from hibachi.plan.scheduler import Scheduler, StepPlan
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
-class WholeRunner:
+class WholeRunner(BaseRunner):
     """Feeds the whole sequence of every row in every step, as the crate does.
 
     Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
@@ -44,24 +42,22 @@ class WholeRunner:
         sampler: RowSampler | None,
         alone: bool = False,
     ) -> None:
-        self.backend, self.table, self.padding, self.sampler = backend, table, padding, sampler
+        super().__init__(backend, table)
+        self.table: TokenTable = table
+        self.padding, self.sampler = padding, sampler
         self.alone = alone  # one row a call: what a model of whose kernels we know nothing needs for equal bits
         self.forward = model.logits if sampler else model.forward
         self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
-        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
-
-    def adopt(self, scheduler: Scheduler) -> None:
-        pass  # nothing of a scheduler is kept here
+        self.wait = Awaiter()
 
     def interrupt(self) -> None:
         self.wait.interrupt()
 
     def admit(self, seq: Seq) -> None:
-        job: Job = seq.owner
-        self.table.fill(seq.row, job.history)
+        super().admit(seq)
         if self.sampler:
-            self.sampler.admit(job)
+            self.sampler.admit(seq.owner)
 
     def run(self, plan: StepPlan) -> Outcome:
         lengths = plan.end
@@ -123,42 +119,21 @@ class WholeRunner:
             batch[i, : width - int(lengths[i])] = self.padding
         return batch
 
-    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
-        assert part.tokens is not None
-        self.table.write(rows, positions, part.tokens[keep])
-
-    def rebuild(self, *, keep: bool) -> None:
-        pass
-
-    def suspend(self, seq: Seq, row: int) -> None:
-        self.table.leave(row, seq.owner.history, seq.length)
-
-    def restore(self, pairs: list[tuple[int, int]]) -> None:
-        pass  # there are no states
-
-    def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
-
     def close(self) -> None:
         self.wait.close()
 
 
-class FeedforwardRunner:
+class FeedforwardRunner(BaseRunner):
     """One forward pass a request; inputs of one shape and dtype go together."""
 
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
-        self.model, self.backend = model, backend
+        super().__init__(backend, None)
+        self.model = model
         self.name = f"{type(model).__name__}.forward"
-        self.wait, self.tally, self.theirs = Awaiter(), Tally(), Theirs()
-
-    def adopt(self, scheduler: Scheduler) -> None:
-        pass  # nothing of a scheduler is kept here
+        self.wait = Awaiter()
 
     def interrupt(self) -> None:
         self.wait.interrupt()
-
-    def admit(self, seq: Seq) -> None:
-        pass
 
     def run(self, plan: StepPlan) -> Outcome:
         groups: dict[Any, list[int]] = {}
@@ -184,21 +159,6 @@ class FeedforwardRunner:
             xp = self.backend.xp
             bad = ~self.backend.get(xp.all(xp.reshape(xp.isfinite(out), (len(idx), -1)), axis=1))
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
-
-    def written(self, rows: Any, positions: Any, part: Part, keep: Any) -> None:
-        pass
-
-    def rebuild(self, *, keep: bool) -> None:
-        pass
-
-    def suspend(self, seq: Seq, row: int) -> None:
-        pass
-
-    def restore(self, pairs: list[tuple[int, int]]) -> None:
-        pass  # there are no states
-
-    def save(self, pairs: list[tuple[int, int]]) -> None:
-        pass
 
     def close(self) -> None:
         self.wait.close()

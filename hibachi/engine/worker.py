@@ -15,12 +15,13 @@ from queue import Empty
 from typing import Any
 
 from hibachi.engine.admission import check_room
-from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine, Stats
+from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
 from hibachi.engine.faults import drop_frames
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
-from hibachi.errors import EngineClosed, EngineError, EngineFailed
+from hibachi.engine.stats import Stats
+from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import CLOSE_WITHIN
@@ -43,7 +44,7 @@ class Worker:
         self, engine: Engine, *, max_waiting: int | None = None, stall_after: float | None = STALL_AFTER
     ) -> None:
         """max_waiting: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
-        self._engine = engine
+        self.engine = engine
         self._max_waiting = max_waiting
         self._comers: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
         self._stall_after = stall_after
@@ -54,15 +55,15 @@ class Worker:
         self._changed = threading.Condition(threading.RLock())
         self._failures, self._tokens = 0, 0  # loops that failed in a row; new tokens when the last one did
         self._accepted = self._served = 0  # requests that came, and that had ended when the engine last came to rest
-        self._refusal: Callable[[], Exception] | None = None
+        self._refusal: Callable[[], HibachiError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def stats(self) -> Stats:
-        return self._engine.stats()
+        return self.engine.stats()
 
     def meters(self) -> Meters:
-        return self._engine.meters()
+        return self.engine.meters()
 
     def add(self, job: Job) -> None:
         """Queue a request. Raises QueueFull, EngineClosed or EngineFailed."""
@@ -70,7 +71,7 @@ class Worker:
             if self._refusal is not None:
                 raise self._refusal()
             self.check_room(job.seq.tenant, 1)
-            here = self._accepted - self._engine.finished
+            here = self._accepted - self.engine.finished
             if self._thread is None:
                 thread = threading.Thread(target=self._loop, name="hibachi-engine", daemon=True)
                 thread.start()
@@ -88,18 +89,18 @@ class Worker:
                 self._comers.append(job.channel)
                 if len(self._comers) > 2 * (here + 32):
                     self._comers = [c for c in self._comers if c.finish is None]
-            self._inbox.put((self._engine.add, job))
+            self._inbox.put((self.engine.add, job))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
-        here = self._accepted - self._engine.finished
-        check_room(tenant, new, here, self._engine.scheduler.limits, self._max_waiting, self._tenants)
+        here = self._accepted - self.engine.finished
+        check_room(tenant, new, here, self.engine.scheduler.limits, self._max_waiting, self._tenants)
 
     def _tenants(self) -> list[Hashable]:
         return [c.tenant for c in self._comers if c.finish is None]
 
     def cancel(self, job: Job) -> None:
-        self._inbox.put((self._engine.cancel, job))
+        self._inbox.put((self.engine.cancel, job))
 
     def _loop(self) -> None:
         while True:
@@ -116,7 +117,7 @@ class Worker:
 
     def _begin_again(self, cause: BaseException) -> bool:
         """End the requests of a loop that failed, and go on with new ones; False if that is not wanted or possible."""
-        engine = self._engine
+        engine = self.engine
         if self._closing or isinstance(cause, EngineFailed) or not engine.can_begin_again():
             return False
         tokens = engine.stats().new_tokens
@@ -135,7 +136,7 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        engine, inbox = self._engine, self._inbox
+        engine, inbox = self.engine, self._inbox
         busy = False
         while True:
             while not busy or not inbox.empty():
@@ -153,22 +154,22 @@ class Worker:
 
     def _patience(self) -> float | None:
         """Seconds until the engine must look after a deadline, though nobody comes; None: for ever."""
-        deadline = self._engine.next_deadline()
+        deadline = self.engine.next_deadline()
         return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MOST_PATIENCE)
 
     def _rest(self) -> None:
         with self._changed:
-            self._served = self._engine.finished
+            self._served = self.engine.finished
             if self._watchdog is not None and self._served == self._accepted:
                 self._watchdog.rest()
             self._changed.notify_all()
 
     def _obey(self, command: Command) -> None:
         if command is not None:
-            self._engine.obey(*command)
+            self.engine.obey(*command)
 
-    def _end(self, reason: Finish, refusal: Callable[[], Exception]) -> None:
-        engine = self._engine
+    def _end(self, reason: Finish, refusal: Callable[[], HibachiError]) -> None:
+        engine = self.engine
         with self._changed:
             self._refusal = refusal
         while not self._inbox.empty():
@@ -183,11 +184,11 @@ class Worker:
     # ---- health ------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        return self._engine.recorder.dump()
+        return self.engine.recorder.dump()
 
     def health(self) -> Health:
         """How the engine is, asked from any thread, also while its own hangs. The first to find it stalled logs it."""
-        engine, refusal, now = self._engine, self._refusal, time.monotonic()
+        engine, refusal, now = self.engine, self._refusal, time.monotonic()
         steps, running, paused = engine.stats().steps, engine.scheduler.running, engine.paused
         pending = self._accepted - engine.finished
         waiting = max(pending - running, 0)
@@ -266,13 +267,13 @@ class Worker:
         log.error("the engine's step did not end within %s s; it is let go at\n%s", timeout, where(thread))
         for channel in self._channels():
             channel.end(Finish.CLOSED)
-        self._engine.runner.interrupt()
+        self.engine.runner.interrupt()
         self._inbox.put(None)  # for the thread, should it ever come back
         thread.join(AFTER_INTERRUPT)
 
     def _channels(self) -> list[Channel[Any]]:
         """Those of all requests, for another thread than the engine's, which hangs or is gone. Empties the inbox."""
-        jobs = self._engine.live()
+        jobs = self.engine.live()
         while not self._inbox.empty():  # requests that the thread has not seen
             with suppress(Empty):
                 if (command := self._inbox.get_nowait()) is not None:

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.health import STALL_AFTER
 from hibachi.errors import ConfigError
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.model.pooling import pooling_of
 from hibachi.model.registry import arch_of, load_model
-from hibachi.request import SamplingParams
+from hibachi.options import spelled
+from hibachi.plan.policy import Policy
+from hibachi.request import Pooling, SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.tune.autotune import seconds_of, settle
@@ -29,7 +32,7 @@ class LLM(Texts):
     checkpoint holds and its steps were measured to take less time (see autotune). max_model_len: None: what the model
     was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
-    values; options: see `AutoregressiveBatchInference`, such as prefix_cache, policy, max_waiting, restart.
+    values; the options from prefix_cache on: see `AutoregressiveBatchInference`.
     deterministic: who shares the batch never changes a bit of an answer; None: where that costs little, which is on the
     CPU with numpy (if the processor has AVX-512) and torch. See docs/determinism.md.
 
@@ -46,6 +49,7 @@ class LLM(Texts):
     BackendNotInstalled.
     """
 
+    @spelled
     def __init__(
         self,
         model: str | Path,
@@ -61,7 +65,16 @@ class LLM(Texts):
         max_batch_tokens: int = 2048,
         cache_bytes: int | None = None,
         block_size: int | None = None,
-        **options: Any,
+        prefix_cache: bool = True,
+        policy: str | Policy | None = None,
+        reserve_all: bool = False,
+        max_prefill_tokens: int | None = None,
+        max_waiting: int | None = None,
+        pause_after: int | None = None,
+        restart: str | None = None,
+        stall_after: float | None = STALL_AFTER,
+        record: str | Path | None = None,
+        overlap: bool | None = None,
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
@@ -90,8 +103,18 @@ class LLM(Texts):
             cache_bytes=cache_bytes,
             dtype=self.model.dtype,
             deterministic=deterministic,
-            **options,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            reserve_all=reserve_all,
+            max_prefill_tokens=max_prefill_tokens,
+            max_waiting=max_waiting,
+            pause_after=pause_after,
+            restart=restart,
+            stall_after=stall_after,
+            record=record,
+            overlap=overlap,
         )
+        self._inference = engine
         super().__init__(
             engine,
             files.tokenizer(vocab_size=self.model.vocab_size),
@@ -105,14 +128,14 @@ class LLM(Texts):
 
     @property
     def deterministic(self) -> bool:
-        return self.engine.deterministic
+        return self.engine.facts.deterministic
 
     def selfcheck(self) -> int:
         """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
 
         Raises NotDeterministic, which names the first difference.
         """
-        return self.engine.selfcheck()
+        return self._inference.selfcheck()
 
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:

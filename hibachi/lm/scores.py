@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from hibachi.errors import InvalidRequest
 from hibachi.lm.textstream import Completion, Prompt
 from hibachi.request import SamplingParams
@@ -37,12 +35,6 @@ class Score:
     logprobs: list[float]
     logprob: float
     greedy: bool
-
-
-def unit(vector: HostArray) -> HostArray:
-    """Of length 1, unless it is zero."""
-    out: HostArray = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    return out
 
 
 def score_of(prompt: Prompt, continuation: Prompt, out: Completion, length: int) -> Score:

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode.uniforms import fork
-from hibachi.engine.engine import Stats
+from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import InvalidRequest, PromptTooLong, shown
-from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of, unit
+from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.lm.textstream import Completion, Prompt, TextChoice, TextStream
-from hibachi.model.pooling import Pooling
 from hibachi.model.text import Detokenizer
-from hibachi.request import SamplingParams, Terms, as_params, as_terms
+from hibachi.request import Pooling, Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing
 from hibachi.streams.loops import give_way, in_thread
 from hibachi.streams.merge import amerge, merge
@@ -32,13 +32,13 @@ LEAST_TEXT = 2**20  # characters of a text that is cut into tokens nevertheless
 class Texts(Closing):
     """What can be asked of a language model.
 
-    engine: checks requests (`_prepare`), queues them (`_submit`) and tells how it is. eos_ids: tokens that end a text.
+    engine: here, or in another process. eos_ids: tokens that end a text.
     vocab_size: None: any id is one. default_params: of a request that brings none.
     """
 
     def __init__(
         self,
-        engine: Any,
+        engine: BatchEngine[Any],
         tokenizer: Any,
         *,
         vocab_size: int | None,
@@ -163,12 +163,12 @@ class Texts(Closing):
         own, to_one = self._pooling(pooling)
         served = [as_terms(t) for t in _for_each(terms, ids, "Terms")]
         self._check_room(Counter(t.tenant for t in served))
-        jobs = [
-            self.engine._prepare(np.asarray(i), SamplingParams(), include_stop=True, terms=t, pooling=own)
+        unit = bool(to_one if normalize is None else normalize)
+        ready = [
+            self.engine.check(Request(np.asarray(i), terms=t, pooling=own, unit=unit))
             for i, t in zip(ids, served, strict=True)
         ]
-        read = unit if (to_one if normalize is None else normalize) else None
-        return [Item(self.engine._submit_vector(job, read)) for job in jobs]
+        return [Item(self.engine.submit(each)) for each in ready]
 
     def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
         """The log-likelihood of each continuation after its prompt; one prompt may stand for all.
@@ -202,7 +202,7 @@ class Texts(Closing):
     def _check_room(self, wanted: Mapping[Hashable, int]) -> None:
         """Raises QueueFull if there is no room for so many requests of each tenant."""
         for tenant, n in wanted.items():
-            self.engine._check_room(tenant, n)
+            self.engine.check_room(tenant, n)
 
     def _start(
         self, prompts: Sequence[Prompt], ids: list[list[int]], params: Any, terms: Any = None
@@ -214,7 +214,7 @@ class Texts(Closing):
         for p, t in zip(each, served, strict=True):
             wanted[t.tenant] += p.runs
         self._check_room(wanted)  # before anything is made of them
-        jobs = [self._jobs(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
+        ready = [self._ready(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
         return [
             TextStream(
                 prompt,
@@ -222,19 +222,19 @@ class Texts(Closing):
                 [
                     TextChoice(
                         i,
-                        self.engine._submit(job),
+                        self.engine.submit(one),
                         self._text(p, after=own),
                         p.logprobs is not None,
                     )
-                    for i, job in enumerate(some)
+                    for i, one in enumerate(some)
                 ],
                 p.n,
             )
-            for prompt, own, p, some in zip(prompts, ids, each, jobs, strict=True)
+            for prompt, own, p, some in zip(prompts, ids, each, ready, strict=True)
         ]
 
-    def _jobs(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Any) -> list[Any]:
-        """What the engine has to do for one prompt: a job for each continuation."""
+    def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms) -> list[Any]:
+        """What the engine has to do for one prompt, checked: a request for each continuation."""
         eos = () if p.ignore_eos else self.eos_ids
         run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
         if p.runs > p.n and p.logprobs is None:
@@ -242,17 +242,14 @@ class Texts(Closing):
         words = tuple(seq for word in p.bad_words for seq in self._spellings(word))
         embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
         host = np.asarray(ids) if embeds is None else None
-        jobs = []
+        ready = []
         for i in range(p.runs):
             if i and (i == 1 or p.seed is not None):
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
-            jobs.append(
-                self.engine._prepare(
-                    host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds, terms=terms
-                )
-            )
-        return jobs
+            request = Request(host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds, terms=terms)
+            ready.append(self.engine.check(request))
+        return ready
 
     def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
         return Detokenizer(self.tokenizer, p.stop, after=after, include_stop=p.include_stop, min_tokens=p.min_tokens)
@@ -280,7 +277,7 @@ class Texts(Closing):
 
         To be asked before it is: cutting takes seconds a megabyte, and memory.
         """
-        context = self.engine.max_model_len
+        context = self.engine.facts.limits.max_len
         if len(text) <= context:
             return
         self.check_size(text)
@@ -293,7 +290,7 @@ class Texts(Closing):
 
     def check_size(self, text: str) -> None:
         """Raises PromptTooLong for a text that is not cut into tokens at all, as that takes memory and time."""
-        most = max(self.engine.max_model_len * SOMEWHAT_LONG, LEAST_TEXT)
+        most = max(self.engine.facts.limits.max_len * SOMEWHAT_LONG, LEAST_TEXT)
         if len(text) > most:
             raise PromptTooLong(
                 f"The text has {len(text)} characters; with this model's context at most {most} are cut into tokens. "

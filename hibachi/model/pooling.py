@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model.fields import Fields, read_json, read_text
-
-Pooling: TypeAlias = Literal["mean", "last", "cls"]
+from hibachi.request import Pooling
 
 _FLAGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",

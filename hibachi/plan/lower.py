@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hibachi.plan.scheduler import Bools, Index, Ints
+from hibachi.plan.rows import Bools, Index, Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,103 +14,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from hibachi.errors import PromptTooLong, QueueFull
+from hibachi.errors import QueueFull
 from hibachi.plan.blocks import BlockPool
 from hibachi.plan.checkpoints import Checkpoints
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fcfs, Policy
+from hibachi.plan.rows import NEVER, Bools, Index, Ints, RowTable
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import Committed, Counts, Published, Sent, StepPlan
 from hibachi.request import Finish
-
-Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
-Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up ten times as fast as int32)
-Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
-Sent: TypeAlias = "list[tuple[Seq, int]]"  # sequences that lost their row, and the row that each had
-
-# Who published blocks in a step; how many were published before, and the node of the last; the new (block, node).
-Published: TypeAlias = "tuple[Seq, int, Hashable, list[tuple[int, Hashable]]]"
-
-_NEVER = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a step and the memory can hold."""
-
-    rows: int  # sequences that run at once
-    budget: int  # tokens computed in one step, over all rows; at least `rows`
-    chunk: int  # tokens of one sequence computed in one step
-    max_len: int  # tokens of one sequence, prompt included
-    blocks: int = 0  # cache blocks, with the trash block; 0: the model keeps no cache
-    block_size: int = 16
-    max_waiting: int | None = None  # sequences in the queue; None: any number
-    prefill: int | None = None  # tokens of prompts in one step; None: as many as the budget allows
-    reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
-    checkpoints: int = 0  # recurrent states kept for prompts to come; 0: the model has none, or nothing is shared
-    checkpoint_every: int = 16  # blocks from one to the next
-
-    def __post_init__(self) -> None:
-        assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_len > 1, self
-        assert self.prefill is None or self.prefill > 0, self
-
-    def fit(self, prompt_len: int, max_new: int | None) -> int:
-        """The length at which such a sequence would end. Raises PromptTooLong if it can never be served."""
-        longest = self.max_len
-        if prompt_len >= longest:
-            raise PromptTooLong(
-                f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got "
-                f"{prompt_len}. Shorten it, or raise max_model_len (now {longest})."
-            )
-        end = longest if max_new is None else min(prompt_len + max_new, longest)
-        positions = (self.blocks - 1) * self.block_size  # one block is for what nobody reads
-        if self.blocks and end - 1 > positions:
-            raise PromptTooLong(
-                f"The cache has {positions} positions; this request may need {end - 1}: ask for fewer new tokens, or "
-                f"give the engine more cache_bytes."
-            )
-        return end
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """One step: B rows, single-token rows first, others in the order of service. Arrays are [B]."""
-
-    seqs: list[Seq]
-    fresh: list[Seq]  # those that just got their row
-    rows: Index  # the row of each
-    start: Ints  # tokens computed before this step
-    q: Ints  # tokens to compute now, >= 1
-    emit: Bools  # reaches the end of the known tokens: a new token is wanted
-    generation: Ints
-    preempted: Sent = field(default_factory=list)
-    published: list[Published] = field(default_factory=list)
-    restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from
-    saves: list[tuple[Seq, int, int]] = field(default_factory=list)  # (who, row, checkpoint) to write after the step
-
-    @property
-    def end(self) -> Ints:
-        return self.start + self.q
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a step came to. alive: which of the emitting rows still belong to their sequence; None: all."""
-
-    alive: Bools | None
-    finished: list[Seq]
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters from the start on."""
-
-    prefix_queries: int = 0  # tokens of sequences that started and might share
-    prefix_hits: int = 0  # of these, tokens that were found computed
-    preemptions: int = 0
 
 
 class Scheduler:
@@ -132,23 +48,15 @@ class Scheduler:
         rows = limits.rows
         width = min(self.pool.blocks_for(limits.max_len), self.pool.usable) if self.pool else 0
         self.block_table = np.zeros((rows, width), np.int32)
-        self._known = np.zeros(rows, np.int32)
-        self._computed = np.zeros(rows, np.int32)
-        self._done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
-        self._settled = np.zeros(rows, np.int32)  # computed by committed steps, as far as they had chunks of prompts
-        self._end = np.zeros(rows, np.int32)
-        self._capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
-        self._published = np.zeros(rows, np.int32)  # blocks; _NEVER: no more will be
-        self._emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
-        self._generation = np.zeros(rows, np.int32)
-        self._free_rows = list(range(rows - 1, -1, -1))
-        self._running: list[Seq] = []  # in the order of service
-        self._rows: Index = np.zeros(0, np.intp)  # their rows
-        self._left = False  # somebody left `_running`
+        self.table = RowTable(rows)
+        self.free_rows = list(range(rows - 1, -1, -1))
+        self.order: list[Seq] = []  # in the order of service
+        self.rows: Index = np.zeros(0, np.intp)  # their rows
+        self.left = False  # somebody left `_running`
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
-        self._paused = 0  # rows
+        self.paused_rows = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
-        self._displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
+        self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
         self._held_back: Seq | None = None  # who was to start in the last step and could not
         self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
         self._deadlines: list[tuple[float, int, Seq]] = []
@@ -156,7 +64,7 @@ class Scheduler:
         self.preempted: Sent = []  # who lost its row in the last `schedule`, also where no plan came of it
         self._stuck: tuple[Seq, int] | None = None  # who found too few blocks, and how many there were
         self._numbers = 0
-        self._steps = 0
+        self.steps = 0
         self.waiting = 0  # without those who were cancelled in the queue
 
     def fresh(self, policy: Policy) -> Scheduler:
@@ -171,7 +79,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return self.limits.rows - len(self._free_rows)
+        return self.limits.rows - len(self.free_rows)
 
     @property
     def shares_generated(self) -> bool:
@@ -179,13 +87,9 @@ class Scheduler:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def fit(self, prompt_len: int, max_new: int | None) -> int:
-        """See `Limits.fit`."""
-        return self.limits.fit(prompt_len, max_new)
-
     def add(self, seq: Seq, now: float = 0.0) -> None:
         """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
-        seq.end = self.fit(seq.prompt_len, seq.max_new)
+        seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
         if self.limits.max_waiting is not None and self.waiting >= self.limits.max_waiting:
             raise QueueFull(
                 f"The queue is full: expected fewer than max_waiting={self.limits.max_waiting} waiting requests; got "
@@ -208,7 +112,7 @@ class Scheduler:
         if seq.finish is not None:
             return False
         if seq.row >= 0:
-            self._leave(seq, reason)
+            self.leave(seq, reason)
             return True
         self.waiting -= 1  # it leaves the queue when it comes to the front
         seq.finish = reason
@@ -240,12 +144,12 @@ class Scheduler:
         """
         if seq.finish is None and not seq.paused:
             seq.paused = True
-            self._paused += seq.row >= 0
+            self.paused_rows += seq.row >= 0
 
     def unpause(self, seq: Seq) -> None:
         if seq.paused:
             seq.paused = False
-            self._paused -= seq.row >= 0
+            self.paused_rows -= seq.row >= 0
             if seq in self._parked:
                 self._parked.remove(seq)
                 self.policy.push(seq)
@@ -255,25 +159,29 @@ class Scheduler:
 
         Asked before each step.
         """
-        if not self.waiting or (not self._paused and self._displaced is None) or (next_ := self.policy.peek()) is None:
+        if (
+            not self.waiting
+            or (not self.paused_rows and self.displaced is None)
+            or (next_ := self.policy.peek()) is None
+        ):
             return []
-        if self._paused:
-            paused = [seq for seq in self._running if seq.row >= 0 and seq.paused]
+        if self.paused_rows:
+            paused = [seq for seq in self.order if seq.row >= 0 and seq.paused]
             others_run = len(paused) < self.running
-            if not (self._free_rows and others_run):
+            if not (self.free_rows and others_run):
                 # One row is enough while others go on; where nobody does, blocks may be what is missing.
                 return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
-        if self._displaced is None or (self._free_rows and not self._short(next_)):
+        if self.displaced is None or (self.free_rows and not self.short(next_)):
             return []
-        return [self._preempt(seq) for seq in self._displaced()]
+        return [self._preempt(seq) for seq in self.displaced()]
 
-    def _short(self, seq: Seq) -> bool:
+    def short(self, seq: Seq) -> bool:
         """Did it find too few blocks, and has none become free since?"""
         return bool(self.pool and self._stuck and self._stuck[0] is seq and self.pool.free <= self._stuck[1])
 
     @property
     def shares_rows(self) -> bool:
-        return self._displaced is not None
+        return self.displaced is not None
 
     def rest(self, tenants: frozenset[Hashable]) -> None:
         """Compute nothing of these until told otherwise; they keep their rows."""
@@ -281,8 +189,8 @@ class Scheduler:
 
     def _comes(self) -> Seq | None:
         """Who is the next to start, unless it has just found that it cannot yet."""
-        seq = self.policy.peek() if self.waiting and self._free_rows else None
-        return None if seq is None or seq is self._held_back or self._short(seq) else seq
+        seq = self.policy.peek() if self.waiting and self.free_rows else None
+        return None if seq is None or seq is self._held_back or self.short(seq) else seq
 
     def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
         """Of each tenant, with who is the next to start: tokens that it would compute in the next step, and its best
@@ -290,13 +198,13 @@ class Scheduler:
         """
         tokens: dict[Hashable, int] = {}
         best: dict[Hashable, int] = {}
-        moving = [seq for seq in self._running if seq.row >= 0 and not seq.paused]
+        moving = [seq for seq in self.order if seq.row >= 0 and not seq.paused]
         if (comes := self._comes()) is not None:
             moving.append(comes)
         for seq in moving:
             n = seq.length
             if seq.row >= 0:
-                n = 1 if self._emitted[seq.row] else int(self._known[seq.row] - self._computed[seq.row])
+                n = 1 if self.table.emitted[seq.row] else int(self.table.known[seq.row] - self.table.computed[seq.row])
             tokens[seq.tenant] = tokens.get(seq.tenant, 0) + max(1, min(n, self.limits.chunk))
             best[seq.tenant] = min(best.get(seq.tenant, seq.priority), seq.priority)
         return tokens, best
@@ -312,11 +220,11 @@ class Scheduler:
 
     def prefilling(self, seq: Seq) -> bool:
         """Does it hold a row, and has nothing been sampled from it since it got it?"""
-        return seq.row >= 0 and not self._emitted[seq.row]
+        return seq.row >= 0 and not self.table.emitted[seq.row]
 
     def known(self, seq: Seq) -> int:
         """How many of its tokens have a value."""
-        return int(self._done[seq.row]) if seq.row >= 0 else seq.length
+        return int(self.table.done[seq.row]) if seq.row >= 0 else seq.length
 
     def starts_within(self, seq: Seq) -> int | None:
         """A waiting sequence starts at most so many steps after `policy.settled(seq)`; None: no bound.
@@ -328,7 +236,7 @@ class Scheduler:
         ahead = self.policy.ahead(seq)
         if ahead is None:
             return None
-        return 1 + 2 * (ahead + sum(s.end for s in self._running if s.row >= 0))
+        return 1 + 2 * (ahead + sum(s.end for s in self.order if s.row >= 0))
 
     # ---- when something failed ---------------------------------------------------------------------------------
 
@@ -344,14 +252,14 @@ class Scheduler:
         if self.pool:
             tainted = set(self.pool.unsound(seq.blocks))
             self.pool.withdraw(tainted)
-            for other in [s for s in self._running if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
+            for other in [s for s in self.order if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
                 self.pool.withdraw(self.pool.unsound(other.blocks))
                 sent.append(self._preempt(other))
         row = seq.row
-        if self._emitted[row]:
-            self._settled[row] = self._done[row] - 1
-            self._emitted[row] = False
-        self._leave(seq, Finish.ERROR)
+        if self.table.emitted[row]:
+            self.table.settled[row] = self.table.done[row] - self.table.gained[row]
+            self.table.emitted[row] = False
+        self.leave(seq, Finish.ERROR)
         return sent
 
     def rollback(self, plan: StepPlan) -> Sent:
@@ -361,20 +269,19 @@ class Scheduler:
                 self.pool.withdraw_nodes(new)
             if seq.row >= 0 and seq.published > before:
                 seq.published, seq.node = before, node
-                self._published[seq.row] = before
+                self.table.published[seq.row] = before
         for seq, _, slot in plan.saves:
             held = [item for item in self._slots.get(seq, ()) if item[1] == slot]
             if held and self.checkpoints:
                 self._slots[seq].remove(held[0])
                 self.checkpoints.release(slot)
-        same = self._generation[plan.rows] == plan.generation
-        self._computed[plan.rows[same]] = plan.start[same]
-        self._known[plan.rows[same]] -= plan.emit[same]
+        same = self.holds(plan)
+        self.table.take_back(plan.rows[same], plan.start[same], plan.emit[same])
         return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
 
     def forget(self) -> Sent:
         """The contents of the cache are lost: all who run go back to the queue, to compute their tokens again."""
-        sent = [self._preempt(seq) for seq in self._running if seq.row >= 0]
+        sent = [self._preempt(seq) for seq in self.order if seq.row >= 0]
         if self.pool:
             self.pool.reset()
         if self.checkpoints:
@@ -385,22 +292,22 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. now: of the clock that `add` was given."""
-        self._steps += 1
+        self.steps += 1
         self.preempted = []
         while True:
-            if self._left:
-                self._refresh()
-            rows, seqs = self._rows, self._running
-            if self._paused or self.resting:
+            if self.left:
+                self.refresh()
+            rows, seqs = self.rows, self.order
+            if self.paused_rows or self.resting:
                 seqs = [s for s in seqs if not s.paused and s.tenant not in self.resting]
                 rows = np.fromiter((s.row for s in seqs), np.intp, len(seqs))
-            start = self._computed[rows]
+            start = self.table.computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
-            q = np.minimum(self._known[rows], self._end[rows] - 1) - start
+            q = np.minimum(self.table.known[rows], self.table.end[rows] - 1) - start
             if self.checkpoints:
                 q = self._to_marks(seqs, rows, start, q)
             if self._slow:
-                q = np.minimum(q, np.fromiter((s.most or _NEVER for s in seqs), np.int32, len(seqs)))
+                q = np.minimum(q, np.fromiter((s.most or NEVER for s in seqs), np.int32, len(seqs)))
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
             left = self.budget - (len(q) if decode else int(q.sum()))
             if left < 0 or not decode:
@@ -409,25 +316,26 @@ class Scheduler:
             elif self.limits.prefill is not None:
                 left = min(left, self.limits.prefill)
             end = start + q
-            if not self.pool or not np.count_nonzero(end > self._capacity[rows]):
+            if not self.pool or not np.count_nonzero(end > self.table.capacity[rows]):
                 break
-            sent = self._grow(seqs, rows, end, self._capacity[rows])
+            sent = self._grow(seqs, rows, end, self.table.capacity[rows])
             if not sent:
                 break
             self.preempted += sent
         published: list[Published] = []
-        if self.pool and np.count_nonzero(full := end // self.limits.block_size > self._published[rows]):
+        if self.pool and np.count_nonzero(full := end // self.limits.block_size > self.table.published[rows]):
             # (What no plan notes could not be rolled back.)
             at = np.flatnonzero(full if decode else full & (q > 0))
             mine = rows[at]
-            known = at.tolist(), end[at].tolist(), self._done[mine].tolist(), self._emitted[mine].tolist()
-            self._published[mine] = [
-                self._publish(seqs[i], n, done, emitted, published) for i, n, done, emitted in zip(*known, strict=True)
+            computed = np.where(self.table.emitted[mine], self.table.done[mine] - self.table.gained[mine], -1)
+            known = at.tolist(), end[at].tolist(), self.table.done[mine].tolist(), computed.tolist()
+            self.table.published[mine] = [
+                self._publish(seqs[i], n, done, sound, published) for i, n, done, sound in zip(*known, strict=True)
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
-        if self.waiting and left > 0 and self._free_rows and not self.preempted:
-            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self._known[rows]).tolist()]
+        if self.waiting and left > 0 and self.free_rows and not self.preempted:
+            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self.table.known[rows]).tolist()]
             fresh = self._admit(left, at_work, published, restores)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
@@ -444,9 +352,8 @@ class Scheduler:
                 return None
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
-        emit = end == self._known[rows]
-        self._computed[rows] = end
-        self._known[rows] += emit
+        emit = end == self.table.known[rows]
+        self.table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,
             fresh=[s for s, _, _ in fresh],
@@ -454,25 +361,25 @@ class Scheduler:
             start=start,
             q=q,
             emit=emit,
-            generation=self._generation[rows],
+            generation=self.table.generation[rows],
             preempted=self.preempted,
             published=published,
             restores=restores,
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
         )
 
-    def _refresh(self) -> None:
-        self._running = [s for s in self._running if s.row >= 0]
-        self._rows = np.fromiter((s.row for s in self._running), np.intp, len(self._running))
-        self._left = False
+    def refresh(self) -> None:
+        self.order = [s for s in self.order if s.row >= 0]
+        self.rows = np.fromiter((s.row for s in self.order), np.intp, len(self.order))
+        self.left = False
 
     def _enter(self, fresh: list[Seq]) -> None:
         """Take those who start among the running, in the order of service."""
-        running = self._running + fresh
-        if len(fresh) > 1 or (self._running and fresh[0].rank < self._running[-1].rank):
+        running = self.order + fresh
+        if len(fresh) > 1 or (self.order and fresh[0].rank < self.order[-1].rank):
             running.sort(key=_rank)
-        self._running = running
-        self._rows = np.fromiter((s.row for s in running), np.intp, len(running))
+        self.order = running
+        self.rows = np.fromiter((s.row for s in running), np.intp, len(running))
 
     def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
         """Hand out the token budget: first one token to each decode row, then chunks in the order of service.
@@ -486,7 +393,7 @@ class Scheduler:
         if self.limits.prefill is not None:
             left = min(left, self.limits.prefill)
         prompts, kept = np.flatnonzero(want > 1).tolist(), 0
-        if self._displaced is not None and prompts:
+        if self.displaced is not None and prompts:
             quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
             comes = self._comes()
             if comes is not None:
@@ -518,7 +425,7 @@ class Scheduler:
         if not np.count_nonzero(end[who] > capacity[who] + size) and (blocks := self.pool.alloc(len(who))) is not None:
             # One more for each, as nearly always: at once, which is the same.
             self.block_table[rows[who], capacity[who] // size] = blocks
-            self._capacity[rows[who]] += size
+            self.table.capacity[rows[who]] += size
             for i, block in zip(who.tolist(), blocks, strict=True):
                 seqs[i].blocks.append(block)
             return sent
@@ -536,30 +443,31 @@ class Scheduler:
         have, row = len(seq.blocks), seq.row
         seq.blocks += more
         self.block_table[row, have : have + len(more)] = more
-        self._capacity[row] = len(seq.blocks) * self.limits.block_size
+        self.table.capacity[row] = len(seq.blocks) * self.limits.block_size
 
     def _victim(self) -> Seq:
-        if self._paused:
-            for seq in reversed(self._running):
+        if self.paused_rows:
+            for seq in reversed(self.order):
                 if seq.row >= 0 and seq.paused:
                     return seq
-        return next(seq for seq in reversed(self._running) if seq.row >= 0)
+        return next(seq for seq in reversed(self.order) if seq.row >= 0)
 
-    def _publish(self, seq: Seq, end: int, done: int, emitted: bool, log: list[Published]) -> int:
+    def _publish(self, seq: Seq, end: int, done: int, sound: int, log: list[Published]) -> int:
         """Make the full blocks among the first `end` tokens known, which a step computes now.
 
-        Returns how many are; _NEVER if no more will be.
+        done: tokens that have a value. sound: tokens that a step computed which brought one and succeeded; -1: none.
+        Returns how many are known; NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
         new: list[tuple[int, Hashable]] = []
         log.append((seq, before, seq.node, new))
-        if emitted:  # the step that brought the last token has succeeded, and with it all before
-            pool.vouch(seq.blocks[max(before - 1, 0) : (done - 1) // bs])
+        if sound >= 0:  # that step has succeeded, and with it all before
+            pool.vouch(seq.blocks[max(before - 1, 0) : sound // bs])
         for n in range(before, min(end, done) // bs):
             if n >= len(keys):
                 if self._key_of is None:
-                    return _NEVER
+                    return NEVER
                 keys.append(self._key_of(seq, n))
             block = seq.blocks[n]
             seq.node = node = pool.publish(block, seq.node, keys[n])
@@ -582,11 +490,11 @@ class Scheduler:
         """
         started: list[tuple[Seq, int, int]] = []
         policy, pool, limits = self.policy, self.pool, self.limits
-        if not policy.opens(self.waiting - len(self._parked), self.running - self._paused, self._steps):
+        if not policy.opens(self.waiting - len(self._parked), self.running - self.paused_rows, self.steps):
             return started
         self._held_back = None
-        while left > 0 and self._free_rows and (seq := policy.peek()) is not None:
-            if self._short(seq) or seq.tenant in self.resting:
+        while left > 0 and self.free_rows and (seq := policy.peek()) is not None:
+            if self.short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserve(seq, at_work)
             if found is None:  # nobody overtakes: the next in order gets the next blocks
@@ -595,8 +503,8 @@ class Scheduler:
             known, slot = found
             policy.pop(seq)
             self.waiting -= 1
-            row = seq.row = self._free_rows.pop()
-            self._paused += seq.paused
+            row = seq.row = self.free_rows.pop()
+            self.paused_rows += seq.paused
             hit = seq.reused = known * limits.block_size
             q = min(seq.length - hit, left, seq.most or limits.chunk)
             if self.checkpoints and seq.keys is not None:
@@ -605,18 +513,15 @@ class Scheduler:
                 if slot is not None:
                     restores.append((row, slot))
             left -= q
-            self._known[row] = self._done[row] = seq.length
-            self._computed[row] = self._settled[row] = hit
-            self._end[row] = seq.end
-            self._emitted[row] = False
+            self.table.enter(row, seq.length, hit, seq.end)
             if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
                 self.block_table[row, len(seq.blocks) :] = 0
-                self._capacity[row] = len(seq.blocks) * limits.block_size
+                self.table.capacity[row] = len(seq.blocks) * limits.block_size
                 seq.published = known
-                self._published[row] = seq.published if seq.keys is not None else _NEVER
+                self.table.published[row] = seq.published if seq.keys is not None else NEVER
                 if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
-                    self._published[row] = self._publish(seq, hit + q, seq.length, False, published)
+                    self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
             if seq.keys is not None and not seq.started:
                 self.counts.prefix_queries += seq.length
                 self.counts.prefix_hits += hit
@@ -677,9 +582,9 @@ class Scheduler:
     def _to_marks(self, seqs: list[Seq], rows: Any, start: Ints, want: Ints) -> Ints:
         """Tokens wanted, where prompts go no further than to their next checkpoint."""
         assert self.checkpoints
-        if np.count_nonzero(self._emitted[rows]) == len(rows):
+        if np.count_nonzero(self.table.emitted[rows]) == len(rows):
             return want
-        for i in np.flatnonzero(~self._emitted[rows]).tolist():
+        for i in np.flatnonzero(~self.table.emitted[rows]).tolist():
             if seqs[i].keys is not None:
                 mark = self.checkpoints.mark(int(start[i]), seqs[i].length, self.limits.block_size)
                 if mark is not None:
@@ -690,7 +595,7 @@ class Scheduler:
         """Blocks of the longest prefix of a sequence for which somebody is about to make a checkpoint."""
         assert self.checkpoints and seq.keys is not None
         best = 0
-        running = [s for s in self._running if s.row >= 0 and not s.paused and not self._emitted[s.row]]
+        running = [s for s in self.order if s.row >= 0 and not s.paused and not self.table.emitted[s.row]]
         for other in {*running, *started}:
             if other.keys is None or other.salt != seq.salt:
                 continue
@@ -723,42 +628,46 @@ class Scheduler:
 
     def holds(self, plan: StepPlan) -> Bools:
         """Which rows of a plan [B] still belong to their sequences."""
-        held: Bools = self._generation[plan.rows] == plan.generation
+        held: Bools = self.table.generation[plan.rows] == plan.generation
         return held
 
-    def commit(self, plan: StepPlan, stopped: Bools) -> Committed:
-        """The step is done. stopped [emitting rows]: the new token ends its sequence.
+    def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
+        """The step is done. stopped [emitting rows]: the last new token ends its sequence.
 
+        counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None: one.
+        With others than one no later step may have been planned.
         Sequences that left since `schedule()` (cancelled, failed, sent back) are passed over.
         """
         rows, end, seqs = plan.rows, plan.end, plan.seqs
         alive: Bools | None = None
         if np.count_nonzero(plan.emit) < len(rows):
-            same = self._generation[rows] == plan.generation
-            self._settled[rows[same]] = end[same]
+            same = self.table.generation[rows] == plan.generation
+            self.table.settled[rows[same]] = end[same]
             at = np.flatnonzero(plan.emit)
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
-            same = self._generation[rows] == plan.generation[at]
+            same = self.table.generation[rows] == plan.generation[at]
         else:
-            same = self._generation[rows] == plan.generation
+            same = self.table.generation[rows] == plan.generation
         if np.count_nonzero(same) < len(rows):
             alive = same
             rows, end = rows[same], end[same]
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
-        self._done[rows] = end + 1
-        if np.count_nonzero(self._emitted[rows]) < len(rows):
-            for i in np.flatnonzero(~self._emitted[rows]).tolist():
-                self._emitted[seqs[i].row] = True
+            counts = None if counts is None else counts[same]
+        assert counts is None or not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
+        length = self.table.gain(rows, end, counts)
+        if np.count_nonzero(self.table.emitted[rows]) < len(rows):
+            for i in np.flatnonzero(~self.table.emitted[rows]).tolist():
+                self.table.emitted[seqs[i].row] = True
                 if self.pool:
                     self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
                 if self.checkpoints:
                     for n, slot in self._slots.pop(seqs[i], ()):
                         self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
-        over = stopped | (end + 1 >= self._end[rows])
+        over = stopped | (length >= self.table.end[rows])
         finished = []
         if np.count_nonzero(over):
             for i in np.flatnonzero(over).tolist():
-                self._leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
+                self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
                 finished.append(seqs[i])
         return Committed(alive, finished)
 
@@ -772,14 +681,14 @@ class Scheduler:
     def _preempt(self, seq: Seq) -> tuple[Seq, int]:
         """Back to the queue, in its place; what it published stays known. Returns it, and the row that it had."""
         row = seq.row
-        seq.length = int(self._done[row])
+        seq.length = int(self.table.done[row])
         self._vacate(seq)
         self.counts.preemptions += 1
         self._queue(seq)
         return seq, row
 
-    def _leave(self, seq: Seq, reason: Finish) -> None:
-        tokens = int(self._done[seq.row])
+    def leave(self, seq: Seq, reason: Finish) -> None:
+        tokens = int(self.table.done[seq.row])
         self._vacate(seq)
         seq.finish = reason
         self.policy.left(seq, tokens)
@@ -787,32 +696,34 @@ class Scheduler:
     def _vacate(self, seq: Seq) -> None:
         row = seq.row
         if self.pool:
-            emitted, settled = self._emitted[row], int(self._settled[row])
-            full = (max(settled, int(self._done[row]) - 1) if emitted else settled) // self.limits.block_size
+            emitted, settled = self.table.emitted[row], int(self.table.settled[row])
+            if emitted:
+                settled = max(settled, int(self.table.done[row] - self.table.gained[row]))
+            full = settled // self.limits.block_size
             if seq.published > full:  # what a step in flight computes: nobody will hear how it went
                 self.pool.withdraw(seq.blocks[full : seq.published])
             self.pool.release(seq.blocks, sound=full if emitted else 0)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):
                 self.checkpoints.release(slot)
-        self._free_rows.append(row)
-        self._generation[row] += 1
-        self._paused -= seq.paused
+        self.free_rows.append(row)
+        self.table.leave(row)
+        self.paused_rows -= seq.paused
         seq.blocks, seq.row, seq.published, seq.node = [], -1, 0, None
-        self._left = True
+        self.left = True
 
     # ---- invariants --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert that rows, blocks and counters agree; for tests and debugging."""
-        running = [s for s in self._running if s.row >= 0]
+        running = [s for s in self.order if s.row >= 0]
         rows = [s.row for s in running]
-        assert sorted(rows + self._free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
+        assert sorted(rows + self.free_rows) == list(range(self.limits.rows)), "a row is lost or held twice"
         assert running == sorted(running, key=_rank), "the order of service is lost"
-        assert self._paused == sum(s.paused for s in running), "a paused row is lost"
+        assert self.paused_rows == sum(s.paused for s in running), "a paused row is lost"
         writers: set[int] = set()
         for s in running:
-            computed, known, done = self._computed[s.row], self._known[s.row], self._done[s.row]
+            computed, known, done = self.table.computed[s.row], self.table.known[s.row], self.table.done[s.row]
             assert computed <= known <= s.end and s.length <= done <= known, (computed, done, known, s.end)
             if self.pool is None:
                 continue
@@ -822,9 +733,9 @@ class Scheduler:
             written = s.blocks[computed // self.limits.block_size :]
             assert not writers.intersection(written), "two sequences write to one block"
             writers.update(written)
-            assert self._capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
+            assert self.table.capacity[s.row] == len(s.blocks) * self.limits.block_size >= computed
         for s in running:
-            full = self._computed[s.row] // self.limits.block_size
+            full = self.table.computed[s.row] // self.limits.block_size
             assert not self.pool or not writers.intersection(s.blocks[:full]), "a shared block is still written to"
         if self.pool:
             self.pool.check([b for s in running for b in s.blocks])

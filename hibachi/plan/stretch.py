@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hibachi.plan.scheduler import Index, Ints, Scheduler
+from hibachi.plan.rows import Index, Ints
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
@@ -32,14 +33,14 @@ class Stretch:
         assert 0 < steps <= self.steps
         if scheduler.pool:
             _grow(scheduler, rows, steps)
-        done = scheduler._known[rows] + np.int32(steps)
-        scheduler._known[rows] = scheduler._done[rows] = done
-        scheduler._computed[rows] = done - np.int32(1)
-        scheduler._steps += steps
-        over = (done == scheduler._end[rows]).nonzero()[0]
-        finished = [scheduler._running[i] for i in over.tolist()]
+        done = scheduler.table.known[rows] + np.int32(steps)
+        scheduler.table.known[rows] = scheduler.table.done[rows] = done
+        scheduler.table.computed[rows] = done - np.int32(1)
+        scheduler.steps += steps
+        over = (done == scheduler.table.end[rows]).nonzero()[0]
+        finished = [scheduler.order[i] for i in over.tolist()]
         for seq in finished:
-            scheduler._leave(seq, Finish.LENGTH)
+            scheduler.leave(seq, Finish.LENGTH)
         return finished
 
 
@@ -49,25 +50,25 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
     Deadlines are the caller's business, as is the time that the steps take. The policy's `opens` is asked for steps to
     come.
     """
-    if scheduler._left:
-        scheduler._refresh()
-    rows = scheduler._rows
+    if scheduler.left:
+        scheduler.refresh()
+    rows = scheduler.rows
     n = len(rows)
-    if not n or scheduler._paused or n > scheduler.budget:
+    if not n or scheduler.paused_rows or n > scheduler.budget:
         return None
-    if scheduler.waiting and scheduler._displaced is not None and scheduler._displaced():
+    if scheduler.waiting and scheduler.displaced is not None and scheduler.displaced():
         return None
-    most = _closed(scheduler) if scheduler.waiting and scheduler._free_rows else None
+    most = _closed(scheduler) if scheduler.waiting and scheduler.free_rows else None
     if most == 0:
         return None
-    known, computed = scheduler._known[rows], scheduler._computed[rows]
-    if np.count_nonzero(known - computed == 1) < n or np.count_nonzero(scheduler._emitted[rows]) < n:
+    known, computed = scheduler.table.known[rows], scheduler.table.computed[rows]
+    if np.count_nonzero(known - computed == 1) < n or np.count_nonzero(scheduler.table.emitted[rows]) < n:
         return None
-    end = scheduler._end[rows]
+    end = scheduler.table.end[rows]
     if scheduler.pool:
         # A step that fills a block which is to be published is left to `schedule`.
         size = np.int64(scheduler.limits.block_size)
-        end = np.minimum(end, scheduler._published[rows] * size + size)
+        end = np.minimum(end, scheduler.table.published[rows] * size + size)
     steps = int(np.minimum.reduce(end - known))
     if most is not None:
         steps = min(steps, most)
@@ -79,9 +80,9 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
 def _closed(scheduler: Scheduler) -> int | None:
     """For how many steps none of those who wait can start, though a row is free; None: for as long as nothing ends."""
     policy = scheduler.policy
-    if (seq := policy.peek()) is not None and scheduler._short(seq):
+    if (seq := policy.peek()) is not None and scheduler.short(seq):
         return None
-    running, step = scheduler.running, scheduler._steps
+    running, step = scheduler.running, scheduler.steps
     for n in range(_PATIENCE):
         if policy.opens(scheduler.waiting, running, step + n + 1):
             return n
@@ -94,7 +95,7 @@ def _affordable(scheduler: Scheduler, rows: Index, known: Ints, steps: int) -> i
     free, size = scheduler.pool.free, scheduler.limits.block_size
     if len(rows) * (steps // size + 1) <= free:
         return steps
-    short = known - 1 - scheduler._capacity[rows]  # after n steps a row needs n + short positions more than it has
+    short = known - 1 - scheduler.table.capacity[rows]  # after n steps a row needs n + short positions more than it has
 
     def need(n: int) -> int:
         return int(np.maximum(-(-(short + n) // size), 0).sum())
@@ -112,13 +113,13 @@ def _grow(scheduler: Scheduler, rows: Index, steps: int) -> None:
     """The blocks that these steps take, in the order in which they would take them."""
     assert scheduler.pool
     size = scheduler.limits.block_size
-    room = scheduler._capacity[rows] - scheduler._computed[rows]  # steps until a row needs a block
+    room = scheduler.table.capacity[rows] - scheduler.table.computed[rows]  # steps until a row needs a block
     who = (room < steps).nonzero()[0]
     if not len(who):
         return
     room = room[who]
     more = -((room - steps) // size)
-    scheduler._capacity[rows[who]] += more * np.int32(size)
+    scheduler.table.capacity[rows[who]] += more * np.int32(size)
     if np.count_nonzero(more == 1) < len(more):
         nth = np.concatenate([np.arange(m) for m in more.tolist()])
         room = np.repeat(room, more) + nth * size
@@ -126,7 +127,7 @@ def _grow(scheduler: Scheduler, rows: Index, steps: int) -> None:
     who = who[room.argsort(kind="stable")]  # the first to need one first; in a step, in the order of service
     blocks = scheduler.pool.alloc(len(who))
     assert blocks is not None
-    running, table = scheduler._running, scheduler.block_table
+    running, table = scheduler.order, scheduler.block_table
     for i, block in zip(who.tolist(), blocks, strict=True):
         seq = running[i]
         table[seq.row, len(seq.blocks)] = block

@@ -21,39 +21,29 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.job import Job
-from hibachi.engine.pooling import has_hidden
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_texts
-from hibachi.plan.scheduler import Limits
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
-from hibachi.streams.stream import native_row
-from hibachi.tensor.array_backend import ArrayBackend, HostArray
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the parent must know of the engine."""
+class Ready:
+    """What the parent must know once the model is loaded. tokenizer: pickled, of a model of one's own, which has no
+    files."""
 
-    vocab_size: int | None
+    facts: Facts
     eos_ids: tuple[int, ...]
-    limits: Limits
-    cached: bool  # level 2
-    embed_size: int | None
-    deterministic: bool
-    fingerprint: str
-    dtype: str
-    has_hidden: bool = False  # so that vectors can be made
-    tokenizer: bytes | None = None  # pickled, of a model of one's own, which has no files
+    tokenizer: bytes | None
 
 
 class Outbox:
@@ -161,7 +151,8 @@ def _portable(error: BaseException | None, other: type[HibachiError] = ModelErro
             pickle.loads(pickle.dumps(error))
             return error
     base = next((base for base in type(error).__mro__ if _home(base) == "hibachi"), other)
-    return restored(base, (text_of(error),), {}, None)
+    found: BaseException = restored(base, (text_of(error),), {}, None)
+    return found
 
 
 def _home(kind: type) -> str:
@@ -204,24 +195,12 @@ class Child:
         self._outbox.beat = self._tell_how
         self._jobs: dict[int, Job] = {}
 
-    def facts(self) -> Facts:
-        engine = self._engine
-        model = engine._model
-        return Facts(
-            self._texts.vocab_size,
-            self._texts.eos_ids,
-            engine._scheduler.limits,
-            engine._level == 2,
-            getattr(model, "embed_size", None),
-            engine.deterministic,
-            engine._backend.fingerprint(),
-            engine._dtype,
-            has_hidden(model),
-            _pickled(getattr(self._texts, "portable_tokenizer", None)),
-        )
+    def ready(self) -> Ready:
+        tokenizer = getattr(self._texts, "portable_tokenizer", None)
+        return Ready(self._engine.facts, self._texts.eos_ids, _pickled(tokenizer))
 
-    def serve(self, facts: Facts) -> None:
-        self._outbox.send("ready", facts)
+    def serve(self, ready: Ready) -> None:
+        self._outbox.send("ready", ready)
         threading.Thread(target=self._beat, name="hibachi-beat", daemon=True).start()
         while True:
             try:
@@ -237,25 +216,20 @@ class Child:
     def _run(self, number: int, contents: bytes) -> None:
         channel = OutChannel(number, self._outbox, self._forget)
         try:
-            job = self._engine._prepare(**_unpacked(contents))
+            job = self._engine.check(_unpacked(contents), channel)
             if job.pooling is not None:
-                channel.read = partial(self._vector, self._engine._backend)
-            channel.prompt_logprobs, job.channel = job.channel.prompt_logprobs, channel
-            self._jobs[number] = job
-            self._engine._worker.add(job)
+                channel.read = self._engine.reader(job)
+            self._jobs[number] = job  # before the engine can end it
+            self._engine.enqueue(job)
         except Exception as e:
             channel.end(Finish.ERROR, e)
-
-    @staticmethod
-    def _vector(backend: ArrayBackend, item: Any) -> HostArray:
-        return backend.get(native_row(item))
 
     def _forget(self, number: int) -> None:
         self._jobs.pop(number, None)
 
     def _cancel(self, number: int) -> None:
         if (job := self._jobs.pop(number, None)) is not None:
-            self._engine._cancel(job)
+            self._engine.cancel(job)
 
     def _pause(self, number: int) -> None:
         if (job := self._jobs.get(number)) is not None:
@@ -315,7 +289,7 @@ def main(place: int) -> None:
         logger.setLevel(level)
         texts = open_texts(**spec)
         child = Child(pipe, texts, outbox)
-        facts = child.facts()
+        ready = child.ready()
     except (EOFError, KeyboardInterrupt):
         return
     except BaseException as e:
@@ -323,7 +297,7 @@ def main(place: int) -> None:
         raise SystemExit(1) from e
     status = 1
     try:
-        child.serve(facts)
+        child.serve(ready)
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -12,22 +12,23 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from hibachi.engine.admission import check_ids, check_params, check_room
-from hibachi.engine.engine import Stats
+from hibachi.engine.admission import check_ids, check_room, checked, embeddings
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.meters import Meters
-from hibachi.engine.pooling import check_pooling
+from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
-from hibachi.model.pooling import Pooling
-from hibachi.remote.child import Facts
+from hibachi.lm.options import TextOptions
+from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender
-from hibachi.request import Finish, SamplingParams, as_params, as_terms
+from hibachi.request import Finish, Request
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import Closing, waited
 from hibachi.streams.loops import Wakeups
@@ -35,6 +36,7 @@ from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
 
 log = logging.getLogger("hibachi.engine")
+MOST_IDS = 2**31 - 1  # of a model that does not say how many it has
 MOST_RESTARTS = 3  # in a row, without a token in between
 CLOSING = 10.0  # seconds that a process has to end
 LOOKS = 5  # so often a process must be found stalled before it is ended
@@ -47,25 +49,20 @@ START_TIMES = 4  # ... so many times what the first one took, if that is more
 class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
-    options: for `open_texts`. max_waiting, pause_after: as for `Service`; they are kept on this side. restart: begin
-    again in a new process when it dies, or its engine has failed for good; its requests fail all the same. A lost
-    device is begun anew in the same one. Raises what making the model raises.
+    options: for `open_texts`. max_waiting, pause_after: as for `BatchInference`; they are kept on this side. restart:
+    "on_failure": begin again in a new process when it dies, or its engine has failed for good; its requests fail all
+    the same. A lost device is begun anew in the same one. Raises what making the model raises.
     """
 
     def __init__(
         self,
         model: str,
-        *,
-        max_waiting: int | None = None,
-        pause_after: int | None = None,
-        restart: bool = False,
-        stall_after: float | None = STALL_AFTER,
-        **options: Any,
+        **options: Unpack[TextOptions],
     ) -> None:
-        anew = "on_failure" if restart else None
-        self._spec = {"model": model, "stall_after": stall_after, "restart": anew, **options}
-        self._max_waiting, self._pause_after, self._restart = max_waiting, pause_after, restart
-        self._stall_after = stall_after
+        self._max_waiting, self._pause_after = options.pop("max_waiting", None), options.pop("pause_after", None)
+        self._stall_after = options.get("stall_after", STALL_AFTER)
+        self._restart = restart = options.get("restart") == "on_failure"
+        self._spec = {"model": model, **options}
         self._numbers = itertools.count()
         self._channels: dict[int, Channel[Any]] = {}
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
@@ -76,24 +73,28 @@ class RemoteEngine(Closing):
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
         before = time.monotonic()
-        self.facts = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
+        self.ready = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
         self._starts_within = max(LEAST_START, START_TIMES * (time.monotonic() - before))
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
         _engines.add(self)
-        if restart and stall_after is not None:
+        if restart and self._stall_after is not None:
             threading.Thread(target=self._watch, name="hibachi-remote-watch", daemon=True).start()
 
     # ---- the process -------------------------------------------------------------------------------------------
 
-    def _begin(self, seconds: float | None) -> Facts:
+    def _begin(self, seconds: float | None) -> Ready:
         """Start a process and wait until it is ready; it is killed if that takes more than so many seconds."""
         self._pipe, theirs = Pipe()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
-            deaf = "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN)"  # as the parent decides
-            script = f"{deaf}; from hibachi.remote.child import main; main({theirs.fileno()})"
-            command = [sys.executable, "-c", script]
+            path = [place for place in sys.path if isinstance(place, str)]  # it imports what we import
+            script = (
+                f"import sys; sys.path[:] = {path}; "
+                "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN); "  # as the parent decides
+                f"from hibachi.remote.child import main; main({theirs.fileno()})"
+            )
+            command = [sys.executable, "-P", "-c", script]  # -P: the working directory is not first on the path
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
@@ -122,8 +123,8 @@ class RemoteEngine(Closing):
             raise value
         self._health, self._heard = Health("idle", "No request has come yet."), time.monotonic()
         self._sender = Sender(self._pipe)
-        facts: Facts = value
-        return facts
+        ready: Ready = value
+        return ready
 
     @property
     def pid(self) -> int:
@@ -155,7 +156,8 @@ class RemoteEngine(Closing):
     def _hear(self, wakeups: Wakeups, word: str, *said: Any) -> None:
         self._heard = time.monotonic()
         if word == "step":
-            self._deliver(*said, wakeups)
+            starts, tokens, ends = said
+            self._deliver(starts, tokens, ends, wakeups)
             wakeups.post()
         elif word == "beat":
             self._health, self._stats, self._meters = said
@@ -241,7 +243,7 @@ class RemoteEngine(Closing):
         while True:
             self._lost += 1
             try:
-                self.facts = self._begin(self._starts_within)
+                self.ready = self._begin(self._starts_within)
                 break
             except Exception as e:
                 failure = f"The engine's process could not be started again: {e}"
@@ -288,7 +290,8 @@ class RemoteEngine(Closing):
 
     def _ask(self, what: str, *rest: Any) -> Any:
         """What the process answers. Raises its error, EngineClosed, or EngineFailed if it is lost or silent."""
-        contents, waiting = _packed(rest), [threading.Event(), False, None]
+        contents = _packed(rest)
+        waiting: list[Any] = [threading.Event(), False, None]
         with self._changed:
             if self._refusal is not None and self._refusal is not _draining:
                 raise self._refusal()
@@ -299,75 +302,45 @@ class RemoteEngine(Closing):
             raise waiting[2]
         return waiting[2]
 
-    # ---- what `Texts` needs ------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------
 
     @property
-    def deterministic(self) -> bool:
-        return self.facts.deterministic
+    def facts(self) -> Facts:
+        return self.ready.facts
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a request."""
-        return self.facts.limits.max_len
-
-    def _prepare(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        include_stop: bool,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        embeds: Any = None,
-        terms: Any = None,
-        pooling: Pooling | None = None,
-    ) -> tuple[Hashable, bytes]:
-        """Everything about a request that can be wrong: (tenant, what is to be sent); nothing is sent yet."""
+    def check(self, request: Request) -> Packed:
+        """See `BatchEngine`. What cannot cross the pipe is refused here."""
         facts = self.facts
-        if embeds is not None:
-            prompt, embeds = None, _array(embeds, np.float32, "Embeddings")
-            length = len(embeds)
+        if request.embeds is not None:
+            embeds = _array(request.embeds, None, "Embeddings")
+            embeds = embeddings(embeds, request.prompt, facts.embed_size, facts.model)
+            prompt = np.zeros(len(embeds), np.int32)
         else:
-            prompt = _array(prompt, np.int64, "A prompt")
+            embeds, prompt = None, _array(request.prompt, np.int64, "A prompt")
             if prompt.ndim != 1 or not len(prompt):
                 raise InvalidRequest(f"A prompt must hold at least one token id; got shape {prompt.shape}.")
-            check_ids(prompt, facts.vocab_size or 2**31 - 1)
-            length = len(prompt)
-        params = as_params(params, SamplingParams(max_tokens=None))
-        check_params(params, params.max_tokens, vocab=facts.vocab_size or 2**31 - 1, cached=facts.cached)
-        facts.limits.fit(length, params.max_tokens if pooling is None else 1)
-        if pooling is not None:
-            check_pooling(pooling, facts.has_hidden)
-        terms = as_terms(terms)
-        request = dict(prompt=prompt, params=params, include_stop=include_stop, bad_words=bad_words)
-        return terms.tenant, _packed(request | dict(embeds=embeds, terms=terms, pooling=pooling))
+            check_ids(prompt, facts.vocab_size or MOST_IDS)
+        sent = checked(request, prompt, facts)
+        sent = replace(sent, prompt=None if embeds is not None else prompt, embeds=embeds)
+        return Packed(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
 
-    def _check_room(self, tenant: Hashable, new: int) -> None:
+    def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
         check_room(tenant, new, len(self._channels), self.facts.limits, self._max_waiting, self._tenants)
 
     def _tenants(self) -> list[Hashable]:
         return [channel.tenant for channel in list(self._channels.values())]
 
-    def _submit(self, job: tuple[Hashable, bytes]) -> ItemStream[int]:
-        """Raises QueueFull, EngineClosed or EngineFailed."""
-        return self._stream(job, int)
-
-    def _submit_vector(
-        self, job: tuple[Hashable, bytes], change: Callable[[HostArray], HostArray] | None
-    ) -> ItemStream[HostArray]:
-        """A stream of one vector. change: what is to be made of it. Raises what `_submit` raises."""
-        return self._stream(job, change or _as_it_is)
-
-    def _stream(self, job: tuple[Hashable, bytes], read: Callable[[Any], Any]) -> ItemStream[Any]:
-        tenant, contents = job
+    def submit(self, ready: Packed) -> ItemStream[Any]:
+        """See `BatchEngine`."""
         channel: Channel[Any] = Channel(self._pause_after)
-        channel.tenant = tenant
+        channel.tenant = ready.tenant
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            self._check_room(tenant, 1)
-            number = self._post(self._channels, channel, contents, "run")
-        return ItemStream(channel, partial(self._cancel, number), read)
+            self.check_room(ready.tenant, 1)
+            number = self._post(self._channels, channel, ready.contents, "run")
+        return ItemStream(channel, partial(self._cancel, number), _as_it_is if ready.vector else int)
 
     def _cancel(self, number: int) -> None:
         """Takes no lock, as a destructor may call it in any thread, at any time."""
@@ -392,7 +365,7 @@ class RemoteEngine(Closing):
             return Health(state, str(error), restarts=self.restarts)
         if self._stall_after is not None and silent >= self._stall_after:
             return Health("stalled", f"The engine's process has not been heard of for {silent:.3g} s.")
-        return self._health
+        return replace(self._health, restarts=self._health.restarts + self.restarts)
 
     def dump(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("dump")
@@ -426,7 +399,7 @@ class RemoteEngine(Closing):
         self._end_all(Finish.CLOSED)
         self._end(timeout)
 
-    def _disown(self) -> None:
+    def disown(self) -> None:
         """Called in a fork of our process, which has none of the threads; locks that they held are never released."""
         self._refusal, self._changed = _forked, threading.Condition(threading.RLock())
         for channel in list(self._channels.values()):
@@ -435,12 +408,21 @@ class RemoteEngine(Closing):
         self._pipe.close()  # as the engine's process ends when no pipe leads to it any more
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A request that was checked, as it is sent. vector: it wants one, not tokens."""
+
+    tenant: Hashable
+    contents: bytes
+    vector: bool
+
+
 _engines: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
     for engine in list(_engines):
-        engine._disown()
+        engine.disown()
 
 
 if hasattr(os, "register_at_fork"):
@@ -478,13 +460,25 @@ def _forked() -> EngineClosed:
     return EngineClosed("The engine was made before a fork, and stays with the other process. Make a new one here.")
 
 
-def _packed(contents: Any) -> bytes:
-    """Of a request. Raises InvalidRequest."""
+def _packed(request: object) -> bytes:
+    """Raises InvalidRequest, which names the part that cannot be sent."""
     try:
-        return pickle.dumps(contents)
+        return pickle.dumps(request)
     except Exception as e:
         raise InvalidRequest(
-            f"A request must be one that pickle takes, as the engine runs in another process; got "
-            f"{type(e).__name__}: {e}. Write logits_processors as functions or classes of a module, not as lambdas or "
-            f"within a function, or run the engine in this process (hibachi.LLM; --engine own)."
+            f"A request must be one that pickle takes, as the engine runs in another process; got {_guilty(request)}, "
+            f"{type(e).__name__}: {text_of(e)}. Write logits_processors as functions or classes of a module, not as "
+            f"lambdas or within a function, or run the engine in this process (hibachi.LLM; --engine own)."
         ) from e
+
+
+def _guilty(request: object) -> str:
+    """The name of the first part that cannot be sent."""
+    for part in (getattr(request, "params", None), request):
+        names: list[str] = list(getattr(type(part), "__dataclass_fields__", ()))
+        for name in names:
+            try:
+                pickle.dumps(getattr(part, name))
+            except Exception:
+                return name
+    return "something else"

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from hibachi.errors import ConfigError
-from hibachi.lm.own import is_own, module_of
+from hibachi.lm.named import look_here
+from hibachi.lm.options import OPTIONS, TextOptions
+from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
-from hibachi.model.pooling import Pooling, pooling_of
+from hibachi.model.pooling import pooling_of
+from hibachi.options import check_options
 from hibachi.remote.engine import RemoteEngine
-from hibachi.request import SamplingParams
-
-
-def _unpickled(tokenizer: bytes | None, model: str) -> Any:
-    """Its class may stand in the module of the model, which only the engine's process has read so far."""
-    assert tokenizer is not None
-    try:
-        return pickle.loads(tokenizer)
-    except ModuleNotFoundError:
-        module_of(model)
-        return pickle.loads(tokenizer)
+from hibachi.request import Pooling, SamplingParams
 
 
 class RemoteLLM(Texts):
@@ -32,15 +25,18 @@ class RemoteLLM(Texts):
     model, options: as for `open_texts` and `RemoteEngine`. Raises what making the model raises.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[TextOptions]) -> None:
         model = str(model)
+        check_options(type(self).__name__, dict(options), OPTIONS)
         if "backend" in options and not isinstance(options["backend"], (str, type(None))):
             raise ConfigError("For an engine in another process a backend is given by its name.")
         engine = RemoteEngine(model, **options)
-        facts = engine.facts
+        facts, ready = engine.facts, engine.ready
         try:
             if is_own(model):
-                tokenizer, params = _unpickled(facts.tokenizer, model), SamplingParams()
+                assert ready.tokenizer is not None
+                look_here()  # its class may stand in the module of the model
+                tokenizer, params = pickle.loads(ready.tokenizer), SamplingParams()
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)
@@ -49,7 +45,7 @@ class RemoteLLM(Texts):
             engine.close()
             raise
         self._path = None if is_own(model) else files.path
-        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=facts.eos_ids, default_params=params)
+        super().__init__(engine, tokenizer, vocab_size=facts.vocab_size, eos_ids=ready.eos_ids, default_params=params)
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         return super()._pooling(asked) if asked or self._path is None else pooling_of(self._path)

@@ -12,7 +12,6 @@ from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelF
 from hibachi.lm.own import is_own, open_texts
 from hibachi.lm.texts import Texts
 from hibachi.model.generation import generation_defaults
-from hibachi.remote.engine import RemoteEngine
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
 from hibachi.serve.keys import tenants_of
@@ -40,11 +39,11 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             texts,
             settings.served_model_name or (_name(settings.model),),
             settings.model,
-            limits(texts).max_len,
+            texts.engine.facts.limits.max_len,
             bounds=Bounds(
                 n=settings.max_n,
                 logprobs=settings.max_logprobs,
-                rows=limits(texts).rows + settings.max_num_queued_reqs,
+                rows=texts.engine.facts.limits.rows + settings.max_num_queued_reqs,
                 new=settings.max_tokens,
             ),
             max_body=settings.max_body_size,
@@ -63,7 +62,6 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
 
 def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
     """For `open_texts` or `RemoteLLM`; what was not decided is left out."""
-    child = settings.engine == "child"
     several = len({name for _, name in tenants.keys}) > 1
     found = dict(
         backend=settings.backend,
@@ -81,7 +79,7 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
         policy=settings.scheduling_policy or ("shares" if several else None),
         max_waiting=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
-        restart=settings.restart if child else "on_failure" if settings.restart else None,
+        restart="on_failure" if settings.restart else None,
     )
     return {name: value for name, value in found.items() if value is not None} | {
         "stall_after": settings.stall_after or None
@@ -93,22 +91,14 @@ def _name(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def limits(texts: Texts) -> Any:
-    """What a step and the memory can hold, wherever the engine is."""
-    engine = texts.engine
-    return engine.facts.limits if isinstance(engine, RemoteEngine) else engine._scheduler.limits
-
-
 def about(texts: Texts) -> str:
     """The engine in a few words."""
     engine = texts.engine
-    if isinstance(engine, RemoteEngine):
-        fingerprint, dtype, where = engine.facts.fingerprint, engine.facts.dtype, f"engine in process {engine.pid}"
-    else:
-        fingerprint, dtype, where = engine._backend.fingerprint(), engine._dtype, "engine in this process"
-    library, device, *_ = fingerprint.split("; ")
-    same = "deterministic" if engine.deterministic else "not deterministic"
-    return f"{library} on {device}, {dtype}, {same}; {where}"
+    facts = engine.facts
+    library, device, *_ = facts.fingerprint.split("; ")
+    same = "deterministic" if facts.deterministic else "not deterministic"
+    where = "this process" if engine.pid is None else f"process {engine.pid}"
+    return f"{library} on {device}, {facts.dtype}, {same}; engine in {where}"
 
 
 def warm(served: Served) -> None:

@@ -78,11 +78,10 @@ class View:
         self.health, self.stats = texts.health(), texts.stats()
         self.engine: Meters = texts.meters()
         self.uptime = time.monotonic() - began
-        self.restarts = self.health.restarts + getattr(engine, "restarts", 0)
-        facts = getattr(engine, "facts", None)  # of an engine in another process
+        self.restarts = self.health.restarts
         memory: tuple[int | None, int | None] = self.engine.memory or (None, None)
         self.memory_free, self.memory_size = memory
-        pids = {"server": os.getpid()} | ({} if facts is None else {"engine": engine.pid})
+        pids = {"server": os.getpid()} | ({} if engine.pid is None else {"engine": engine.pid})
         sizes = {(name,): _resident(pid) for name, pid in pids.items()}
         self.resident = {key: size for key, size in sizes.items() if size is not None}
 
@@ -92,17 +91,16 @@ class View:
 
 def _about(served: Served) -> dict[str, str]:
     engine = served.texts.engine
-    facts = getattr(engine, "facts", None)
-    fingerprint = engine._backend.fingerprint() if facts is None else facts.fingerprint
-    library, device, *_ = fingerprint.split("; ")
+    facts = engine.facts
+    library, device, *_ = facts.fingerprint.split("; ")
     return {
         "version": version("hibachi"),
         "model": served.names[0],
         "backend": library,
         "device": device,
-        "dtype": engine._dtype if facts is None else facts.dtype,
-        "deterministic": str(engine.deterministic).lower(),
-        "engine": "server" if facts is None else "child",
+        "dtype": facts.dtype,
+        "deterministic": str(facts.deterministic).lower(),
+        "engine": "server" if engine.pid is None else "child",
     }
 
 

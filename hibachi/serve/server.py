@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from hibachi.remote.engine import RemoteEngine
 from hibachi.serve.app import application, tells
 from hibachi.serve.deadlines import Arriving
 from hibachi.serve.metrics import metrics_for
@@ -188,7 +187,7 @@ class Server(uvicorn.Server):
 
     def _is_lost(self) -> bool:
         engine = self._served.texts.engine
-        return not self._served.texts.health().ok and not (isinstance(engine, RemoteEngine) and engine.begins_again)
+        return not self._served.texts.health().ok and not engine.begins_again
 
     def _let_go(self) -> None:
         words = "something still hangs %g s after the signal, and is let go", self._patience + OVERTIME
@@ -198,10 +197,9 @@ class Server(uvicorn.Server):
         self._abandon(1)
 
     def _abandon(self, status: int) -> NoReturn:
-        engine = self._served.texts.engine
-        if isinstance(engine, RemoteEngine):
+        if (pid := self._served.texts.engine.pid) is not None:
             with suppress(ProcessLookupError):
-                os.kill(engine.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         os._exit(status)
 
 

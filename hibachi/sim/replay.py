@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hibachi.errors import InvalidTrace, PromptTooLong, QueueFull
-from hibachi.plan.scheduler import Scheduler, Sent, StepPlan
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.stretch import Stretch, look_ahead
 from hibachi.sim.outcome import NEVER, Outcome
 from hibachi.sim.steptime import StepTime

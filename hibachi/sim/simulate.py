@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.sim.outcome import NEVER, Outcome
 from hibachi.sim.replay import Replay
 from hibachi.sim.steptime import StepTime
@@ -27,7 +28,7 @@ class Setup:
 
     rows: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short (and
     without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_len: tokens of a
-    request; None: the trace's longest. The others are those of `hibachi.plan.scheduler.Limits`. cache: share prefixes.
+    request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share prefixes.
     """
 
     policy: str = "fcfs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -128,15 +128,8 @@ def reason(report: pytest.TestReport) -> str:
     return str(crash.message if crash else report.longrepr).removeprefix("AssertionError: ").strip().split("\n")[0]
 
 
-def count(tests: list[bool]) -> str:
-    return f"{sum(tests)}/{len(tests)}"
-
-
-def table(kept: dict[tuple[str, str], dict[str, bool]], show: Callable[[list[bool]], str] = count) -> Iterator[str]:
-    """A row per group, a column per backend, no wider than a terminal: many backends make several tables.
-
-    show: a cell, from which tests of the group were kept; one without tests is "-".
-    """
+def table(kept: dict[tuple[str, str], dict[str, bool]]) -> Iterator[str]:
+    """A row per group, a column per backend, no wider than a terminal: many backends make several tables."""
     groups = list(dict.fromkeys(group for group, _ in kept))
     names = list(dict.fromkeys(name for _, name in kept))
     label, cell = max(map(len, groups)), max(8, *map(len, names))
@@ -147,5 +140,5 @@ def table(kept: dict[tuple[str, str], dict[str, bool]], show: Callable[[list[boo
         yield " " * label + "".join(f"  {name:>{cell}}" for name in some)
         for group in groups:
             counts = [list(kept.get((group, name), {}).values()) for name in some]
-            cells = [show(c) if c else "-" for c in counts]
+            cells = [f"{sum(c)}/{len(c)}" if c else "-" for c in counts]
             yield f"{group:{label}}" + "".join(f"  {text:>{cell}}" for text in cells)

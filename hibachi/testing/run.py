@@ -1,4 +1,4 @@
-"""`hibachi conformance`: runs the conformance suite on installed backends, or on a user's model, from any folder."""
+"""`hibachi conformance`: runs the conformance suite on installed backends, from any folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hibachi.testing.options import OPTIONS, add_to
+BACKEND = "a registered name, package:object, or an array-API module; repeatable (default: all that load)"
+VERIFY = "`hibachi verify --model MODEL` judges models; this command judges backends"
 
 
 def suite() -> Path:
@@ -18,17 +19,23 @@ def suite() -> Path:
     return inside if inside.is_dir() else beside
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help=BACKEND)
+    parser.add_argument("--model", help=argparse.SUPPRESS)  # what judges models is another command, and is named
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: every promise is kept; 1: some are broken; more: the suite did not run."""
     parser = argparse.ArgumentParser(
         prog="hibachi conformance",
         allow_abbrev=False,
-        description="Which of the promises that hibachi relies on does a backend keep? Or a model of your own?",
+        description="Which of the promises that hibachi relies on does a backend keep?",
         epilog="Other arguments go to pytest, for example -k pop, or -x to stop at the first broken promise.",
     )
-    add_to(parser.add_argument, OPTIONS)
+    arguments(parser)
     argv = sys.argv[1:] if argv is None else list(argv)
-    known, _ = parser.parse_known_args(argv)
+    if parser.parse_known_args(argv)[0].model is not None:
+        parser.error(VERIFY)
     try:
         import pytest
     except ModuleNotFoundError:
@@ -37,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # for --backend my_module:MyBackend; last, so that it hides nothing
     folder = suite()
-    if known.model is None:
-        what = [str(folder), "-p", "hibachi.testing.plugin", "--tb=short"]
-    else:
-        what = [str(folder / "own_model.py"), "-p", "hibachi.testing.own_plugin", "--tb=no"]
+    what = [str(folder), "-p", "hibachi.testing.plugin", "--tb=short"]
     # Nothing of the folder we are called from may matter: no configuration, no conftest.py, no cache.
     alone = ["-c", os.devnull, "--rootdir", str(folder), "--confcutdir", str(folder), "-p", "no:cacheprovider"]
     quiet = ["-q", "--no-header", "--show-capture=no", "-rN"]

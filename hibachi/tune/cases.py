@@ -128,7 +128,7 @@ def activations_call(b: ArrayBackend, sizes: Sizes, rows: int) -> Callable[[], l
         return [b.rms_norm(x, w, 1e-5), b.gated(inner, "silu"), b.rope(qk[..., : 2 * half], cos, sin)]
 
     step = b.compile(all_of_them)
-    return lambda: step(x, w, inner, qk, *turns)  # type: ignore[no-any-return]
+    return lambda: step(x, w, inner, qk, *turns)
 
 
 def _activation_cases(b: ArrayBackend, sizes: Sizes) -> Cases:

@@ -2,4 +2,4 @@
 
 from hibachi.verify.report import Report as Report
 from hibachi.verify.report import verify as verify
-from hibachi.verify.subject import Bench as Bench
+from hibachi.verify.subject import Subject as Subject

@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.verify.drive import CachedDriver, Outputs, Piece, WholeDriver
 from hibachi.verify.inside import GENERATOR, training
-from hibachi.verify.subject import Bench, Result
+from hibachi.verify.subject import Result, Subject
 from hibachi.verify.trials import IN_ORDER
 
 
@@ -177,46 +177,75 @@ ROUNDING = _cause(
     "Bits depend on the batch, by no more than rounding",
     "Matrix products, sums and attention round differently in other shapes; a library's fast kernels promise no more.",
 )
+ENGINE = _cause(
+    "comings-and-goings",
+    "Through an engine a request gets something else than alone, though every call for itself is right",
+    "Rows come and go at every step, and stand elsewhere in the batch: remember nothing of them but what the engine "
+    "hands over. If it is rounding, allow more: --tolerance.",
+)
+ONES = _cause(
+    "one-token",
+    "Prompts of one token and longer ones do not go together",
+    "Look for code that takes the token before the last one, or that tells a width of one apart.",
+)
+LONGEST = _cause(
+    "longest-context",
+    "It does not compute the longest request that it allows",
+    "Positions 0 to max_model_len - 1 may come: make tables that large, or max_model_len smaller.",
+)
+FAILED = _cause(
+    "after-failures",
+    "Where a step has failed, requests that are not to blame get something else than alone",
+    "Their rows are run again in parts: the same arguments must give the same, whatever happened in between. Keep "
+    "nothing in the model. If it does so, this is a defect of hibachi: please report it.",
+)
 OTHER = _cause(
     "unnamed", "An output depends on more than the request", "Look at the trials that failed, the first one first."
 )
 
 
-def diagnose(b: Bench, results: dict[str, Result]) -> list[Cause]:
+def diagnose(s: Subject, results: dict[str, Result]) -> list[Cause]:
     """What is wrong, the root first. Trials whose failure follows from another fault are not named again."""
     bad = {key for key, r in results.items() if r.wrong}
     if not bad:
         return [ROUNDING] if any(r.faulty for r in results.values()) else []
     if "alone" in bad:
-        return [_alone(b, results["alone"])]
+        return [_alone(s, results["alone"])]
     found: list[Cause] = []
     if "inputs" in bad:
         found.append(_saw(INPUTS, results["inputs"].why))
     if "again" in bad or ("after" in bad and not bad & PLACES):
-        return [*found, _memory(b, "again" in bad)]
-    company = _company(b, bad)
+        return [*found, _memory(s, "again" in bad)]
+    company = _company(s, bad)
     if company is not None and company.key == STATISTICS.key:
         return [*found, company]  # over the tokens of a step: chunks and padding change them too
-    found += _pieces(b, bad, results)
+    found += _pieces(s, bad, results)
     if not bad & PIECES and company is not None:
         found.append(company)
     if company is None and bad & {"padding", "values", "beside"}:
-        found.append(_padding(b, bad))
+        found.append(_padding(s, bad))
+    found += [_saw(LIVE[key], results[key].why) for key in LIVE if key in bad]
     return found or [OTHER]
 
 
 PIECES, PLACES = {"wanted", "decode", "chunks"}, {"row", "slots", "blocks"}
+LIVE = {
+    **dict.fromkeys(("engine", "joins", "leaves", "cancels"), ENGINE),
+    "ones": ONES,
+    "longest": LONGEST,
+    **dict.fromkeys(("raises", "nan", "shapes"), FAILED),
+}
 
 
 def _saw(cause: Cause, *saw: str) -> Cause:
     return replace(cause, saw=tuple(s for s in saw if s))
 
 
-def _works(b: Bench, make: Callable[[], Outputs]) -> bool:
+def _works(s: Subject, make: Callable[[], Outputs]) -> bool:
     """Can it be computed, and is it what the rows get alone, up to rounding?"""
     try:
-        _, first = b.compare(make())
-        return first is None or b.rounding(first.size, b.base[first.row.partition("#")[0], first.seen])
+        _, first = s.compare(make())
+        return first is None or s.rounding(first.size, s.base[first.row.partition("#")[0], first.seen])
     except Exception:
         return False
 
@@ -231,21 +260,21 @@ def _runs(make: Callable[[], Outputs]) -> Outputs | None:
 # ---- a request for itself --------------------------------------------------------------------------------------------
 
 
-def _alone(b: Bench, r: Result) -> Cause:
+def _alone(s: Subject, r: Result) -> Cause:
     if r.error is None:
         return _saw(NAN if "NaN" in r.why else FAILS, r.why)
-    if _runs(lambda: b.together([("a", b.main), (b.names[1], b.main)])) is not None:
-        if norms := [k for k in training(b.model) if "dropout" not in k.lower()]:
+    if _runs(lambda: s.together([("a", s.main), (s.names[1], s.main)])) is not None:
+        if norms := [k for k in training(s.model) if "dropout" not in k.lower()]:
             return _saw(STATISTICS, f"In training mode: {', '.join(norms)}.", f"On one row: {r.why}")
         return _saw(ONE, r.why)
     return _saw(FAILS, r.why)
 
 
-def _memory(b: Bench, again: bool) -> Cause:
-    kept = f"Changed by calls: {', '.join(b.changed[:4])}." if b.changed else ""
-    if again and (layers := training(b.model)):
+def _memory(s: Subject, again: bool) -> Cause:
+    kept = f"Changed by calls: {', '.join(s.changed[:4])}." if s.changed else ""
+    if again and (layers := training(s.model)):
         return _saw(TRAINING, f"In training mode: {', '.join(layers)}.", kept)
-    if again and (not b.changed or any(GENERATOR in name for name in b.changed)):
+    if again and (not s.changed or any(GENERATOR in name for name in s.changed)):
         return _saw(RANDOM, kept)
     return _saw(STATE, kept)
 
@@ -253,9 +282,9 @@ def _memory(b: Bench, again: bool) -> Cause:
 # ---- pieces of a sequence, and places in the cache -------------------------------------------------------------------
 
 
-def _pieces(b: Bench, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
+def _pieces(s: Subject, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
     if bad & PIECES:
-        yield _resumed(b, bad)
+        yield _resumed(s, bad)
     if bad & {"slots", "blocks"}:
         yield SLOT if "slots" in bad and IN_ORDER in results["slots"].bad else BLOCKS
     elif "used" in bad:
@@ -264,77 +293,77 @@ def _pieces(b: Bench, bad: set[str], results: dict[str, Result]) -> Iterator[Cau
         yield ROW
     if "prefix" in bad and not bad & (PLACES | PIECES | {"used"}):
         yield PREFIX
-    if "slack" in bad and b.backend.static_shapes:
+    if "slack" in bad and s.backend.static_shapes:
         yield SLACK
 
 
-def _resumed(b: Bench, bad: set[str]) -> Cause:
-    d = b.driver
+def _resumed(s: Subject, bad: set[str]) -> Cause:
+    d = s.driver
     assert isinstance(d, CachedDriver)
 
     def at(row: str, j: int) -> Outputs | None:
-        return _runs(partial(b.call, Piece(row, 0, b.main, at=j)))
+        return _runs(partial(s.call, Piece(row, 0, s.main, at=j)))
 
-    last = at("a", b.main - 1)
-    if last and all((out := at("a", j)) and b.equal(out, last) for j in range(b.main - 1)):
+    last = at("a", s.main - 1)
+    if last and all((out := at("a", j)) and s.equal(out, last) for j in range(s.main - 1)):
         return LAST
     if "wanted" in bad:
-        early = b.main // 2
+        early = s.main // 2
         ours = at("a", early)
-        for name in b.names[1:]:
+        for name in s.names[1:]:
             d.tokens["later"] = np.concatenate([d.of("a")[: early + 1], d.of(name)[early + 1 :]])
-            if ours and (theirs := at("later", early)) and not b.equal(ours, theirs):
+            if ours and (theirs := at("later", early)) and not s.equal(ours, theirs):
                 return FUTURE
         if not bad & {"decode", "chunks"}:
             return LENGTH if "ragged" in bad else MIDDLE
     if d.states and len(d.moved) < len(d.states):
         layers = [str(i) for i in d.states if i not in d.moved]
         return _saw(RETURN, f"Never changed: the state of layer {', '.join(layers)}.")
-    if not _sees_the_past(b, d, chunk="chunks" in bad):
+    if not _sees_the_past(s, d, chunk="chunks" in bad):
         return PAST
-    return _saw(POSITION, *_where(b, d))
+    return _saw(POSITION, *_where(s, d))
 
 
-def _sees_the_past(b: Bench, d: CachedDriver, chunk: bool) -> bool:
+def _sees_the_past(s: Subject, d: CachedDriver, chunk: bool) -> bool:
     """Does the end of a prompt depend on its beginning, where an earlier call has computed that?"""
-    cut = b.main // 2 if chunk else b.main - 1
+    cut = s.main // 2 if chunk else s.main - 1
 
     def end(row: str) -> Outputs:
         session = d.fresh()
         session.call([Piece(row, 0, cut, emit=False)])
-        out: Outputs = session.call([Piece(row, cut, b.main)])
+        out: Outputs = session.call([Piece(row, cut, s.main)])
         return out
 
     ours = _runs(partial(end, "a"))
-    for name in b.names[1:]:
+    for name in s.names[1:]:
         d.tokens["other"] = np.concatenate([d.of(name)[:cut], d.of("a")[cut:]])
         theirs = _runs(partial(end, "other"))
-        if ours is None or theirs is None or not b.equal(ours, theirs):
+        if ours is None or theirs is None or not s.equal(ours, theirs):
             return True
     return False
 
 
-def _where(b: Bench, d: CachedDriver) -> Iterator[str]:
+def _where(s: Subject, d: CachedDriver) -> Iterator[str]:
     """The first thing in the cache that another way of cutting the prompt changes."""
-    cut = b.main // 2
+    cut = s.main // 2
     whole, pieces, shifted = d.fresh(), d.fresh(), d.fresh()
     d.tokens["tail"] = d.of("a")[cut:]
     if None in (
-        _runs(lambda: whole.call([Piece("a", 0, b.main)])),
-        _runs(lambda: pieces.call([Piece("a", 0, cut, emit=False)]) | pieces.call([Piece("a", cut, b.main)])),
-        _runs(lambda: shifted.call([Piece("tail", 0, b.main - cut)])),
+        _runs(lambda: whole.call([Piece("a", 0, s.main)])),
+        _runs(lambda: pieces.call([Piece("a", 0, cut, emit=False)]) | pieces.call([Piece("a", cut, s.main)])),
+        _runs(lambda: shifted.call([Piece("tail", 0, s.main - cut)])),
     ):
         return
     one, two, three = whole.written(), pieces.written(), shifted.written()
     for name in one:
-        at, now, tail = whole.slots("a", b.main), pieces.slots("a", b.main), shifted.slots("tail", b.main - cut)
+        at, now, tail = whole.slots("a", s.main), pieces.slots("a", s.main), shifted.slots("tail", s.main - cut)
         scale = np.abs(one[name][at]).max() or 1.0
-        off = np.abs(one[name][at] - two[name][now]).max(axis=1) / scale > b.tolerance
+        off = np.abs(one[name][at] - two[name][now]).max(axis=1) / scale > s.tolerance
         if not off.any():
             continue
         first = int(off.argmax())
-        yield f"In chunks of {cut} and {b.main - cut}, {name} are others from position {first} on."
-        alike = np.abs(two[name][now][cut:] - three[name][tail]).max() / scale <= b.tolerance
+        yield f"In chunks of {cut} and {s.main - cut}, {name} are others from position {first} on."
+        alike = np.abs(two[name][now][cut:] - three[name][tail]).max() / scale <= s.tolerance
         if name.startswith("layer 0,") and alike:
             yield "The second chunk gets the keys that it would get as a prompt of its own, from position 0."
         return
@@ -343,51 +372,51 @@ def _where(b: Bench, d: CachedDriver) -> Iterator[str]:
 # ---- company ---------------------------------------------------------------------------------------------------------
 
 
-def _company(b: Bench, bad: set[str]) -> Cause | None:
+def _company(s: Subject, bad: set[str]) -> Cause | None:
     if not bad & {"copies", "neighbours", "order", "ragged", "mixed"}:
         return None
     if not bad & {"copies", "neighbours", "order"}:
         return LENGTH if "ragged" in bad else RAGGED
-    rows = _first_bad(b)
-    if (both := _runs(lambda: b.together(rows))) is None:
+    rows = _first_bad(s)
+    if (both := _runs(lambda: s.together(rows))) is None:
         return MIXED
-    if _permuted(b, both):
+    if _permuted(s, both):
         return ORDER
     orders = [rows[::-1], *(rows[i:] + rows[:i] for i in range(1, len(rows)))]
-    steady = all((out := _runs(partial(b.together, o))) and b.equal(_of_a(both), _of_a(out)) for o in orders)
+    steady = all((out := _runs(partial(s.together, o))) and s.equal(_of_a(both), _of_a(out)) for o in orders)
     if "copies" not in bad and steady:
-        norms = [k for k in training(b.model) if "dropout" not in k.lower()]
+        norms = [k for k in training(s.model) if "dropout" not in k.lower()]
         return _saw(STATISTICS, f"In training mode: {', '.join(norms)}." if norms else "")
     if "copies" in bad and steady:
-        same = _runs(lambda: b.together([(f"a#{i}" if i else "a", n) for i, (_, n) in enumerate(rows)]))
-        if same is not None and b.equal(_of_a(both), _of_a(same)):
+        same = _runs(lambda: s.together([(f"a#{i}" if i else "a", n) for i, (_, n) in enumerate(rows)]))
+        if same is not None and s.equal(_of_a(both), _of_a(same)):
             return SIZE
     return MIXED
 
 
-def _first_bad(b: Bench) -> list[tuple[str, int]]:
+def _first_bad(s: Subject) -> list[tuple[str, int]]:
     """The smallest batch in which a row is not what it is alone; two rows are too few to tell orders apart."""
-    sizes = [*sorted({*b.sizes, 3} - {2}), 2]
-    for size, n in ((size, n) for n in (b.main, b.short) for size in sizes):
-        rows = [(row, n) for row in ("a", *b.others(size - 1))]
-        if not _works(b, partial(b.together, rows)):
+    sizes = [*sorted({*s.sizes, 3} - {2}), 2]
+    for size, n in ((size, n) for n in (s.main, s.short) for size in sizes):
+        rows = [(row, n) for row in ("a", *s.others(size - 1))]
+        if not _works(s, partial(s.together, rows)):
             return rows
-    return [(row, b.main) for row in ("a", *b.others(2))]
+    return [(row, s.main) for row in ("a", *s.others(2))]
 
 
 def _of_a(out: Outputs) -> Outputs:
     return {key: out[key] for key in sorted(out) if key[0] == "a"}
 
 
-def _permuted(b: Bench, both: Outputs) -> bool:
+def _permuted(s: Subject, both: Outputs) -> bool:
     """Are the outputs those of the rows alone, but of other rows?"""
     moved = False
     for seen in {k[1] for k in both}:
         keys = [k for k in both if k[1] == seen]
         left = list(keys)
         for key in keys:
-            want = b.base[key[0].partition("#")[0], seen]
-            hit = next((k for k in left if b.equal({key: both[k]}, {key: want})), None)
+            want = s.base[key[0].partition("#")[0], seen]
+            hit = next((k for k in left if s.equal({key: both[k]}, {key: want})), None)
             if hit is None:
                 return False
             left.remove(hit)
@@ -398,20 +427,20 @@ def _permuted(b: Bench, both: Outputs) -> bool:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def _padding(b: Bench, bad: set[str]) -> Cause:
-    d = b.driver
+def _padding(s: Subject, bad: set[str]) -> Cause:
+    d = s.driver
     assert isinstance(d, WholeDriver)
-    calls = [Piece(row, 0, n) for row in b.names[:2] for n in (b.main, b.short)]
-    fills = [*d.fills, d.of("a")[:1], d.of(b.names[1])[1:2]]  # the latter also where only one is given
+    calls = [Piece(row, 0, n) for row in s.names[:2] for n in (s.main, s.short)]
+    fills = [*d.fills, d.of("a")[:1], d.of(s.names[1])[1:2]]  # the latter also where only one is given
     if d.takes_lengths and all(
-        _works(b, partial(b.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills
+        _works(s, partial(s.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills
     ):
         return RIGHT
 
     def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Do both ways of padding give the same?"""
-        pairs = [[_runs(partial(b.call, call, extra=3, **how)) for how in (one, other)] for call in calls]
-        return all(x is not None and y is not None and b.equal(x, y) for x, y in pairs)
+        pairs = [[_runs(partial(s.call, call, extra=3, **how)) for how in (one, other)] for call in calls]
+        return all(x is not None and y is not None and s.equal(x, y) for x, y in pairs)
 
     if all(same({"fill": fills[0]}, {"fill": fill}) for fill in fills[1:]):
         return COUNTS if "padding" in bad else PAD

@@ -12,7 +12,7 @@ from hibachi.engine.runner import Awaiter, check_output
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State, StepInputs
-from hibachi.testing.spy import takes_lengths
+from hibachi.verify.spy import takes_lengths
 
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
 
@@ -60,14 +60,14 @@ class Driver:
     def close(self) -> None:
         self._wait.close()
 
-    def _put(self, host: HostArray) -> Any:
+    def put(self, host: HostArray) -> Any:
         return self.backend.put(host.copy())  # a copy: some libraries share memory with the host
 
-    def _untouched(self, name: str, native: Any, host: HostArray) -> None:
+    def check_untouched(self, name: str, native: Any, host: HostArray) -> None:
         if not np.array_equal(self.backend.get(native), host, equal_nan=host.dtype.kind == "f"):
             self.touched[name] = None
 
-    def _host(self, out: Any) -> HostArray:
+    def host(self, out: Any) -> HostArray:
         host = np.array(self.backend.get(out))
         return host if host.dtype.kind in "iufbc" else np.array(self.backend.get(self.backend.float32(out)))
 
@@ -114,9 +114,9 @@ class WholeDriver(Driver):
 
     def _forward(self, batch: HostArray, lengths: HostArray) -> HostArray:
         with self.backend.guard():
-            given = {"tokens": (self._put(batch), batch)}
+            given = {"tokens": (self.put(batch), batch)}
             if self.takes_lengths:
-                given["lengths"] = (self._put(lengths), lengths)
+                given["lengths"] = (self.put(lengths), lengths)
             tokens, *rest = (native for native, _ in given.values())
             if self.sampled:
                 out = self._wait(self.model.logits(tokens, *rest))
@@ -126,8 +126,8 @@ class WholeDriver(Driver):
             kind = "logits" if self.sampled else batch.dtype.kind
             check_output(out, self.backend, (len(batch), *row), self.name, kind=kind)
             for name, (native, host) in given.items():
-                self._untouched(name, native, host)
-            return self._host(out)
+                self.check_untouched(name, native, host)
+            return self.host(out)
 
 
 class FeedforwardDriver(Driver):
@@ -139,12 +139,12 @@ class FeedforwardDriver(Driver):
     def call(self, pieces: Sequence[Piece]) -> Outputs:
         batch = np.stack([self.of(p.row) for p in pieces])
         with self.backend.guard():
-            native = self._put(batch)
+            native = self.put(batch)
             out = self._wait(self.model.forward(native))
             shape = (None,) * max(getattr(out, "ndim", 1) - 1, 0)
             check_output(out, self.backend, (len(batch), *shape), self.name)
-            self._untouched("x", native, batch)
-            host = self._host(out)
+            self.check_untouched("x", native, batch)
+            host = self.host(out)
         return {(p.row, 0): row for p, row in zip(pieces, host, strict=True)}
 
 
@@ -232,7 +232,7 @@ class CacheSession:
             tokens = np.concatenate([tokens, rest])
         host = {"tok": tokens, **{f.name: getattr(packed, f.name) for f in fields(Packed)}}
         with d.backend.guard():
-            x = StepInputs(**{name: d._put(a) for name, a in host.items()})
+            x = StepInputs(**{name: d.put(a) for name, a in host.items()})
             states = self._gathered(packed)
             for _ in range(times):
                 given = [states.get(i, c) for i, c in enumerate(self.cache)]
@@ -246,8 +246,8 @@ class CacheSession:
                 self.cache = [old if i in states else new[i] for i, old in enumerate(self.cache)]
             self._scattered(packed, states, new, n)
             for name, a in host.items():
-                d._untouched(f"x.{name}", getattr(x, name), a)
-            outputs = d._host(out)
+                d.check_untouched(f"x.{name}", getattr(x, name), a)
+            outputs = d.host(out)
         emitting = [p for p in pieces if p.emit]
         return {
             (p.row, (p.end if p.at is None else p.at + 1)): outputs[i].reshape(outputs.shape[1:])

@@ -9,10 +9,12 @@ import math
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hibachi.lm.named import place
 from hibachi.tensor.array_backend import ArrayBackend
 
 DEPTH = 8
@@ -57,9 +59,10 @@ def _roots(model: Any) -> Iterator[tuple[str, Any]]:
             and not isinstance(value, (classmethod, staticmethod))
         ):
             yield f"{name}.{key}", value
+    home = Path(place(cls.__module__)).name.removesuffix(".py").rpartition(".")[2]
     for key, value in {**vars(module)}.items():
         if not key.startswith("__") and value is not model and not isinstance(value, _OPAQUE):
-            yield f"{cls.__module__.rpartition('.')[2]}.{key}", value
+            yield f"{home}.{key}", value
 
 
 def _leaves(value: Any, path: str, backend: ArrayBackend, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

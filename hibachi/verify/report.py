@@ -9,11 +9,18 @@ from typing import Any
 
 from hibachi.verify.causes import Cause, diagnose
 from hibachi.verify.inside import changed, kept
-from hibachi.verify.subject import Bench, Result
+from hibachi.verify.subject import Result, Subject
 from hibachi.verify.trials import run
 
 WIDTH = 88
-STATES = {"equal": "same bits", "rounding": "rounding", "differs": "differs", "failed": "failed", "skipped": "-"}
+STATES = {
+    "equal": "same bits",
+    "alike": "as alone",
+    "rounding": "rounding",
+    "differs": "differs",
+    "failed": "failed",
+    "skipped": "-",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,15 @@ class Report:
         }
 
 
-def verify(bench: Bench) -> Report:
-    """Try everything, and find what the pattern means. A bench serves once."""
+def verify(subject: Subject) -> Report:
+    """Try everything, and find what the pattern means. A subject serves once."""
     try:
-        before = kept(bench.model, bench.backend)
-        results = run(bench)
-        bench.changed = changed(before, kept(bench.model, bench.backend))
-        return Report(bench.describe(), list(results.values()), diagnose(bench, results))
+        before = kept(subject.model, subject.backend)
+        results = run(subject)
+        subject.changed = changed(before, kept(subject.model, subject.backend))
+        return Report(subject.describe(), list(results.values()), diagnose(subject, results))
     finally:
-        bench.close()
+        subject.close()
 
 
 def _where(r: Result) -> str:

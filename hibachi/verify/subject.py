@@ -1,34 +1,40 @@
-"""A model on the bench: the rows that it is tried on, what it says to each alone, and how outputs are compared."""
+"""A model under judgement: the rows that it is tried on, what it says to each alone, and how outputs are compared."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.autoregressive import level_of
+from hibachi.engine.build import given_backend, level_of
 from hibachi.engine.stops import as_token
-from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.errors import BackendError, ConfigError, InvalidRequest
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.testing import prompts
-from hibachi.testing.own import KINDS, backend_of
+from hibachi.tensor.discover import backend_for, resolve
+from hibachi.verify import prompts
 from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Piece, WholeDriver
+from hibachi.verify.engines import Engines
 
+KINDS = {0: "level 0, tokens out", 1: "level 1, logits out", 2: "level 2, a step over a cache", None: "feed-forward"}
 MAIN, LONG, STEPS = 10, 23, 3  # tokens that most prompts have beyond the shortest, a long one, and after the prompt
 LEAST = 8 + STEPS  # tokens beyond the shortest prompt, for all trials to have room
 SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
 TOLERANCE = {"bfloat16": 5e-2, "float16": 1e-2}  # where another is not asked for; of other dtypes:
 ROUNDING = 1e-4
 NAMES, FILLS = "abcdef", 3
+ANSWER = 6  # tokens that an engine is asked for, where there is room
+CLOSE = 1e-3  # what its log-probabilities and real values may differ by at least
 
 Rows: TypeAlias = Sequence[tuple[str, int]]  # (name, tokens of the prompt)
 Variant: TypeAlias = tuple[str, Callable[[], Outputs]]  # what is done, in words
-State: TypeAlias = Literal["equal", "rounding", "differs", "failed", "skipped"]
+State: TypeAlias = Literal["equal", "alike", "rounding", "differs", "failed", "skipped"]
 
 
 class Difference(NamedTuple):
@@ -54,8 +60,12 @@ class Difference(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What came of a trial. worst: the largest difference of all variants. first: the first that is a fault, or else
-    the first there is, and in which variant. why: it was skipped, or what was raised."""
+    """What came of a trial.
+
+    state: "alike" says of answers of engines that they are equal up to rounding.
+    worst: the largest difference of all variants. first: the first that is a fault, or else the first there is, and in
+    which variant. why: it was skipped, or what was raised.
+    """
 
     key: str
     title: str
@@ -85,13 +95,15 @@ class Result:
             self.state, self.why, self.error = "failed", why, error
 
 
-class Bench:
+class Subject:
     """A model, and what it takes to try it; the arguments are those of the command.
 
+    backend: None: the one that the model names or that its arrays are of, else NumPy.
     examples: prompts (S, *tok), or inputs of a feed-forward model; None: the model's own, else ids are drawn below
-    vocab_size. padding: may rows be padded? padding_token: with what; None: several things, if the model is told the
-    lengths. tolerance: how large a difference may be to count as rounding, relative to the largest output; None: by
-    dtype. exact: no difference may be.
+    vocab_size. feedforward: `forward` takes one input, not a sequence; None: if the model has `example_inputs`.
+    padding: may rows be padded? padding_token: with what; None: several things, if the model is told the lengths.
+    tolerance: how large a difference may be to count as rounding, relative to the largest output; None: by dtype.
+    exact: no difference may be.
 
     Raises ConfigError.
     """
@@ -128,6 +140,7 @@ class Bench:
         self.vocab: int | None = size if self.rung else None
         self.ids = None if feedforward else vocab_size or size
         limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
+        self.limit: int | None = limit if isinstance(limit, int) else None
         found = self._given(examples)
         self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)
         self.driver = self._driver()
@@ -331,8 +344,58 @@ class Bench:
         )
         return [f"{self.name}: {KINDS[self.rung]}", f"on {self.backend.name} ({library}); {rows}; {limit}"]
 
+    @cached_property
+    def engines(self) -> Engines:
+        """For what single calls do not show; made when these are done, as differences are relative to their outputs."""
+        rows, names = self.driver.tokens, itertools.cycle(self.names)
+        lengths = (self.main, self.main, self.short, self.long, self.half or self.main, self.short + 2)
+        asked = [rows[name][:n] for n, name in zip(lengths, names, strict=False)]
+        if self.rung is None:
+            asked = [rows[name] for name in self.names]
+        distinct = [p for i, p in enumerate(asked) if not any(prompts.same(p, other) for other in asked[:i])]
+        tolerance = self.tolerance
+        if self.vocab is not None:  # of a log-probability: that of two logits
+            largest = max((float(np.abs(v[np.isfinite(v)]).max(initial=0)) for v in self.base.values()), default=1.0)
+            tolerance *= 2 * largest
+        return Engines(
+            self.model,
+            self.backend,
+            rung=self.rung,
+            vocab=self.vocab,
+            prompts=distinct,
+            new=1 if self.rung is None else ANSWER if self.limit is None else min(ANSWER, self.limit - self.long),
+            pads=self.driver.fills if isinstance(self.driver, WholeDriver) else [],
+            tolerance=max(CLOSE, tolerance),
+        )
+
     def close(self) -> None:
         self.driver.close()
+        if "engines" in self.__dict__:
+            self.engines.close()
+
+
+def backend_of(model: Any) -> ArrayBackend:
+    """The backend that a model names, or that its arrays are of; NumPy if it has none."""
+    if (named := given_backend(None, model)) is not None:
+        return named
+    inside = [getattr(model, "params", None), getattr(model, "__dict__", None)]
+    if callable(parameters := getattr(model, "parameters", None)):  # as a torch.nn.Module has them
+        inside.append(list(parameters())[:1])
+    for array in _arrays(inside):
+        try:
+            if (found := backend_for(array)).name != "numpy":
+                return found
+        except BackendError:
+            continue
+    return resolve("numpy")
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, (dict, list, tuple)):
+        for each in list(value.values()) if isinstance(value, dict) else value:
+            yield from _arrays(each)
+    elif hasattr(value, "dtype") and hasattr(value, "shape"):
+        yield value
 
 
 def difference(row: str, seen: int, step: int, got: HostArray, want: HostArray) -> Difference | None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Piece, WholeDriver
-from hibachi.verify.subject import MAIN, PADS, STEPS, Bench, Result, Rows, Variant
+from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
 
-WHOLE, CACHED, ALL = (0, 1), (2,), (0, 1, 2, None)
+WHOLE, CACHED, SEQUENCES, ALL = (0, 1), (2,), (0, 1, 2), (0, 1, 2, None)
 IN_ORDER = "blocks in order"
 
 
@@ -22,40 +23,45 @@ IN_ORDER = "blocks in order"
 class Trial:
     """title: the thing that is changed. rungs: of models that it applies to. skip: why it does not apply after all.
 
-    first: without it nothing else is worth a try.
+    first: without it nothing else is worth a try. last: it is only tried if nothing else is wrong; it judges answers of
+    engines, up to rounding.
     """
 
     key: str
     title: str
     rungs: tuple[int | None, ...]
-    variants: Callable[[Bench], Iterator[Variant]]
-    skip: Callable[[Bench], str] = lambda b: ""
+    variants: Callable[[Subject], Iterator[Variant]]
+    skip: Callable[[Subject], str] = lambda s: ""
     first: bool = False
+    last: bool = False
 
 
-def run(bench: Bench) -> dict[str, Result]:
+def run(subject: Subject) -> dict[str, Result]:
     """The result of each trial that applies to models of this rung, by key."""
     results: dict[str, Result] = {}
     stopped = ""
     for trial in TRIALS:
-        if bench.rung not in trial.rungs:
+        if subject.rung not in trial.rungs:
             continue
-        result = results[trial.key] = Result(trial.key, trial.title, exact=bench.exact)
-        if why := stopped or trial.skip(bench):
+        result = results[trial.key] = Result(trial.key, trial.title, exact=subject.exact)
+        if trial.last:
+            result.state = "alike"
+            stopped = "not tried" if any(r.wrong for r in results.values()) else ""
+        if why := stopped or trial.skip(subject):
             result.state, result.why = "skipped", why
             continue
-        _try(bench, trial, result)
+        _try(subject, trial, result)
         if trial.first and result.wrong:
             stopped = "not tried"
-    if "inputs" in results and not results["inputs"].wrong and bench.driver.touched:
-        results["inputs"].fail("all calls", touched(bench))
+    if "inputs" in results and not results["inputs"].wrong and subject.driver.touched:
+        results["inputs"].fail("all calls", touched(subject))
     return results
 
 
-def _try(bench: Bench, trial: Trial, result: Result) -> None:
-    for label, make in trial.variants(bench):
+def _try(subject: Subject, trial: Trial, result: Result) -> None:
+    for label, make in trial.variants(subject):
         try:
-            worst, first = bench.compare(make())
+            worst, first = subject.compare(make())
         except Found as e:
             result.fail(label, str(e))
             continue
@@ -65,8 +71,8 @@ def _try(bench: Bench, trial: Trial, result: Result) -> None:
         if first is None:
             continue
         result.worst = max(result.worst, worst)
-        wrong = not bench.rounding(first.size, bench.base[first.row.partition("#")[0], first.seen])
-        if wrong or bench.exact:
+        wrong = not subject.rounding(first.size, subject.base[first.row.partition("#")[0], first.seen])
+        if wrong or subject.exact:
             result.bad.append(label)
         if result.state == "equal" or (wrong and result.state == "rounding"):
             result.state, result.first, result.variant = "differs" if wrong else "rounding", first, label
@@ -75,59 +81,59 @@ def _try(bench: Bench, trial: Trial, result: Result) -> None:
 # ---- a request for itself --------------------------------------------------------------------------------------------
 
 
-def requests(b: Bench) -> list[tuple[str, int]]:
+def requests(s: Subject) -> list[tuple[str, int]]:
     """All that trials need, the most important first."""
-    if b.rung is None:
-        return [(name, 0) for name in b.names]
-    rows = [("a", b.main), ("a", b.short), (b.names[1], b.main), (b.names[1], b.long)]
-    rows += [(name, n) for name in b.names[1:] for n in (b.main, b.short)]
-    if b.half:
-        rows.append(("a", b.half))
+    if s.rung is None:
+        return [(name, 0) for name in s.names]
+    rows = [("a", s.main), ("a", s.short), (s.names[1], s.main), (s.names[1], s.long)]
+    rows += [(name, n) for name in s.names[1:] for n in (s.main, s.short)]
+    if s.half:
+        rows.append(("a", s.half))
     return list(dict.fromkeys(rows))
 
 
-def alone(b: Bench) -> Iterator[Variant]:
-    for row, n in requests(b):
-        yield (f"row {row}, a prompt of {n}" if n else f"row {row}"), partial(b.learn, row, n)
+def alone(s: Subject) -> Iterator[Variant]:
+    for row, n in requests(s):
+        yield (f"row {row}, a prompt of {n}" if n else f"row {row}"), partial(s.learn, row, n)
 
 
-def inputs(b: Bench) -> Iterator[Variant]:
+def inputs(s: Subject) -> Iterator[Variant]:
     def look() -> Outputs:
-        if names := touched(b):
+        if names := touched(s):
             raise Found(names)
         return {}
 
     yield "all calls until here", look
 
 
-def touched(b: Bench) -> str:
-    return f"a call has written into {', '.join(b.driver.touched)}" if b.driver.touched else ""
+def touched(s: Subject) -> str:
+    return f"a call has written into {', '.join(s.driver.touched)}" if s.driver.touched else ""
 
 
-def again(b: Bench) -> Iterator[Variant]:
+def again(s: Subject) -> Iterator[Variant]:
     for i in (2, 3):
-        yield f"time {i}", b.alone
-    if b.rung == 2:
-        yield "every call made twice", partial(b.alone, times=2)
+        yield f"time {i}", s.alone
+    if s.rung == 2:
+        yield "every call made twice", partial(s.alone, times=2)
 
 
-def after(b: Bench) -> Iterator[Variant]:
-    other = (b.names[1], b.long if b.rung is not None else 0)
+def after(s: Subject) -> Iterator[Variant]:
+    other = (s.names[1], s.long if s.rung is not None else 0)
 
     def later() -> Outputs:
-        b.alone(*other)
-        return b.alone()
+        s.alone(*other)
+        return s.alone()
 
     yield "after a longer request", later
-    yield "turn by turn with another", partial(turns, b, [("a", b.main), (b.names[1], b.main)])
-    if b.rung is not None:
-        yield "turn by turn with a longer one", partial(turns, b, [("a", b.main), other])
-        yield "turn by turn with a shorter one", partial(turns, b, [(b.names[1], b.short), ("a", b.main)])
+    yield "turn by turn with another", partial(turns, s, [("a", s.main), (s.names[1], s.main)])
+    if s.rung is not None:
+        yield "turn by turn with a longer one", partial(turns, s, [("a", s.main), other])
+        yield "turn by turn with a shorter one", partial(turns, s, [(s.names[1], s.short), ("a", s.main)])
 
 
-def turns(b: Bench, rows: Rows) -> Outputs:
-    session, out = b.driver.fresh(), Outputs()
-    for calls in zip(*(b.prompt(*row) for row in rows), strict=True):
+def turns(s: Subject, rows: Rows) -> Outputs:
+    session, out = s.driver.fresh(), Outputs()
+    for calls in zip(*(s.prompt(*row) for row in rows), strict=True):
         for call in calls:
             out |= session.call(call)
     return out
@@ -136,34 +142,34 @@ def turns(b: Bench, rows: Rows) -> Outputs:
 # ---- a sequence in other pieces --------------------------------------------------------------------------------------
 
 
-def wanted(b: Bench) -> Iterator[Variant]:
-    for n in (b.half, b.short):
+def wanted(s: Subject) -> Iterator[Variant]:
+    for n in (s.half, s.short):
         if n:
-            yield f"of token {n} in a prompt of {b.main}", partial(b.call, Piece("a", 0, b.main, at=n - 1))
+            yield f"of token {n} in a prompt of {s.main}", partial(s.call, Piece("a", 0, s.main, at=n - 1))
 
 
-def decode(b: Bench) -> Iterator[Variant]:
-    for n in range(b.main + 1, b.main + STEPS + 1):
-        yield f"a prompt of {n} at once", partial(b.call, Piece("a", 0, n))
+def decode(s: Subject) -> Iterator[Variant]:
+    for n in range(s.main + 1, s.main + STEPS + 1):
+        yield f"a prompt of {n} at once", partial(s.call, Piece("a", 0, n))
 
 
-def chunks(b: Bench) -> Iterator[Variant]:
-    sizes = [c for c in b.chunks if c < b.main] or [1]
+def chunks(s: Subject) -> Iterator[Variant]:
+    sizes = [c for c in s.chunks if c < s.main] or [1]
     for size in sizes:
-        yield f"chunks of {size}", partial(chunked, b, size)
-    yield f"chunks of {b.main - 1} and 1", partial(chunked, b, b.main - 1)
+        yield f"chunks of {size}", partial(chunked, s, size)
+    yield f"chunks of {s.main - 1} and 1", partial(chunked, s, s.main - 1)
 
 
-def chunked(b: Bench, size: int) -> Outputs:
+def chunked(s: Subject, size: int) -> Outputs:
     """A prompt in pieces of this size; of a long one, the beginning is one piece."""
-    session, out = b.driver.fresh(), Outputs()
-    begin = max(0, b.main - MAIN - 1)
+    session, out = s.driver.fresh(), Outputs()
+    begin = max(0, s.main - MAIN - 1)
     if begin:
         session.call([Piece("a", 0, begin, emit=False)])
-    for start in range(begin, b.main, size):
-        end = min(start + size, b.main)
-        out |= session.call([Piece("a", start, end, emit=end == b.main)])
-    for call in b.prompt("a", b.main)[1:]:
+    for start in range(begin, s.main, size):
+        end = min(start + size, s.main)
+        out |= session.call([Piece("a", start, end, emit=end == s.main)])
+    for call in s.prompt("a", s.main)[1:]:
         out |= session.call(call)
     return out
 
@@ -171,15 +177,15 @@ def chunked(b: Bench, size: int) -> Outputs:
 # ---- another place ---------------------------------------------------------------------------------------------------
 
 
-def slots(b: Bench) -> Iterator[Variant]:
+def slots(s: Subject) -> Iterator[Variant]:
     def own(scattered: bool) -> Outputs:
-        session = b.driver.fresh(scattered=scattered)
+        session = s.driver.fresh(scattered=scattered)
         empty = session.written()
-        out = b.alone(session=session)
-        own = set(session.slots("a", b.main + STEPS).tolist())
+        out = s.alone(session=session)
+        own = set(session.slots("a", s.main + STEPS).tolist())
         for name, now in session.written().items():
             changed = (now != empty[name]).any(axis=1).nonzero()[0].tolist()
-            if stray := [s for s in changed if s not in own and s >= BLOCK]:  # nobody owns block 0
+            if stray := [slot for slot in changed if slot not in own and slot >= BLOCK]:  # nobody owns block 0
                 raise Found(f"in {name}, {len(stray)} slots were written to that are not the request's")
         return out
 
@@ -187,40 +193,40 @@ def slots(b: Bench) -> Iterator[Variant]:
     yield "blocks in no order", partial(own, True)
 
 
-def laid_out(b: Bench, **layout: Any) -> Outputs:
-    return b.alone(session=b.driver.fresh(**layout))
+def laid_out(s: Subject, **layout: Any) -> Outputs:
+    return s.alone(session=s.driver.fresh(**layout))
 
 
-def persistent(b: Bench) -> Iterator[Variant]:
+def persistent(s: Subject) -> Iterator[Variant]:
     for shift in (1, 2):
-        yield f"in row {shift}", partial(laid_out, b, shift=shift)
+        yield f"in row {shift}", partial(laid_out, s, shift=shift)
 
 
-def blocks(b: Bench) -> Iterator[Variant]:
-    yield "blocks in no order", partial(laid_out, b, scattered=True)
+def blocks(s: Subject) -> Iterator[Variant]:
+    yield "blocks in no order", partial(laid_out, s, scattered=True)
 
 
-def used(b: Bench) -> Iterator[Variant]:
+def used(s: Subject) -> Iterator[Variant]:
     def second() -> Outputs:
-        session = b.driver.fresh()
-        session.place = {b.names[1]: 0, "a": 0}
-        b.alone(b.names[1], b.long, session=session)
-        return b.alone(session=session)
+        session = s.driver.fresh()
+        session.place = {s.names[1]: 0, "a": 0}
+        s.alone(s.names[1], s.long, session=session)
+        return s.alone(session=session)
 
     yield "where a longer request has been", second
 
 
-def prefix(b: Bench) -> Iterator[Variant]:
-    shared = (b.main - 1) // BLOCK
+def prefix(s: Subject) -> Iterator[Variant]:
+    shared = (s.main - 1) // BLOCK
 
     def found() -> Outputs:
-        session = b.driver.fresh()
-        b.alone("a#1", session=session)
-        b.alone(b.names[1], session=session)  # where it is that "a" comes, so that nothing of "a" is there
-        session.place["a"] = session.place[b.names[1]]
+        session = s.driver.fresh()
+        s.alone("a#1", session=session)
+        s.alone(s.names[1], session=session)  # where it is that "a" comes, so that nothing of "a" is there
+        session.place["a"] = session.place[s.names[1]]
         session.table[session.place["a"], :shared] = session.table[session.place["a#1"], :shared]
-        out: Outputs = session.call([Piece("a", shared * BLOCK, b.main)])
-        for call in b.prompt("a", b.main)[1:]:
+        out: Outputs = session.call([Piece("a", shared * BLOCK, s.main)])
+        for call in s.prompt("a", s.main)[1:]:
             out |= session.call(call)
         return out
 
@@ -228,54 +234,54 @@ def prefix(b: Bench) -> Iterator[Variant]:
         yield f"{shared * BLOCK} tokens computed by another request", found
 
 
-def slack(b: Bench) -> Iterator[Variant]:
-    yield "padding tokens and rows", partial(b.alone, slack=True)
+def slack(s: Subject) -> Iterator[Variant]:
+    yield "padding tokens and rows", partial(s.alone, slack=True)
 
 
 # ---- company ---------------------------------------------------------------------------------------------------------
 
 
-def copies(b: Bench) -> Iterator[Variant]:
-    for size in b.sizes:
-        yield f"{size} rows", partial(b.together, [(f"a#{i}" if i else "a", b.main) for i in range(size)])
+def copies(s: Subject) -> Iterator[Variant]:
+    for size in s.sizes:
+        yield f"{size} rows", partial(s.together, [(f"a#{i}" if i else "a", s.main) for i in range(size)])
 
 
-def neighbours(b: Bench) -> Iterator[Variant]:
-    for size in b.sizes:
-        yield f"{size} rows", partial(b.together, [("a", b.main), *((r, b.main) for r in b.others(size - 1))])
-    if b.rung is not None:
-        rows = [("a", b.short), *((r, b.short) for r in b.others(2))]
-        yield f"{len(rows)} rows of {b.short}", partial(b.together, rows)
+def neighbours(s: Subject) -> Iterator[Variant]:
+    for size in s.sizes:
+        yield f"{size} rows", partial(s.together, [("a", s.main), *((r, s.main) for r in s.others(size - 1))])
+    if s.rung is not None:
+        rows = [("a", s.short), *((r, s.short) for r in s.others(2))]
+        yield f"{len(rows)} rows of {s.short}", partial(s.together, rows)
 
 
-def order(b: Bench) -> Iterator[Variant]:
-    rows = [(r, b.main) for r in ("a", *b.others(2))]
-    yield f"the last of {len(rows)} rows", partial(b.together, rows[::-1])
-    yield f"the second of {len(rows)} rows", partial(b.together, [rows[1], rows[0], *rows[2:]])
+def order(s: Subject) -> Iterator[Variant]:
+    rows = [(r, s.main) for r in ("a", *s.others(2))]
+    yield f"the last of {len(rows)} rows", partial(s.together, rows[::-1])
+    yield f"the second of {len(rows)} rows", partial(s.together, [rows[1], rows[0], *rows[2:]])
 
 
-def ragged(b: Bench) -> Iterator[Variant]:
-    long, one = (b.names[1], b.long), (b.others(2)[1], b.short)
-    yield "beside a longer prompt", partial(b.together, [("a", b.main), long])
-    yield "beside a longer and a shorter one", partial(b.together, [long, ("a", b.main), one])
+def ragged(s: Subject) -> Iterator[Variant]:
+    long, one = (s.names[1], s.long), (s.others(2)[1], s.short)
+    yield "beside a longer prompt", partial(s.together, [("a", s.main), long])
+    yield "beside a longer and a shorter one", partial(s.together, [long, ("a", s.main), one])
 
 
-def mixed(b: Bench) -> Iterator[Variant]:
+def mixed(s: Subject) -> Iterator[Variant]:
     def joined() -> Outputs:
         """Others are prefilled in chunks while the row decodes; not every row of a call has an output."""
-        session, other = b.driver.fresh(), b.names[1]
-        out: Outputs = session.call([Piece("a", 0, b.main)])
-        third = -(-b.long // STEPS)
-        for i, call in enumerate(b.prompt("a", b.main)[1:]):
-            end = min((i + 1) * third, b.long)
-            out |= session.call([Piece(other, i * third, end, emit=end == b.long), *call])
+        session, other = s.driver.fresh(), s.names[1]
+        out: Outputs = session.call([Piece("a", 0, s.main)])
+        third = -(-s.long // STEPS)
+        for i, call in enumerate(s.prompt("a", s.main)[1:]):
+            end = min((i + 1) * third, s.long)
+            out |= session.call([Piece(other, i * third, end, emit=end == s.long), *call])
         return out
 
     def ended() -> Outputs:
         """The row ends its prompt in a call in which the one before it does not."""
-        session, other = b.driver.fresh(), b.names[1]
-        out: Outputs = session.call([Piece(other, 0, 2, emit=False), Piece("a", 0, b.main)])
-        out |= session.call([Piece(other, 2, 4, emit=False), *b.prompt("a", b.main)[1]])
+        session, other = s.driver.fresh(), s.names[1]
+        out: Outputs = session.call([Piece(other, 0, 2, emit=False), Piece("a", 0, s.main)])
+        out |= session.call([Piece(other, 2, 4, emit=False), *s.prompt("a", s.main)[1]])
         return out
 
     yield "while another is prefilled", joined
@@ -285,51 +291,51 @@ def mixed(b: Bench) -> Iterator[Variant]:
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
-def padded(b: Bench, **how: Any) -> Iterator[Variant]:
-    for n in (b.main, b.short):
+def padded(s: Subject, **how: Any) -> Iterator[Variant]:
+    for n in (s.main, s.short):
         for extra in PADS:
             yield (
                 f"{extra} in front of a prompt of {n}",
-                partial(b.call, Piece("a", 0, n), extra=extra, **how),
+                partial(s.call, Piece("a", 0, n), extra=extra, **how),
             )
 
 
-def values(b: Bench) -> Iterator[Variant]:
+def values(s: Subject) -> Iterator[Variant]:
     """Other tokens as padding: `padded` has the first."""
-    d = b.driver
+    d = s.driver
     assert isinstance(d, WholeDriver)
     for fill in d.fills[1:]:
-        for label, make in padded(b, fill=fill):
+        for label, make in padded(s, fill=fill):
             yield f"{label}, with {fill[0].tolist()}", make
 
 
-def no_padding(b: Bench) -> str:
-    d = b.driver
+def no_padding(s: Subject) -> str:
+    d = s.driver
     return "" if isinstance(d, WholeDriver) and d.fills else "it is never padded"
 
 
-def one_fill(b: Bench) -> str:
-    d = b.driver
-    return no_padding(b) or ("" if isinstance(d, WholeDriver) and len(d.fills) > 1 else "one padding token is given")
+def one_fill(s: Subject) -> str:
+    d = s.driver
+    return no_padding(s) or ("" if isinstance(d, WholeDriver) and len(d.fills) > 1 else "one padding token is given")
 
 
-def no_pages(b: Bench) -> str:
-    d = b.driver
+def no_pages(s: Subject) -> str:
+    d = s.driver
     return "" if isinstance(d, CachedDriver) and d.paged else "it has no keys and values"
 
 
-def has_state(b: Bench) -> str:
-    d = b.driver
-    return no_pages(b) or ("a state cannot be shared" if isinstance(d, CachedDriver) and d.states else "")
+def has_state(s: Subject) -> str:
+    d = s.driver
+    return no_pages(s) or ("a state cannot be shared" if isinstance(d, CachedDriver) and d.states else "")
 
 
-def no_slack(b: Bench) -> str:
-    padded = b.backend.static_shapes and b.backend.step_tokens is None
+def no_slack(s: Subject) -> str:
+    padded = s.backend.static_shapes and s.backend.step_tokens is None
     return "" if padded else "no padded steps on this backend"
 
 
-def no_lookahead(b: Bench) -> str:
-    return "" if b.half else "the context is too short"
+def no_lookahead(s: Subject) -> str:
+    return "" if s.half else "the context is too short"
 
 
 TRIALS = (
@@ -354,4 +360,13 @@ TRIALS = (
     Trial("values", "other values in the padding", WHOLE, values, one_fill),
     Trial("beside", "padded beside longer ones", WHOLE, ragged, no_padding),
     Trial("slack", "padding tokens in the step", CACHED, slack, no_slack),
+    Trial("engine", "requests to an engine", ALL, live.requests, last=True),
+    Trial("joins", "others join an engine", SEQUENCES, live.joins, last=True),
+    Trial("leaves", "others end early", SEQUENCES, live.leaves, last=True),
+    Trial("cancels", "another is cancelled", ALL, live.cancels, last=True),
+    Trial("ones", "prompts of one token", SEQUENCES, live.ones, last=True),
+    Trial("longest", "the longest prompt", SEQUENCES, live.longest, live.no_limit, last=True),
+    Trial("raises", "a call raises for another", ALL, live.raises, live.no_guilty, last=True),
+    Trial("nan", "the output for another is NaN", ALL, live.nan, live.no_nan, last=True),
+    Trial("shapes", "outputs of a wrong shape", ALL, live.shapes, last=True),
 )

@@ -258,7 +258,7 @@ class Round:
             rests()
         if not self.place.remote:
             try:
-                engine._worker._engine.scheduler.check()
+                engine._worker.engine.scheduler.check()
             except AssertionError as e:
                 self.complain(f"scheduler.check: {e}")
         if self.place.mischief is not None:

@@ -452,7 +452,7 @@ def test_m1_a_model_that_writes_into_the_inputs_of_a_step(serve, library, overla
         for prompt, stream in zip(GOOD * 2, streams, strict=True):
             assert stream.collect() == expected(prompt, 12)
         until_done(engine, len(streams))
-        engine._worker._engine.scheduler.check()
+        engine._worker.engine.scheduler.check()
 
 
 def test_m1_a_model_that_writes_into_the_inputs_and_fails(together, library):

@@ -32,10 +32,10 @@ from hibachi import (
     StopRule,
     Terms,
 )
-from hibachi.engine import cached
+from hibachi.engine import inputs
 from hibachi.engine.faults import MOST_TEXT
-from hibachi.engine.recorder import read, replay
 from hibachi.plan.policy import Fair, Fcfs, Priority
+from hibachi.recording.replay import read, replay
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 
@@ -204,7 +204,7 @@ def test_c1_a_policy_that_cannot_rank_a_request_ends_that_one(serve, method):
     assert ints(running.collect()) == [2, 3, 4] and ints(waits.collect()) == [21, 22]
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.failed) == (0, 0, 1)
-    engine._worker._engine.scheduler.check()
+    engine._worker.engine.scheduler.check()
 
 
 @pytest.mark.parametrize("policy", [Priority(age=1.0), Fair(), Fcfs(), "waiting-served"])
@@ -228,7 +228,7 @@ def test_c1_a_request_that_the_runner_cannot_admit_ends_alone(serve, monkeypatch
     same = [1, 2, 3, 4, 5, 6, 8, 9]
     first = engine.run([5], GREEDY, max_new_tokens=1)
     backend.wait()
-    runner = engine._worker._engine.runner
+    runner = engine._worker.engine.runner
     inner, failing = runner.admit, [error]
     monkeypatch.setattr(runner, "admit", lambda seq: fail(failing.pop()) if failing else inner(seq))
     streams = [engine.run([*same, i], GREEDY, max_new_tokens=4) for i in range(4)]
@@ -249,7 +249,7 @@ def check_one_ended(engine, streams, prompts, n, error):
     assert ended == 1
     stats = engine.stats()
     assert stats.failed == 1 and stats.free_blocks == stats.blocks
-    engine._worker._engine.scheduler.check()
+    engine._worker.engine.scheduler.check()
 
 
 @REFUSALS
@@ -260,7 +260,7 @@ def test_c1_a_request_whose_tokens_cannot_be_kept_ends_alone(serve, monkeypatch,
     prompts = [[i, 1, i] for i in range(4)]
     streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
     backend.wait()
-    runner = engine._worker._engine.runner
+    runner = engine._worker.engine.runner
     inner, failing = runner.suspend, [error]
     monkeypatch.setattr(runner, "suspend", lambda *args: fail(failing.pop()) if failing else inner(*args))
     backend.open()
@@ -368,25 +368,25 @@ def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(ser
 def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=2)
     assert after(engine)
-    runner = engine._worker._engine.runner
-    inner = type(runner)._inputs
+    runner = engine._worker.engine.runner
+    inner = runner.inputs.packed
 
-    def broken(self, rows, start, q, *rest):
+    def broken(rows, start, q, *rest):
         if 9 in q:
             return [][0]
-        return inner(self, rows, start, q, *rest)
+        return inner(rows, start, q, *rest)
 
-    monkeypatch.setattr(type(runner), "_inputs", broken)
+    monkeypatch.setattr(runner.inputs, "packed", broken)
     bad = engine.run([1] * 9, GREEDY, max_new_tokens=2)
     with pytest.raises(ModelError):
         Background(bad.collect).result()
-    monkeypatch.setattr(type(runner), "_inputs", inner)
+    monkeypatch.setattr(runner.inputs, "packed", inner)
 
     def lower(*args, **options):
         raise IndexError("a defect")
 
     lower = exec_in("hibachi.plan.lower", lower)
-    monkeypatch.setattr(cached, "lower", lower)
+    monkeypatch.setattr(inputs, "lower", lower)
     with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
         Background(engine.run([1, 2], GREEDY, max_new_tokens=2).collect).result()
 
@@ -479,7 +479,7 @@ def test_h7_health_and_log_say_that_every_output_is_invalid(serve, caplog):
     health = engine.health()
     assert health.ok and "Every output of the last 5 steps was invalid: Wrong.forward must" in health.message
     assert len([r for r in caplog.records if "every output of the last" in r.message]) == 1
-    engine._model.right = True
+    engine.model.right = True
     assert ints(Background(engine.run([1], max_new_tokens=1).collect).result()) == [2]
     assert "invalid" not in engine.health().message
 
@@ -492,14 +492,14 @@ DEFECT = RuntimeError("a defect")
 
 def breaks(engine, monkeypatch, times=1, *, by=DEFECT):
     """The next `times` plans are never made: the scheduler of the moment raises."""
-    inner, left = type(engine._scheduler).schedule, [by] * times
+    inner, left = type(engine._built.scheduler).schedule, [by] * times
 
     def schedule(self, now=0.0):
         if left and self.waiting + self.running:
             raise left.pop()
         return inner(self, now)
 
-    monkeypatch.setattr(type(engine._scheduler), "schedule", schedule)
+    monkeypatch.setattr(type(engine._built.scheduler), "schedule", schedule)
     return left
 
 
@@ -522,7 +522,7 @@ def test_c1_after_a_failed_loop_new_requests_are_served_by_a_new_one(serve, monk
     stats, health = engine.stats(), engine.health()
     assert health.state == "idle" and health.restarts == 1
     assert stats.new_tokens > before.new_tokens and stats.free_blocks == stats.blocks
-    engine._worker._engine.scheduler.check()
+    engine._worker.engine.scheduler.check()
 
 
 def test_c1_three_failed_loops_in_a_row_without_a_token_are_the_end(serve, monkeypatch):
@@ -580,7 +580,7 @@ def fail(error):
 def test_m3_a_recording_that_cannot_go_on_ends_alone(serve, tmp_path, caplog, monkeypatch, how):
     engine = serve(Next(), record="/dev/full" if how == "full" else tmp_path / "record")
     assert ints(Background(engine.run([1], max_new_tokens=2).collect).result()) == [2, 3]
-    recorder = engine._worker._engine.recorder
+    recorder = engine._worker.engine.recorder
     if how == "closed":
         recorder._file.close()
     elif how == "words":
@@ -619,7 +619,7 @@ def test_l_memory_that_runs_out_for_one_request_slows_down_no_other(serve):
         Background(bad.collect).result()
     for i, s in enumerate(good, 1):
         assert Background(s.collect).result() == expected([0] * i, 40)
-    assert engine._worker._engine.scheduler.budget == 1024
+    assert engine._worker.engine.scheduler.budget == 1024
 
 
 def test_l_a_budget_that_was_halved_recovers(serve):
@@ -630,7 +630,7 @@ def test_l_a_budget_that_was_halved_recovers(serve):
     streams = [engine.run(p, GREEDY, max_new_tokens=3) for p in prompts]
     for p, s in zip(prompts, streams, strict=True):
         assert Background(s.collect).result() == expected(p, 3)
-    scheduler = engine._worker._engine.scheduler
+    scheduler = engine._worker.engine.scheduler
     assert scheduler.budget < 256
     model.most = 10**9
     for _ in range(40):
@@ -647,7 +647,7 @@ def test_l_rows_that_fail_only_together_cannot_stop_the_others(serve):
     streams = [engine.run([BAD if i == 0 else 1, i], GREEDY, max_new_tokens=30) for i in range(4)]
     for i, s in enumerate(streams):
         assert Background(s.collect).result() == expected([BAD if i == 0 else 1, i], 30)
-    assert engine._worker._engine.scheduler.budget >= 4
+    assert engine._worker.engine.scheduler.budget >= 4
 
 
 class Donates(hibachi.NumpyBackend):
@@ -671,7 +671,7 @@ def test_l_a_request_that_costs_the_cache_again_and_again_is_found(serve, place)
     prompts.pop(place)
     for p, s in zip(prompts, streams, strict=True):
         assert Background(s.collect).result() == expected(p, 200)
-    assert engine._worker._engine.scheduler.budget == 64
+    assert engine._worker.engine.scheduler.budget == 64
 
 
 def test_l_memory_that_runs_out_for_everybody_blames_nobody_though_the_cache_is_lost(serve):
@@ -778,7 +778,7 @@ def test_m10_an_async_forward_is_cancelled_at_the_end():
 
     engine = AutoregressiveBatchInference(Awaits(), max_model_len=100)
     stream = engine.run([1])
-    until(lambda: engine._worker._engine.runner.wait._task is not None)
+    until(lambda: engine._worker.engine.runner.wait._task is not None)
     Background(engine.close, 0.05).result()
     assert cancelled.wait(20) and not engine._worker._thread.is_alive()
     assert stream.collect() == [] and stream.finish_reason == Finish.CLOSED

@@ -118,7 +118,7 @@ def test_m9_what_a_request_generated_goes_with_it():
     with AutoregressiveBatchInference(Next(), **options) as engine:
         stream = engine.run(np.zeros(1, np.int64), max_new_tokens=2500)
         begun = ints(next(stream) for _ in range(1900))
-        (history,) = [h for h in engine._table._histories if h is not None]
+        (history,) = [h for h in engine._built.table._histories if h is not None]
         assert history().length == 1024
         assert begun + ints(stream.collect()) == [n % 10 for n in range(1, 2501)]
         until(lambda: history() is None)
@@ -210,7 +210,7 @@ def test_m9_embeddings_go_with_their_request():
 
     with AutoregressiveBatchInference(Embedded(NumpyBackend()), max_model_len=40) as engine:
         engine.run(None, prompt_embeds=np.zeros((5, 2), np.float32), max_new_tokens=2).collect()
-        until(lambda: not engine._worker._engine.runner._embeds)
+        until(lambda: not engine._worker.engine.runner.inputs.embeds)
 
 
 # ---- tables of positions -------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_m6_a_context_of_1e8_positions_takes_no_memory(model_copy):
     with LLM(folder, backend="numpy", max_batch_size=2) as llm, LLM("tiny", backend="numpy", max_batch_size=2) as same:
         greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=3)
         assert said(llm.generate(["She was"], greedy)) == said(same.generate(["She was"], greedy))
-        assert llm.engine._scheduler.block_table.nbytes < 2 * MB
+        assert llm.engine._built.scheduler.block_table.nbytes < 2 * MB
 
 
 @pytest.mark.parametrize("value", [-1, 0, True, 10**30, 2**31, 1e8, "4096", [512]])

@@ -21,9 +21,10 @@ pytest.importorskip("tokenizers")
 
 import hibachi.errors
 from hibachi import SamplingParams
-from hibachi.engine.engine import Stats
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
 from hibachi.errors import (
     ConfigError,
     EngineClosed,
@@ -35,19 +36,20 @@ from hibachi.errors import (
     NonFiniteOutput,
     QueueFull,
 )
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 from hibachi.remote import engine as remote
 from hibachi.remote import sender
-from hibachi.remote.child import Child, Facts, Outbox, OutChannel, _portable
+from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable
 from hibachi.remote.engine import RemoteEngine
 from hibachi.remote.llm import RemoteLLM
-from hibachi.request import Finish
+from hibachi.request import Finish, Request
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from tests.engine.models import PATIENCE, Background, until
 
 LONG = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
-FACTS = Facts(100, (), Limits(4, 64, 64, 10**7), True, None, True, "a library; a device", "float32")
+FACTS = Facts(100, Limits(4, 64, 64, 10**7), True, None, False, True, "a library; a device", "float32", "Puppet")
+READY = Ready(FACTS, (), None)
 
 
 class Puppet:
@@ -56,7 +58,7 @@ class Puppet:
     def __init__(self, command, *, pass_fds, **_):
         self.pipe, self.pid, self.returncode = Connection(os.dup(pass_fds[0])), 12345, None
         self._met, self._ended = False, threading.Event()
-        self.say("ready", FACTS)
+        self.say("ready", READY)
 
     def say(self, *message):
         self.pipe.send(message)
@@ -111,7 +113,7 @@ class Stage:
 
     def stream(self, prompt=(1, 2), **changes):
         engine = self.engine
-        return engine._submit(engine._prepare(list(prompt), LONG.with_(**changes), include_stop=False))
+        return engine.submit(engine.check(Request(list(prompt), LONG.with_(**changes), include_stop=False)))
 
     def began_again(self, n):
         until(lambda: self.engine.restarts == n and self.engine.health().ok)
@@ -218,7 +220,7 @@ class Kept:
 
 
 class Refusing:
-    def _prepare(self, *_, **__):
+    def check(self, *_):
         raise InvalidRequest("Not this one.")
 
 
@@ -333,7 +335,7 @@ def test_a_full_pipe_blocks_no_caller_and_is_bounded(stage, monkeypatch):
         heard = []
         while not heard or heard[-1][-1] != [7]:
             what, number, *contents = own.puppet.hear()
-            heard.append((what, number, contents and contents[0]["prompt"].tolist()))
+            heard.append((what, number, contents and contents[0].prompt.tolist()))
         return heard
 
     hearing = Background(hear)
@@ -359,7 +361,7 @@ def test_one_request_larger_than_the_bound_goes_if_nothing_waits(stage, monkeypa
     large = own.stream([1] * 100_000)
     with pytest.raises(QueueFull):
         own.stream([1])
-    assert len(own.puppet.hear()[2]["prompt"]) == 100_000 and large.finish_reason is None
+    assert len(own.puppet.hear()[2].prompt) == 100_000 and large.finish_reason is None
 
 
 def test_an_answer_at_once_finds_its_place(stage, monkeypatch):
@@ -579,7 +581,7 @@ def test_an_error_of_the_models_own_type_ends_its_request_only(raising):
 
 def test_an_engine_that_has_failed_for_good_gets_a_new_process(raising):
     params = SamplingParams(temperature=0, max_tokens=3)
-    with RemoteLLM(f"{raising}:Loses", restart=True) as llm:
+    with RemoteLLM(f"{raising}:Loses", restart="on_failure") as llm:
         first, bad = llm.engine.pid, llm.stream([13], params)
         with pytest.raises(EngineFailed, match="the device"):
             Background(bad.tokens.collect).result()
@@ -609,7 +611,7 @@ def lose(own, restarts, *, tokens=0):
 
 
 def test_e2_a_restart_is_forgiven_after_a_token(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     for n in range(1, 8):
         lose(own, n, tokens=n % 2)  # every second one helps
         own.began_again(n)
@@ -625,7 +627,7 @@ def test_e2_a_restart_is_forgiven_after_a_token(stage):
 
 def test_one_that_is_begun_again_and_is_never_ready_is_given_up(stage, monkeypatch):
     monkeypatch.setattr(remote, "LEAST_START", 0.2)
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     monkeypatch.setattr(Puppet, "say", lambda *_: None)
     own.puppet.kill()
     until(lambda: "not ready within" in own.engine.health().message)
@@ -641,7 +643,7 @@ def test_a_call_to_one_that_hangs_ends(stage, monkeypatch):
 
 
 def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     stream, first = own.stream(), own.puppet
     number = first.hear()[1]
     first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), 0.0)])
@@ -679,7 +681,7 @@ def test_draining_ends_when_the_process_stalls_or_is_lost(stage):
 
 
 def test_one_that_drains_is_not_begun_again(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     stream = own.stream()
     draining = Background(own.engine.drain)
     until(lambda: own.engine._refusal is remote._draining)
@@ -691,7 +693,7 @@ def test_one_that_drains_is_not_begun_again(stage):
 
 
 def test_one_that_was_drained_while_it_began_again_takes_no_requests(stage):
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     drained = []
     own.meanwhile = lambda: drained.append(own.engine.drain(0))
     own.puppet.kill()
@@ -738,7 +740,7 @@ def test_closing_with_a_full_pipe_ends_streams_and_kills(stage):
 
 def test_closing_leaves_no_thread(stage):
     before = set(threading.enumerate())
-    own = stage(restart=True)
+    own = stage(restart="on_failure")
     own.puppet.kill()
     own.began_again(1)
     stream = own.stream([1] * 10**6)

@@ -50,7 +50,7 @@ def test_a_compiled_step_is_one_part():
 
 def test_an_engine_without_a_profile_is_untouched():
     with LLM("tiny", max_model_len=64) as llm:
-        core = llm.engine._worker._engine
+        core = llm.engine._worker.engine
         watched = (core, core.scheduler, core.runner, llm.backend)
         before = [set(vars(each)) for each in watched]
         llm.generate([[5, 6, 7]], GREEDY)

@@ -277,6 +277,12 @@ def test_conformance_hands_its_arguments_on(run, monkeypatch):
     assert seen == [["--backend=numpy", "--backend=torch", "-k", "pop or cat", "-x"]]
 
 
+@pytest.mark.parametrize("words", [("--model", "mine.py:Mine"), ("--model=tiny", "--backend", "numpy")])
+def test_conformance_names_the_command_that_judges_models(run, words):
+    status, out, err = run("conformance", *words)
+    assert (status, out) == (2, "") and "`hibachi verify --model MODEL` judges models" in err
+
+
 def test_the_demo_in_a_pipe(run):
     status, out, err = run("demo", "--tokens", "6", "--deterministic")
     lines = out.splitlines()

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from hibachi import ConfigError
 from hibachi.cli import main
+from hibachi.cli.verify import ids, token
 
 MODELS = '''
 import numpy as np
@@ -118,3 +120,13 @@ def test_inputs_of_other_kinds(verify, tmp_path):
 def test_what_cannot_be_used_exits_with_2(verify, args, says):
     status, out, err = verify(*args)
     assert (status, out) == (2, "") and says in err
+
+
+def test_tokens_on_the_command_line():
+    assert ids("1,2,30") == [1, 2, 30]
+    assert (token(None), token("3"), token("0.5")) == (None, 3, 0.5)
+    assert token("1,2").tolist() == [[1, 2]] and token("nan,1e3").shape == (1, 2)
+    with pytest.raises(ConfigError, match="got '1 2'"):
+        ids("1 2")
+    with pytest.raises(ConfigError, match="got '1;2'"):
+        token("1;2")

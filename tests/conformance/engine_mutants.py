@@ -44,7 +44,7 @@ def serving(change: Any = None, backend: Any = None, **methods: Any) -> Serving:
         def serve(self: Any, *parts: Any) -> Any:
             worker = face._serve(self, *parts)
             if change is not None:
-                change(worker._engine)
+                change(worker.engine)
             return worker
 
         def method(name: str, replacement: Any) -> Any:
@@ -70,6 +70,8 @@ def part(path: str) -> Any:
         def change(engine: Any) -> None:
             owner = engine
             for name in filter(None, path.split(".")):
+                if name == "sampler" and not hasattr(owner, name):
+                    owner = owner.main.head  # of a model with a cache
                 owner = getattr(owner, name)
             for name, replacement in methods.items():
                 setattr(owner, name, partial(replacement, getattr(owner, name)))
@@ -82,6 +84,7 @@ def part(path: str) -> Any:
 core, runner, scheduler, pool, sampler, table = map(
     part, ("", "runner", "scheduler", "scheduler.pool", "runner.sampler", "runner.table")
 )
+inputs, memory, call, head = map(part, ("runner.inputs", "runner.memory", "runner.main", "runner.main.head"))
 
 
 def face(promise: str, breaks: str, **methods: Any) -> Mutant:
@@ -186,8 +189,8 @@ def arrays_only(admit: Any, prompt: Any) -> Any:
 
 
 def keep_a_reference(admit: Any, prompt: Any) -> Any:
-    admit(prompt)
-    return np.asarray(prompt)
+    built, _ = admit(prompt)
+    return built, np.asarray(prompt)
 
 
 class Sharing(NumpyBackend):
@@ -245,7 +248,7 @@ BATCHING = [
           write=lambda write, rows, positions, tokens: write(rows, positions, np.round(tokens))),
     runner("tokens_keep_their_dtype", "shows integers of another width", forward=widen_integers),
     face("items_are_native_arrays_of_the_shape_of_a_token", "keeps the batch dimension",
-         _submit=keep_batch_dimension),
+         submit=keep_batch_dimension),
     face("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", _admit_prompt=arrays_only),
     mutant("a_model_may_use_the_memory_of_its_output_again", "keeps the model's array", backend=Sharing()),
     runner("a_model_may_write_into_what_it_is_given", "gives away its own lengths", _call=share_lengths),
@@ -271,13 +274,13 @@ def one_leaves(run: Any, plan: Any) -> Any:
     return outcome
 
 
-def only_its_own(make: Any, rule: Any) -> Any:
+def only_its_own(make: Any, built: Any, rule: Any) -> Any:
     engine = make.__self__
     if not rule.tokens and rule.where is None:
-        return make(rule)
+        return make(built, rule)
     kept, engine._stop_token = engine._stop_token, None
     try:
-        return make(rule)
+        return make(built, rule)
     finally:
         engine._stop_token = kept
 
@@ -285,8 +288,8 @@ def only_its_own(make: Any, rule: Any) -> Any:
 def stopping(change: Any) -> Any:
     """A `_make_stopper` whose stoppers go through `change`."""
 
-    def make(honest: Any, rule: Any) -> Any:
-        stopper = honest(rule)
+    def make(honest: Any, built: Any, rule: Any) -> Any:
+        stopper = honest(built, rule)
         change(stopper)
         return stopper
 
@@ -321,7 +324,7 @@ def short_context(add: Any, seq: Any) -> None:
 
 
 def limit_before_stop(commit: Any, plan: Any, stopped: Any) -> Any:
-    over = plan.end + 1 >= commit.__self__._end[plan.rows]
+    over = plan.end + 1 >= commit.__self__.table.end[plan.rows]
     return commit(plan, stopped & ~over[plan.emit])
 
 
@@ -360,7 +363,7 @@ ENDINGS = [
          add=including(stop=True)),
     runner("rows_that_stop_together_leave_together", "lets one leave a step", run=one_leaves),
     face("a_request_may_bring_its_own_stop_rule", "ignores it",
-         _stopper=lambda stopper, stop, params: stopper(None, params)),
+         _stopper=lambda stopper, built, stop, params: stopper(built, None, params)),
     face("a_request_may_bring_its_own_stop_rule", "forgets the engine's own", _make_stopper=only_its_own),
     face("a_stop_token_of_several_codes_must_match_in_all_of_them", "is content with one code",
          _make_stopper=stopping(any_code)),
@@ -539,7 +542,7 @@ FAULTS = [
     runner("a_model_that_raises_fails_the_guilty_request_alone", "fails the whole batch", run=blame_everybody),
     runner("a_model_that_raises_fails_the_guilty_request_alone", "blames the neighbour", run=blame_the_neighbour),
     runner("the_error_of_a_request_names_what_the_model_raised", "keeps it secret", run=say_nothing),
-    face("tokens_before_an_error_are_delivered", "delivers nothing then", _prepare=withhold),
+    face("tokens_before_an_error_are_delivered", "delivers nothing then", check=withhold),
     runner("a_model_that_fails_once_harms_nobody", "fails all of a step that failed",
            _forward=fail_all_of_a_failed_step),
     runner("if_everybody_is_guilty_all_fail_and_the_next_are_served", "gives up then", run=give_up),
@@ -562,7 +565,7 @@ FAULTS = [
     core("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "computes on for nobody",
          cancel=lambda cancel, job: None),
     face("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "holds on to the stream",
-         _submit=keep_streams),
+         submit=keep_streams),
     face("a_bad_prompt_is_refused_at_the_call_and_touches_nobody", "takes a number for a prompt",
          run=lambda run, prompt, *a, **k: run([prompt] if isinstance(prompt, int) else prompt, *a, **k)),
     face("bad_options_are_refused_at_the_call", "takes 0 for no limit",
@@ -613,7 +616,7 @@ def release_at_once(alloc: Any, n: int) -> Any:
 def skip_a_token(schedule: Any, *now: Any) -> Any:
     plan = schedule(*now)
     if plan is not None:
-        schedule.__self__._computed[plan.rows[~plan.emit]] += 1
+        schedule.__self__.table.computed[plan.rows[~plan.emit]] += 1
     return plan
 
 
@@ -624,12 +627,12 @@ def large_budget(engine: Any) -> None:
 
 def round_block_size(engine: Any) -> None:
     size = engine.runner.limits.block_size
-    engine.runner.limits = replace(engine.runner.limits, block_size=1 << (size - 1).bit_length())
+    engine.runner.inputs.limits = replace(engine.runner.limits, block_size=1 << (size - 1).bit_length())
 
 
 def show_first_blocks(admit: Any, seq: Any) -> None:
     admit(seq)
-    blocks = admit.__self__.block_table
+    blocks = admit.__self__.inputs.block_table
     if seq.row != (first := vars(admit.__self__).setdefault("first", seq.row)):
         blocks[seq.row] = blocks[first]
 
@@ -656,11 +659,11 @@ def forget_the_last(suspend: Any, seq: Any, row: int) -> None:
     seq.owner.history._pieces[-1][-1] = 0
 
 
-def hope(fit: Any, prompt_len: int, max_new: Any) -> int:
+def hope(check: Any, request: Any) -> Any:
     try:
-        return fit(prompt_len, max_new)
+        return check(request)
     except PromptTooLong:
-        return prompt_len + 1
+        return check(replace(request, prompt=request.prompt[:1], max_new_tokens=1))
 
 
 def keep_blocks(cancel: Any, seq: Any, *reason: Any) -> Any:
@@ -668,14 +671,14 @@ def keep_blocks(cancel: Any, seq: Any, *reason: Any) -> Any:
     return cancel(seq, *reason)
 
 
-def advance_on_failure(forward: Any, plan: Any, idx: Any) -> Any:
-    owner = forward.__self__
+def advance_on_failure(forward: Any, plan: Any, idx: Any, call: Any) -> Any:
+    owner = forward.__self__.memory
     try:
-        return forward(plan, idx)
+        return forward(plan, idx, call)
     except Exception:
-        for layer, memory in zip(owner.spec, owner.cache, strict=True):
+        for layer, state in zip(owner.spec, owner.cache, strict=True):
             if isinstance(layer, State):
-                memory[plan.rows[idx]] += 1
+                state[plan.rows[idx]] += 1
         raise
 
 
@@ -697,7 +700,7 @@ def show_the_block_table(inputs: Any, rows: Any, *rest: Any) -> Any:
 
 
 def take_any_cache(engine: Any) -> None:
-    engine.runner._step = engine.runner.model.step
+    engine.runner.main.step = engine.runner.model.step
 
 
 CACHES = [
@@ -707,16 +710,16 @@ CACHES = [
            run=swap_rows),
     scheduler("long_prompts_are_computed_in_chunks_beside_the_others", "skips a token between chunks",
               schedule=skip_a_token),
-    runner("a_model_may_have_paged_and_recurrent_layers", "hands out states in reverse order",
-           _gather=lambda gather, states, held, started: gather(states, held[::-1], started)),
+    memory("a_model_may_have_paged_and_recurrent_layers", "hands out states in reverse order",
+           gather=lambda gather, states, held, started: gather(states, held[::-1], started)),
     mutant("a_step_computes_no_more_tokens_than_it_may", "computes whole prompts", large_budget),
     mutant("blocks_may_have_any_size", "takes sizes for powers of two", round_block_size),
     runner("longer_and_shorter_requests_join_a_running_batch_with_a_cache", "shows joiners the first row's blocks",
            admit=show_first_blocks),
     pool("rows_and_blocks_are_used_again_and_again", "frees a block twice", release=release_twice),
     pool("rows_and_blocks_are_used_again_and_again", "frees blocks early", alloc=release_at_once),
-    runner("a_row_is_given_with_a_fresh_state", "leaves the state as it was",
-           _gather=lambda gather, states, held, started: gather(states, held, started | True)),
+    memory("a_row_is_given_with_a_fresh_state", "leaves the state as it was",
+           gather=lambda gather, states, held, started: gather(states, held, started | True)),
     runner("a_model_with_a_cache_may_return_tokens_itself", "delivers the neighbour's frame", run=swap_rows),
     core("requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context", "swallows the stop token",
          add=including(stop=False)),
@@ -730,14 +733,14 @@ CACHES = [
          match=lambda match, salt, keys, most: match(salt, keys, 0)),
     pool("requests_of_different_salts_share_nothing", "forgets the salt",
          match=lambda match, salt, keys, most: match(None, keys, most), root=lambda root, salt: (None,)),
-    scheduler("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", fit=hope),
+    face("a_request_that_can_never_fit_is_refused_at_the_call", "hopes for the best", check=hope),
     scheduler("a_cancelled_request_gives_its_blocks_to_the_next", "loses the blocks", cancel=keep_blocks),
     core("a_request_may_be_cancelled_within_its_prompt", "computes on for nobody",
          cancel=lambda cancel, job: None),
     storing("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "keeps NaN in values",
             lambda k, v, dtype: (k, v)),
     runner("nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next", "draws from NaN", run=deliver_nan),
-    runner("a_step_may_write_into_its_inputs", "gives away its own block table", _inputs=show_the_block_table),
+    inputs("a_step_may_write_into_its_inputs", "gives away its own block table", packed=show_the_block_table),
     mutant("a_step_that_returns_no_cache_fails_and_the_next_are_served", "takes what comes", take_any_cache),
     storing("nan_that_a_cancelled_request_left_never_reaches_the_next", "keeps NaN in values",
             lambda k, v, dtype: (k, v)),
@@ -750,8 +753,8 @@ CACHES = [
            run=blame_everybody),
     runner("a_stop_predicate_that_raises_fails_alone_with_a_cache_too", "advances states in a step that fails",
            _forward=advance_on_failure),
-    runner("a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests", "adds what is missing",
-           _step=add_columns),
+    call("a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests", "adds what is missing",
+         step=add_columns),
 ]  # fmt: skip
 
 
@@ -838,7 +841,9 @@ def forget_min_tokens(admit: Any, job: Any) -> None:
 
 
 def apply_nothing(engine: Any) -> None:
-    engine.runner.sampler._edits._process = lambda x, *rest: x
+    runner = engine.runner
+    sampler = runner.sampler if hasattr(runner, "sampler") else runner.main.head.sampler
+    sampler._edits._process = lambda x, *rest: x
 
 
 def faults_for_all(draw: Any, logits: Any, jobs: Any, *rest: Any) -> Any:
@@ -853,19 +858,19 @@ def no_faults(draw: Any, *args: Any) -> Any:
     return drawn
 
 
-def scores_shifted(score: Any, plan: Any, logits: Any, idx: Any, *rest: Any) -> Any:
-    out = score(plan, logits, idx, *rest)
-    for i in idx.tolist():
+def scores_shifted(score: Any, plan: Any, logits: Any, of: Any) -> Any:
+    out = score(plan, logits, of)
+    for i in of.idx.tolist():
         scores = plan.seqs[i].owner.scores
         if scores is not None:
             scores[1:] = [*scores[2:], *scores[1:2]]
     return out
 
 
-def one_chunk_scored(score: Any, plan: Any, logits: Any, idx: Any, start: Any, *rest: Any) -> Any:
-    kept = [list(plan.seqs[i].owner.scores or ()) for i in idx.tolist()]
-    out = score(plan, logits, idx, start, *rest)
-    for i, before, at in zip(idx.tolist(), kept, start.tolist(), strict=True):
+def one_chunk_scored(score: Any, plan: Any, logits: Any, of: Any) -> Any:
+    kept = [list(plan.seqs[i].owner.scores or ()) for i in of.idx.tolist()]
+    out = score(plan, logits, of)
+    for i, before, at in zip(of.idx.tolist(), kept, of.start.tolist(), strict=True):
         if at and before:
             plan.seqs[i].owner.scores[:] = before
     return out
@@ -905,8 +910,8 @@ SAMPLING = [
     mutant("a_logits_processor_changes_the_logits_of_its_request", "does not ask it", apply_nothing),
     sampler("a_logits_processor_changes_the_logits_of_its_request", "fails everybody", draw=faults_for_all),
     sampler("a_request_that_allows_no_token_fails_alone", "draws anything", draw=no_faults),
-    runner("the_tokens_of_a_prompt_have_log_probabilities", "gives them to the token before", _score=scores_shifted),
-    runner("the_tokens_of_a_prompt_have_log_probabilities", "scores the first chunk only", _score=one_chunk_scored),
+    head("the_tokens_of_a_prompt_have_log_probabilities", "gives them to the token before", _score=scores_shifted),
+    head("the_tokens_of_a_prompt_have_log_probabilities", "scores the first chunk only", _score=one_chunk_scored),
     sampler("a_token_with_minus_infinity_never_comes", "makes it finite",
             draw=lambda draw, logits, *args: draw(np.maximum(logits, -1), *args)),
     sampler("logprobs_are_the_logarithms_of_the_softmax_of_the_raw_logits", "divides by two",
@@ -914,7 +919,7 @@ SAMPLING = [
     sampler("logprobs_belong_to_the_tokens_of_their_own_stream", "gives them to the neighbour",
             draw=shift_logprobs),
     face("parameters_say_when_to_end", "ignores their stop tokens",
-         _stopper=lambda stopper, stop, params: stopper(stop, None)),
+         _stopper=lambda stopper, built, stop, params: stopper(built, stop, None)),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hibachi.engine.admission import check_room
 from hibachi.errors import QueueFull
-from hibachi.plan.scheduler import Limits
+from hibachi.plan.limits import Limits
 
 LIMITS = Limits(4, 16, 16, 64)
 

@@ -278,7 +278,7 @@ def test_a_model_is_loaded_in_the_dtype_that_was_the_fastest(monkeypatch, tmp_pa
     weights = load_file(folder / "model.safetensors")
     save_file({name: w.to(torch.bfloat16) for name, w in weights.items()}, folder / "model.safetensors")
     for fastest in ("float32", "bfloat16"):
-        monkeypatch.setattr(autotune, "_steps", lambda trials, fastest=fastest: {"1 row": 1.0})
+        monkeypatch.setattr(autotune, "steps_of", lambda trials, fastest=fastest: {"1 row": 1.0})
         monkeypatch.setattr(
             autotune, "DTYPES", (fastest, *({"float32", "bfloat16"} - {fastest}))
         )  # of equals, the first

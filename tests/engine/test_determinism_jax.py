@@ -8,13 +8,14 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
-from hibachi.engine.cached import CachedRunner
+from hibachi.engine.build import cached_runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
+from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.cache import Paged, StepInputs
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS
@@ -121,7 +122,7 @@ def test_the_bits_are_those_of_the_request_alone(tiny, fixed, expected, situatio
         assert results([streams[i] for i in range(len(todo))]) == expected
         results(others)
         if situation == "from the cache":
-            assert e._scheduler.counts.prefix_hits > 300
+            assert e._built.scheduler.counts.prefix_hits > 300
 
 
 def test_the_bits_are_the_same_for_who_joins_later(tiny, fixed, expected):
@@ -139,7 +140,7 @@ def test_the_bits_are_the_same_for_who_is_preempted(tiny, fixed, expected):
     size = 16 * sum(s.kv_heads * (s.k_dim + s.v_dim) * 4 for s in tiny.cache_spec())
     with engine(tiny, fixed, cache_bytes=blocks * size) as e:
         assert results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]) == expected
-        assert e._scheduler.counts.preemptions > 0
+        assert e._built.scheduler.counts.preemptions > 0
 
 
 def test_embeddings_beside_tokens_change_nobody(tiny, fixed, expected):
@@ -198,13 +199,13 @@ def runner(model, fixed, rows=ROWS):
     limits = Limits(rows, 256, 256, MAX_LEN, rows * MAX_LEN // 16 + 1, 16)
     table = TokenTable(rows, (), np.int32)
     sampler = RowSampler(fixed, rows, model.vocab_size, table)
-    return CachedRunner(model, fixed, Scheduler(limits), table, sampler, "float32")
+    return cached_runner(model, fixed, Scheduler(limits), table, sampler, "float32")
 
 
 def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, eight):
     by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    assert runner(tiny_eight, eight).sizes[0] == STEP_TOKENS
-    assert runner(by_size, eight).sizes == (STEP_TOKENS,)
+    assert runner(tiny_eight, eight).inputs.sizes[0] == STEP_TOKENS
+    assert runner(by_size, eight).inputs.sizes == (STEP_TOKENS,)
 
 
 @pytest.mark.slow

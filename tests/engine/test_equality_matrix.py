@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
-from hibachi.engine import autoregressive
+from hibachi.engine import build
 from hibachi.model.files import TINY
 from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
@@ -145,7 +145,7 @@ class Preempting(Scheduler):
 def engine(model, *, chunk, cache, memory, deterministic):
     with pytest.MonkeyPatch.context() as patch:
         if memory == "preempted":
-            patch.setattr(autoregressive, "Scheduler", Preempting)
+            patch.setattr(build, "Scheduler", Preempting)
         return AutoregressiveBatchInference(
             model,
             max_batch_size=COMPANY,

@@ -334,7 +334,7 @@ def test_an_async_model_that_raises(batch):
 def test_the_event_loop_of_an_async_model_is_closed_with_the_engine(serve):
     engine = serve(Async())
     engine.run([1], max_new_tokens=1).collect()
-    loop = engine._worker._engine.runner.wait._loop.get_loop()
+    loop = engine._worker.engine.runner.wait._loop.get_loop()
     engine.close()
     assert loop.is_closed()
 
@@ -419,8 +419,8 @@ def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget):
     model, backend = losing(toy, Once(at))
     engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_batch_tokens=budget)
     check_good(streams)
-    runner = engine._worker._engine.runner
-    made = len(runner.cache) + sum(kept is not None for kept in runner.kept)
+    runner = engine._worker.engine.runner
+    made = len(runner.memory.cache) + sum(kept is not None for kept in runner.memory.kept)
     assert backend.caches == 2 * made and engine.stats().failed == 0
 
 
@@ -446,7 +446,7 @@ def exits(engine, monkeypatch):
     def schedule(now):
         raise SystemExit("bye")
 
-    monkeypatch.setattr(engine._scheduler, "schedule", schedule)
+    monkeypatch.setattr(engine._built.scheduler, "schedule", schedule)
 
 
 def test_a_failure_of_the_loop_reaches_every_stream(serve, monkeypatch):
@@ -476,15 +476,15 @@ def test_a_failure_of_the_scheduler_reaches_every_stream(serve, monkeypatch):
     """Also if the scheduler fails again when its requests are taken away."""
     engine = serve(Gate())
     a = engine.run([1])
-    engine._model.wait()
+    engine.model.wait()
     b, c = engine.run([2]), engine.run([3])  # still in the inbox
 
     def broken(*args):
         raise IndexError("a defect")
 
     for name in ("schedule", "cancel", "add"):
-        monkeypatch.setattr(engine._scheduler, name, broken)
-    engine._model.let()
+        monkeypatch.setattr(engine._built.scheduler, name, broken)
+    engine.model.let()
     with pytest.raises(EngineFailed, match=r"IndexError: a defect.*please report it"):
         a.collect()
     for s in (b, c):  # each could not be added
@@ -515,7 +515,7 @@ def test_nothing_holds_a_request_that_ended(serve, toy):
     try:
         stream = engine.run([1, 2], None if toy is SumTokens else GREEDY, max_new_tokens=2)
         backend.wait()
-        prompt = ref(next(iter(engine._worker._engine._live)).prompt)
+        prompt = ref(next(iter(engine._worker.engine._live)).prompt)
         assert prompt() is not None
         backend.open()
         stream.collect()

@@ -113,8 +113,8 @@ def hungry(backend, most):
 @pytest.mark.parametrize("name, most", [("numpy", 6), ("torch", 6), ("jax", 64)])
 def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monkeypatch, name, most):
     """The library's own error. On JAX steps are padded to powers of two, so its limit is a larger one."""
-    monkeypatch.setattr("hibachi.engine.engine.GROW_AFTER", 10**6)
-    monkeypatch.setattr("hibachi.engine.engine.MOST_GROW_AFTER", 10**6)
+    monkeypatch.setattr("hibachi.engine.budget.GROW_AFTER", 10**6)
+    monkeypatch.setattr("hibachi.engine.budget.MOST_GROW_AFTER", 10**6)
     backend = hungry(hibachi.load(name), most)
     rows = 8 if name == "jax" else 2
     prompts = [[i % 7, *[1] * 23] for i in range(8)]
@@ -122,7 +122,7 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     with caplog.at_level(logging.WARNING, "hibachi.engine"):
         streams = [engine.run(p, GREEDY, max_new_tokens=5) for p in prompts]
         check(streams, prompts)
-    budget = engine._worker._engine.scheduler.budget
+    budget = engine._worker.engine.scheduler.budget
     assert budget < 8 * 24 and engine.stats().failed == 0
     failures = [n for n in backend.sizes if n > most]
     assert 1 <= len(failures) <= 16, "halving needs few tries"
@@ -130,7 +130,7 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     for _ in range(3):  # the first requests may not have come all at once
         seen = len(backend.sizes)
         check([engine.run(p, GREEDY, max_new_tokens=5) for p in prompts], prompts)
-        assert engine._worker._engine.scheduler.budget <= budget, "the budget stays halved for as long"
+        assert engine._worker.engine.scheduler.budget <= budget, "the budget stays halved for as long"
         if max(backend.sizes[seen:]) <= most:
             return
     pytest.fail("each load runs out of memory again")
@@ -168,7 +168,7 @@ def test_a_request_that_has_no_room_for_one_token(serve):
     assert isinstance(caught.value.__cause__, MemoryError)
     check(streams)
     assert engine.stats().failed == 1
-    assert engine._worker._engine.scheduler.budget == 2048
+    assert engine._worker.engine.scheduler.budget == 2048
 
 
 def test_memory_that_runs_out_for_good_fails_all(serve):
@@ -213,8 +213,8 @@ def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
     model.again = True
     backend.open()
     check(streams)
-    assert backend.caches == 2 and engine._worker._engine.runner._donating
-    assert engine._worker._engine.scheduler.budget < 2048
+    assert backend.caches == 2 and engine._worker.engine.runner.memory.donating
+    assert engine._worker.engine.scheduler.budget < 2048
 
 
 def test_what_a_failed_step_had_computed_is_let_go_before_the_next_try(serve):
@@ -494,7 +494,7 @@ def test_a_guilty_writer_of_shared_blocks(serve, how, place):
     prompts = [[*PREFIX, i % 7, i % 3] for i in range(8)]
     prompts[place] = [*PREFIX, POISON, 1]
     engine, streams = start(serve, poisoned(SumPaged, how), prompts, block_size=4)
-    engine._model.backend.open()
+    engine.model.backend.open()
     with pytest.raises(ModelError if how == "raises" else NonFiniteOutput):
         streams.pop(place).collect()
     check(streams, [p for i, p in enumerate(prompts) if i != place])
@@ -510,7 +510,7 @@ def test_a_poison_in_the_shared_part_fails_all_who_share_it_and_nobody_else(serv
     shared = [1, 2, POISON, 4, 5, 6, 8, 9]
     prompts = [[*shared, 1], [*shared, 2], PROMPTS[1], [*shared, 1], *PROMPTS[3:5]]
     engine, streams = start(serve, poisoned(toy, how), prompts, block_size=4, max_batch_tokens=budget)
-    engine._model.backend.open()
+    engine.model.backend.open()
     for i in (0, 1, 3):
         with pytest.raises(ModelError if how == "raises" else NonFiniteOutput):
             streams[i].collect()
@@ -529,7 +529,7 @@ def test_readers_of_one_step_come_after_their_writer_when_rows_are_run_apart(ser
     prompts = [same] * 8
     prompts.insert(poison_at, [POISON])
     engine, streams = start(serve, poisoned(toy, "raises"), prompts, block_size=4)
-    engine._model.backend.open()
+    engine.model.backend.open()
     with pytest.raises(ModelError):
         streams.pop(poison_at).collect()
     check(streams, [same] * 8)
@@ -540,7 +540,7 @@ def test_that_order_is_what_makes_it_right(serve, monkeypatch):
     monkeypatch.setattr(cached, "writers_first", lambda plan: np.arange(len(plan.rows)))
     same = [*PREFIX, 5]
     engine, streams = start(serve, poisoned(SumPaged, "raises"), [*[same] * 8, [POISON]], block_size=4)
-    engine._model.backend.open()
+    engine.model.backend.open()
     with pytest.raises(ModelError):
         streams.pop().collect()
 

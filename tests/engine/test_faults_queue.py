@@ -267,8 +267,8 @@ def every_state(serve):
     backend.wait()
     stats = engine.stats()
     assert engine.health().paused and stats.preemptions and stats.waiting and stats.running
-    inner = engine._worker._engine
-    for seq in inner.scheduler._running:
+    inner = engine._worker.engine
+    for seq in inner.scheduler.order:
         for n, key in enumerate(seq.keys or []):
             tokens = inner.runner.table.read(seq.row, n * 4, n * 4 + 4)
             assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"
@@ -311,4 +311,4 @@ def test_cancelling_in_every_state_frees_all_at_the_next_step(serve):
     until(lambda: engine.stats().finished == 6)
     stats = engine.stats()
     assert stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
-    engine._worker._engine.scheduler.check()
+    engine._worker.engine.scheduler.check()

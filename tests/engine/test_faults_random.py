@@ -16,7 +16,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.engine.recorder import replay
+from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumBoth, SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until
@@ -110,7 +110,7 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
     for c in clients:
         c.result()
     until(lambda: engine.stats().finished == n)
-    stats, inner = engine.stats(), engine._worker._engine
+    stats, inner = engine.stats(), engine._worker.engine
     assert len(ended) == n and stats.running == stats.waiting == 0 and stats.free_blocks == stats.blocks
     inner.scheduler.check()
     assert engine.health().state == "idle" and engine.health().paused == 0

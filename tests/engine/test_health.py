@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from hibachi import EngineFailed, FeedforwardBatchInference, NonFiniteOutput, NumpyBackend, SamplingParams, Terms
-from hibachi.engine.recorder import Recorder, ReplayDiffers, read, replay
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fair, Fcfs, Priority, Shares
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.recording.recorder import Recorder
+from hibachi.recording.replay import ReplayDiffers, read, replay
 from hibachi.request import Finish
 from hibachi.testing.toys import SumPaged, expected
 

@@ -174,9 +174,9 @@ def test_what_a_backend_pads_to_few_shapes_is_padding():
     pytest.importorskip("tokenizers")
     shapes = []
     with LLM("tiny", backend="jax", max_batch_size=4, autotune="off") as llm:
-        runner = llm.engine._runner
-        call = runner._call_model
-        runner._call_model = lambda x: shapes.append(x.tok.shape[0]) or call(x)
+        runner = llm.engine._built.runner
+        call = runner._called
+        runner._called = lambda c, x: shapes.append(x.tok.shape[0]) or call(c, x)
         llm.generate([[5] * n for n in (3, 9, 4)], GREEDY)
         meters = llm.meters()
     wanted = 3 + 9 + 4 + 3 * 11

@@ -1,13 +1,17 @@
 """A model named on the command line: what is made of it, and what is said if that fails."""
 
+import json
+import pickle
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from hibachi import ConfigError, load
+from hibachi.engine.autoregressive import level_of
 from hibachi.errors import BackendNotFound
-from hibachi.lm.named import is_named, model_named
+from hibachi.lm.named import is_named, model_named, object_named, place
 
 PROGRAM = """
 from dataclasses import dataclass
@@ -51,6 +55,15 @@ class Logits:
     def logits(self, tokens, lengths):
         return tokens
 
+class Everything(Logits):  # of three rungs
+    vocab_size = 3
+    def forward(self, tokens):
+        return tokens[:, -1]
+    def step(self, params, cache, x):
+        return x, cache
+    def cache_spec(self):
+        return []
+
 nothing = object()
 """
 
@@ -69,24 +82,46 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("place", ["own_program", "own_program.py", "{folder}/own_program.py", "./own_program.py"])
+@pytest.mark.parametrize("where", ["own_program", "own_program.py", "{folder}/own_program.py", "./own_program.py"])
 @pytest.mark.parametrize("name", ["Plain", "Outer.Inner", "made", "ready", "Over", "made_over"])
-def test_a_class_a_function_or_an_object_gives_the_model(folder, place, name):
-    model = model_named(f"{place.format(folder=folder)}:{name}")
+def test_a_class_a_function_or_an_object_gives_the_model(folder, where, name):
+    model = model_named(f"{where.format(folder=folder)}:{name}")
     assert callable(model.forward)
-    assert type(model).__module__ == "own_program"
+    assert place(type(model).__module__) == (str(folder / "own_program.py") if ".py" in where else "own_program")
 
 
-def test_a_file_is_imported_once(folder):
-    assert model_named("own_program.py:ready") is model_named("own_program:ready") is model_named("own_program:ready")
+def test_a_module_and_a_file_are_imported_once(folder):
+    assert model_named("own_program:ready") is model_named("own_program:ready")
+    names = "own_program.py:ready", "./own_program.py:ready", f"{folder}/own_program.py:ready"
+    first, *others = map(model_named, names)
+    assert all(other is first for other in others)
 
 
-def test_a_file_may_be_called_as_a_module_that_is_imported_already(folder):
-    (folder / "json.py").write_text(PROGRAM)
-    import json
+@pytest.mark.parametrize("name", ["json.py", "queue.py", "token.py", "numpy.py", "a.b%c _é.py"])
+def test_a_file_hides_no_module_whatever_it_is_called(folder, name):
+    (folder / name).write_text(PROGRAM)
+    before, stem = list(sys.path), name.removesuffix(".py")
+    known = sys.modules.get(stem)
+    first, second = (model_named(f"{name}:ready") for _ in range(2))
+    assert first is second and sys.modules.get(stem) is known and json.dumps({}) == "{}"
+    assert sys.path[: len(before)] == before  # nothing in front
+    assert place(type(first).__module__) == str(folder / name) and type(first).__module__.isidentifier()
 
-    first, second = (model_named("json.py:ready") for _ in range(2))
-    assert first is second and sys.modules["json"] is json
+
+def test_pickle_finds_the_classes_of_a_file_that_was_not_imported_yet(folder):
+    model = model_named("own_program.py:Plain")
+    there = pickle.dumps(model)
+    del sys.modules[type(model).__module__]
+    back = pickle.loads(there)
+    assert type(back).__name__ == "Plain" and type(back) is object_named("own_program.py:Plain")
+    Path("own_program.py").unlink()
+    del sys.modules[type(model).__module__]
+    with pytest.raises(ModuleNotFoundError, match="own_5f_program"):
+        pickle.loads(there)
+
+
+def test_the_highest_rung_is_used(folder):
+    assert level_of(model_named("own_program.py:Everything")) == 2
 
 
 def test_who_takes_a_backend_gets_it(folder, monkeypatch):
@@ -111,8 +146,13 @@ def test_who_takes_a_backend_gets_it(folder, monkeypatch):
         ("no_such_program:Plain", "There is no module 'no_such_program'"),
         ("own_program.inner:Plain", "There is no module 'own_program.inner'"),
         ("no_such.py:Plain", "There is no file no_such.py"),
-        ("own_program:Absent", "own_program has no 'Absent'. It defines Plain, Outer, Over, made"),
-        ("own_program:Outer.Absent", "has no 'Outer.Absent'"),
+        ("own_program:plane", "own_program has no 'plane'. It defines Plain, "),
+        ("own_program.py:Neds", "own_program.py has no 'Neds'. It defines Needs, .*: name one of these"),
+        ("own_program:Outer.Absent", "has no 'Outer.Absent'. It defines Inner: name"),
+        (
+            "own_program.py",
+            "colon and the name in it. It defines Plain, Outer, Over, made, made_over, Called, ready, N",
+        ),
         ("own_program:Needs", "could not be made: TypeError.*'weights'.*a function that returns the model"),
         ("own_program:Breaks", "could not be made: OSError: weights are missing"),
         ("own_program:nothing", "A model needs one of `forward"),
@@ -142,6 +182,11 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(folder, source
     assert "broken_program" not in sys.modules
 
 
-def test_which_names_are_meant_so():
+def test_which_names_are_meant_so(folder):
     assert all(map(is_named, ["a:B", "a.b:C.D", "a.py:B", "dir/a.py:B", "./x y/a.py:B", "C:\\dir\\a.py:B"]))
     assert not any(map(is_named, ["a", "org/name", "dir/model.gguf", "tiny", "C:\\dir", "a:", ":B", "dir/a:B"]))
+    assert not any(map(is_named, ["org/name:Q8_0", "org/name.py"]))  # on the Hub
+    assert is_named("own_program.py")  # the name in it is missing, which is said
+    (folder / "a:B").mkdir()
+    (folder / "folder.py").mkdir()
+    assert not is_named("a:B") and not is_named("folder.py")

@@ -20,7 +20,7 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.engine.recorder import replay
+from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumPaged, SumState, expected
 
 from .models import PATIENCE, Background, step_with_nan, until
@@ -75,7 +75,7 @@ def served(serve, backend, toy=SumPaged, **options):
 
 
 def finish(engine):
-    inner = engine._worker._engine
+    inner = engine._worker.engine
     until(lambda: engine.stats().running == engine.stats().waiting == 0 and inner._flight is None)
     stats = engine.stats()
     assert stats.free_blocks == stats.blocks
@@ -148,7 +148,7 @@ def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
     backend = Late()
     engine = served(serve, backend, pause_after=bound)
     stream = engine.run([1, 2], GREEDY, max_new_tokens=30)
-    until(lambda: engine.health().paused == 1 and engine._worker._engine._flight is None)
+    until(lambda: engine.health().paused == 1 and engine._worker.engine._flight is None)
     assert len(stream.channel.buffer) == bound
     assert backend.ahead == bound - 1
     assert list(stream) == expected([1, 2], 30)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NonFiniteOutput, NumpyBackend, SamplingParams
-from hibachi.engine import cached
+from hibachi.engine import heads
 from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, TinyDecoder, expected, one_hot, tiny_weights
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
@@ -101,7 +101,7 @@ def test_they_are_the_logprobs_of_generating_it(name):
 @pytest.mark.parametrize("room", [1, 17, 50])
 def test_few_outputs_at_a_time(kind, room, monkeypatch):
     """Logits of a whole prompt take much memory, so a step makes several calls."""
-    monkeypatch.setattr(cached.CachedRunner, "_room", lambda self: room)
+    monkeypatch.setattr(heads.Sampled, "most_outputs", lambda self: room)
     asked, shapes = [], []
 
     class Watched(kind):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -19,9 +21,11 @@ from hibachi.errors import (
     EngineClosed,
     EngineFailed,
     InvalidRequest,
+    ModelError,
     PromptTooLong,
     QueueFull,
 )
+from hibachi.lm.named import object_named
 from hibachi.lm.own import is_own, open_texts
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish, Terms
@@ -77,7 +81,7 @@ def test_so_do_vectors_scores_and_streams(here, there):
     embeds = np.random.default_rng(0).normal(size=(4, 256)).astype(np.float32)
     ours, theirs = (llm.generate({"prompt_embeds": embeds}, PARAMS)[0].text for llm in (here, there))
     assert ours == theirs
-    assert there.dump()["events"] and there.engine.deterministic == here.deterministic
+    assert there.dump()["events"] and there.engine.facts.deterministic == here.deterministic
 
 
 def test_what_is_wrong_is_said_at_the_call(there):
@@ -148,7 +152,7 @@ def test_its_death_reaches_every_stream():
 
 
 def test_it_begins_again_if_it_may():
-    with RemoteLLM("tiny", restart=True) as llm:
+    with RemoteLLM("tiny", restart="on_failure") as llm:
         for n in (1, 2):
             stream = llm.stream("a", LONG)
             next(stream.tokens)
@@ -191,7 +195,7 @@ def test_draining_finishes_what_runs():
 
 def test_it_does_not_outlive_its_parent():
     script = (
-        "from hibachi.remote.engine import RemoteLLM; import os; llm = RemoteLLM('tiny');"
+        "from hibachi.remote.llm import RemoteLLM; import os; llm = RemoteLLM('tiny');"
         "print(llm.engine.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -234,6 +238,33 @@ class Letters:
 class Mute(Letters):
     tokenizer = None
 
+class Nearly:
+    """A tokenizer that is an object."""
+    def encode(self, text):
+        return [ord(c) - 97 for c in text]
+    def decode(self, ids):
+        return "".join(chr(97 + i) for i in ids)
+
+class Over(Letters):
+    def __init__(self, backend):
+        self.backend, self.tokenizer = backend, Nearly()
+
+class TooFar(Exception):
+    pass
+
+class Ends(Letters):
+    def logits(self, tokens, lengths):
+        if (tokens[:, -1] == 25).any():
+            raise TooFar("there is no letter after z")
+        return super().logits(tokens, lengths)
+
+class Skips:
+    """A logits processor: after an e comes g."""
+    def __call__(self, tokens, logits):
+        if tokens[-1:] == [4]:
+            logits[6] += 1000
+        return logits
+
 class Forward:
     def forward(self, tokens):
         return tokens[:, -1]
@@ -270,8 +301,37 @@ def test_a_class_of_ones_own_is_served(own, make):
         make(f"{own}:Letters", quantization="int8")
 
 
+@pytest.mark.parametrize("make", (open_texts, RemoteLLM))
+@pytest.mark.parametrize("name", ("letters", "json", "queue", "token"))
+def test_what_a_file_defines_goes_to_the_engine_and_back_whatever_it_is_called(tmp_path, make, name):
+    (tmp_path / f"{name}.py").write_text(OWN)
+    file, greedy = f"{tmp_path}/{name}.py", SamplingParams(temperature=0, max_tokens=4)
+    skips = object_named(f"{file}:Skips")()
+    with make(f"{file}:Over") as texts:
+        assert texts.generate("abc", greedy)[0].text == "defg"
+        assert texts.generate("bcd", greedy.with_(logits_processors=[skips]))[0].text == "eghi"
+    with make(f"{file}:Ends") as texts, pytest.raises(ModelError, match="TooFar: there is no letter after z"):
+        texts.generate("xy", greedy)
+    assert json.loads(json.dumps([1])) == [1] and queue.SimpleQueue
+
+
+@pytest.mark.parametrize("make", (open_texts, RemoteLLM))
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("", "defines Letters, Mute"),
+        (":Leters", "no 'Leters'. It defines Letters, "),
+        (":TooFar", "A model needs one of `forward"),
+        (":Skips", "A model needs one of `forward"),
+    ],
+)
+def test_what_is_wrong_with_a_name_is_said_wherever_the_engine_is(own, make, name, said):
+    with pytest.raises(ConfigError, match=said):
+        make(f"{own}{name}")
+
+
 def test_what_names_a_class(tmp_path):
-    assert is_own("pkg.module:Class") and is_own("some/file.py:make")
+    assert is_own("pkg.module:Class") and is_own("some/file.py:make") and is_own("some/file.py:Outer.Inner")
     assert not is_own("tiny") and not is_own("org/name") and not is_own("C:\\models\\x y")
     folder = tmp_path / "a:b"
     folder.mkdir()

@@ -9,6 +9,7 @@ import pytest
 from hibachi import Finish, NonFiniteOutput, SamplingParams, Terms
 from hibachi.engine import autoregressive, engine
 from hibachi.errors import PromptTooLong
+from hibachi.request import Request
 
 from .test_overlap import GREEDY, OTHERS, right, served, troubled
 
@@ -16,7 +17,7 @@ PREFIXES = ([], [1, 2, 3, 4], [1, 2, 3, 4, 6, 6, 8, 8], [9, 4, 1, 1])
 REQUESTS = 60
 
 
-class Request:
+class Asked:
     """What was asked for, what must come, and what has come so far."""
 
     def __init__(self, rng, toy_engine):
@@ -30,7 +31,7 @@ class Request:
         params: SamplingParams = GREEDY if rng.random() < 0.85 else rng.choice(OTHERS)
         late = 0.01 if rng.random() < 0.1 else None
         terms = Terms(tenant=str(rng.randrange(6)), priority=rng.randrange(2), timeout=late)
-        self.job = toy_engine._prepare(self.prompt, params, limit, stop, terms=terms)
+        self.job = toy_engine.check(Request(self.prompt, params, max_new_tokens=limit, stop=stop, terms=terms))
         self.got = []
 
     def read(self):
@@ -71,7 +72,7 @@ def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, firs
             policy=rng.choice(["fair", "fcfs", "priority", "shares"]),
             pause_after=rng.choice([None, None, 2, 5]),
         )
-        inner = faced._worker._engine
+        inner = faced._worker.engine
         asked, live = 0, []
         while asked < REQUESTS or live:
             clock.now += 0.001 * rng.random()
@@ -81,7 +82,7 @@ def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, firs
             while asked < REQUESTS and rng.random() < 0.4:
                 asked += 1
                 try:
-                    live.append(Request(rng, faced))
+                    live.append(Asked(rng, faced))
                 except PromptTooLong:
                     continue  # for so small a cache
                 inner.add(live[-1].job)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 
 QUIET = dict(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -8,8 +8,9 @@ import pytest
 
 from hibachi.errors import PromptTooLong
 from hibachi.plan.blocks import BlockPool
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fcfs, Priority, WaitingServed
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fcfs, WaitingServed
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hibachi.errors import PromptTooLong
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 

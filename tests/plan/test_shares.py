@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Shares
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
@@ -39,7 +40,7 @@ class House:
 
     @property
     def rows(self):
-        return dict(Counter(seq.tenant for seq in self.scheduler._running if seq.row >= 0))
+        return dict(Counter(seq.tenant for seq in self.scheduler.order if seq.row >= 0))
 
 
 def test_who_comes_has_its_row_in_the_next_step():
@@ -225,7 +226,7 @@ def test_backlogged_tenants_hold_rows_by_their_weights(rows):
         town.waiting.update(seq for seq, _ in town.scheduler.make_room())
         town.step()
         if step > 50:
-            held.update(seq.tenant for seq in town.scheduler._running if seq.row >= 0)
+            held.update(seq.tenant for seq in town.scheduler.order if seq.row >= 0)
     if rows > 2:
         assert 0.8 < held["a"] / held["b"] < 1.25 and 1.6 < 2 * held["c"] / (held["a"] + held["b"]) < 2.4
     assert min(held.values()) > 0
@@ -245,7 +246,7 @@ def test_where_no_row_was_free_nobody_who_waits_is_two_rows_behind(seed):
         town.waiting.update(seq for seq, _ in town.scheduler.make_room())
         town.step()
         if full and town.scheduler.running == rows:  # nobody has ended with this step
-            held = Counter(seq.tenant for seq in town.scheduler._running if seq.row >= 0)
+            held = Counter(seq.tenant for seq in town.scheduler.order if seq.row >= 0)
             for seq in town.waiting:
                 assert max(held.values()) - held[seq.tenant] < 2
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fair, Fcfs, Priority, WaitingServed
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.stretch import look_ahead
 
@@ -17,11 +18,11 @@ POLICIES = [Fcfs, lambda: Priority(age=3.0), Fair, WaitingServed]
 
 def state(scheduler):
     """All of a scheduler that decides what it does next, with sequences by their owner."""
-    arrays = "block_table _known _computed _done _end _capacity _published _emitted _generation"
-    out = {name: getattr(scheduler, name).tolist() for name in arrays.split()}
-    out |= {name: getattr(scheduler, name) for name in ("_steps", "waiting", "counts", "budget")}
-    out["running"] = [(s.owner, s.row, s.blocks, s.published, s.node) for s in scheduler._running if s.row >= 0]
-    out["rows"] = scheduler._free_rows
+    out = {name: values.tolist() for name, values in vars(scheduler.table).items()}
+    out["block_table"] = scheduler.block_table.tolist()
+    out |= {name: getattr(scheduler, name) for name in ("steps", "waiting", "counts", "budget")}
+    out["running"] = [(s.owner, s.row, s.blocks, s.published, s.node) for s in scheduler.order if s.row >= 0]
+    out["rows"] = scheduler.free_rows
     out["stuck"] = scheduler._stuck and (scheduler._stuck[0].owner, scheduler._stuck[1])
     head = scheduler.policy.peek()
     out["head"] = head and head.owner
@@ -65,7 +66,7 @@ def test_it_is_what_single_steps_come_to(seed, policy, rows, blocks, size, budge
                 now += 1
             else:
                 steps = rng.randint(1, stretch.steps)
-                assert stretch.positions == int((one._computed[stretch.rows] + 1).sum())
+                assert stretch.positions == int((one.table.computed[stretch.rows] + 1).sum())
                 ended = []
                 for _ in range(steps):
                     assert not ended, "it goes on after somebody has left"

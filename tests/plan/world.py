@@ -11,9 +11,10 @@ from collections import Counter, deque
 import numpy as np
 
 from hibachi.errors import PromptTooLong, QueueFull
+from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower, pad
 from hibachi.plan.policy import Fair, Fcfs, Priority, Shares, WaitingServed
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 
@@ -195,7 +196,7 @@ class World:
             self.device.memory[flight.slots] = GARBAGE
             self.send_back(self.scheduler.rollback(flight.plan))
             self.check()
-        for seq in self.scheduler._running:
+        for seq in self.scheduler.order:
             if seq.row >= 0:
                 seq.owner.sampled, seq.owner.decoding = len(seq.owner.got), not self.scheduler.prefilling(seq)
 
@@ -230,7 +231,7 @@ class World:
         if sent := s.make_room():
             self.send_back(sent)
             self.check()
-        order = [seq for seq in s._running if seq.row >= 0]
+        order = [seq for seq in s.order if seq.row >= 0]
         moving = [seq for seq in order if not seq.paused]
         must = [q.owner for q in moving if q.owner.decoding and len(q.owner.prompt) + q.owner.sampled < q.end]
         plan = s.schedule(self.now)
@@ -257,7 +258,7 @@ class World:
         assert min(q) >= 1 and max(q) <= limits.chunk and sum(q) <= s.budget and len(q) <= limits.rows
         assert sorted(q, key=lambda n: n != 1) == q, "decode rows first"
         assert [seq.row for seq in plan.seqs] == plan.rows.tolist() and len(set(plan.seqs)) == len(q)
-        assert (plan.start + plan.q <= s._end[plan.rows] - 1).all(), "the last token is never fed back"
+        assert (plan.start + plan.q <= s.table.end[plan.rows] - 1).all(), "the last token is never fed back"
         fresh = set(plan.fresh)
         served = {seq.owner for seq in plan.seqs}
         if not served.issuperset(must):
@@ -349,7 +350,7 @@ class World:
         started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
         for i in sorted(places, key=lambda i: started.get(plan.seqs[i], 0)):
             seq = plan.seqs[i]
-            if seq.row == plan.rows[i] and s._generation[seq.row] == plan.generation[i]:
+            if seq.row == plan.rows[i] and s.table.generation[seq.row] == plan.generation[i]:
                 assert seq.owner.guilty or not self.strict, "an innocent neighbour was harmed"
                 self.send_back(s.fail(seq))
                 self.ended(seq.owner, Finish.ERROR)
@@ -364,13 +365,13 @@ class World:
         s = self.scheduler
         s.check()
         pool, size = s.pool, self.limits.block_size
-        running = [seq for seq in s._running if seq.row >= 0]
+        running = [seq for seq in s.order if seq.row >= 0]
         assert s.waiting == sum(r.seq.row < 0 for r in self.live.values()), "who waits is miscounted"
         assert s.running == len(running) == sum(r.seq.row >= 0 for r in self.live.values())
         holders = Counter(block for seq in running for block in seq.blocks)
         known = set(pool._trie.values())
         for seq in running:
-            for block in seq.blocks[int(s._computed[seq.row]) // size :]:
+            for block in seq.blocks[int(s.table.computed[seq.row]) // size :]:
                 assert holders[block] == 1, "a block that is still written to is shared"
                 assert block not in known, "a block is known before it is full"
 

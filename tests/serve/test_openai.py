@@ -152,6 +152,23 @@ def test_echo_and_logprobs_score_a_prompt(server, llm):
     assert refused(server.post("/v1/completions", {"prompt": "a", "max_tokens": 0}))["param"] == "max_tokens"
 
 
+def test_a_stream_of_a_prompt_alone_has_no_other_text(server):
+    chunks = stream(server, "/v1/completions", prompt="Emma", echo=True, max_tokens=0)
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "Emma"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_in_a_stream_of_several_each_is_told_of_its_end_when_it_comes(server, llm):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (one,), (first, *_) = (llm.generate("She was", params)), llm.generate("The", params)[0].token_ids
+    assert first not in one.token_ids
+    body = {"prompt": ["The", "She was"], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    told = stream(server, "/v1/completions", **body, stop_token_ids=[first])
+    choices = [choice for chunk in told for choice in chunk["choices"]]
+    (ended,) = [n for n, c in enumerate(choices) if c["index"] == 0 and c["finish_reason"]]
+    assert sum(c["index"] == 1 and bool(c["text"]) for c in choices[ended:]) > 10
+
+
 def test_a_stream_echoes_first(server):
     chunks = stream(server, "/v1/completions", prompt="Emma", echo=True, max_tokens=3, temperature=0, logprobs=1)
     assert chunks[0]["choices"][0]["text"] == "Emma" and chunks[0]["choices"][0]["logprobs"]["tokens"]

@@ -200,6 +200,9 @@ def test_errors_name_the_variable_or_the_file(tmp_path):
 
 def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
     assert settle({}, {"HIBACHI_PORT": ""}).port == 8000
+    for words, meant in ((("1", "true", "yes", "on", "YES"), True), (("0", "false", "no", "off", "No"), False)):
+        found = [settle({}, {"HIBACHI_SHARE_PREFIXES": word}).share_prefixes for word in words]
+        assert found == [meant] * 5
     [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_NATIVE": "0", "HIBACHI_PORT": "1", "PATH": ""})
     assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
 
@@ -302,7 +305,7 @@ def test_settings_become_options_of_the_engine():
         stall_after=2.5,
     )
     child = opening.options(settings(restart=True, stall_after="0", pause_after="0"), tenants)
-    assert child["restart"] is True and child["stall_after"] is None and "pause_after" not in child
+    assert child["restart"] == "on_failure" and child["stall_after"] is None and "pause_after" not in child
     assert child["policy"] == "shares"
     assert "policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
 
@@ -345,7 +348,7 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"
     assert served.texts.default_params.seed == 5
-    limits = opening.limits(served.texts)
+    limits = served.texts.engine.facts.limits
     assert (limits.rows, limits.budget, limits.max_len, limits.block_size) == (3, 100, 77, 32)
     assert served.texts.stats().prefix_queries == 0  # nothing is looked for
     assert served.texts.stats().steps >= 2  # it is warm

@@ -410,11 +410,11 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
 def test_no_step_copies_a_cache(native):
     with LLM("tiny", backend=native, max_model_len=64) as llm:
         list(llm.engine.run([5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
-        runner = llm.engine._worker._engine.runner
-        x = runner._inputs(*(np.array([n], np.int32) for n in (0, 3, 1)), np.ones(1, bool))
-        text = runner._step.lower(llm.model.params, runner.cache, x).compile().as_text()
+        runner = llm.engine._worker.engine.runner
+        x = runner.inputs.packed(*(np.array([n], np.int32) for n in (0, 3, 1)), np.ones(1, bool))
+        text = runner.main.step.lower(llm.model.params, runner.memory.cache, x).compile().as_text()
     assert target("attend") in text and target("linear") in text
-    halves = {",".join(map(str, half.shape)) for half in jax.tree.leaves(runner.cache)}
+    halves = {",".join(map(str, half.shape)) for half in jax.tree.leaves(runner.memory.cache)}
     assert not [line for line in text.splitlines() if " copy(" in line and any(h in line for h in halves)]
 
 

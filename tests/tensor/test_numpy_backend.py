@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi.engine.cached import CachedRunner
+from hibachi.engine.build import cached_runner
 from hibachi.engine.sampler import RowSampler
 from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
-from hibachi.plan.scheduler import Limits, Scheduler
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 PACKAGE = Path(hibachi.__file__).parent
@@ -63,8 +64,8 @@ def test_no_array_of_a_step_is_of_another_precision(exact):
     limits, seen, wide = Limits(4, 64, 64, 64, 17, 16), set(), set()
     table = TokenTable(4, (), np.int32)
     sampler = RowSampler(backend, 4, model.vocab_size, table)
-    runner = CachedRunner(model, backend, Scheduler(limits), table, sampler, "float32")
-    runner.block_table[:] = np.arange(1, 17).reshape(4, 4)
+    runner = cached_runner(model, backend, Scheduler(limits), table, sampler, "float32")
+    runner.inputs.block_table[:] = np.arange(1, 17).reshape(4, 4)
     watched = tuple(str(PACKAGE / part) for part in ("tensor", "model", "decode"))
 
     def look(frame, event, arg):
@@ -83,8 +84,8 @@ def test_no_array_of_a_step_is_of_another_precision(exact):
     sys.settrace(look)
     try:
         for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):
-            x = runner._inputs(rows, np.full(4, start, np.int32), np.array(each, np.int32), np.ones(4, bool))
-            out, runner.cache = runner._step(model.params, runner.cache, x)
+            x = runner.inputs.packed(rows, np.full(4, start, np.int32), np.array(each, np.int32), np.ones(4, bool))
+            out, runner.memory.cache = runner.main.step(model.params, runner.memory.cache, x)
             sampler._greedy(out)
     finally:
         sys.settrace(None)

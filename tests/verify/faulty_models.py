@@ -1,6 +1,6 @@
 """Models with one fault each, as people write them, and the cause that is to be named.
 
-(More small ones are in `tests/testing/broken_models.py`.)
+(More small ones are in `broken_models.py`.)
 """
 
 import copy
@@ -23,7 +23,7 @@ class Faulty(NamedTuple):
     trial: str  # the first that finds it
     where: str = ""  # pattern of where that is
     saw: str = ""  # pattern of the evidence
-    options: dict[str, Any] = {}  # noqa: RUF012  # of Bench
+    options: dict[str, Any] = {}  # noqa: RUF012  # of the subject
 
     def __str__(self) -> str:
         return self.model.__name__

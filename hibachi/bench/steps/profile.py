@@ -62,9 +62,9 @@ class Profile:
     """
 
     def __init__(self, engine: AutoregressiveBatchInference) -> None:
-        if engine._worker is None:
+        if engine.core is None:
             raise ConfigError("A profile needs an engine that is built: one with a model of level 1 or 2.")
-        self._engine = engine._worker._engine
+        self._engine = engine.core
         self.steps: list[Step] = []
         self._stack: list[list[Any]] = []  # of [part, time inside that belongs to others]
         self._now: dict[str, float] = {}
@@ -87,16 +87,16 @@ class Profile:
             return self._plan
 
         core.scheduler.schedule = schedule
-        self._time(runner, "_inputs", "lower")
-        self._time(runner, "_part", "sample")
+        self._time(runner.inputs, "packed", "lower")
+        self._time(runner.main.head, "part", "sample")
         self._time(core, "_settle", "deliver")
         device = backend.versions().get("device", "cpu")
         if self._tells_parts(backend, device):
-            model = getattr(engine._model, "backend", None)
+            model = getattr(engine.model, "backend", None)
             for name, part in _BACKEND.items():
                 self._time(backend if model is None else model, name, part)
-        step = runner._step
-        fused = getattr(engine._model, "fused", None)
+        step = runner.main.step
+        fused = getattr(engine.model, "fused", None)
         if fused is not None:
             fused.seconds = np.zeros(len(fused.parts))
 
@@ -107,8 +107,8 @@ class Profile:
                 self._split(fused)
             return out
 
-        runner._step = forward
-        self._time(runner, "_step", "model")
+        runner.main.step = forward
+        self._time(runner.main, "step", "model")
         whole = core.step
 
         def stepped() -> bool:

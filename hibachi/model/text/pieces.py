@@ -164,7 +164,7 @@ class PieceText:
     first: other texts of some tokens, at the beginning. strip: a character, and how many of it are dropped there.
     """
 
-    __slots__ = ("_drop", "_first", "_rest", "_run", "_size", "_space", "_spoilt", "_table")
+    __slots__ = ("_first", "_rest", "_run", "_size", "_space", "_spoilt", "_table", "to_drop")
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class PieceText:
     ) -> None:
         self._table, self._space = table, strip[0]
         self._first = None if any(i in table for i in after) else first
-        self._drop = _still_to_drop(table, after, strip) if len(after) else strip[1]
+        self.to_drop = _still_to_drop(table, after, strip) if len(after) else strip[1]
         self._run: list[str] = []  # the characters of a run of bytes
         self._rest = b""  # and the beginning of the next one
         self._size = 0  # how many bytes those are
@@ -197,11 +197,11 @@ class PieceText:
                 text, self._first = self._first.get(token, text), None
             if self._run or self._rest or self._spoilt:
                 text = self._end() + text
-        return self._strip(text) if self._drop else text
+        return self._strip(text) if self.to_drop else text
 
     def flush(self) -> str:
         text = self._end()
-        return self._strip(text) if self._drop else text
+        return self._strip(text) if self.to_drop else text
 
     def _byte(self, byte: int) -> str:
         """Take a byte of a run; what comes out is U+FFFD."""
@@ -229,8 +229,8 @@ class PieceText:
 
     def _strip(self, piece: str) -> str:
         text = piece.lstrip(self._space)
-        dropped = min(len(piece) - len(text), self._drop)
-        self._drop = 0 if text else self._drop - dropped
+        dropped = min(len(piece) - len(text), self.to_drop)
+        self.to_drop = 0 if text else self.to_drop - dropped
         return piece[dropped:]
 
 
@@ -239,10 +239,10 @@ def _still_to_drop(table: Mapping[int, str | int], ids: Iterable[int], strip: tu
     text = PieceText(table, strip=strip)
     for i in ids:
         text.push(i)
-        if not text._drop:
+        if not text.to_drop:
             return 0
     text.flush()
-    return text._drop
+    return text.to_drop
 
 
 def _last(ids: Sequence[int], table: Mapping[int, Any], count: int) -> list[int]:

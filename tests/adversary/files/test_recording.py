@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from hibachi import LLM, SamplingParams
-from hibachi.engine import recorder
 from hibachi.errors import ConfigError
+from hibachi.recording.replay import read, replay
 
 pytest.importorskip("tokenizers")
 
@@ -49,4 +49,4 @@ def test_m3_a_recording_that_cannot_begin_is_refused(tmp_path):
 def test_m3_what_fits_is_what_a_recording_begins_with(tmp_path):
     with LLM("tiny", record=tmp_path / "plans.jsonl") as llm:
         answers(llm, 1)
-    assert recorder.replay(recorder.read(tmp_path / "plans.jsonl")) >= 50
+    assert replay(read(tmp_path / "plans.jsonl")) >= 50

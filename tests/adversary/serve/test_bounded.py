@@ -127,7 +127,7 @@ def test_19_no_redirect_names_the_host_of_the_client(small):
 @WHICH
 def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeypatch):
     with ENGINES[which]("tiny", max_batch_size=4, max_waiting=4) as texts, site(texts) as here:
-        monkeypatch.setattr(texts.engine, "_prepare", None)
+        monkeypatch.setattr(texts.engine, "check", None)
         here.served.bounds = type(here.served.bounds)(rows=8)
         answer = here.post("/v1/completions", {"prompt": ["a"] * 1024, **more})
         assert answer.status_code == 400 and "at most 8 fit in at once" in answer.json()["error"]["message"]
@@ -139,8 +139,8 @@ def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeyp
 def test_3_a_queue_without_room_is_found_before_anything_is_made(which, monkeypatch):
     with ENGINES[which]("tiny", max_batch_size=4, max_waiting=4) as texts, site(texts) as here:
         made = []
-        prepare = texts.engine._prepare
-        monkeypatch.setattr(texts.engine, "_prepare", lambda *a, **k: made.append(1) or prepare(*a, **k))
+        prepare = texts.engine.check
+        monkeypatch.setattr(texts.engine, "check", lambda *a, **k: made.append(1) or prepare(*a, **k))
         answer = here.post("/v1/completions", {"prompt": ["a"] * 9})
         assert answer.status_code == 429 and not made
         assert len(here.complete(["a"] * 4, n=2)["choices"]) == 8

@@ -1,4 +1,4 @@
-"""Models that are not safe to batch, each with the promise that is to find it, and what it is to say.
+"""Models that are not safe to batch, each with the cause that is to be named.
 
 Most are toys that sum: the next token is one more than the sum of all before, modulo 10.
 """
@@ -17,12 +17,14 @@ VALUES = [[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]
 
 class Broken(NamedTuple):
     model: type
-    promise: str  # the first that it breaks
-    says: str  # pattern of what came
-    options: dict[str, Any] = {}  # noqa: RUF012  # of Own
+    cause: str
+    options: dict[str, Any] = {}  # noqa: RUF012  # of the subject
 
     def __str__(self) -> str:
         return self.model.__name__
+
+    def made(self) -> Any:
+        return self.model() if hasattr(self.model, "example_inputs") else self.model(NUMPY)
 
 
 def one_hot(ids: Any) -> Any:
@@ -246,37 +248,35 @@ class AddsUp(Doubles):
         return x + self.total
 
 
-ANSWERED, WRITES, PURE = "a_request_alone_is_answered", "a_call_leaves_its_arguments", "a_call_with_the_same_arguments"
-AGAIN, TOGETHER, PADDED = "a_request_asked_again", "requests_together_give", "padding_on_the_left"
 IDS = {"vocab_size": 10}
 BROKEN = [
-    Broken(NanForOddLengths, ANSWERED, "NonFiniteOutput: .* NaN or infinity"),
-    Broken(FloatsForInts, ANSWERED, "InvalidModelOutput: .* must return integer tokens.* got float64", IDS),
-    Broken(DropsTheBatchOfOne, ANSWERED, r"InvalidModelOutput: .*must return shape \(1, 10\); got \(10,\)"),
-    Broken(ReturnsATuple, ANSWERED, r"must return an array of numpy; got builtins.tuple", IDS),
-    Broken(RaisesItself, ANSWERED, r"ModelError: .* IndexError: .* \(broken_models.py, line \d+\)", IDS),
-    Broken(WritesIntoItsInput, WRITES, "changes in tokens$", IDS),
-    Broken(WritesIntoItsPositions, WRITES, r"changes in x\.last$"),
-    Broken(KeepsACounter, PURE, "the output changed, off by [19]", IDS),
-    Broken(HasAGenerator, PURE, "the output changed, off by"),
-    Broken(AddsToWhatItKeeps, PURE, "the output changed, off by 1000"),
-    Broken(ReadsWhatOthersLeft, AGAIN, "when it is asked again"),
-    Broken(MixesRows, TOGETHER, "a log-probability of .* beside 6 others"),
-    Broken(ReversesRows, TOGETHER, "beside 6 others", IDS),
-    Broken(DependsOnTheBatchSize, TOGETHER, r"\] beside 6 others", IDS),
-    Broken(TakesTheLongestForAll, TOGETHER, r"\] beside 6 others"),
-    Broken(SwapsStates, TOGETHER, "beside 6 others"),
-    Broken(AnswersForTheFirstTokens, TOGETHER, "beside 6 others"),
-    Broken(RemembersByPlace, "who_joins_in_the_midst", "when others join while the first is running, another from"),
-    Broken(IgnoresLengths, PADDED, r"padded with \[\d\] beside 6 others"),
-    Broken(PadsOnTheRight, PADDED, r"padded with \[0\] beside 6 others", IDS),
-    Broken(CountsPaddingInItsMean, PADDED, r"padded with \[0\] beside 6 others", IDS),
-    Broken(CountsPositionsInTheChunk, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
-    Broken(ForgetsTheChunkBefore, "a_prompt_in_chunks", "in chunks of at most 3 tokens"),
-    Broken(MixesPromptsOfOneToken, "a_prompt_of_one_token", "a log-probability of .* beside longer ones$"),
-    Broken(TakesPaddingForTheTokenBefore, "a_prompt_of_one_token", "beside longer ones, so that it is padded$"),
-    Broken(HasTooFewPositions, "the_longest_prompt", "IndexError: .* out of bounds"),
-    Broken(NormalisesTheBatch, TOGETHER, "beside 2 others"),
-    Broken(RanksTheBatch, TOGETHER, "beside 2 others"),
-    Broken(AddsUp, PURE, "the output changed, off by 1$"),
+    Broken(NanForOddLengths, "not-finite"),
+    Broken(FloatsForInts, "fails-alone", IDS),
+    Broken(DropsTheBatchOfOne, "batch-of-one"),
+    Broken(ReturnsATuple, "fails-alone", IDS),
+    Broken(RaisesItself, "fails-alone", IDS),
+    Broken(WritesIntoItsInput, "writes-input", IDS),
+    Broken(WritesIntoItsPositions, "writes-input"),
+    Broken(KeepsACounter, "shared-state", IDS),
+    Broken(HasAGenerator, "random"),
+    Broken(AddsToWhatItKeeps, "shared-state"),
+    Broken(ReadsWhatOthersLeft, "shared-state"),
+    Broken(MixesRows, "batch-statistics"),
+    Broken(ReversesRows, "row-order", IDS),
+    Broken(DependsOnTheBatchSize, "batch-size", IDS),
+    Broken(TakesTheLongestForAll, "other-length"),
+    Broken(SwapsStates, "rows-mixed"),
+    Broken(AnswersForTheFirstTokens, "wrong-output"),
+    Broken(RemembersByPlace, "shared-state"),
+    Broken(IgnoresLengths, "padding-leaks"),
+    Broken(PadsOnTheRight, "padding-right", IDS),
+    Broken(CountsPaddingInItsMean, "padding-counts", IDS),
+    Broken(CountsPositionsInTheChunk, "resume-position"),
+    Broken(ForgetsTheChunkBefore, "past-lost"),
+    Broken(MixesPromptsOfOneToken, "batch-statistics"),
+    Broken(TakesPaddingForTheTokenBefore, "padding-leaks"),
+    Broken(HasTooFewPositions, "longest-context"),
+    Broken(NormalisesTheBatch, "batch-statistics"),
+    Broken(RanksTheBatch, "rows-mixed"),
+    Broken(AddsUp, "shared-state"),
 ]

@@ -2,13 +2,12 @@
 
 A record is integers, times and words; it holds no prompt and no token. Where sequences may share blocks, the identity
 of a block's tokens stands as a number that is the same for equal ones, and for nothing outside this recording. A
-record that begins with the scheduler can be played again: `replay` gives the same commands to a new scheduler and
-compares the plans.
+record that begins with the scheduler can be played again: `hibachi.recording.replay` gives the same commands to a new
+scheduler and compares the plans.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import secrets
@@ -23,19 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import ConfigError, HibachiError
-from hibachi.plan import policy as policies
-from hibachi.plan.policy import Policy
-from hibachi.plan.scheduler import Limits, Scheduler, Sent, StepPlan
+from hibachi.errors import ConfigError
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
-from hibachi.request import Finish
+from hibachi.plan.step import Sent, StepPlan
 
 log = logging.getLogger("hibachi.engine")
 LENGTH = 512  # entries: a step is two, plan and commit
-
-
-class ReplayDiffers(HibachiError):
-    """A scheduler that was told the same did something else."""
 
 
 class Recorder:
@@ -132,17 +125,18 @@ class Recorder:
                 words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
                 words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
             case "plan", (plan, now):
-                words |= {"now": now, "plan": None if plan is None else _plan(plan), "grown": self._grown(plan)}
-            case "commit", (stopped, seconds):
+                words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
+            case "commit", (stopped, seconds, counts):
                 words |= {"stopped": np.flatnonzero(stopped).tolist(), "seconds": round(seconds, 6)}
+                words |= {} if counts is None else {"tokens": counts.tolist()}
             case "cancel", (seq, reason):
                 words |= {"seq": seq.number, "reason": str(reason)}
             case "fail", (seq, sent, error):
-                words |= {"seq": seq.number, "sent": _sent(sent), "error": error}
+                words |= {"seq": seq.number, "sent": sent_words(sent), "error": error}
             case "slow", (seq, tokens):
                 words |= {"seq": seq.number, "tokens": tokens}
             case "room", (sent,):
-                words |= {"sent": _sent(sent)}
+                words |= {"sent": sent_words(sent)}
             case "expire", (now, ended):
                 words |= {"now": now, "ended": [seq.number for seq in ended]}
             case "rollback", (plan, why):
@@ -180,7 +174,7 @@ class Recorder:
         return int.from_bytes(blake2b(data, digest_size=6, key=self._secret).digest())
 
 
-def _plan(plan: StepPlan) -> dict[str, Any]:
+def words_of(plan: StepPlan) -> dict[str, Any]:
     return {
         "seqs": [seq.number for seq in plan.seqs],
         "rows": plan.rows.tolist(),
@@ -188,11 +182,11 @@ def _plan(plan: StepPlan) -> dict[str, Any]:
         "q": plan.q.tolist(),
         "emit": np.flatnonzero(plan.emit).tolist(),
         "fresh": [seq.number for seq in plan.fresh],
-        "preempted": _sent(plan.preempted),
+        "preempted": sent_words(plan.preempted),
     }
 
 
-def _sent(sent: Sent) -> list[list[int]]:
+def sent_words(sent: Sent) -> list[list[int]]:
     return [[seq.number, row] for seq, row in sent]
 
 
@@ -208,93 +202,3 @@ def _line(entry: tuple[Any, ...]) -> str:
     if event == "commit":
         return f"  done in {rest[1] * 1e3:.1f} ms, {int(np.count_nonzero(rest[0]))} stopped"
     return f"  {event} " + " ".join(f"request {x.number}" if isinstance(x, Seq) else str(x)[:80] for x in rest)
-
-
-# ---- replay ------------------------------------------------------------------------------------------------------
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """A recording from its file, in the form of `Recorder.dump`."""
-    with open(path, encoding="utf-8") as file:
-        head, *events = [json.loads(line) for line in file]
-    return {**head, "complete": True, "events": events}
-
-
-def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
-    """Tell a new scheduler what the recorded one was told; returns the number of steps.
-
-    policy: a new one, like the one that was recorded; None: ours of that name, with its defaults. Raises ReplayDiffers
-    where a plan is another, and ValueError for a recording whose beginning is missing.
-    """
-    if not dump["complete"]:
-        raise ValueError("The recording lacks its beginning: expected all events since the start. Use record=PATH.")
-    if policy is None:
-        policy = getattr(policies, dump["policy"])()
-    player = _Player(Limits(**dump["limits"]), policy, grows=dump["grows"])
-    for n, event in enumerate(dump["events"]):
-        player.play(n, dict(event))
-    return player.steps
-
-
-class _Player:
-    def __init__(self, limits: Limits, policy: Policy, *, grows: bool) -> None:
-        self.scheduler = Scheduler(limits, policy, self._key_of if grows else None)
-        self._policy = copy.deepcopy(policy)
-        self.steps = 0
-        self._seqs: dict[int, Seq] = {}
-        self._grown: dict[tuple[int, int], Hashable] = {}
-        self._plans: deque[StepPlan] = deque()  # not yet committed
-
-    def _key_of(self, seq: Seq, n: int) -> Hashable:
-        return self._grown[seq.number, n]
-
-    def play(self, n: int, event: dict[str, Any]) -> None:
-        kind = event.pop("event")
-        expected: Any = None
-        got: Any = None
-        s = self.scheduler
-        match kind:
-            case "add":
-                now, number = event.pop("now"), event.pop("seq")
-                seq = Seq(**event)
-                s.add(seq, now)
-                self._seqs[number] = seq
-                expected, got = number, seq.number
-            case "plan":
-                self._grown |= {(number, at): key for number, at, key in event["grown"]}
-                plan = s.schedule(event["now"])
-                expected, got = event["plan"], None if plan is None else _plan(plan)
-                if plan is not None:
-                    self._plans.append(plan)
-                    self.steps += 1
-            case "commit":
-                plan = self._plans.popleft()
-                stopped = np.zeros(np.count_nonzero(plan.emit), bool)
-                stopped[event["stopped"]] = True
-                s.commit(plan, stopped)
-            case "cancel":
-                s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
-            case "fail":
-                expected, got = event["sent"], _sent(s.fail(self._seqs[event["seq"]]))
-            case "expire":
-                expected, got = event["ended"], [seq.number for seq in s.expire(event["now"])]
-            case "room":
-                expected, got = event["sent"], _sent(s.make_room())
-            case "rollback":
-                s.rollback(self._plans.pop())  # the newest first
-            case "forget":
-                s.forget()
-            case "limit":
-                s.limit(event["budget"])
-            case "rest":
-                s.rest(frozenset(event["tenants"]))
-            case "slow":
-                s.slow(self._seqs[event["seq"]], event["tokens"])
-            case "again":
-                self.scheduler = s.fresh(copy.deepcopy(self._policy))
-            case "pause":
-                s.pause(self._seqs[event["seq"]])
-            case "unpause":
-                s.unpause(self._seqs[event["seq"]])
-        if expected != got:
-            raise ReplayDiffers(f"Event {n} ({kind}): expected {expected}; got {got}.")

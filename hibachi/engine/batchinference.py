@@ -7,21 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hibachi.engine.engine import Engine, Stats
+from hibachi.engine.engine import Engine
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Meters
 from hibachi.engine.runner import Runner
+from hibachi.engine.stats import Stats
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
 from hibachi.plan.scheduler import Scheduler
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.streams.loops import in_thread
-from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import resolve
 
 
-class Service(Closing):
+class BatchInference(Closing):
     """Owns a `Worker`.
 
     max_waiting: requests that may wait beside `max_batch_size` that run; with more, `run` raises QueueFull. None: any
@@ -33,7 +32,7 @@ class Service(Closing):
     ones are served by a new loop, up to three times without a token in between. "never" (None): all streams raise
     EngineFailed, and so does every later call.
     stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
-    record: a file for all plans of the scheduler, for `hibachi.engine.recorder.replay`. None: only the last are kept.
+    record: a file for all plans of the scheduler, for `hibachi.recording.replay.replay`. None: only the last are kept.
     overlap: a step begins before the tokens of the last one are read; None: where the backend is asynchronous (CUDA).
     """
 
@@ -63,17 +62,22 @@ class Service(Closing):
         self._worker: Worker | None = None
         self._closed = False
 
+    @property
+    def core(self) -> Engine | None:
+        """What steps the batch, for those who measure it; None before the first request."""
+        return None if self._worker is None else self._worker.engine
+
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("The engine is closed. Make a new one.")
 
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
-        """Start serving; the caller holds `_building`, and has checked that we are open."""
+        """A worker for these; the caller holds `_building`, has checked that we are open, and keeps it."""
         engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
-        self._worker = Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
-        return self._worker
+        return Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
 
-    def _cancel(self, job: Job) -> None:  # a method, so that open streams keep their engine alive
+    def cancel(self, job: Job) -> None:
+        """A method, so that open streams keep their engine alive."""
         if self._worker is not None:
             self._worker.cancel(job)
 
@@ -94,7 +98,7 @@ class Service(Closing):
     def dump(self) -> dict[str, Any]:
         """The flight recorder: what the last steps computed, and for whom, to be written as JSON. It holds no tokens.
 
-        With all events since the start (`complete`), `hibachi.engine.recorder.replay` plays it again.
+        With all events since the start (`complete`), `hibachi.recording.replay.replay` plays it again.
         """
         return self._worker.dump() if self._worker else {"complete": True, "events": []}
 
@@ -127,17 +131,3 @@ class Service(Closing):
     def __del__(self) -> None:
         if getattr(self, "_worker", None) is not None:
             self._worker.stop()  # type: ignore[union-attr]  # no waiting in a destructor
-
-
-def given_backend(backend: Any, model: Any) -> ArrayBackend | None:
-    """The backend that was passed, by name or as it is, or the model's own; None if there is neither."""
-    if backend is None:
-        backend = getattr(model, "backend", None)
-    if isinstance(backend, str):
-        return resolve(backend)
-    if backend is None or isinstance(backend, ArrayBackend):
-        return backend
-    raise ConfigError(
-        f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
-        f"inherits from hibachi.ArrayBackend."
-    )

@@ -1,0 +1,83 @@
+"""An engine, wherever it runs: what is asked of one in this process, and of one in another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from hibachi.engine.health import Health
+from hibachi.engine.meters import Meters
+from hibachi.engine.stats import Stats
+from hibachi.plan.limits import Limits
+from hibachi.request import Request
+from hibachi.streams.stream import ItemStream
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What those must know of an engine who send it requests.
+
+    vocab_size: None: the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size: of
+    the embeddings that may stand in the place of a prompt; None: none may. has_hidden: vectors can be made.
+    fingerprint: library, device and kernels. model: how errors name it.
+    """
+
+    vocab_size: int | None
+    limits: Limits
+    cached: bool
+    embed_size: int | None
+    has_hidden: bool
+    deterministic: bool
+    fingerprint: str
+    dtype: str
+    model: str
+
+
+class BatchEngine(Protocol[R]):
+    """Takes requests, and fills their streams. To close a stream cancels its request; one that is not read pauses it.
+
+    Two have all of it: `AutoregressiveBatchInference`, and `RemoteEngine` for one in another process. R: what a request
+    is once it was checked.
+    """
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None: this one."""
+        ...
+
+    @property
+    def begins_again(self) -> bool:
+        """Is a process that fails replaced by another?"""
+        ...
+
+    def check(self, request: Request) -> R:
+        """All that can be wrong with a request; nothing is queued yet. Raises InvalidRequest, PromptTooLong,
+        UnsupportedOperation."""
+        ...
+
+    def check_room(self, tenant: Hashable, new: int) -> None:
+        """Raises QueueFull if there is no room for so many requests more of this tenant."""
+        ...
+
+    def submit(self, ready: R) -> ItemStream[Any]:
+        """Queue what `check` returned. The stream has ints, where tokens are sampled; one vector on the host, where one
+        is wanted; else native arrays. Raises QueueFull, EngineClosed or EngineFailed."""
+        ...
+
+    def stats(self) -> Stats: ...
+
+    def meters(self) -> Meters: ...
+
+    def health(self) -> Health: ...
+
+    def dump(self) -> dict[str, Any]: ...
+
+    def drain(self, timeout: float | None = None) -> bool: ...
+
+    def close(self, timeout: float | None = None) -> None: ...

@@ -1,0 +1,206 @@
+"""What becomes of the outputs of a call: tokens that are sampled, tokens that the model returned, vectors.
+
+A runner calls the model, and hands the outputs to the head of the rows that it has called it for. A head turns the
+outputs of n rows into a `Part`: for each of them any number of new tokens, whether it ends, and its faults. What comes
+after it (commit, table, streams, recording) takes as many tokens a row as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hibachi.engine.job import Job
+from hibachi.engine.meters import Tally
+from hibachi.engine.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
+from hibachi.engine.sampler import RowSampler
+from hibachi.engine.tokentable import TokenTable
+from hibachi.errors import HibachiError, NonFiniteOutput
+from hibachi.plan.step import StepPlan
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """Of which tokens of a call of n rows there are outputs: of the last `before` before the end, and of the last one.
+
+    idx [n]: places in the plan. start [n]: tokens computed before. before [n]: outputs of tokens that are not the last
+    known. last [n]: whether that one is among them; it is what a new token is drawn from.
+    """
+
+    idx: Any
+    start: Any
+    before: Any
+    last: Any
+
+
+class Head(Protocol):
+    """For the rows of one kind of request. name: of the call, for errors."""
+
+    name: str
+
+    def step(self, model: Any) -> Callable[..., Any]:
+        """The method that is called."""
+        ...
+
+    def admit(self, job: Job) -> int:
+        """A request has a row. Returns how many of its first tokens must have their outputs looked at, the last known
+        one apart."""
+        ...
+
+    def most_outputs(self) -> int:
+        """How many a call may have where outputs of whole prompts are wanted."""
+        ...
+
+    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
+        """What the outputs out [wanted, ...] come to, for the rows idx [n] of the plan, all of which emit.
+
+        of: where there are outputs of other tokens too; None: the first n are those of the rows. Raises
+        InvalidModelOutput.
+        """
+        ...
+
+
+class Sampled:
+    """Logits, of which one token a row is drawn; log-probabilities of prompts."""
+
+    def __init__(self, sampler: RowSampler, table: TokenTable, tally: Tally, name: str) -> None:
+        self.sampler, self._table, self._tally, self.name = sampler, table, tally, f"{name}.step"
+
+    def step(self, model: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = model.step
+        return call
+
+    def admit(self, job: Job) -> int:
+        self.sampler.admit(job)
+        return job.unscored
+
+    def most_outputs(self) -> int:
+        return max(16, LOGITS_BYTES // (4 * self.sampler.vocab_size))
+
+    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
+        sampler, backend = self.sampler, self.sampler.backend
+        out = check_output(out, backend, (wanted, sampler.vocab_size), self.name, kind="logits")
+        faults: dict[int, HibachiError] = {}
+        if of is not None:
+            out, faults = self._score(plan, out, of)
+        if not len(idx):
+            return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
+        jobs = jobs_of(plan, idx)
+        with self._tally:
+            drawn = sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])
+        part = drawn_part(idx, drawn, jobs, plan.end[idx], backend)
+        part.faults |= faults
+        return part
+
+    def _score(self, plan: StepPlan, out: Array, of: Outputs) -> tuple[Array, dict[int, HibachiError]]:
+        """Note the log-probabilities of the prompt's tokens; returns the outputs that are to be sampled, and errors."""
+        idx, start, emit, score = of.idx, of.start, of.last, of.before
+        rows, jobs = plan.rows[idx], jobs_of(plan, idx)
+        ends = np.cumsum(score + emit)
+        samples = ends[emit] - 1
+        row = np.repeat(np.arange(len(idx)), score)
+        places = np.delete(np.arange(ends[-1]), samples)
+        position = start[row] + np.arange(len(row)) - np.repeat(np.cumsum(score) - score, score) + 1
+        tokens, wanted = np.zeros(ends[-1], np.int32), np.zeros(ends[-1], np.int32)
+        tokens[places] = self._table.packed(rows, start + 1, score, row, position)
+        wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
+        with self._tally:
+            found = self.sampler.logprobs(out, tokens, wanted.tolist())
+        faults: dict[int, HibachiError] = {}
+        for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):
+            scores = jobs[i].scores
+            assert scores is not None
+            scores[at] = found[place]
+            if any(value != value for value in found[place].values()):
+                faults[int(idx[i])] = NonFiniteOutput(NOT_FINITE)
+        return self.sampler.rows(out, samples) if len(samples) else out, faults
+
+
+class Tokens:
+    """Tokens that the model returns itself, one a row."""
+
+    def __init__(self, backend: ArrayBackend, table: TokenTable, tally: Tally, name: str) -> None:
+        self._backend, self._table, self._tally, self.name = backend, table, tally, f"{name}.step"
+
+    def step(self, model: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = model.step
+        return call
+
+    def admit(self, job: Job) -> int:
+        return 0
+
+    def most_outputs(self) -> int:
+        return 2**30
+
+    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
+        dtype = self._table.values.dtype
+        check_output(out, self._backend, (wanted, *self._table.shape), self.name, kind=dtype.kind)
+        return token_part(idx, out, jobs_of(plan, idx), dtype, self._backend, self._tally, self.name)
+
+
+class Pooled:
+    """A vector of the hidden states of each whole text. A request ends with it."""
+
+    def __init__(self, backend: ArrayBackend, budget: int, name: str) -> None:
+        self._backend, self._budget, self.name = backend, budget, f"{name}.hidden"
+        self._sums: WeakKeyDictionary[Job, dict[int, Any]] = WeakKeyDictionary()
+        """{position: sum over the tokens from there, float64 [hidden]} of each request."""
+
+    def step(self, model: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = model.hidden
+        return call
+
+    def admit(self, job: Job) -> int:
+        self._sums[job] = {}
+        before_last = job.seq.prompt_len - 1
+        return {"mean": before_last, "cls": min(1, before_last), "last": 0}[job.pooling or "last"]
+
+    def most_outputs(self) -> int:
+        return self._budget
+
+    def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
+        check_output(out, self._backend, (wanted, None), self.name, kind="f")
+        host = self._backend.get(out).astype(np.float64, order="C")
+        if of is not None:
+            host = self._sum(plan, of, host)
+        vectors, jobs = host[: len(idx)], jobs_of(plan, idx)
+        for i, job in enumerate(jobs):
+            vectors[i] = self._pooled(job, vectors[i])
+        bad = ~np.isfinite(vectors).all(axis=1)
+        rounded = vectors.astype(np.float32)
+        for i, job in enumerate(jobs):
+            if job.unit:
+                rounded[i] = unit(rounded[i])
+        batch = self._backend.put(rounded)
+        return Part(idx, np.zeros(len(idx), np.int32), batch, np.ones(len(idx), bool), bad)
+
+    def _sum(self, plan: StepPlan, of: Outputs, host: Any) -> Any:
+        """Keep the sums of the tokens before the last; returns the outputs of the last tokens."""
+        ends = np.cumsum(of.before + of.last)
+        places = zip(*(a.tolist() for a in (of.start, of.before, ends, of.last)), strict=True)
+        for job, (at, n, end, last) in zip(jobs_of(plan, of.idx), places, strict=True):
+            sums = self._sums[job]
+            for position in [p for p in sums if p >= at]:  # of a step that failed half-way and is run again
+                del sums[position]
+            if n:
+                sums[at] = host[end - last - n : end - last].sum(axis=0)
+        return host[ends[of.last] - 1]
+
+    def _pooled(self, job: Job, last: Any) -> Any:
+        sums = self._sums[job]
+        if job.pooling == "mean":
+            return sum(sums.values(), last) / job.seq.prompt_len
+        return sums[0] if sums else last
+
+
+def unit(vector: HostArray) -> HostArray:
+    """Of length 1, unless it is zero."""
+    out: HostArray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return out

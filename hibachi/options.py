@@ -1,0 +1,41 @@
+"""An option that is misspelt is answered with the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hibachi.errors import ConfigError
+
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+def spelled(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """For an `__init__` whose options are keywords: raises ConfigError for one that it does not have."""
+    known = [p.name for p in inspect.signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    every = {*inspect.signature(init).parameters}
+
+    @functools.wraps(init)
+    def checked(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+        if unknown := options.keys() - every:
+            raise ConfigError(_told(type(self).__name__, min(unknown), known))
+        init(self, *args, **options)
+
+    return checked
+
+
+def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
+    """The same for options that are passed on. Raises ConfigError."""
+    if unknown := options.keys() - set(known):
+        raise ConfigError(_told(what, min(unknown), known))
+
+
+def _told(what: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{what} has no option {name!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
+    )

@@ -1,0 +1,60 @@
+"""What is known of each row: arrays over all rows, which a step reads and writes for many at once."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+Index: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"  # (NumPy looks these up ten times as fast as int32)
+Bools: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+
+NEVER = 2**30  # blocks; more than any sequence has
+
+
+class RowTable:
+    """The counters of the sequence that holds each row; [rows], int32. What they mean is nobody's who holds none."""
+
+    def __init__(self, rows: int) -> None:
+        self.known = np.zeros(rows, np.int32)  # tokens whose place is decided
+        self.computed = np.zeros(rows, np.int32)  # tokens that the model was given, or is given in a planned step
+        self.done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
+        self.gained = np.ones(rows, np.int32)  # tokens that the last committed step brought: these are not computed
+        self.settled = np.zeros(rows, np.int32)  # computed by committed steps, as far as they had chunks of prompts
+        self.end = np.zeros(rows, np.int32)  # length at which it finishes
+        self.capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
+        self.published = np.zeros(rows, np.int32)  # blocks; NEVER: no more will be
+        self.emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
+        self.generation = np.zeros(rows, np.int32)  # how often the row was given back
+
+    def enter(self, row: int, length: int, computed: int, end: int) -> None:
+        """A sequence of `length` tokens, of which some were found computed, has this row now."""
+        self.known[row] = self.done[row] = length
+        self.computed[row] = self.settled[row] = computed
+        self.end[row] = end
+        self.emitted[row] = False
+
+    def advance(self, rows: Index, end: Ints, emit: Bools) -> None:
+        """A step is planned that computes up to `end`, and leaves a placeholder where a new token is wanted."""
+        self.computed[rows] = end
+        self.known[rows] += emit
+
+    def take_back(self, rows: Index, start: Ints, emit: Bools) -> None:
+        """That step did not happen."""
+        self.computed[rows] = start
+        self.known[rows] -= emit
+
+    def gain(self, rows: Index, end: Ints, counts: Ints | None) -> Ints:
+        """A step brought tokens behind `end`; None: one for each row. Returns the lengths."""
+        if counts is None:
+            self.gained[rows] = 1
+            self.done[rows] = length = end + np.int32(1)
+            return length
+        assert not np.count_nonzero(self.known[rows] != end + 1), "a later step was planned"
+        self.gained[rows] = counts
+        self.known[rows] = self.done[rows] = length = end + counts
+        return length
+
+    def leave(self, row: int) -> None:
+        self.generation[row] += 1

@@ -1,0 +1,1 @@
+"""What a scheduler was told and what it planned: written down, and played again."""

@@ -1,0 +1,114 @@
+"""A recording played again: a new scheduler is told the same, and must plan the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import HibachiError
+from hibachi.plan import policy as policies
+from hibachi.plan.limits import Limits
+from hibachi.plan.policy import Policy
+from hibachi.plan.scheduler import Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
+from hibachi.recording.recorder import sent_words, words_of
+from hibachi.request import Finish
+
+
+class ReplayDiffers(HibachiError):
+    """A scheduler that was told the same did something else."""
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A recording from its file, in the form of `Recorder.dump`."""
+    with open(path, encoding="utf-8") as file:
+        head, *events = [json.loads(line) for line in file]
+    return {**head, "complete": True, "events": events}
+
+
+def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
+    """Tell a new scheduler what the recorded one was told; returns the number of steps.
+
+    policy: a new one, like the one that was recorded; None: ours of that name, with its defaults. Raises ReplayDiffers
+    where a plan is another, and ValueError for a recording whose beginning is missing.
+    """
+    if not dump["complete"]:
+        raise ValueError("The recording lacks its beginning: expected all events since the start. Use record=PATH.")
+    if policy is None:
+        policy = getattr(policies, dump["policy"])()
+    player = _Player(Limits(**dump["limits"]), policy, grows=dump["grows"])
+    for n, event in enumerate(dump["events"]):
+        player.play(n, dict(event))
+    return player.steps
+
+
+class _Player:
+    def __init__(self, limits: Limits, policy: Policy, *, grows: bool) -> None:
+        self.scheduler = Scheduler(limits, policy, self._key_of if grows else None)
+        self._policy = copy.deepcopy(policy)
+        self.steps = 0
+        self._seqs: dict[int, Seq] = {}
+        self._grown: dict[tuple[int, int], Hashable] = {}
+        self._plans: deque[StepPlan] = deque()  # not yet committed
+
+    def _key_of(self, seq: Seq, n: int) -> Hashable:
+        return self._grown[seq.number, n]
+
+    def play(self, n: int, event: dict[str, Any]) -> None:
+        kind = event.pop("event")
+        expected: Any = None
+        got: Any = None
+        s = self.scheduler
+        match kind:
+            case "add":
+                now, number = event.pop("now"), event.pop("seq")
+                seq = Seq(**event)
+                s.add(seq, now)
+                self._seqs[number] = seq
+                expected, got = number, seq.number
+            case "plan":
+                self._grown |= {(number, at): key for number, at, key in event["grown"]}
+                plan = s.schedule(event["now"])
+                expected, got = event["plan"], None if plan is None else words_of(plan)
+                if plan is not None:
+                    self._plans.append(plan)
+                    self.steps += 1
+            case "commit":
+                plan = self._plans.popleft()
+                stopped = np.zeros(np.count_nonzero(plan.emit), bool)
+                stopped[event["stopped"]] = True
+                counts = event.get("tokens")
+                s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32))
+            case "cancel":
+                s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
+            case "fail":
+                expected, got = event["sent"], sent_words(s.fail(self._seqs[event["seq"]]))
+            case "expire":
+                expected, got = event["ended"], [seq.number for seq in s.expire(event["now"])]
+            case "room":
+                expected, got = event["sent"], sent_words(s.make_room())
+            case "rollback":
+                s.rollback(self._plans.pop())  # the newest first
+            case "forget":
+                s.forget()
+            case "limit":
+                s.limit(event["budget"])
+            case "rest":
+                s.rest(frozenset(event["tenants"]))
+            case "slow":
+                s.slow(self._seqs[event["seq"]], event["tokens"])
+            case "again":
+                self.scheduler = s.fresh(copy.deepcopy(self._policy))
+            case "pause":
+                s.pause(self._seqs[event["seq"]])
+            case "unpause":
+                s.unpause(self._seqs[event["seq"]])
+        if expected != got:
+            raise ReplayDiffers(f"Event {n} ({kind}): expected {expected}; got {got}.")

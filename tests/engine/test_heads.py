@@ -1,0 +1,181 @@
+"""Heads: what becomes of outputs. One that gives three tokens a step gives what one token a step gives."""
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import SamplingParams
+from hibachi.engine.heads import Sampled
+from hibachi.engine.runner import Part
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.recording.replay import replay
+from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
+
+from .models import Background, until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
+
+
+class Thrice(Sampled):
+    """After t the sum goes on with 2t and 4t, so three tokens are known at once. A stop token is the last."""
+
+    def part(self, plan, idx, out, wanted, of=None):
+        part = super().part(plan, idx, out, wanted, of)
+        first = part.tokens.astype(np.int64)
+        tokens = np.stack([first, 2 * first, 4 * first], axis=1) % VOCAB
+        counts, stopped = np.full(len(idx), 3), np.zeros(len(idx), bool)
+        for n, i in enumerate(idx.tolist()):
+            if (rule := plan.seqs[i].owner.stop) is not None and (hit := rule.match(tokens[n])).any():
+                counts[n], stopped[n] = hit.argmax() + 1, True
+        flat = np.concatenate([row[:n] for row, n in zip(tokens, counts, strict=True)]).astype(np.int32)
+        return Part(idx, flat, None, stopped, part.bad, faults=part.faults, counts=counts)
+
+
+class Pair:
+    """Two engines alike, of which one takes three tokens a step."""
+
+    def __init__(self, serve, model, **options):
+        options = {"backend": None, "max_batch_size": 4, "max_model_len": 64, "block_size": 4} | options
+        self.single, self.thrice = (serve(model(hibachi.NumpyBackend()), **options) for _ in range(2))
+        runner = self.thrice._worker.engine.runner
+        head = runner.main.head
+        runner.main.head = Thrice(head.sampler, runner.table, runner.tally, "Toy")
+
+    def alike(self, *prompts, **options):
+        """What both say, which must be the same."""
+        options = {"max_new_tokens": 8} | options
+        both = []
+        for engine in (self.single, self.thrice):
+            streams = [engine.run(p, GREEDY, **options) for p in prompts]
+            both.append([(Background(s.collect).result(), s.finish_reason) for s in streams])
+            engine._worker.engine.scheduler.check()
+        assert both[0] == both[1]
+        return both[1]
+
+
+@pytest.mark.parametrize("model", [SumPaged, SumState, SumBoth])
+def test_three_tokens_a_step_are_the_tokens_of_three_steps(serve, model):
+    pair = Pair(serve, model)
+    prompts = [[1], [2, 3], [4] * 9, [5, 6], [7] * 17, [8]]
+    pair.alike(*prompts, max_new_tokens=24)
+    assert pair.thrice.stats().steps < pair.single.stats().steps * 0.6
+    assert pair.thrice.stats().new_tokens == pair.single.stats().new_tokens
+
+
+@pytest.mark.parametrize("limit", range(1, 8))
+def test_no_more_tokens_than_the_limit(serve, limit):
+    ((tokens, why),) = Pair(serve, SumPaged).alike([1, 2], max_new_tokens=limit)
+    assert len(tokens) == limit and why == "length"
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("stop", range(VOCAB))
+def test_a_stop_token_among_them(serve, stop, include):
+    Pair(serve, SumPaged).alike([3], [1, 2], stop=stop, include_stop=include)
+
+
+@pytest.mark.parametrize("stop", range(VOCAB))
+def test_a_stop_token_at_the_limit(serve, stop):
+    Pair(serve, SumPaged).alike([3], stop=stop, max_new_tokens=2)
+
+
+def test_up_to_the_end_of_the_context(serve):
+    ((tokens, _),) = Pair(serve, SumPaged, max_model_len=16).alike([1, 2, 3], max_new_tokens=None)
+    assert len(tokens) == 13
+
+
+def test_preempted_rows_and_shared_prefixes(serve):
+    pair = Pair(serve, SumPaged, cache_bytes=800)
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+    pair.alike(*([*shared, n] for n in range(8)), max_new_tokens=20)
+    pair.alike(*([*shared, n] for n in range(8)), max_new_tokens=20)
+    assert pair.thrice.stats().preemptions and pair.thrice.stats().prefix_hits
+
+
+def test_what_was_generated_is_found_again(serve):
+    pair = Pair(serve, SumPaged)
+    ((tokens, _),) = pair.alike([1, 2, 3, 4], max_new_tokens=20)
+    before = pair.thrice.stats().prefix_hits
+    pair.alike([1, 2, 3, 4, *tokens], max_new_tokens=5)
+    assert pair.thrice.stats().prefix_hits - before >= 16
+
+
+def test_a_consumer_that_is_behind_is_waited_for(serve):
+    pair = Pair(serve, SumPaged, pause_after=4)
+    stream = pair.thrice.run([1, 2], GREEDY, max_new_tokens=30)
+    until(lambda: pair.thrice.health().paused == 1)
+    assert len(stream.channel.buffer) <= 4 + 2
+    assert Background(stream.collect).result() == pair.alike([1, 2], max_new_tokens=30)[0][0]
+
+
+def test_cancelled_in_the_middle(serve):
+    pair = Pair(serve, SumPaged)
+    for n in range(5):
+        stream = pair.thrice.run([n + 1, 2], GREEDY, max_new_tokens=40)
+        for _, _token in zip(range(n + 1), stream, strict=False):
+            pass
+        stream.close()
+    until(lambda: pair.thrice.stats().running == 0)
+    pair.thrice._worker.engine.scheduler.check()
+    pair.alike([1, 2])
+
+
+def test_a_recording_is_played_again(serve):
+    pair = Pair(serve, SumPaged)
+    pair.alike([1], [2, 3], [4] * 9, max_new_tokens=11)
+    until(lambda: pair.thrice.stats().running == 0)
+    dump = pair.thrice.dump()
+    assert any("tokens" in event for event in dump["events"] if event["event"] == "commit")
+    assert replay(dump) == pair.thrice.stats().steps
+
+
+# ---- the scheduler, alone --------------------------------------------------------------------------------------------
+
+
+def committed(counts, stopped=None):
+    scheduler = Scheduler(Limits(2, 64, 64, 64, 32, 4))
+    for n in (3, 6):
+        scheduler.add(Seq(n, 20))
+    plan = scheduler.schedule()
+    stopped = np.zeros(2, bool) if stopped is None else np.array(stopped)
+    scheduler.commit(plan, stopped, np.array(counts, np.int32))
+    scheduler.check()
+    return scheduler, plan
+
+
+def test_the_next_step_computes_what_the_last_one_brought():
+    scheduler, plan = committed([3, 1])
+    after = scheduler.schedule()
+    gained = dict(zip([s.number for s in plan.seqs], [3, 1], strict=True))
+    assert {s.number: q for s, q in zip(after.seqs, after.q.tolist(), strict=True)} == gained
+    assert after.emit.all()
+
+
+def test_a_row_without_a_token_must_end():
+    committed([0, 1], [True, False])
+    with pytest.raises(AssertionError, match="goes on"):
+        committed([0, 1])
+
+
+def test_no_later_step_may_have_been_planned():
+    scheduler = Scheduler(Limits(1, 64, 64, 64))
+    scheduler.add(Seq(3, 20))
+    plan = scheduler.schedule()
+    scheduler.schedule()
+    with pytest.raises(AssertionError, match="later step"):
+        scheduler.commit(plan, np.zeros(1, bool), np.array([3], np.int32))
+
+
+def test_a_step_that_fails_after_three_tokens_forgets_only_what_was_not_computed():
+    scheduler, plan = committed([3, 3])
+    after = scheduler.schedule()
+    scheduler.rollback(after)
+    scheduler.check()
+    again = scheduler.schedule()
+    assert again.q.tolist() == after.q.tolist() and again.start.tolist() == after.start.tolist()
+    for seq in plan.seqs:
+        scheduler.fail(seq)
+    scheduler.check()
+    assert scheduler.running == 0

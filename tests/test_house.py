@@ -1,0 +1,111 @@
+"""The walls of the house: no circles, nobody reads what is another's own, and rooms, files and classes of a size."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
+house = importlib.util.module_from_spec(spec)
+sys.modules["house"] = house  # for its dataclasses
+spec.loader.exec_module(house)
+
+READS = {  # private members of others that may be read, each with its reason; at most 8
+    "hibachi_torch/transformers_model.py: config._attn_implementation": "transformers has no other name for it",
+}
+LARGE_FILES = {  # of more than 450 lines of code
+    "hibachi/plan/scheduler.py": "one algorithm over one table of rows: its parts share all of its state",
+    "hibachi/engine/engine.py": "the order of a step, and of what is undone when it fails, is read in one place",
+}
+LARGE_CLASSES = {  # of more than 300
+    "Scheduler": "as its file",
+    "Engine": "as its file",
+    "ArrayBackend": "the contract of a backend, with defaults: one method an operation",
+}
+ENGINE = 3800  # lines of code in hibachi/engine
+
+
+@pytest.fixture(scope="module")
+def files():
+    return house.files()
+
+
+def test_there_are_no_circles(files):
+    assert not house.circles(house.graph(files))
+
+
+def test_nobody_reads_private_members_of_others(files):
+    found = {f"{f.path}: {what}" for f in files for _, what in house.private_reads(f)}
+    assert found == set(READS) and len(READS) <= 8
+
+
+def test_files_and_classes_are_small_or_say_why(files):
+    assert {f.path for f in files if f.code_lines > 450} == set(LARGE_FILES)
+    assert {name for f in files for name, lines in house.classes(f) if lines > 300} == set(LARGE_CLASSES)
+
+
+def test_the_engine_is_a_room_and_not_a_house(files):
+    assert sum(f.code_lines for f in files if f.room == "hibachi/engine") <= ENGINE
+
+
+# ---- and what finds it can find it -----------------------------------------------------------------------------------
+
+
+def made(tmp_path, **sources):
+    for name, source in sources.items():
+        path = tmp_path / "hibachi" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+    return house.files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import hibachi.a",
+        "from hibachi import a",
+        "from hibachi.a import x",
+        "from .a import x",
+        "def f():\n    from hibachi.a import x",
+        "if TYPE_CHECKING:\n    from hibachi.a import x",
+    ],
+)
+def test_a_circle_is_found(tmp_path, back):
+    found = made(tmp_path, a="from hibachi.b import y", b="import hibachi.c", c=back, d="import hibachi.a")
+    assert house.circles(house.graph(found)) == [["hibachi.a", "hibachi.b", "hibachi.c"]]
+    assert not house.circles(house.graph(made(tmp_path, c="x = 1")))
+
+
+@pytest.mark.parametrize(
+    "source, what",
+    [
+        ("def f(x):\n    return x._y", "x._y"),
+        ("class A:\n    def f(self):\n        self.b._c = 1", "self.b._c"),
+        ("from hibachi.b import _c", "from hibachi.b import _c"),
+        ("import hibachi.b\nhibachi.b._c()", "hibachi.b._c"),
+    ],
+)
+def test_a_private_read_is_found(tmp_path, source, what):
+    (file,) = made(tmp_path, a=source)
+    assert [text for _, text in house.private_reads(file)] == [what]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def f(self):\n        return self._x, super()._y, self.__dict__",
+        "class A:\n    @classmethod\n    def f(cls):\n        return cls._x",
+        "import os, numpy as np\nos._exit(np._core._x)",
+        "def f(t):\n    return t._replace(a=1)",
+    ],
+)
+def test_what_is_ones_own_or_somebody_elses_is_none(tmp_path, source):
+    (file,) = made(tmp_path, a=source)
+    assert not list(house.private_reads(file))
+
+
+def test_lines_of_code_are_no_comments_and_no_docstrings(tmp_path):
+    (file,) = made(tmp_path, a='"""Doc.\n\nMore."""\n\n# Why.\nclass A:\n    """Doc."""\n\n    x = """a\nb"""\n')
+    assert file.code_lines == 3 and list(house.classes(file)) == [("A", 3)]

@@ -1,0 +1,323 @@
+"""The house as it is: rooms, imports, circles, sizes, and who reads another's private members.
+
+    python tools/house.py              the figures
+    python tools/house.py draw PNG     the rooms and the imports between them, floor by floor (matplotlib)
+    python tools/house.py walk         files that a request passes, from `run()` to its first token, for each level
+
+tests/test_house.py holds the walls with what is here.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("hibachi", "hibachi_torch", "hibachi_jax", "conformance")
+SELF = {"self", "cls"}
+PUBLIC_NAMES = {"_replace", "_asdict", "_make", "_fields"}  # of named tuples, whose names begin so
+
+
+@dataclass(frozen=True)
+class File:
+    path: str  # from the root, with slashes
+    tree: ast.Module
+    source: str
+
+    @property
+    def module(self) -> str:
+        parts = Path(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def room(self) -> str:
+        """hibachi/engine, hibachi_torch/native; files at the top are rooms of their own."""
+        parts = Path(self.path).parts
+        return "/".join(parts[:2]) if parts[0] == "hibachi" else parts[0]
+
+    @property
+    def code_lines(self) -> int:
+        return len(_code(self.source, self.tree))
+
+
+def files(root: Path = ROOT) -> list[File]:
+    """Of the three packages and the conformance suite; what builds or tests them apart."""
+    out = []
+    for top in PACKAGES:
+        for path in sorted((root / top).rglob("*.py")):
+            if "build" not in path.relative_to(root).parts and path.name != "hatch_build.py":
+                source = path.read_text()
+                out.append(File(path.relative_to(root).as_posix(), ast.parse(source), source))
+    return out
+
+
+def _code(source: str, tree: ast.Module) -> set[int]:
+    """Numbers of the lines that hold code: no blank ones, comments and docstrings."""
+    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in nothing:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                lines.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return lines
+
+
+def classes(file: File) -> Iterator[tuple[str, int]]:
+    """(name, lines of code) of each class of a file."""
+    code = _code(file.source, file.tree)
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, len(code.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+
+
+# ---- imports ---------------------------------------------------------------------------------------------------------
+
+
+def imports(file: File, modules: set[str]) -> set[str]:
+    """Our modules that a file imports, wherever the import stands: within functions and for type checkers, too."""
+    found: set[str] = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(file, node)
+            found.update(f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names)
+    return {name for name in found if name in modules and name != file.module}
+
+
+def _base(file: File, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    inside = file.module if file.path.endswith("__init__.py") else file.module.rpartition(".")[0]
+    for _ in range(node.level - 1):
+        inside = inside.rpartition(".")[0]
+    return f"{inside}.{node.module}" if node.module else inside
+
+
+def graph(all_files: Iterable[File]) -> dict[str, set[str]]:
+    """{module: modules that it imports}, without `hibachi` itself, through which everybody would import everything."""
+    kept = [f for f in all_files if not f.path.endswith("hibachi/__init__.py")]
+    modules = {f.module for f in kept}
+    return {f.module: imports(f, modules) for f in kept}
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one that reach each other (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    out: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                out.append(sorted(group))
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return out
+
+
+def heights(edges: dict[str, set[str]]) -> dict[str, int]:
+    """The floor of each module: one above the highest that it imports."""
+    found: dict[str, int] = {}
+
+    def height(node: str, above: tuple[str, ...] = ()) -> int:
+        if node not in found:
+            below = [height(other, (*above, node)) for other in edges[node] if other not in above and other in edges]
+            found[node] = 1 + max(below, default=-1)
+        return found[node]
+
+    for node in edges:
+        height(node)
+    return found
+
+
+# ---- private members -------------------------------------------------------------------------------------------------
+
+
+def private_reads(file: File) -> Iterator[tuple[int, str]]:
+    """(line, what) of every `x._y` where x is not self, cls or super(), and not a module of somebody else's; and of
+    private names that are imported from another file."""
+    foreign = _foreign(file)
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            value = node.value
+            if isinstance(value, ast.Name) and value.id in SELF | foreign:
+                continue
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super":
+                continue
+            if _root(value) in foreign:
+                continue
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            ours = node.level or (node.module or "").split(".")[0] in PACKAGES
+            for alias in node.names:
+                if ours and _is_private(alias.name):
+                    yield node.lineno, f"from {node.module} import {alias.name}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_NAMES
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _foreign(file: File) -> set[str]:
+    """Names of modules and objects of the standard library and of other packages."""
+    out: set[str] = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            out.update((a.asname or a.name).split(".")[0] for a in node.names if a.name.split(".")[0] not in PACKAGES)
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] not in PACKAGES:
+            out.update(a.asname or a.name for a in node.names)
+    return out
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def figures() -> str:
+    all_files = files()
+    rooms: dict[str, list[int]] = defaultdict(list)
+    for f in all_files:
+        rooms[f.room].append(f.code_lines)
+    lines = [
+        f"{room:<24} {len(sizes):>3} files {sum(sizes):>6} lines, longest {max(sizes)}"
+        for room, sizes in sorted(rooms.items())
+    ]
+    edges = graph(all_files)
+    lines.append(f"circles: {circles(edges) or 'none'}")
+    reads = [f"{f.path}:{line}: {what}" for f in all_files for line, what in private_reads(f)]
+    lines.append(f"private members of others that are read: {len(reads)}")
+    lines += [f"  {read}" for read in reads]
+    big = [f"{f.path}: {name} {n}" for f in all_files for name, n in classes(f) if n > 300]
+    lines += [f"classes over 300 lines: {big or 'none'}"]
+    lines += [f"files over 450 lines: {[f.path for f in all_files if f.code_lines > 450] or 'none'}"]
+    return "\n".join(lines)
+
+
+def draw(path: str) -> None:
+    """Rooms as boxes, each on the floor above those that it imports; an arrow for each pair, as thick as the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    all_files = files()
+    room_of = {f.module: f.room.removeprefix("hibachi/") for f in all_files}
+    sizes: dict[str, int] = defaultdict(int)
+    for f in all_files:
+        sizes[f.room.removeprefix("hibachi/")] += f.code_lines
+    edges: dict[str, set[str]] = {room: set() for room in sizes}
+    weight: dict[tuple[str, str], int] = defaultdict(int)
+    for module, others in graph(all_files).items():
+        for other in others:
+            a, b = room_of[module], room_of[other]
+            if a != b:
+                edges[a].add(b)
+                weight[a, b] += 1
+    floors: dict[int, list[str]] = defaultdict(list)
+    for room, floor in heights(edges).items():
+        floors[floor].append(room)
+    figure, axes = plt.subplots(figsize=(15, 1.25 * len(floors) + 1))
+    at: dict[str, tuple[float, float]] = {}
+    for floor, some in floors.items():
+        for n, room in enumerate(sorted(some)):
+            at[room] = ((n + 0.5) / len(some), floor)
+    for (a, b), n in weight.items():
+        (x, y), (u, v) = at[a], at[b]
+        up = v >= y
+        axes.annotate(
+            "", (u, v + 0.2), (x, y - 0.2),
+            arrowprops={"arrowstyle": "->", "lw": 0.4 + 0.08 * min(n, 30), "color": "#c02020" if up else "#7088a0",
+                        "alpha": 0.7, "connectionstyle": "arc3,rad=0.06"},
+        )  # fmt: skip
+    for room, (x, y) in at.items():
+        axes.text(x, y, f"{room}\n{sizes[room]}", ha="center", va="center", fontsize=9,
+                  bbox={"boxstyle": "round", "fc": "#fff8e8", "ec": "#806020"})  # fmt: skip
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.6, len(floors) - 0.4)
+    axes.axis("off")
+    axes.set_title("Rooms, with their lines of code; arrows go down to what a room imports (red: up)")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def walk() -> str:
+    """Profiles one request each; counts our files that it enters."""
+    sys.path.insert(0, str(ROOT))
+    import hibachi
+    from hibachi.testing.toys import SumLogits, SumPaged, SumTokens
+
+    out = []
+    for level, model in ((0, SumTokens), (1, SumLogits), (2, SumPaged)):
+        engine = hibachi.AutoregressiveBatchInference(model(hibachi.NumpyBackend()), max_model_len=64, backend="numpy")
+        engine.run([1, 2], max_new_tokens=1).collect()  # what is made once
+        seen: dict[str, set[str]] = defaultdict(set)
+
+        def note(frame: object, event: str, _: object, seen: dict[str, set[str]] = seen) -> None:
+            if event == "call":
+                code = frame.f_code  # type: ignore[attr-defined]
+                name = code.co_filename
+                if name.startswith(str(ROOT / "hibachi")) and "testing" not in name:
+                    seen[Path(name).relative_to(ROOT).as_posix()].add(code.co_qualname)
+
+        import threading
+
+        threading.setprofile_all_threads(note)
+        sys.setprofile(note)
+        next(iter(engine.run([3, 4, 5], max_new_tokens=1)))
+        sys.setprofile(None)
+        threading.setprofile_all_threads(None)
+        engine.close()
+        functions = sum(map(len, seen.values()))
+        lines = sum(f.code_lines for f in files() if f.path in seen)
+        out.append(
+            f"level {level}: {len(seen)} files of {lines} lines, {functions} functions\n  " + "\n  ".join(sorted(seen))
+        )
+    return "\n".join(out)
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case []:
+            print(figures())
+        case ["draw", path]:
+            draw(path)
+        case ["walk"]:
+            print(walk())
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
