@@ -123,7 +123,9 @@ def step_inputs(rows: list[Row], block_size: int, tile: int, pad: int) -> dict[s
     seg = [i for i, row in enumerate(rows) for _ in range(row.q)]
     slot = [slot_of(rows[i].blocks, p, block_size) for i, p in zip(seg, pos, strict=True)]
     cu_q = np.cumsum([0] + [row.q for row in rows]).tolist()
-    tile_q, tile_row, tile_of = [], [], []
+    tile_q: list[list[int]] = []
+    tile_row: list[int] = []
+    tile_of: list[int] = []
     for i, row in enumerate(rows):
         for first in range(cu_q[i], cu_q[i] + row.q, tile):
             tokens = list(range(first, min(first + tile, cu_q[i] + row.q)))

@@ -104,9 +104,9 @@ def test_attend_does_not_catch_nan_from_padding_tokens(backend):
 def test_attend_takes_nothing_from_where_a_row_has_not_written(backend):
     """NaN of the blocks' last owner: behind the end of a row, in blocks of its own that it comes to later, and in
     block 0, which pads the tables of shorter rows. Multiplied by weights of 0 it would stay NaN."""
-    for special in ({"window": 3}, {}):
+    for window in (3, None):
         memory = Memory(backend).dirty(float("nan"))
-        memory.step([Row(0, 1, (5, 3)), Row(0, 3, (1, 2, 7)), Row(0, 5, (4, 6))], **special)
+        memory.step([Row(0, 1, (5, 3)), Row(0, 3, (1, 2, 7)), Row(0, 5, (4, 6))], window=window)
     for at in range(3, 6):
         memory.step([Row(at, 1, (1, 2, 7)), Row(at - 2, 1, (5, 3))], tile=1)
 

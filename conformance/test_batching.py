@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,7 @@ def test_without_a_padding_token_nothing_is_padded(serve):
         for prompt, stream in zip(PROMPTS, streams, strict=True):
             serve.expect(stream, expected(prompt, 4))
         for tokens, lengths in model.seen:
+            assert lengths is not None
             assert {*map(tuple, tokens.tolist())} <= own_tokens(PROMPTS, 4), f"the model saw {tokens.tolist()}"
             assert {*lengths.tolist()} == {tokens.shape[1]}
 
@@ -94,6 +96,7 @@ def test_a_padding_token_pads_on_the_left_and_lengths_count_the_rest(serve):
         for prompt, stream in zip(PROMPTS, streams, strict=True):
             serve.expect(stream, expected(prompt, 4))
         for tokens, lengths in model.seen:
+            assert lengths is not None
             assert lengths.shape == tokens.shape[:1] and lengths.dtype == np.int32
             for row, own in zip(tokens.tolist(), lengths.tolist(), strict=True):
                 padding = len(row) - own
@@ -376,11 +379,20 @@ def test_a_request_may_bring_its_own_stop_rule(serve):
     def is_eight(tokens):
         return tokens == 8
 
-    stops = (8, [8, 30], [30, 8], StopRule([8]), StopRule(where=is_eight), is_eight, StopRule([30], where=is_eight))
+    stops: tuple[Any, ...] = (
+        8,
+        [8, 30],
+        [30, 8],
+        StopRule([8]),
+        StopRule(where=is_eight),
+        is_eight,
+        StopRule([30], where=is_eight),
+    )
     streams = [engine.run([5], stop=stop) for stop in stops]
     for stream in streams:
         serve.expect(stream, [6, 7, 8], "stop")
-    for stop in (30, [], StopRule(where=lambda tokens: tokens == 30)):
+    others: tuple[Any, ...] = (30, [], StopRule(where=lambda tokens: tokens == 30))
+    for stop in others:
         serve.expect(engine.run([5], stop=stop), [6, 7, 8, 9], "stop")
 
 

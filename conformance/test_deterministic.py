@@ -5,6 +5,7 @@ more rows at once.
 """
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,8 @@ def attended(b, requests, data, blocks, most, wide=0, **special):
     cache = b.make_cache(Paged(2, 8, 8), blocks=40, block_size=4, rows=4, dtype="float32")
     attend = b.compile(partial(b.attend, **special))
     left = {number: [*chunks] for number, chunks in requests}
-    done, out = dict.fromkeys(left, 0), {number: [] for number in left}
+    done = dict.fromkeys(left, 0)
+    out: dict[int, list[Any]] = {number: [] for number in left}
     while any(left.values()):
         rows, numbers, total = [], [], 0
         for number, chunks in left.items():

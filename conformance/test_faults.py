@@ -119,7 +119,8 @@ def test_a_model_that_fails_once_harms_nobody(serve):
     """Guilty is who fails twice, the second time alone."""
     for prompts in ([[1, 2]], [[1, 2], [6], [2, 5, 1]]):
         model = Spoilt(SumLogits(serve.backend))
-        engine, troubles = serve(model, padding_token=PAD), []
+        engine = serve(model, padding_token=PAD)
+        troubles: list[BaseException] = []
 
         def once(out, troubles=troubles):
             if troubles:

@@ -1,6 +1,7 @@
 """From logits to tokens: the parameters of each request, and nobody else's (levels 1 and 2)."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,8 +86,17 @@ def test_without_a_seed_every_request_draws_afresh(serve):
 def test_every_row_has_its_own_parameters(serve):
     """Greedy beside sampled beside filtered."""
     engine = serve(Fixed(serve.backend, TWO))
-    asked = [dict(temperature=0), dict(seed=3), dict(seed=3, top_k=1), dict(seed=4, temperature=9.0)]
-    edited = [dict(seed=5, presence_penalty=2.0), dict(seed=6, logit_bias={1: 3.0}), dict(seed=7, min_p=0.5)]
+    asked: list[dict[str, Any]] = [
+        dict(temperature=0),
+        dict(seed=3),
+        dict(seed=3, top_k=1),
+        dict(seed=4, temperature=9.0),
+    ]
+    edited: list[dict[str, Any]] = [
+        dict(seed=5, presence_penalty=2.0),
+        dict(seed=6, logit_bias={1: 3.0}),
+        dict(seed=7, min_p=0.5),
+    ]
     for some in (asked, [asked[0], *edited]):
         alone = [drawn(serve, engine, 8, **params) for params in some]
         gate = serve.hold(engine, [1])

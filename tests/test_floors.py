@@ -6,7 +6,6 @@ One rule per folder or file. `ours`: the parts of hibachi it may import. `not_st
 import ast
 import sys
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -139,27 +138,6 @@ def files() -> list[str]:
 def test_every_file_imports_only_from_its_floor_and_below():
     wrong = [line for path in files() for line in violations(path, (ROOT / path).read_text())]
     assert not wrong, "\n" + "\n".join(wrong)
-
-
-def module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def test_no_file_imports_itself_by_way_of_others():
-    """Imports within functions count, and so do those for types alone: who reads one file would have to read them all.
-
-    A package's own file, which Python runs with each of its modules, counts where it is named.
-    """
-    ours = {module_of(path): path for path in files()}
-    graph = {}
-    for module, path in ours.items():
-        named = imports((ROOT / path).read_text())
-        graph[module] = {full if (full := f"{m}.{name}") in ours else m for m, name in named} & ours.keys() - {module}
-    graph.get("hibachi.engine.samebits", set()).discard("hibachi.engine.cached")  # the last one, on its way out
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as e:
-        pytest.fail(" <- ".join(e.args[1]))
 
 
 def test_every_rule_is_about_files_that_exist():

@@ -333,7 +333,7 @@ def growing(args: argparse.Namespace) -> int:
         print(f"{args.model} in {llm.model.dtype} on {llm.backend.fingerprint()}")
         print("\n   rows  context     a step   tokens/s")
         points = growth.measure(
-            llm.engine, _vocabulary(llm), rows=args.rows, contexts=args.contexts, rounds=args.rounds, told=_point
+            _engine(llm), _vocabulary(llm), rows=args.rows, contexts=args.contexts, rounds=args.rounds, told=_point
         )
     if not points:
         raise ConfigError(f"Nothing to measure: {limit} tokens have no room for a context of {min(args.contexts)}.")
@@ -353,6 +353,11 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         name: getattr(args, name)
         for name in ("backend", "device", "dtype", "deterministic", "quantization", "autotune")
     }
+
+
+def _engine(llm: LLM) -> AutoregressiveBatchInference:
+    """The engine itself, which is in this process: its steps are looked at."""
+    return llm.engine
 
 
 def _vocabulary(llm: LLM) -> int:
@@ -401,7 +406,7 @@ def fit(args: argparse.Namespace) -> int:
         backend = {"library": args.backend or "its own", "device": "default"}
     else:
         with LLM(args.model, max_model_len=args.max_model_len, **_options(args), **sizes) as llm:
-            samples = fitting.measure(llm.engine, _vocabulary(llm), **load)
+            samples = fitting.measure(_engine(llm), _vocabulary(llm), **load)
             backend = llm.backend.versions()
     found = fitting.fit(samples)
     time = found.time

@@ -77,16 +77,15 @@ def own(backend: ArrayBackend, operation: str) -> Candidate:
 
 
 def ladders(backend: ArrayBackend) -> list[Candidate]:
-    """The sizes that this backend's steps may be padded to, as candidates of the operation `buckets`. Each has but the
-    attribute `buckets`."""
+    """The sizes that this backend's steps may be padded to, as candidates of the operation `buckets`: names in LADDERS,
+    without a source."""
     why = None if backend.static_shapes else "shapes are not padded"
     if backend.step_tokens is not None:
         sizes = ", ".join(map(str, (backend.step_tokens, *backend.larger_steps)))
         why = f"steps have fixed sizes: {sizes} tokens"
     elif backend.static_decode:
         why = "single tokens alone are padded, to powers of two"
-    sources = {name: type(name, (), {"buckets": ladder}) for name, ladder in LADDERS.items()}
-    return [Candidate("buckets", name, source, invariant=True, why_not=why) for name, source in sources.items()]
+    return [Candidate("buckets", name, object, invariant=True, why_not=why) for name in LADDERS]
 
 
 def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBackend:

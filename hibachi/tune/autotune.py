@@ -19,7 +19,7 @@ from typing import Any
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.candidates import OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
+from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tune.cases import CASES, Cases, Sizes, sizes_of
 from hibachi.tune.kept import place_of, read, write
 from hibachi.tune.right import CHECKS, NEAR
@@ -226,8 +226,7 @@ def _ladders(
     for c in [c for c in found if c.operation == "buckets"]:
         trial = unfit(c, False, False)
         if trial.why_not is None:
-            ladder: tuple[int, int] = c.source.buckets  # type: ignore[attr-defined]
-            trial.times, count = padded(times, ladder, made.tiles[1], any_width=made.any_width)
+            trial.times, count = padded(times, LADDERS[c.name], made.tiles[1], any_width=made.any_width)
             trial.note = f"{count} programs" if count else ""
             trial.why_not = None if count else "nothing was measured"
         out.append(trial)

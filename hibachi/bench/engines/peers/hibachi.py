@@ -31,6 +31,7 @@ class Engine:
             prefix_cache=settings["prefix_cache"],
             **options,
         )
+        self.engine: Any = self.llm.engine
         self.version = version("hibachi")
         backend = self.llm.backend
         self.about = {**backend.versions(), "kernels": backend.kernels, "quantization": backend.quantization}
@@ -38,13 +39,13 @@ class Engine:
         if wants_profile:
             from hibachi.bench.steps.profile import Profile
 
-            self.profile = Profile(self.llm.engine)
+            self.profile = Profile(self.engine)
 
     def start(self, r: Request) -> Any:
         from hibachi import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True)
-        return self.llm.engine.run(r.prompt, params)
+        return self.engine.run(r.prompt, params)
 
     def run(self, requests: list[Request]) -> None:
         if self.profile:
