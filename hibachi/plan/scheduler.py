@@ -292,6 +292,7 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None if there is nothing to compute. now: of the clock that `add` was given."""
+        table = self.table
         self.steps += 1
         self.preempted = []
         while True:
@@ -301,9 +302,9 @@ class Scheduler:
             if self.paused_rows or self.resting:
                 seqs = [s for s in seqs if not s.paused and s.tenant not in self.resting]
                 rows = np.fromiter((s.row for s in seqs), np.intp, len(seqs))
-            start = self.table.computed[rows]
+            start = table.computed[rows]
             # The token at the last position is never fed back, so plans made ahead stop one short of the end.
-            q = np.minimum(self.table.known[rows], self.table.end[rows] - 1) - start
+            q = np.minimum(table.known[rows], table.end[rows] - 1) - start
             if self.checkpoints:
                 q = self._to_marks(seqs, rows, start, q)
             if self._slow:
@@ -316,26 +317,26 @@ class Scheduler:
             elif self.limits.prefill is not None:
                 left = min(left, self.limits.prefill)
             end = start + q
-            if not self.pool or not np.count_nonzero(end > self.table.capacity[rows]):
+            if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
                 break
-            sent = self._grow(seqs, rows, end, self.table.capacity[rows])
+            sent = self._grow(seqs, rows, end, table.capacity[rows])
             if not sent:
                 break
             self.preempted += sent
         published: list[Published] = []
-        if self.pool and np.count_nonzero(full := end // self.limits.block_size > self.table.published[rows]):
+        if self.pool and np.count_nonzero(full := end // self.limits.block_size > table.published[rows]):
             # (What no plan notes could not be rolled back.)
             at = np.flatnonzero(full if decode else full & (q > 0))
             mine = rows[at]
-            computed = np.where(self.table.emitted[mine], self.table.done[mine] - self.table.gained[mine], -1)
-            known = at.tolist(), end[at].tolist(), self.table.done[mine].tolist(), computed.tolist()
-            self.table.published[mine] = [
-                self._publish(seqs[i], n, done, sound, published) for i, n, done, sound in zip(*known, strict=True)
+            known = at.tolist(), end[at].tolist(), table.done[mine].tolist(), table.gained[mine].tolist()
+            table.published[mine] = [
+                self._publish(seqs[i], n, done, done - gained if emitted else -1, published)
+                for i, n, done, gained, emitted in zip(*known, table.emitted[mine].tolist(), strict=True)
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
         if self.waiting and left > 0 and self.free_rows and not self.preempted:
-            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < self.table.known[rows]).tolist()]
+            at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             fresh = self._admit(left, at_work, published, restores)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
@@ -352,8 +353,8 @@ class Scheduler:
                 return None
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
-        emit = end == self.table.known[rows]
-        self.table.advance(rows, end, emit)
+        emit = end == table.known[rows]
+        table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,
             fresh=[s for s, _, _ in fresh],
@@ -361,7 +362,7 @@ class Scheduler:
             start=start,
             q=q,
             emit=emit,
-            generation=self.table.generation[rows],
+            generation=table.generation[rows],
             preempted=self.preempted,
             published=published,
             restores=restores,
@@ -638,32 +639,33 @@ class Scheduler:
         With others than one no later step may have been planned.
         Sequences that left since `schedule()` (cancelled, failed, sent back) are passed over.
         """
+        table = self.table
         rows, end, seqs = plan.rows, plan.end, plan.seqs
         alive: Bools | None = None
         if np.count_nonzero(plan.emit) < len(rows):
-            same = self.table.generation[rows] == plan.generation
-            self.table.settled[rows[same]] = end[same]
+            same = table.generation[rows] == plan.generation
+            table.settled[rows[same]] = end[same]
             at = np.flatnonzero(plan.emit)
             rows, end, seqs = rows[at], end[at], [seqs[i] for i in at.tolist()]
-            same = self.table.generation[rows] == plan.generation[at]
+            same = table.generation[rows] == plan.generation[at]
         else:
-            same = self.table.generation[rows] == plan.generation
+            same = table.generation[rows] == plan.generation
         if np.count_nonzero(same) < len(rows):
             alive = same
             rows, end = rows[same], end[same]
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
             counts = None if counts is None else counts[same]
         assert counts is None or not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
-        length = self.table.gain(rows, end, counts)
-        if np.count_nonzero(self.table.emitted[rows]) < len(rows):
-            for i in np.flatnonzero(~self.table.emitted[rows]).tolist():
-                self.table.emitted[seqs[i].row] = True
+        length = table.gain(rows, end, counts)
+        if np.count_nonzero(table.emitted[rows]) < len(rows):
+            for i in np.flatnonzero(~table.emitted[rows]).tolist():
+                table.emitted[seqs[i].row] = True
                 if self.pool:
                     self.pool.vouch(seqs[i].blocks[: int(end[i]) // self.limits.block_size])
                 if self.checkpoints:
                     for n, slot in self._slots.pop(seqs[i], ()):
                         self.checkpoints.publish(seqs[i].salt, seqs[i].keys or (), n, slot)
-        over = stopped | (length >= self.table.end[rows])
+        over = stopped | (length >= table.end[rows])
         finished = []
         if np.count_nonzero(over):
             for i in np.flatnonzero(over).tolist():

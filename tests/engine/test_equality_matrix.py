@@ -132,9 +132,9 @@ class Preempting(Scheduler):
 
     def schedule(self, now=0.0):
         self.times = getattr(self, "times", Counter())
-        running = [seq for seq in self._running if seq.row >= 0 and self.times[seq] < 2]
-        if running and self._steps % 3 == 2:
-            seq = running[self._steps % len(running)]
+        running = [seq for seq in self.order if seq.row >= 0 and self.times[seq] < 2]
+        if running and self.steps % 3 == 2:
+            seq = running[self.steps % len(running)]
             self.times[seq] += 1
             seq, row = self._preempt(seq)
             table = self._key_of.args[0]
