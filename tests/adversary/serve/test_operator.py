@@ -381,7 +381,7 @@ def test_15_a_log_that_nobody_reads_does_not_hold_up_the_end(model):
         os.close(writing)
 
 
-@pytest.mark.parametrize("flag", ["--restart", "--exit-on-failure"])
+@pytest.mark.parametrize("flag", ["--restart", pytest.param("--exit-on-failure", marks=pytest.mark.slow)])
 def test_14_a_server_that_was_stopped_itself_finds_its_engine_well(start, flag):
     server = start(flag, "--stall-after", "1").ready()
     server.popen.send_signal(signal.SIGSTOP)

@@ -81,7 +81,13 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("clients, body", FLOODS.values(), ids=FLOODS.keys())
+@pytest.mark.parametrize(
+    "clients, body",
+    [
+        pytest.param(*flood, id=name, marks=[pytest.mark.slow] if name.startswith("more than") else [])
+        for name, flood in FLOODS.items()
+    ],
+)
 def test_9_a_quiet_tenant_is_served_beside_a_greedy_one(shared, clients, body):
     def ask(times):
         took = []
