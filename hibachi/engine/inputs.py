@@ -24,7 +24,7 @@ class Inputs:
     """Packs rows for `model.step`.
 
     sizes: tokens of a call, if it may not have any number: the backend's one, and those that give the same bits.
-    unscored: first tokens of each row whose outputs are looked at, [rows]. vocab: of the ids that a step draws.
+    unscored: first tokens of each row whose outputs are looked at, [rows].
     """
 
     def __init__(

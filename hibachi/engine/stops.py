@@ -39,6 +39,8 @@ def as_token(value: Any, shape: tuple[int, ...], dtype: Any, what: str) -> HostA
             f"The {what} must have the shape of one token, {shape} or {(1, *shape)}; got {token.shape}. "
             f"Reshape it, or check the dimensions of the prompt: (sequence, *token)."
         )
-    if np.dtype(dtype).kind in "iu" and not np.array_equal(token, token.astype(dtype)):
+    with np.errstate(invalid="ignore"):
+        cast: HostArray = token.astype(dtype)
+    if np.dtype(dtype).kind in "iu" and not np.array_equal(token, cast):
         raise InvalidRequest(f"The {what} must hold integers, as the tokens do; got {token}.")
-    return token.astype(dtype)
+    return cast
