@@ -87,8 +87,15 @@ def step_inputs(backend: Any, tokens: Any, starts: list[int], each: list[int]) -
     n, per = len(starts), -(-max(s + q for s, q in zip(starts, each, strict=True)) // BLOCK)
     table = np.arange(1, 1 + n * per, dtype=np.int32).reshape(n, per)
     every = np.ones(n, bool)
+    tiles = backend.shapes.tiles
     packed = lower(
-        np.arange(n), np.array(starts, np.int32), np.array(each, np.int32), every, table, BLOCK, tiles=backend.tiles
+        np.arange(n),
+        np.array(starts, np.int32),
+        np.array(each, np.int32),
+        every,
+        table,
+        BLOCK,
+        tiles=tiles,
     )
     fields = {f.name: backend.put(getattr(packed, f.name)) for f in dataclasses.fields(packed)}
     return StepInputs(tok=backend.put(tokens), **fields)

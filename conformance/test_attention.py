@@ -68,7 +68,7 @@ def test_attend_sees_no_further_back_than_its_window(backend):
     for window in (1, 3, 100):
         memory = Memory(backend)
         memory.step([Row(0, 7, (1, 2)), Row(0, 2, (5,))], window=window)
-        memory.step([Row(2, 1, (5,)), Row(7, 4, (1, 2, 3))], window=window, pad=2 if backend.static_shapes else 0)
+        memory.step([Row(2, 1, (5,)), Row(7, 4, (1, 2, 3))], window=window, pad=2 if backend.shapes.compiled else 0)
 
 
 def test_attend_caps_the_scores_softly(backend):
@@ -93,7 +93,7 @@ def test_attend_does_not_catch_nan_from_padding_tokens(backend):
     Where no token is padding, tiles are filled up with the first token of all, and here that is NaN.
     """
     memory, first = Memory(backend), Row(0, 3, (2,))
-    if backend.static_shapes:
+    if backend.shapes.compiled:
         memory.step([Row(0, 3, (1,)), Row(0, 5, (4, 6))], pad=3, padding=float("nan"))
         memory.step([Row(3, 1, (1,)), Row(5, 1, (4, 6))], pad=3, padding=float("nan"))
     else:

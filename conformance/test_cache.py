@@ -65,7 +65,7 @@ def test_a_step_computes_no_more_tokens_than_it_may(serve):
 
 
 def test_blocks_may_have_any_size(serve):
-    for size in (3, 16) if serve.backend.static_shapes else (1, 3, 4, 16):
+    for size in (3, 16) if serve.backend.shapes.compiled else (1, 3, 4, 16):
         engine = serve.cached(SumPaged, block_size=size, max_model_len=8, max_batch_size=2, max_batch_tokens=4)
         check(serve, engine, [[1, 2], [3, 1, 4, 1, 2], [6]], n=3)
 

@@ -21,7 +21,7 @@ FEW = (1, 3, 8)  # where every number of rows is compiled
 
 
 def rows_of(b):
-    return [n for n in FEW if n <= b.step_tokens] if b.step_tokens else COMPANY
+    return [n for n in FEW if n <= b.shapes.sizes[0]] if b.shapes.sizes else COMPANY
 
 
 def alike(b, f, *rows):
@@ -92,10 +92,10 @@ def test_attend_gives_a_token_the_same_bits_in_every_step(backend):
     b = backend.invariant()
     data = [random(8, 3 * 40, heads, 8)[i] for i, heads in enumerate((4, 2, 2))]
     blocks = tuple(range(1, 11)), tuple(range(11, 21)), tuple(range(21, 31))
-    most = b.step_tokens or 100
+    most = b.shapes.sizes[0] if b.shapes.sizes else 100
     for special in ({}, {"window": 20, "softcap": 3.0}):
         want = attended(b, [(0, [1] * 40)], data, blocks, most, **special)[0]
-        for chunks in ([40],) if b.step_tokens else ([40], [7, 24, 9], [39, 1]):
+        for chunks in ([40],) if b.shapes.sizes else ([40], [7, 24, 9], [39, 1]):
             got = attended(b, [(0, chunks)], data, blocks, most, **special)[0]
             assert np.array_equal(got, want), f"in chunks of {chunks[0]} it differs by {off(got, want):.2g}"
             company = [(1, [1] * 9), (0, chunks), (2, [33, 1, 6])]
@@ -125,15 +125,15 @@ def attended(b, requests, data, blocks, most, wide=0, **special):
                 total += q
         order = sorted(range(len(rows)), key=lambda i: rows[i].q > 1)  # single tokens first
         rows, numbers = [rows[i] for i in order], [numbers[i] for i in order]
-        tile = b.tiles[any(row.q > 1 for row in rows)]
-        pad = 0 if b.step_tokens is None else b.step_tokens - total
+        tile = b.shapes.tiles[any(row.q > 1 for row in rows)]
+        pad = most - total if b.shapes.sizes else 0
         host = step_inputs(rows, 4, tile, pad)
         table = host["block_table"]
-        if b.step_tokens is not None:  # one shape for all steps
-            host["block_table"] = np.zeros((b.step_tokens, 40), "int32")
+        if b.shapes.sizes:  # one shape for all steps
+            host["block_table"] = np.zeros((most, 40), "int32")
             host["block_table"][: len(rows), : table.shape[1]] = table[: len(rows)]
-            host |= {name: host[name][: b.step_tokens] for name in ("row", "start", "kv_len", "last")}
-            host["cu_q"] = host["cu_q"][: b.step_tokens + 1]
+            host |= {name: host[name][:most] for name in ("row", "start", "kv_len", "last")}
+            host["cu_q"] = host["cu_q"][: most + 1]
         elif wide:
             host["block_table"] = np.pad(table, ((0, 0), (0, wide - table.shape[1])))
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.tensor.candidates import Candidate
@@ -69,7 +70,7 @@ class JaxBackend(ArrayBackend):
     """
 
     name = "jax"
-    static_shapes = True
+    shapes = CallShapes(few="all")
     immutable = True
     quantizations = ("int8",)
     native = False
@@ -85,7 +86,8 @@ class JaxBackend(ArrayBackend):
         super().__init__(jnp, device=jax.devices(device)[0] if isinstance(device, str) else device)
         self._array_type = jax.Array
         self.platform = (self.device or jax.devices()[0]).platform
-        self._turns = self._loops = self.any_width = self.platform == "cpu"
+        self._turns = self._loops = self.platform == "cpu"
+        self.shapes = replace(self.shapes, any_width=self._loops)
         self._undecided = native is None
 
     @classmethod

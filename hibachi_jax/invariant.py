@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_jax.backend import JaxBackend
@@ -30,17 +31,13 @@ class InvariantJaxBackend(JaxBackend):
     """`JaxBackend` with steps of fixed shape: `JaxBackend().invariant()`."""
 
     deterministic = True
-    tiles = (1, 1)
-    multiple = STEP_TOKENS
-    step_tokens = STEP_TOKENS
-    larger_steps = (32,)
+    shapes = CallShapes(few="all", multiple=STEP_TOKENS, sizes=(STEP_TOKENS, 32), tiles=(1, 1))
     kernels = f"steps of {STEP_TOKENS} tokens"
 
     def __init__(self, device: Any = None) -> None:
         super().__init__(device)
-        self._turns = self._loops = self.any_width = (
-            False  # a product with a turned weight depends on how many rows there are
-        )
+        self._turns = self._loops = False  # a product with a turned weight depends on how many rows there are
+        self.shapes = type(self).shapes
 
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         return ArrayBackend.make_cache(self, spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.attention as attention
 
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.backend import TorchBackend
@@ -34,7 +35,7 @@ class CudaTorchBackend(TorchBackend):
     nothing is recorded elsewhere.
     """
 
-    static_decode = True
+    shapes = CallShapes(few="decode")
     asynchronous = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CudaTorchBackend:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import StepInputs
 from hibachi_torch.backend import TorchBackend
@@ -81,7 +82,7 @@ class InvariantTorchBackend(TorchBackend):
     """`TorchBackend` on the CPU with kernels that do not depend on the batch: `TorchBackend("cpu").invariant()`."""
 
     deterministic = True
-    multiple = PADDED
+    shapes = CallShapes(multiple=PADDED)
     kernels = "oneDNN" if torch.backends.mkldnn.is_available() else f"padded to {PADDED} rows"
 
     def put_weight(self, w: HostArray, dtype: str) -> Array:

@@ -15,8 +15,9 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request options installed tensor plan decode model streams"
+BELOW_ENGINE = "errors request options installed shapes tensor plan decode model streams"
 BATCH = f"{BELOW_ENGINE} recording engine"
+BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
 
@@ -32,15 +33,16 @@ RULES = {
     "hibachi/request.py": Rule("errors", third_party=""),
     "hibachi/options.py": Rule("errors", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
-    "hibachi/tensor": Rule("errors installed tensor", third_party="numpy array_api_compat typing_extensions"),
+    "hibachi/shapes.py": Rule("errors", third_party=""),
+    "hibachi/tensor": Rule("errors installed shapes tensor", third_party="numpy array_api_compat typing_extensions"),
     "hibachi/plan": Rule(
-        "errors request installed plan",
+        "errors request installed shapes plan",
         not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",
     ),
     "hibachi/decode": Rule("errors request tensor decode"),
     "hibachi/model": Rule("errors request installed tensor model"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
-    "hibachi/tune": Rule("errors tensor plan decode model tune"),
+    "hibachi/tune": Rule("errors shapes tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/engine": Rule(BATCH),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
@@ -61,8 +63,12 @@ RULES = {
     ),
     "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
-    "hibachi_torch": Rule("errors tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"),
-    "hibachi_jax": Rule("errors tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"),
+    "hibachi_torch": Rule(
+        "errors shapes tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"
+    ),
+    "hibachi_jax": Rule(
+        "errors shapes tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"
+    ),
     "conformance": Rule("testing public", third_party="numpy pytest"),
 }
 BUILD_FILES = {"hatch_build.py"}

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.cache_spec())} layers, {place}"
         live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not args.plain
         view = Live(title) if live else Plain(title)
-        if llm.backend.static_shapes:  # the compiler is not what we measure
+        if llm.backend.shapes.compiled:  # the compiler is not what we measure
             view.say("compiling ...")
             Pass(llm, params, len(PROMPTS)).run()
             Pass(llm, params[:1], 1).run()

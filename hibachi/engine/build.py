@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -123,8 +123,9 @@ def cached_runner(
     tally, name = Tally(), type(model).__name__
     head: Head = Sampled(sampler, table, tally, name) if sampler else Tokens(backend, table, tally, name)
     runner = CachedRunner(model, backend, scheduler, table, head, dtype, tally)
-    if (one := backend.step_tokens) is not None:
-        runner.inputs.sizes = (one, *(size for size in backend.larger_steps if same_bits(runner, one, size)))
+    if sizes := runner.inputs.shapes.sizes:
+        sizes = (sizes[0], *(size for size in sizes[1:] if same_bits(runner, sizes[0], size)))
+        runner.inputs.shapes = replace(runner.inputs.shapes, sizes=sizes)
     return runner
 
 

@@ -26,7 +26,6 @@ from hibachi.engine.runner import (
     jobs_of,
     joined,
     raise_for_all,
-    row_bucket,
     writers_first,
 )
 from hibachi.engine.sampler import Drawn
@@ -44,7 +43,7 @@ OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's outp
 class Call:
     """A method of the model, compiled, and the head that its outputs go to.
 
-    sizes: tokens of a call, as in `Inputs`; of the first only, if a call has outputs of another width.
+    sizes: tokens of a call, as in `CallShapes`; of the first only, if a call has outputs of another width.
     """
 
     def __init__(self, head: Head, model: Any, backend: ArrayBackend, memory: Memory) -> None:
@@ -138,7 +137,7 @@ class CachedRunner(BaseRunner):
     def can_launch(self, plan: StepPlan) -> bool:
         """Can `launch` begin this step? It must need nothing that the host learns from the step before."""
         head, inputs = self.main.head, self.inputs
-        if not isinstance(head, Sampled) or self.memory.states or inputs.sizes or inputs.embeds:
+        if not isinstance(head, Sampled) or self.memory.states or inputs.shapes.sizes or inputs.embeds:
             return False
         if self._vectors is not None and any(seq.owner.pooling is not None for seq in plan.seqs):
             return False
@@ -200,7 +199,7 @@ class CachedRunner(BaseRunner):
 
     def rebuild(self, *, keep: bool) -> None:
         memory = self.memory
-        if not self.backend.static_shapes or (keep and memory.donating):  # else what was compiled is as good as new
+        if not self.backend.shapes.compiled or (keep and memory.donating):  # else what was compiled is as good as new
             memory.compile(donate=memory.donating and not keep)
             self.main.compile()
             self._vectors = None
@@ -237,13 +236,13 @@ class CachedRunner(BaseRunner):
 
     def _sizes(self, call: Call) -> tuple[int, ...]:
         """Tokens of a call; of others than the main one, which sizes give the same bits was not tried."""
-        return self.inputs.sizes if call is self.main else self.inputs.sizes[:1]
+        return self.inputs.shapes.sizes if call is self.main else self.inputs.shapes.sizes[:1]
 
     def _outputs(self, idx: Any, rows: Any, start: Any, q: Any, last: Any) -> Outputs:
         return Outputs(idx, start, np.clip(self.inputs.unscored[rows] - start, 0, q), last)
 
     def _paged(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
-        if self.inputs.sizes:
+        if self.inputs.shapes.sizes:
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
@@ -320,7 +319,7 @@ class CachedRunner(BaseRunner):
         """
         n, trash, memory = len(idx), self.limits.rows, self.memory
         sizes = self._sizes(call)
-        size = trash if sizes else row_bucket(n, trash) if self.backend.static_shapes else n
+        size = trash if sizes else self.inputs.shapes.rows(n, trash)
         held = np.full(size + 1, trash, np.int32)  # one more, for the padding rows of a piece
         held[:n] = rows
         started = np.zeros(size + 1, bool)

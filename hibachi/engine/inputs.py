@@ -11,9 +11,7 @@ import numpy as np
 
 from hibachi.engine.job import Job
 from hibachi.engine.meters import Tally
-from hibachi.engine.runner import row_bucket
 from hibachi.engine.tokentable import TokenTable
-from hibachi.plan.buckets import decode_rows, prompt_tokens, width_bucket
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.tensor.array_backend import Array, ArrayBackend
@@ -23,7 +21,7 @@ from hibachi.tensor.cache import StepInputs
 class Inputs:
     """Packs rows for `model.step`.
 
-    sizes: tokens of a call, if it may not have any number: the backend's one, and those that give the same bits.
+    shapes: what the backend wants, as far as it is right for the model.
     unscored: first tokens of each row whose outputs are looked at, [rows].
     """
 
@@ -42,10 +40,10 @@ class Inputs:
         self._tally, self._recurrent = tally, recurrent
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
-        self._pads = backend.multiple > 1 and not getattr(model, "any_shape", False)
+        any_shape = getattr(model, "any_shape", False)
+        self.shapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
         self.embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
         self.unscored = np.zeros(limits.rows, np.int32)
-        self.sizes: tuple[int, ...] = () if backend.step_tokens is None else (backend.step_tokens,)
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row
@@ -69,21 +67,24 @@ class Inputs:
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
-        packed = lower(rows, start, q, emit, table, size, tiles=self.backend.tiles, score=score if scoring else None)
+        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.tiles, score=score if scoring else None)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
-        static = self.backend.static_shapes or (self.backend.static_decode and int(q.max()) == 1)
-        if static or self._pads:
-            packed = self._pad(packed, q, scoring) if static else self._fill(packed, q)
-            tokens = np.concatenate(
-                [tokens, np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)]
-            )
-        shapes = None
-        if self.backend.static_shapes:
-            shapes = (len(tokens), packed.block_table.shape, packed.tile_q.shape, len(packed.last))
-        self._tally.call(len(tokens), wanted, shapes)
+        widest = self.block_table.shape[1]
+        shape = self.shapes.step(
+            packed.shape,
+            longest=int(q.max()),
+            rows=self.limits.rows,
+            blocks=widest,
+            state=self._recurrent,
+            scored=scoring,
+        )
+        if shape is not None:
+            packed = pad(packed, shape, trash_row=self.limits.rows)
+            tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
+        self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
         names = [f.name for f in fields(Packed)]
         arrays = [tokens, *(getattr(packed, name) for name in names)]
         if drawn is not None:
@@ -119,51 +120,3 @@ class Inputs:
             embeds[first[i] : first[i] + len(part)] = part
             embedded[first[i] : first[i] + len(part)] = True
         return replace(x, embeds=self.backend.put(embeds), embedded=self.backend.put(embedded))
-
-    def _fill(self, packed: Packed, q: Any) -> Packed:
-        """Tokens, rows and outputs in the multiples that the backend asks for."""
-        many = self.backend.multiple
-        rows, tokens, outputs = (-(-n // many) * many for n in (len(q), len(packed.pos), len(packed.last)))
-        if self._recurrent:
-            tokens = rows * int(q[0])
-        tiles, tile = packed.tile_q.shape
-        return pad(
-            packed,
-            tokens=tokens,
-            rows=rows,
-            blocks=packed.block_table.shape[1],
-            tile=tile,
-            tiles=max(tiles, rows) if tile == 1 else tiles,
-            trash_row=self.limits.rows,
-            outputs=max(outputs, many),
-        )
-
-    def _pad(self, packed: Packed, q: Any, scoring: bool) -> Packed:
-        """Few shapes: decode steps by rows, steps with prefill by tokens, rows with a state by both exactly."""
-        lim = self.limits
-        decode = int(q.max()) == 1
-        if self.sizes:  # nothing but the size may vary
-            n = next(size for size in self.sizes if size >= len(packed.pos))
-            width = self.block_table.shape[1]
-            return pad(packed, tokens=n, rows=n, blocks=width, tile=1, trash_row=lim.rows, outputs=n)
-        tile, any_width = self.backend.tiles[not decode], self.backend.any_width
-        ladder = self.backend.ladder
-        if self._recurrent:
-            rows = row_bucket(len(q), lim.rows)
-            tokens = rows * int(q[0])  # padding inside a row would change its state
-        elif decode:
-            rows = tokens = min(decode_rows(len(q), ladder, any_width=any_width), max(2, lim.rows))
-        else:
-            rows, tokens = lim.rows, prompt_tokens(len(packed.pos), ladder, tile)
-        blocks = self.block_table.shape[1]
-        if not any_width:
-            blocks = width_bucket(packed.block_table.shape[1], blocks)
-        return pad(
-            packed,
-            tokens=tokens,
-            rows=rows,
-            blocks=blocks,
-            tile=tile,
-            trash_row=lim.rows,
-            outputs=tokens if scoring else None,
-        )

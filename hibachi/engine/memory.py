@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.runner import row_bucket
 from hibachi.plan.limits import Limits
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.cache import CacheSpec, Paged, State
@@ -71,7 +70,7 @@ class Memory:
 
     def _places(self, pairs: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Rows and checkpoints on the device, in few shapes."""
-        n = row_bucket(len(pairs), self.limits.rows) if self.backend.static_shapes else len(pairs)
+        n = self.backend.shapes.rows(len(pairs), self.limits.rows)
         at = np.full((2, max(n, len(pairs))), [[self.limits.rows], [self.limits.checkpoints]], np.int32)
         at[:, : len(pairs)] = np.array(pairs, np.int32).T
         return self.backend.put(at[0]), self.backend.put(at[1])

@@ -129,7 +129,7 @@ class Tally:
     def call(self, tokens: int, wanted: int, shapes: Hashable = None) -> None:
         """A call of the model with `tokens` tokens, of which `wanted` are no padding.
 
-        shapes: of its inputs, if the backend compiles a program for each (`static_shapes`); else None.
+        shapes: of its inputs, if the backend compiles a program for each (`CallShapes.compiled`); else None.
         """
         self.computed += tokens
         self.padding += tokens - wanted

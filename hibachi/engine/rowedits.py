@@ -16,6 +16,7 @@ from hibachi.engine.job import Job
 from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -49,26 +50,18 @@ class TokenList:
         return self._ids[:n], self._values[:n]
 
 
-def _side_by_side(lists: Sequence[TokenList], rows: int, static: bool) -> tuple[HostArray, HostArray]:
+def _side_by_side(lists: Sequence[TokenList], rows: int, shapes: CallShapes) -> tuple[HostArray, HostArray]:
     """Ids and numbers of the lists, [rows, W]: shorter lists repeat their first token, and rows beyond the lists are
-    like the last. static: only few different W."""
+    like the last. shapes: which W there may be."""
     parts = [each.read() for each in lists]
     size = np.array([len(ids) for ids, _ in parts])
     width = int(size.max())
-    at = np.arange(_power(width) if static else width)
+    at = np.arange(shapes.list_length(width))
     at = np.where(at < size[:, None], at, 0) + (np.cumsum(size) - size)[:, None]
     if rows > len(lists):
         at = np.pad(at, ((0, rows - len(lists)), (0, 0)), mode="edge")
     ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     return ids[at], values[at]
-
-
-def _power(n: int) -> int:
-    """The next power of four from 16 on."""
-    out = 16
-    while out < n:
-        out *= 4
-    return out
 
 
 class Changes:
@@ -129,7 +122,7 @@ class RowEdits:
 
         rows [m], positions [n]. Returns float32 [m, V]; were the rows finite before, bool [m]; errors by place.
         """
-        put, static = self.backend.put, self.backend.static_shapes
+        put, shapes = self.backend.put, self.backend.shapes
         x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
         faults: dict[int, HibachiError] = {}
         changes, m = [job.changes for job in jobs], len(rows)
@@ -141,7 +134,7 @@ class RowEdits:
             kept[len(jobs) :] = kept[len(jobs) - 1]
             x = self._keep(x, put(kept))
         if any(len(each.bias) for each in changes):
-            ids, bias = _side_by_side([each.bias for each in changes], m, static)
+            ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):
                 self._ban(job, bias[i], ids[i], int(positions[i]))
             x = self._add(x, put(ids), put(bias))
@@ -150,7 +143,7 @@ class RowEdits:
         if any(penalised(job.sampling) for job in jobs):
             for i, job in enumerate(jobs):
                 self._count(job, int(positions[i]))
-            ids, counts = _side_by_side([each.counts for each in changes], m, static)
+            ids, counts = _side_by_side([each.counts for each in changes], m, shapes)
             some = np.array([len(each.counts) > 0 for each in changes])
             factor = np.where(some, self._factor[rows[: len(jobs)]], np.float32(1))
             factor = np.broadcast_to(np.pad(factor, (0, m - len(jobs)), mode="edge")[:, None], ids.shape).copy()

@@ -396,11 +396,6 @@ def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend:
     return Part(idx, drawn.tokens, None, stop, drawn.bad, drawn.logprobs, faults)
 
 
-def row_bucket(n: int, most: int) -> int:
-    """2, or the next power of two from 8 on, at most `most`. Not 1: XLA on the CPU then copies the whole cache."""
-    return min(max(most, 2), 2 if n <= 2 else max(8, 1 << (n - 1).bit_length()))
-
-
 def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
     """The parts of one call's pieces as one part."""
     if len(parts) == 1:

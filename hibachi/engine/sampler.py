@@ -201,7 +201,7 @@ class RowSampler:
         return self.backend.take(logits, self.backend.put(self._padded(at).astype(np.int32)))
 
     def _padded(self, at: Any) -> Any:
-        if not self.backend.static_shapes:
+        if not self.backend.shapes.compiled:
             return at
         one = self.backend.draw_rows
         fill = -len(at) % one if one is not None else (1 << (len(at) - 1).bit_length()) - len(at)

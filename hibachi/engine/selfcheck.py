@@ -114,7 +114,7 @@ class _Probe:
 
     def __init__(self, runner: CachedRunner, vocab: int, *, take_cache: bool) -> None:
         limits, self._vocab, self._runner = runner.limits, vocab, runner
-        if not (take_cache or runner.backend.static_shapes):  # who compiles for the shape of the cache needs the same
+        if not (take_cache or runner.backend.shapes.compiled):  # who compiles for the shape of the cache needs the same
             most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_waiting=None, prefill=None)
@@ -125,7 +125,7 @@ class _Probe:
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
         head, table = _Probed(own, self._vocab, texts), TokenTable(self._limits.rows, (), np.int32)
         runner = CachedRunner(own.model, own.backend, scheduler, table, head, "", Tally(), self._memory)
-        runner.inputs.sizes = own.inputs.sizes
+        runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
             job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n])
             job.seq.owner = job
@@ -162,15 +162,15 @@ def same_bits(runner: CachedRunner, few: int, many: int) -> bool:
     room = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size)
     if runner.memory.states or vocab is None or many > min(limits.budget, room):
         return False
-    sizes = runner.inputs.sizes
+    shapes = runner.inputs.shapes
     try:
-        runner.inputs.sizes = few, many
+        runner.inputs.shapes = replace(shapes, sizes=(few, many))
         one, other = (_results(runner, vocab, many, size) for size in (many, few))
     except Exception as e:  # the first request will fail likewise, and its caller be told
         log.info("%s failed when it was tried with %d tokens: %r", runner.name, many, e)
         return False
     finally:
-        runner.inputs.sizes = sizes
+        runner.inputs.shapes = shapes
         runner.rebuild(keep=False)
     if all(np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
         return True

@@ -16,7 +16,6 @@ from hibachi.engine.runner import (
     drawn_part,
     isolate,
     jobs_of,
-    row_bucket,
     token_part,
 )
 from hibachi.engine.sampler import RowSampler
@@ -80,7 +79,7 @@ class WholeRunner(BaseRunner):
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths)
             shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
-            shapes = (len(shown_rows), width) if self.backend.static_shapes else None
+            shapes = (len(shown_rows), width) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
             with self.tally, self.theirs:
                 out = self.wait(self._call(shown, shown_lengths))
@@ -106,11 +105,11 @@ class WholeRunner(BaseRunner):
         Only a model that is told the lengths can pass over more padding than its batch needs.
         """
         width = int(lengths.max())
-        if not self.backend.static_shapes or self.padding is None or not self.takes_lengths:
+        if not self.backend.shapes.compiled or self.padding is None or not self.takes_lengths:
             return rows, lengths, width
-        extra = row_bucket(len(rows), len(self.table.values)) - len(rows)
+        extra = self.backend.shapes.rows(len(rows), len(self.table.values)) - len(rows)
         rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
-        return rows, lengths, max(16, 1 << (width - 1).bit_length())
+        return rows, lengths, self.backend.shapes.length(width)
 
     def _batch(self, rows: Any, lengths: Any, width: int) -> HostArray:
         """[B, S, *tok], padded on the left."""
@@ -146,7 +145,7 @@ class FeedforwardRunner(BaseRunner):
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:
         batch = np.stack([j.prompt for j in jobs_of(plan, idx)])
-        shapes = (batch.shape, batch.dtype) if self.backend.static_shapes else None
+        shapes = (batch.shape, batch.dtype) if self.backend.shapes.compiled else None
         self.tally.call(len(idx), len(idx), shapes)
         with self.backend.guard():
             x = self.backend.put(batch)

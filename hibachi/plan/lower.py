@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from hibachi.plan.rows import Bools, Index, Ints
+from hibachi.shapes import StepShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,11 @@ class Packed:
     tile_q: Ints
     tile_row: Ints
     tile_of: Ints
+
+    @property
+    def shape(self) -> StepShape:
+        tiles, tile = self.tile_q.shape
+        return StepShape(len(self.pos), len(self.row), self.block_table.shape[1], tiles, tile, len(self.last))
 
 
 @lru_cache
@@ -96,23 +102,12 @@ def lower(
     )
 
 
-def pad(
-    p: Packed,
-    *,
-    tokens: int,
-    rows: int,
-    blocks: int,
-    tile: int,
-    trash_row: int,
-    outputs: int | None = None,
-    tiles: int | None = None,
-) -> Packed:
-    """The same step in fixed shapes: T = tokens, B = rows, `blocks` columns, and tiles to hold any such step; n_out =
-    rows unless `outputs` says otherwise. tiles: how many; None: as many as any such step may need.
+def pad(p: Packed, shape: StepShape, *, trash_row: int) -> Packed:
+    """The same step in a shape that holds it.
 
     Padding tokens stand at position 0 of block 0, padding rows hold `trash_row`, padding outputs repeat token 0.
     """
-    n_tiles = tiles if tiles is not None else rows if tile == 1 else tokens // tile + rows
+    tokens, rows, blocks, tiles, tile, outputs = shape
     tile_q = p.tile_q if p.tile_q.shape[1] == tile else np.zeros((0, tile), np.int32)
     tile_of = p.tile_of
     if not len(tile_q):  # a decode-only step in the shape of a mixed one: one tile a row
@@ -136,8 +131,8 @@ def pad(
         kv_len=to(p.kv_len, rows),
         cu_q=to(p.cu_q, rows + 1, len(p.pos)),
         block_table=table,
-        last=to(p.last, rows if outputs is None else outputs),
-        tile_q=to(tile_q, n_tiles),
-        tile_row=to(p.tile_row, n_tiles),
+        last=to(p.last, outputs),
+        tile_q=to(tile_q, tiles),
+        tile_row=to(p.tile_row, tiles),
         tile_of=to(tile_of, tokens),
     )

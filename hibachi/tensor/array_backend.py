@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
+from hibachi.shapes import CallShapes
 from hibachi.tensor.cache import Paged, State, StepInputs
 
 Array: TypeAlias = Any  # an array of the library below
@@ -29,31 +30,15 @@ class ArrayBackend:
     """
 
     name: str = "array_api"
-    static_shapes: bool = False
-    """The library compiles per shape, so the engine pads its steps to few shapes."""
+    shapes: CallShapes = CallShapes()
+    """The shapes of calls that this library wants."""
     deterministic: bool = False
     """What a row of a call comes to, bit by bit, does not depend on the other rows: on how many there are, where it
     stands among them, or what they hold. So for every operation of the decoder and of sampling."""
     prefers_invariant: bool = False
     """`invariant()` costs little, so that deterministic=None means True."""
-    tiles: tuple[int, int] = (1, 32)
-    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
-    multiple: int = 1
-    """The engine pads the tokens, rows and outputs of each step to multiples of this."""
-    step_tokens: int | None = None
-    """The engine gives each step exactly so many tokens, and at most so many rows; None: as many as there are."""
-    larger_steps: tuple[int, ...] = ()
-    """Other sizes than `step_tokens`, rising, for steps that hold more. When it starts, the engine looks whether they
-    give the same bits with its model, and else does without them."""
-    static_decode: bool = False
-    """The engine pads steps in which every row computes one token to few shapes, and no other steps."""
     block_size: int = 16
     """Positions in a cache block, where the user does not say."""
-    any_width: bool = False
-    """Attention takes no longer over a block table that is wider than its sequences need. With `static_shapes` all
-    tables are as wide as they may get then, and the engine makes programs of more sizes instead."""
-    buckets: tuple[int, int] | None = None
-    """The sizes that steps are padded to, as in `hibachi.plan.buckets`; None: see `ladder`."""
     immutable: bool = False
     """No array is ever written to, so what a call has returned stays as it is."""
     asynchronous: bool = False
@@ -79,16 +64,10 @@ class ArrayBackend:
         return self.__dict__ | {"_programs": {}}
 
     @property
-    def ladder(self) -> tuple[int, int]:
-        """`buckets`, or what suits most models: quarters for single tokens where tables have one width, else powers of
-        two, as each width is a program more."""
-        return self.buckets or ((4, 2) if self.any_width else (1, 1))
-
-    @property
     def draw_rows(self) -> int | None:
         """Rows that are drawn at once, exactly so many, as the bits of a draw may depend on it; None: any number.
         Greedy tokens do not, and are taken of all rows at once."""
-        return self.step_tokens
+        return self.shapes.sizes[0] if self.shapes.sizes else None
 
     def owns(self, t: Any) -> bool:
         """Is this an array of this library?"""
@@ -486,7 +465,7 @@ class ArrayBackend:
         for e, (w_in, w_out) in enumerate(zip(into, out, strict=True)):
             share = self.xp.where(chosen == e, weights, self.xp.zeros_like(weights))
             share = self.xp.astype(self.xp.sum(share, axis=-1, keepdims=True), x.dtype, copy=False)  # 0: not chosen
-            if self.static_shapes:
+            if self.shapes.compiled:
                 y = y + self.linear(act(self.linear(x, w_in)), w_out) * share
             elif len(rows := np.flatnonzero(self.get(share))):  # only the tokens that chose it
                 rows = self.put(rows.astype(np.int32))

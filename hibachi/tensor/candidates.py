@@ -14,6 +14,7 @@ from inspect import getattr_static
 from typing import Any
 
 from hibachi.installed import entry_points
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.kernels"
@@ -25,7 +26,7 @@ OPERATIONS = {
 }
 """The methods of a backend that must come from one candidate, as they share a layout or are timed together."""
 LADDERS = {"powers": (1, 1), "halves": (2, 1), "quarters": (4, 2), "eighths": (8, 4)}
-"""Sizes that steps are padded to, see `hibachi.plan.buckets`."""
+"""Sizes that steps are padded to, see `hibachi.shapes`."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,10 @@ def own(backend: ArrayBackend, operation: str) -> Candidate:
 def ladders(backend: ArrayBackend) -> list[Candidate]:
     """The sizes that this backend's steps may be padded to, as candidates of the operation `buckets`: names in LADDERS,
     without a source."""
-    why = None if backend.static_shapes else "shapes are not padded"
-    if backend.step_tokens is not None:
-        sizes = ", ".join(map(str, (backend.step_tokens, *backend.larger_steps)))
-        why = f"steps have fixed sizes: {sizes} tokens"
-    elif backend.static_decode:
+    why = None if backend.shapes.compiled else "shapes are not padded"
+    if backend.shapes.sizes:
+        why = f"steps have fixed sizes: {', '.join(map(str, backend.shapes.sizes))} tokens"
+    elif backend.shapes.few == "decode":
         why = "single tokens alone are padded, to powers of two"
     return [Candidate("buckets", name, object, invariant=True, why_not=why) for name in LADDERS]
 
@@ -96,10 +96,10 @@ def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBack
     """
     if (ladder := chosen.get("buckets")) is not None:
         plain = compose(backend, {op: c for op, c in chosen.items() if op != "buckets"})
-        if LADDERS[ladder.name] == plain.ladder:
+        if LADDERS[ladder.name] == plain.shapes.parts:
             return plain
         padded = copy.copy(plain)
-        padded.buckets = LADDERS[ladder.name]
+        padded.shapes = replace(plain.shapes, ladder=LADDERS[ladder.name])
         return padded
     kind = type(backend)
     family = [c.source for c in chosen.values() if issubclass(c.source, kind)]
@@ -115,7 +115,10 @@ def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBack
         setattr(mixed, name, method)
     mixed.deterministic = all(c.invariant for c in chosen.values())
     mixed.prefers_invariant = False
-    mixed.multiple = max(getattr(source, "multiple", 1) for source in [base, *(c.source for c in chosen.values())])
+    wanted = [
+        getattr(source, "shapes", CallShapes()).multiple for source in [base, *(c.source for c in chosen.values())]
+    ]
+    mixed.shapes = replace(mixed.shapes, multiple=max(wanted))
     mixed.kernels = ", ".join(f"{operation} {c.name}" for operation, c in chosen.items())
     return mixed
 

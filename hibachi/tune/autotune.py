@@ -226,7 +226,7 @@ def _ladders(
     for c in [c for c in found if c.operation == "buckets"]:
         trial = unfit(c, False, False)
         if trial.why_not is None:
-            trial.times, count = padded(times, LADDERS[c.name], made.tiles[1], any_width=made.any_width)
+            trial.times, count = padded(times, replace(made.shapes, ladder=LADDERS[c.name]))
             trial.note = f"{count} programs" if count else ""
             trial.why_not = None if count else "nothing was measured"
         out.append(trial)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from hibachi.plan.buckets import Ladder, decode_rows, programs, prompt_tokens
+from hibachi.shapes import CallShapes
 
 Times = Mapping[str, Mapping[str, float]]  # operation -> case -> milliseconds
 PROMPT = range(33, 513)
@@ -26,21 +26,20 @@ def steps(times: Times) -> dict[str, float]:
     return {rows_named(n): decode[n] for n in (1, 64)} | {"prompt of 256": prompt[256]}
 
 
-def padded(times: Times, ladder: Ladder, tile: int, *, any_width: bool) -> tuple[dict[str, float], int]:
-    """(milliseconds of steps on this ladder, the price of its programs included, by case; how many programs it has).
+def padded(times: Times, shapes: CallShapes) -> tuple[dict[str, float], int]:
+    """(milliseconds of steps in these shapes, the price of its programs included, by case; how many programs it has).
 
-    In each case all sizes are as likely. tile: tokens of a query tile. any_width: as in `ArrayBackend`; where it is
-    not so, there is a program for each of four widths.
+    In each case all sizes are as likely. Without `any_width` there is a program for each of four widths.
     """
     if not (times.get("linear") and times.get("attention")):
         return {}, 0
-    count = programs(ladder, range(1, 65), PROMPT, tile, any_width=any_width) * (1 if any_width else 4)
+    count = shapes.programs(range(1, 65), PROMPT) * (1 if shapes.any_width else 4)
     price = 1 + count * COMPILE / SERVED
     decode, prompt = _decode(times), _prompt(times)
     cases = {
-        "1 to 16 rows": _average(decode, (decode_rows(n, ladder, any_width=any_width) for n in range(1, 17))),
-        "17 to 64 rows": _average(decode, (decode_rows(n, ladder, any_width=any_width) for n in range(17, 65))),
-        "33 to 512 tokens": _average(prompt, (prompt_tokens(n, ladder, tile) for n in PROMPT)),
+        "1 to 16 rows": _average(decode, map(shapes.decode_rows, range(1, 17))),
+        "17 to 64 rows": _average(decode, map(shapes.decode_rows, range(17, 65))),
+        "33 to 512 tokens": _average(prompt, map(shapes.prompt_tokens, PROMPT)),
     }
     return {name: ms * price for name, ms in cases.items()}, count
 

@@ -293,7 +293,7 @@ def _pieces(s: Subject, bad: set[str], results: dict[str, Result]) -> Iterator[C
         yield ROW
     if "prefix" in bad and not bad & (PLACES | PIECES | {"used"}):
         yield PREFIX
-    if "slack" in bad and s.backend.static_shapes:
+    if "slack" in bad and s.backend.shapes.compiled:
         yield SLACK
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hibachi.engine.runner import Awaiter, check_output
 from hibachi.plan.lower import Packed, lower, pad
+from hibachi.shapes import fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.verify.spy import takes_lengths
@@ -165,6 +166,7 @@ class CachedDriver(Driver):
         self.paged = [i for i, layer in enumerate(self.spec) if isinstance(layer, Paged)]
         self.width = -(-longest // BLOCK) if self.paged else 0
         self.step = backend.compile(model.step)
+        self.shapes = backend.shapes
         self.stray: dict[str, None] = {}
         self.moved: set[int] = set()
 
@@ -200,7 +202,7 @@ class CacheSession:
     def _calls(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """The calls that an engine makes of this: one, but where rows need equally many tokens, or a call holds few."""
         d = self.driver
-        most = d.backend.step_tokens
+        most = d.shapes.sizes[0] if d.shapes.sizes else None
         while pieces:
             longest = max(p.end - p.start for p in pieces)
             size = longest if most is None else 1 if d.states else most
@@ -226,7 +228,7 @@ class CacheSession:
         packed = self._packed(pieces)
         tokens = np.concatenate([d.of(p.row)[p.start : p.end] for p in pieces])
         n = len(pieces)
-        if d.backend.static_shapes or d.backend.step_tokens is not None:
+        if d.shapes.compiled or d.shapes.sizes:
             packed = self._padded(packed, slack)
             rest = np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)
             tokens = np.concatenate([tokens, rest])
@@ -258,23 +260,23 @@ class CacheSession:
         given = [(self.place[p.row], p.start, p.end, p.end - 1 if p.at is None else p.at) for p in pieces]
         row, start, end, at = (np.array(column, np.int32) for column in zip(*given, strict=True))
         emit = np.array([p.emit for p in pieces])
-        packed = lower(row, start, end - start, emit, self.table, BLOCK, tiles=self.driver.backend.tiles)
+        packed = lower(row, start, end - start, emit, self.table, BLOCK, tiles=self.driver.shapes.tiles)
         return replace(packed, last=(packed.cu_q[:-1] + at - start)[emit].astype(np.int32))
 
     def _padded(self, packed: Packed, slack: bool) -> Packed:
         """In few shapes, as for a backend that compiles for each; slack: in others, with still more padding."""
         d, q = self.driver, np.diff(packed.cu_q)
-        tile = d.backend.tiles[int(q.max()) > 1]
+        tile = d.shapes.tiles[int(q.max()) > 1]
         rows, outputs = d.rows + 3 * slack, None
-        if (one := d.backend.step_tokens) is not None:
-            rows = tokens = outputs = one
+        if d.shapes.sizes:
+            rows = tokens = outputs = d.shapes.sizes[0]
         elif d.states:
             tokens = rows * int(q[0])
         elif q.max() == 1:
             tokens = rows
         else:
             tokens = max(2 * tile, 1 << (len(packed.pos) - 1).bit_length()) << slack
-        return pad(packed, tokens=tokens, rows=rows, blocks=d.width, tile=tile, trash_row=d.rows, outputs=outputs)
+        return pad(packed, fixed(tokens, rows, d.width, tile, outputs), trash_row=d.rows)
 
     def _gathered(self, packed: Packed) -> dict[int, Any]:
         """The states of this call's rows by layer, zeros for rows that start."""

@@ -330,7 +330,7 @@ def has_state(s: Subject) -> str:
 
 
 def no_slack(s: Subject) -> str:
-    padded = s.backend.static_shapes and s.backend.step_tokens is None
+    padded = s.backend.shapes.compiled and not s.backend.shapes.sizes
     return "" if padded else "no padded steps on this backend"
 
 

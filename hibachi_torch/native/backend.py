@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi_torch.invariant import InvariantTorchBackend
@@ -79,7 +80,7 @@ class NativeTorchBackend(InvariantTorchBackend):
     No result depends on the batch or on the number of threads. Raises NativeUnavailable where there is no compiler.
     """
 
-    multiple = 1
+    shapes = CallShapes()
     kernels = "native"
     native = True
     cascade = True

@@ -140,7 +140,7 @@ def shipped(backend: Callable[[], Any]) -> Make:
 
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
         mischief, kernels = Mischief(()), backend().invariant()
-        if kernels.static_shapes:  # it is traced
+        if kernels.shapes.compiled:  # it is traced
             mischief.around(kernels)
         model: Any = load_model(TINY, kernels, dtype="float32", max_model_len=LENGTH)
         if not mischief.compiled:

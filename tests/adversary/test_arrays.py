@@ -25,6 +25,7 @@ from hibachi import (
     Paged,
     SamplingParams,
 )
+from hibachi.shapes import CallShapes
 from hibachi.streams.merge import amerge, await_any, merge, wait_any
 from hibachi.testing.toys import SumBoth, SumFrames, SumLogits, SumPaged, SumState, expected
 
@@ -300,7 +301,7 @@ def test_c4_logits_that_reuse_a_buffer(serve, library):
 def test_c4_logits_that_reuse_a_buffer_in_several_calls_of_a_step(serve, library):
     """Where calls have few shapes, a step is several of them, and their outputs may be read together."""
     few = copy(library)
-    few.step_tokens, few.static_shapes, few.tiles = 4, True, (1, 1)
+    few.shapes = CallShapes(few="all", sizes=(4,), tiles=(1, 1))
 
     class Steps(SumPaged):
         into = Buffered(library, (10,), "float32")

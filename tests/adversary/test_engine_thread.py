@@ -37,6 +37,7 @@ from hibachi.engine.faults import MOST_TEXT
 from hibachi.plan.policy import Fair, Fcfs, Priority
 from hibachi.recording.replay import read, replay
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
+from hibachi.shapes import CallShapes
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 
 from ..engine.models import Background, Gate, GatedNumpy, Next, ints, until
@@ -842,7 +843,7 @@ def test_m10_a_step_that_compiles_is_no_stall():
     """On a backend that compiles a program for each shape, the first call of a shape may take long."""
 
     class Compiles(hibachi.NumpyBackend):
-        static_shapes = True
+        shapes = CallShapes(few="all")
 
     model = Hangs()
     engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.1, backend=Compiles())

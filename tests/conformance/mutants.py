@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend
+from hibachi.shapes import CallShapes
 
 
 class Mutant(NamedTuple):
@@ -411,7 +412,7 @@ def keeps_nan_of_prompts(b: Any, *args: Any, **options: Any) -> Any:
 def padded() -> dict[str, Any]:
     """NumPy as a backend whose steps are padded, with attention that is not made for that."""
     backend = NumpyBackend()
-    backend.static_shapes = True
+    backend.shapes = CallShapes(few="all")
     backend.storable = partial(keeps_nan, backend)
     return {"backend": backend}
 

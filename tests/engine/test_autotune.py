@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import hibachi
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
+from hibachi.shapes import CallShapes
 from hibachi.tensor.candidates import LADDERS, Candidate
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi.tune import autotune
@@ -158,7 +160,7 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
 class Static(Tunable):
     """Like a library that compiles for each shape."""
 
-    static_shapes = any_width = True
+    shapes = CallShapes(few="all", any_width=True)
 
 
 def times(each):
@@ -170,7 +172,7 @@ def times(each):
 
 def test_finer_ladders_are_worth_their_programs_where_tokens_cost():
     def judged(each):
-        found = {name: padded(times(each), ladder, 32, any_width=True) for name, ladder in LADDERS.items()}
+        found = {name: padded(times(each), replace(Static.shapes, ladder=ladder)) for name, ladder in LADDERS.items()}
         assert [count for _, count in found.values()] == sorted(count for _, count in found.values())
         return min(found, key=lambda name: np.prod(list(found[name][0].values())))
 
@@ -178,13 +180,13 @@ def test_finer_ladders_are_worth_their_programs_where_tokens_cost():
 
 
 def test_the_price_of_padding_by_hand():
-    cost, count = padded(times(1.0), (1, 1), 32, any_width=True)
+    cost, count = padded(times(1.0), replace(Static.shapes, ladder=(1, 1)))
     rows = [1, 2, 4, 4, *[8] * 4, *[16] * 8]
     assert count == 7 + 4 and cost["1 to 16 rows"] == pytest.approx((10 + np.mean(rows)) * (1 + 11 * 5 / 3600))
     tokens = [*[64] * 32, *[128] * 64, *[256] * 128, *[512] * 256]
     assert cost["33 to 512 tokens"] == pytest.approx((10 + np.mean(tokens)) * (1 + 11 * 5 / 3600))
-    assert padded(times(1.0), (1, 1), 32, any_width=False)[1] == 4 * (5 + 4)  # 2, 8, 16, 32, 64
-    assert padded({"linear": {}}, (1, 1), 32, any_width=True) == ({}, 0)
+    assert padded(times(1.0), CallShapes(few="all"))[1] == 4 * (5 + 4)  # 2, 8, 16, 32, 64
+    assert padded({"linear": {}}, Static.shapes) == ({}, 0)
 
 
 def test_a_library_that_compiles_gets_a_ladder_that_is_kept():
@@ -192,10 +194,10 @@ def test_a_library_that_compiles_gets_a_ladder_that_is_kept():
     backend.found = ()
     choice = choose(backend, SIZES, deterministic=False, budget=0.05)
     [taken] = [t for t in choice.trials if t.operation == "buckets" and t.why_not is None]
-    assert choice.backend.ladder == LADDERS[taken.name] and set(taken.times) and "programs" in taken.note
+    assert choice.backend.shapes.parts == LADDERS[taken.name] and set(taken.times) and "programs" in taken.note
     again = choose(backend, SIZES, deterministic=False, budget=0.05)
-    assert again.known and again.backend.ladder == choice.backend.ladder
-    assert backend.buckets is None  # the user's own object stays as it was
+    assert again.known and again.backend.shapes.parts == choice.backend.shapes.parts
+    assert backend.shapes.ladder is None  # the user's own object stays as it was
     assert choose(NumpyBackend(), SIZES, deterministic=False, budget=0.05).trials == []  # there is nothing to choose
 
 
@@ -205,7 +207,7 @@ def test_where_nothing_could_be_timed_the_ladder_stays():
             raise RuntimeError("no memory")
 
     choice = choose(Fails(), SIZES, deterministic=False, budget=0.05)
-    assert set(why(choice, "buckets").values()) == {"nothing was measured"} and choice.backend.buckets is None
+    assert set(why(choice, "buckets").values()) == {"nothing was measured"} and choice.backend.shapes.ladder is None
     assert "no memory" in table(choice.trials)
 
 

@@ -204,8 +204,8 @@ def runner(model, fixed, rows=ROWS):
 
 def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, eight):
     by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    assert runner(tiny_eight, eight).inputs.sizes[0] == STEP_TOKENS
-    assert runner(by_size, eight).inputs.sizes == (STEP_TOKENS,)
+    assert runner(tiny_eight, eight).inputs.shapes.sizes[0] == STEP_TOKENS
+    assert runner(by_size, eight).inputs.shapes.sizes == (STEP_TOKENS,)
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
     table = np.arange(1, 3 * blocks + 1, dtype=np.int32).reshape(3, blocks)
     start, q = np.array([300, 127, 0], np.int32), np.array([1, 2, 5], np.int32)
     outs = []
-    for b, tiles in ((dense, (1, 32)), (eight, eight.tiles), (loops, (1, 32)), (loops, (1, 4))):
+    for b, tiles in ((dense, (1, 32)), (eight, eight.shapes.tiles), (loops, (1, 32)), (loops, (1, 4))):
         rng = np.random.default_rng(0)
         random = lambda *shape: b.put(rng.standard_normal(shape), "float32")  # noqa: B023, E731
         spec = Paged(2, 16, 8)

@@ -148,7 +148,6 @@ def test_a_lost_cache_scores_anew():
     """Everybody computes again, and what was noted is noted again."""
 
     class Losing(NumpyBackend):
-        static_shapes = False
         lost = False
 
         def usable(self, cache):

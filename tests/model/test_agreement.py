@@ -138,7 +138,7 @@ def run(folder, backend):
         max_batch_size=3,
         max_batch_tokens=12,  # chunks of prompts beside decoding rows, and a prompt that waits
         max_model_len=128,
-        block_size=32 if backend.static_shapes else 4,  # fewer shapes to compile
+        block_size=32 if backend.shapes.compiled else 4,  # fewer shapes to compile
         backend=backend,
     ) as engine:
         streams = [engine.run(prompt, params) for prompt in PROMPTS]

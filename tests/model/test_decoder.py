@@ -103,7 +103,7 @@ def pack(library, rows, last=None, blocks=8):
         tile_row=np.array([seg[tile[0]] for tile in tiles]),
         tile_of=np.concatenate([n * TILE + np.arange(len(tile)) for n, tile in enumerate(tiles)]),
     )
-    if library.static_shapes:  # padded with zeros to one shape, so that JAX compiles once
+    if library.shapes.compiled:  # padded with zeros to one shape, so that JAX compiles once
         sizes = dict.fromkeys(("tok", "pos", "slot", "seg", "tile_of"), 44)
         sizes |= dict(cu_q=4) | dict.fromkeys(("row", "start", "kv_len", "block_table", "last"), 3)
         sizes |= dict.fromkeys(("tile_q", "tile_row"), 14)

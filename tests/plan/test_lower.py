@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hibachi.plan.lower import Packed, lower, pad
+from hibachi.shapes import fixed
 
 BLOCK = 4
 TABLE = np.array([[3, 5, 1], [2, 7, 8], [4, 6, 9]], np.int32)  # of three rows
@@ -122,14 +123,9 @@ def test_padding_changes_nothing_that_is_there(step, more_tokens, more_rows, mor
     decode = p.tile_q.shape[1] == 1
     tile = 1 if decode and not mixed else how["tile"]
     n, tokens = len(p.row), len(p.pos)
-    big = pad(
-        p,
-        tokens=tokens + more_tokens,
-        rows=n + more_rows,
-        blocks=p.block_table.shape[1] + more_blocks,
-        tile=tile,
-        trash_row=99,
-    )
+    shape = fixed(tokens + more_tokens, n + more_rows, p.block_table.shape[1] + more_blocks, tile)
+    big = pad(p, shape, trash_row=99)
+    assert big.shape == shape
     for name in ("pos", "slot", "seg"):
         a, b = getattr(p, name), getattr(big, name)
         assert b[:tokens].tolist() == a.tolist() and not b[tokens:].any(), name
@@ -152,7 +148,7 @@ def test_padding_changes_nothing_that_is_there(step, more_tokens, more_rows, mor
 def test_the_shape_of_a_padded_step_depends_on_the_sizes_only():
     shapes = set()
     for rows in ([(0, 0, 7, True)], [(0, 5, 1, True), (1, 0, 3, False)], [(0, 1, 1, True), (1, 1, 1, True)]):
-        big = pad(pack(rows), tokens=8, rows=3, blocks=3, tile=4, trash_row=9)
+        big = pad(pack(rows), fixed(8, 3, 3, 4), trash_row=9)
         shapes.add(tuple(getattr(big, f.name).shape for f in fields(Packed)))
     assert len(shapes) == 1
 
@@ -160,6 +156,6 @@ def test_the_shape_of_a_padded_step_depends_on_the_sizes_only():
 @pytest.mark.parametrize("tile", [1, 4])
 def test_a_decode_step_can_be_shown_as_a_decode_or_a_mixed_step(tile):
     p = pack([(1, 4, 1, True), (0, 2, 1, True)])
-    big = pad(p, tokens=4, rows=2, blocks=2, tile=tile, trash_row=9)
+    big = pad(p, fixed(4, 2, 2, tile), trash_row=9)
     assert big.tile_of[:2].tolist() == [0, tile]
     assert big.tile_q.reshape(-1)[[0, tile]].tolist() == [0, 1]

@@ -17,6 +17,7 @@ from hibachi.plan.policy import Fair, Fcfs, Priority, Shares, WaitingServed
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
+from hibachi.shapes import fixed
 
 VOCAB = 11
 NOTHING, GARBAGE, POISON = -7, -8, -9  # never written; written by a step that did not happen; not finite
@@ -309,7 +310,7 @@ class World:
         if self.padded:
             n = limits.budget + 3
             tile = x.tile_q.shape[1]
-            x = pad(x, tokens=n, rows=limits.rows, blocks=s.block_table.shape[1], tile=tile, trash_row=limits.rows)
+            x = pad(x, fixed(n, limits.rows, s.block_table.shape[1], tile), trash_row=limits.rows)
             tokens = np.pad(tokens, (0, n - len(tokens)))
         out = self.device.run(x, tokens, self.guilty_rows(plan) if self.poison else [])[:wanted]
         self.device.newest[plan.rows[plan.emit]] = out

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi.errors import UnsupportedOperation
+from hibachi.shapes import CallShapes
 from hibachi.tensor import candidates as kernels
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import (
@@ -164,17 +165,19 @@ def test_a_candidate_without_its_library_says_so():
 
 def test_the_sizes_that_steps_are_padded_to_are_a_choice_too():
     class Static(NumpyBackend):
-        static_shapes = True
+        shapes = CallShapes(few="all")
 
     class Fixed(Static):
-        step_tokens, larger_steps = 8, (32,)
+        shapes = CallShapes(few="all", sizes=(8, 32), tiles=(1, 1))
 
     found = {c.name: c for c in ladders(Static())}
     backend = Static()
     fine = compose(backend, {"buckets": found["eighths"]})
-    assert fine.ladder == LADDERS["eighths"] and type(fine) is Static and backend.ladder == LADDERS["powers"]
+    assert (
+        fine.shapes.parts == LADDERS["eighths"] and type(fine) is Static and backend.shapes.parts == LADDERS["powers"]
+    )
     assert compose(backend, {"buckets": found["powers"]}) is backend
     both = compose(backend, {"buckets": found["halves"], "linear": Candidate("linear", "doubled", Doubled)})
-    assert both.ladder == LADDERS["halves"] and "doubled" in both.kernels
+    assert both.shapes.parts == LADDERS["halves"] and "doubled" in both.kernels
     assert {c.why_not for c in ladders(NumpyBackend())} == {"shapes are not padded"}
     assert {c.why_not for c in ladders(Fixed())} == {"steps have fixed sizes: 8, 32 tokens"}

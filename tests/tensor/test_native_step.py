@@ -97,7 +97,8 @@ def inputs(backend, starts, each, emit):
     n, size = len(starts), 8
     width = -(-max(s + q for s, q in zip(starts, each, strict=True)) // size)
     table = np.arange(1, 1 + n * width, dtype=np.int32).reshape(n, width)
-    packed = lower(np.arange(n), np.int32(starts), np.int32(each), np.array(emit), table, size, tiles=backend.tiles)
+    tiles = backend.shapes.tiles
+    packed = lower(np.arange(n), np.int32(starts), np.int32(each), np.array(emit), table, size, tiles=tiles)
     tokens = np.random.default_rng(3).integers(0, PLAIN.vocab_size, sum(each)).astype(np.int32)
     return StepInputs(
         tok=backend.put(tokens), **{f.name: backend.put(getattr(packed, f.name)) for f in dataclasses.fields(packed)}

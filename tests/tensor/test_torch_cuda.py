@@ -18,6 +18,7 @@ from hibachi.plan.lower import lower, pad
 from hibachi.tensor.array_backend import ArrayBackend
 
 torch = pytest.importorskip("torch")
+from hibachi.shapes import fixed  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.cuda import CudaTorchBackend  # noqa: E402
 from hibachi_torch.cuda_graphs import MOST, StepGraphs  # noqa: E402
@@ -122,7 +123,7 @@ def step_inputs(backend, rows, *, start=5, width=2, tokens=None):
     packed = lower(
         np.arange(rows), np.full(rows, start, np.int32), np.ones(rows, np.int32), np.ones(rows, bool), table, 4
     )
-    packed = pad(packed, tokens=rows, rows=rows, blocks=width, tile=1, trash_row=rows)
+    packed = pad(packed, fixed(rows, rows, width, 1), trash_row=rows)
     names = [f.name for f in dataclasses.fields(packed)]
     tok = np.arange(rows, dtype=np.int32) if tokens is None else np.array(tokens, np.int32)
     first, *rest = backend.put_all([tok, *(getattr(packed, n) for n in names)])
@@ -338,7 +339,7 @@ def attend(
     table = 1 + rng.permutation(4 * n).astype(np.int32).reshape(n, 4)
     packed = lower(np.arange(n), start, np.array(q, np.int32), np.ones(n, bool), table, block_size)
     if padded:
-        packed = pad(packed, tokens=2 * n, rows=2 * n, blocks=4, tile=1, trash_row=n)
+        packed = pad(packed, fixed(2 * n, 2 * n, 4, 1), trash_row=n)
     names = [f.name for f in dataclasses.fields(packed)]
     arrays = backend.put_all([getattr(packed, name) for name in names])
     x = StepInputs(tok=arrays[0], **dict(zip(names, arrays, strict=True)))

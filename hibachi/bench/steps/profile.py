@@ -134,7 +134,7 @@ class Profile:
 
     @staticmethod
     def _tells_parts(backend: Any, device: str) -> bool:
-        return not backend.static_shapes and device.startswith("cpu")
+        return not backend.shapes.compiled and device.startswith("cpu")
 
     def _time(self, owner: Any, name: str, part: str) -> None:
         call = getattr(owner, name)

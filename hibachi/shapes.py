@@ -1,0 +1,164 @@
+"""The shapes of calls: what a backend wants of them, and the shape that a step is padded to.
+
+Where a library compiles a program for each shape, or records one, there shall be few. They follow a ladder of two
+numbers: into how many equal parts it cuts the way from a power of two to the next, for rows that decode and for the
+tokens of steps with prompts. (1, 1) are the powers of two: the fewest programs, and up to half of the work is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hibachi.errors import ConfigError
+
+Ladder = tuple[int, int]
+
+
+class StepShape(NamedTuple):
+    """How long the arrays of a packed step are, see `StepInputs`."""
+
+    tokens: int
+    rows: int
+    blocks: int
+    """Columns of the block table."""
+    tiles: int
+    tile: int
+    """Tokens in a query tile."""
+    outputs: int
+
+
+@dataclass(frozen=True)
+class CallShapes:
+    """The shapes that a backend wants. By default any will do. Raises ConfigError for sizes that cannot be kept."""
+
+    few: Literal["none", "decode", "all"] = "none"
+    """Steps that come in few shapes: none; those in which every row computes one token; all, and all other calls too,
+    as the library compiles a program for each."""
+    multiple: int = 1
+    """The tokens, rows and outputs of each step are multiples of this."""
+    sizes: tuple[int, ...] = ()
+    """Each step has exactly so many tokens, and at most so many rows; (): any number. With several sizes, rising, the
+    engine looks when it starts whether the others give the same bits as the first with its model, and else does
+    without them."""
+    tiles: tuple[int, int] = (1, 32)
+    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
+    any_width: bool = False
+    """Attention takes no longer over a block table that is wider than its sequences need. All tables are as wide as
+    they may get then, and there are programs of more sizes instead."""
+    ladder: Ladder | None = None
+    """None: what suits most models, see `parts`."""
+
+    def __post_init__(self) -> None:
+        if self.sizes and (self.sizes[0] < 1 or sorted(set(self.sizes)) != [*self.sizes] or self.tiles != (1, 1)):
+            raise ConfigError(
+                f"CallShapes with sizes need sizes >= 1 that rise, and tiles=(1, 1); got sizes={self.sizes}, "
+                f"tiles={self.tiles}."
+            )
+
+    @property
+    def compiled(self) -> bool:
+        """The library compiles a program for each shape of any call."""
+        return self.few == "all"
+
+    @property
+    def parts(self) -> Ladder:
+        """The ladder: quarters for single tokens where tables have one width, else powers of two, as each width is a
+        program more."""
+        return self.ladder or ((4, 2) if self.any_width else (1, 1))
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def step(
+        self, real: StepShape, *, longest: int, rows: int, blocks: int, state: bool = False, scored: bool = False
+    ) -> StepShape | None:
+        """What a step is padded to; None: it stays as it is.
+
+        real: its own shape. longest: tokens of the row that has most. rows, blocks: the most there may be. state: rows
+        keep a `State`, so all have `longest` tokens, and padding inside a row would change it. scored: outputs of
+        more than the last tokens are wanted.
+        """
+        decode = longest == 1
+        if not (self.compiled or (decode and self.few == "decode")):
+            return self._filled(real, longest if state else None)
+        if self.sizes:
+            n = next(size for size in self.sizes if size >= real.tokens)
+            return fixed(n, n, blocks, 1)
+        tile = self.tiles[not decode]
+        if state:
+            rows = row_bucket(real.rows, rows)
+            tokens = rows * longest
+        elif decode:
+            rows = tokens = min(self.decode_rows(real.rows), max(2, rows))
+        else:
+            tokens = self.prompt_tokens(real.tokens)
+        width = blocks if self.any_width else min(next_power(real.blocks, 4), blocks)
+        return fixed(tokens, rows, width, tile, tokens if scored else rows)
+
+    def _filled(self, real: StepShape, each: int | None) -> StepShape | None:
+        """Tokens, rows and outputs in multiples. each: tokens of every row, if they must stay so many."""
+        if (many := self.multiple) == 1:
+            return None
+        rows, tokens, outputs = (-(-n // many) * many for n in (real.rows, real.tokens, max(real.outputs, 1)))
+        return real._replace(
+            tokens=tokens if each is None else rows * each,
+            rows=rows,
+            tiles=max(real.tiles, rows) if real.tile == 1 else real.tiles,
+            outputs=outputs,
+        )
+
+    def decode_rows(self, n: int) -> int:
+        """Rows of a step of single tokens, n of which are real."""
+        size = size_bucket(n, self.parts[0])
+        if self.any_width:
+            return size
+        return 2 if n <= 2 else max(8, size)  # not 1: XLA on the CPU then copies the whole cache
+
+    def prompt_tokens(self, n: int) -> int:
+        """Tokens of a step with prompts, n of which are real."""
+        return max(2 * self.tiles[1], size_bucket(n, self.parts[1]))
+
+    def programs(self, rows: Iterable[int], tokens: Iterable[int]) -> int:
+        """How many shapes there are for steps of so many rows, and of so many tokens, of one width."""
+        return len({self.decode_rows(n) for n in rows}) + len({self.prompt_tokens(n) for n in tokens})
+
+    # ---- other calls -------------------------------------------------------------------------------------------
+
+    def rows(self, n: int, most: int) -> int:
+        """Rows of a call with n real ones, at most `most`."""
+        return row_bucket(n, most) if self.compiled else n
+
+    def length(self, n: int) -> int:
+        """Tokens of whole prompts that are given side by side, the longest of which has n."""
+        return max(16, 1 << (n - 1).bit_length()) if self.compiled else n
+
+    def list_length(self, n: int) -> int:
+        """Numbers of a list that goes with each row, the longest of which has n."""
+        return next_power(n, 16) if self.compiled else n
+
+
+def fixed(tokens: int, rows: int, blocks: int, tile: int, outputs: int | None = None) -> StepShape:
+    """The shape that holds any step of so many tokens and rows. outputs: as many as rows if None."""
+    tiles = rows if tile == 1 else tokens // tile + rows
+    return StepShape(tokens, rows, blocks, tiles, tile, rows if outputs is None else outputs)
+
+
+def size_bucket(n: int, parts: int) -> int:
+    """The next of the sizes: powers of two, and `parts` equal steps from each to the next, of four or more."""
+    size = 1 << (n - 1).bit_length()
+    step = max(4, size // (2 * parts))
+    return min(size, -(-n // step) * step)
+
+
+def row_bucket(n: int, most: int) -> int:
+    """2, or the next power of two from 8 on, at most `most`. Not 1: XLA on the CPU then copies the whole cache."""
+    return min(max(most, 2), 2 if n <= 2 else max(8, 1 << (n - 1).bit_length()))
+
+
+def next_power(n: int, least: int) -> int:
+    """The next of `least`, 4 * `least`, 16 * `least`, ..."""
+    size = least
+    while size < n:
+        size *= 4
+    return size
