@@ -191,7 +191,7 @@ def test_the_message_names_file_import_and_rule():
     [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged")
     assert line == (
         "hibachi/plan/x.py: `from hibachi.tensor.cache import Paged`. "
-        "Rule of hibachi/plan: of hibachi it may import errors request installed plan."
+        "Rule of hibachi/plan: of hibachi it may import errors request installed shapes plan."
     )
 
 
