@@ -83,6 +83,11 @@ class InvalidTensorOperation(HibachiError, ValueError):
     Attributes: `op` (the operation), `expected`, `got`, `mend` (sentences without a final stop).
     """
 
+    op: str
+    expected: str
+    got: str
+    mend: str
+
     def __init__(self, op: str, *, expected: str, got: str, mend: str) -> None:
         super().__init__(f"{op}: expected {expected}; got {got}. {mend}.")
         self.op, self.expected, self.got, self.mend = op, expected, got, mend

@@ -37,6 +37,8 @@ def usage(prompt: int, new: int, cached: int | None = None) -> Usage:
 class Vocabulary:
     """What tokens look like. raw: the bytes of an id. text: of ids, special tokens included."""
 
+    text: Callable[[Sequence[int]], str]
+
     def __init__(self, raw: Callable[[int], bytes], text: Callable[[Sequence[int]], str]) -> None:
         self._raw, self.text = raw, text
         self._known: dict[int, tuple[str, list[int]]] = {}

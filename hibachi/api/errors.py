@@ -46,6 +46,11 @@ _WORDS: tuple[tuple[type[BaseException], str], ...] = (
 class Refused(HibachiError):
     """A request that is answered with an error: `status`, `kind` (OpenAI's "type"), `param`, `code`, `headers`."""
 
+    status: int
+    kind: str
+    param: str | None
+    code: str | None
+
     def __init__(
         self,
         message: str,
@@ -58,7 +63,7 @@ class Refused(HibachiError):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.param, self.code = status, kind, param, code
-        self.headers = headers or {}
+        self.headers: dict[str, str] = headers or {}
 
 
 def as_refused(error: BaseException, retry_after: int = 1) -> Refused:

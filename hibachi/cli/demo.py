@@ -74,13 +74,19 @@ def run(args: argparse.Namespace) -> int:
 class Pass:
     """One way through the prompts, `size` of them at a time."""
 
+    seconds: float
+    llm: LLM
+    params: list[SamplingParams]
+    size: int
+    tokens: int
+
     def __init__(self, llm: LLM, params: list[SamplingParams], size: int) -> None:
         self.llm, self.params, self.size = llm, params, size
-        self.prompts = PROMPTS[: len(params)]
-        self.texts = [""] * len(params)
+        self.prompts: tuple[str, ...] = PROMPTS[: len(params)]
+        self.texts: list[str] = [""] * len(params)
         self.completions: list[Completion] = []
         room = [llm.model.max_len - len(llm.tokenizer.encode(p)) for p in self.prompts]
-        self.total = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
+        self.total: int = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
         self.tokens, self.seconds, self._before = 0, 0.0, llm.stats()
 
     def run(self, view: Plain | Live | None = None) -> Pass:

@@ -34,7 +34,7 @@ from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 _IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 
 
@@ -68,6 +68,8 @@ class AutoregressiveBatchInference(BatchInference):
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
+
+    deterministic: bool
 
     @spelled
     def __init__(
@@ -124,7 +126,7 @@ class AutoregressiveBatchInference(BatchInference):
                 raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
         if self._level == 2 and limit is None:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
-        self.max_model_len = NO_LIMIT if limit is None else limit
+        self.max_model_len: int | Any = NO_LIMIT if limit is None else limit
         self._plan = Plan(
             model=model,
             level=self._level,

@@ -9,7 +9,7 @@ from hibachi.engine.job import Job
 from hibachi.plan.limits import Limits
 from hibachi.plan.step import StepPlan
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 GROW_AFTER, MOST_GROW_AFTER = 32, 1024  # steps after which a token budget that was halved is doubled
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from hibachi.engine.runner import (
 from hibachi.engine.sampler import Drawn
 from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import NonFiniteOutput
+from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
@@ -46,6 +47,8 @@ class Call:
     sizes: tokens of a call, as in `CallShapes`; of the first only, if a call has outputs of another width.
     """
 
+    head: Head
+
     def __init__(self, head: Head, model: Any, backend: ArrayBackend, memory: Memory) -> None:
         self.head, self._backend, self._memory = head, backend, memory
         self._checked = CheckedStep(head.step(model), backend, head.name)
@@ -55,7 +58,7 @@ class Call:
         """Anew: what was compiled may hold on to a cache."""
         memory, step = self._memory, self._checked
         whole = RecurrentStep(step, self._backend, tuple(memory.spec)) if memory.states else step
-        self.step = self._backend.compile(whole, donate=(1,) if memory.donating else ())
+        self.step: Callable[..., Any] = self._backend.compile(whole, donate=(1,) if memory.donating else ())
 
 
 class CachedRunner(BaseRunner):
@@ -64,6 +67,9 @@ class CachedRunner(BaseRunner):
     head: of the requests that want tokens; those that want a vector have one of their own, and are called apart, on the
     same cache. tally: of the calls; the head has the same. memory: None: a new one.
     """
+
+    model: Any
+    limits: Limits
 
     def __init__(
         self,
@@ -79,12 +85,14 @@ class CachedRunner(BaseRunner):
         super().__init__(backend, table)
         self.tally = tally
         self.model, self.limits = model, scheduler.limits
-        self.memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
+        self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
         recurrent = bool(self.memory.states)
-        self.inputs = Inputs(model, backend, self.limits, table, scheduler.block_table, self.tally, recurrent=recurrent)
-        self.main = Call(head, model, backend, self.memory)
+        self.inputs: Inputs = Inputs(
+            model, backend, self.limits, table, scheduler.block_table, self.tally, recurrent=recurrent
+        )
+        self.main: Call = Call(head, model, backend, self.memory)
         self._vectors: Call | None = None  # made when first needed
-        self.advanced = False  # states of some rows were stepped, and stored
+        self.advanced: bool = False  # states of some rows were stepped, and stored
 
     @property
     def name(self) -> str:

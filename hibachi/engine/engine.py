@@ -31,7 +31,7 @@ from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish
 from hibachi.streams.loops import Wakeups
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
 TOLD_AFTER = 3  # steps in a row in which no output was valid, before the log and `health` say so
@@ -40,6 +40,11 @@ MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
 
 class Engine:
     """Owns the scheduler and a runner. Not thread-safe: whoever steps it also adds and cancels."""
+
+    scheduler: Scheduler
+    invalid: int
+    restarts: int
+    runner: Runner
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class Engine:
         asynchronous.
         """
         self.scheduler, self.runner = scheduler, runner
-        self.recorder = Recorder(scheduler, path=record)
+        self.recorder: Recorder = Recorder(scheduler, path=record)
         self.restarts = 0
         self.moved: float | None = None  # when the last step ended, by time.monotonic()
         self.inbox: SimpleQueue[Command] = SimpleQueue()  # what other threads want done; for whoever steps
@@ -72,7 +77,7 @@ class Engine:
         self._restart = restart
         self._lost = 0  # devices, since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
-        self.invalid_why = ""  # what was wrong with the last one
+        self.invalid_why: str = ""  # what was wrong with the last one
         self._budget = TokenBudget(scheduler.limits, self._limit)
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         wanted = runner.backend.asynchronous if overlap is None else overlap

@@ -70,6 +70,9 @@ class Head(Protocol):
 class Sampled:
     """Logits, of which one token a row is drawn; log-probabilities of prompts."""
 
+    sampler: RowSampler
+    name: str
+
     def __init__(self, sampler: RowSampler, table: TokenTable, tally: Tally, name: str) -> None:
         self.sampler, self._table, self._tally, self.name = sampler, table, tally, f"{name}.step"
 
@@ -126,6 +129,8 @@ class Sampled:
 class Tokens:
     """Tokens that the model returns itself, one a row."""
 
+    name: str
+
     def __init__(self, backend: ArrayBackend, table: TokenTable, tally: Tally, name: str) -> None:
         self._backend, self._table, self._tally, self.name = backend, table, tally, f"{name}.step"
 
@@ -147,6 +152,8 @@ class Tokens:
 
 class Pooled:
     """A vector of the hidden states of each whole text. A request ends with it."""
+
+    name: str
 
     def __init__(self, backend: ArrayBackend, budget: int, name: str) -> None:
         self._backend, self._budget, self.name = backend, budget, f"{name}.hidden"

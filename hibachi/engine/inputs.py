@@ -14,7 +14,8 @@ from hibachi.engine.meters import Tally
 from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.shapes import CallShapes
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.cache import StepInputs
 
 
@@ -24,6 +25,11 @@ class Inputs:
     shapes: what the backend wants, as far as it is right for the model.
     unscored: first tokens of each row whose outputs are looked at, [rows].
     """
+
+    backend: ArrayBackend
+    limits: Limits
+    table: TokenTable
+    block_table: Any
 
     def __init__(
         self,
@@ -41,9 +47,9 @@ class Inputs:
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
         any_shape = getattr(model, "any_shape", False)
-        self.shapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
+        self.shapes: CallShapes = replace(backend.shapes, multiple=1) if any_shape else backend.shapes
         self.embeds: WeakValueDictionary[int, Job] = WeakValueDictionary()  # by row, where a prompt is given so
-        self.unscored = np.zeros(limits.rows, np.int32)
+        self.unscored: HostArray = np.zeros(limits.rows, np.int32)
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row

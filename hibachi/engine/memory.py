@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,17 +19,22 @@ class Memory:
     donating: a compiled call is given the cache for good. It stays so until that has cost a cache.
     """
 
+    kept: list[Any]
+    cache: list[Any]
+    backend: ArrayBackend
+    limits: Limits
+
     def __init__(self, spec: CacheSpec, backend: ArrayBackend, limits: Limits, dtype: str) -> None:
         self.backend, self.limits, self._dtype = backend, limits, dtype
-        self.spec = list(spec)
-        self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
+        self.spec: list[Paged | State] = list(spec)
+        self.states: list[int] = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
         self.compile(donate=True)
         self.make()
 
     def compile(self, *, donate: bool) -> None:
         self.donating = donate
-        self.gather = self.backend.compile(self._gather)
-        self.scatter = self.backend.compile(self._scatter)
+        self.gather: Callable[..., Any] = self.backend.compile(self._gather)
+        self.scatter: Callable[..., Any] = self.backend.compile(self._scatter)
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
 
     def make(self) -> None:

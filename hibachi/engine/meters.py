@@ -20,6 +20,10 @@ def decades(first: float, last: float, steps: Sequence[float] = (1, 2, 3, 5, 7))
 class Histogram:
     """How many values were at most each of `bounds`, and above the one before; the last count is of those above all."""
 
+    sum: float
+    bounds: tuple[float, ...]
+    counts: list[int]
+
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -58,12 +62,12 @@ class Steps:
     __slots__ = ("host", "model", "occupancy", "rows", "seconds", "tokens")
 
     def __init__(self) -> None:
-        self.rows = Histogram(ROWS)  # requests in a step
-        self.tokens = Histogram(TOKENS)  # computed in a step, padding left out
-        self.occupancy = Histogram(TENTHS)  # rows, as a share of the most that there may be
-        self.seconds = Histogram(STEP_TIME)
-        self.model = Histogram(STEP_TIME)  # of these, in the model's forward pass and the sampler
-        self.host = Histogram(STEP_TIME)  # of these, the rest
+        self.rows: Histogram = Histogram(ROWS)  # requests in a step
+        self.tokens: Histogram = Histogram(TOKENS)  # computed in a step, padding left out
+        self.occupancy: Histogram = Histogram(TENTHS)  # rows, as a share of the most that there may be
+        self.seconds: Histogram = Histogram(STEP_TIME)
+        self.model: Histogram = Histogram(STEP_TIME)  # of these, in the model's forward pass and the sampler
+        self.host: Histogram = Histogram(STEP_TIME)  # of these, the rest
 
     def add(self, rows: int, tokens: int, limit: int, seconds: float, model: float) -> None:
         self.rows.add(rows)
@@ -113,11 +117,15 @@ class Meters:
 class Tally:
     """What a runner notes of its calls: `with tally:` around the model and the sampler."""
 
+    seconds: float
+    computed: int
+    padding: int
+
     __slots__ = ("_began", "_shapes", "compiles", "computed", "padding", "seconds")
 
     def __init__(self) -> None:
         self.seconds, self.computed, self.padding, self._began = 0.0, 0, 0, 0.0
-        self.compiles = False  # a call of this step has shapes that no call had before, on a backend that compiles each
+        self.compiles: bool = False  # a call of this step has new shapes, on a backend that compiles each
         self._shapes: set[Hashable] = set()
 
     def __enter__(self) -> None:

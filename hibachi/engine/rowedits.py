@@ -67,16 +67,23 @@ def _side_by_side(lists: Sequence[TokenList], rows: int, shapes: CallShapes) -> 
 class Changes:
     """What a request wants changed. It is kept by the request, as a vocabulary may be long."""
 
+    bias: TokenList
+    counts: TokenList
+
     __slots__ = ("bias", "counted", "counts", "kept")
 
     def __init__(self, counted: int) -> None:
         self.bias, self.counts = TokenList(), TokenList()
-        self.counted = counted  # tokens of the row that are in `counts`
+        self.counted: int = counted  # tokens of the row that are in `counts`
         self.kept: HostArray | None = None  # where only some tokens are allowed: which, bool [vocab_size]
 
 
 class RowEdits:
     """By row: biases and bans, penalties, the mask of allowed tokens, processors."""
+
+    backend: ArrayBackend
+    vocab_size: int
+    table: TokenTable
 
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
         self.backend, self.vocab_size, self.table = backend, vocab_size, table

@@ -23,7 +23,7 @@ from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +126,11 @@ class Runner(Protocol):
 class BaseRunner:
     """What most runners do alike. table: of the tokens; None: there are none."""
 
+    backend: ArrayBackend
+    table: TokenTable | None
+    tally: Tally
+    theirs: Theirs
+
     def __init__(self, backend: ArrayBackend, table: TokenTable | None) -> None:
         self.backend, self.table = backend, table
         self.tally, self.theirs = Tally(), Theirs()
@@ -181,6 +186,9 @@ class StepFailed(Exception):
     cache_lost: re-running rows would compute on nothing. alone: for "memory", the place in the plan of the row for
     which there was none when it ran by itself.
     """
+
+    cache_lost: bool
+    alone: int | None
 
     def __init__(
         self, why: Literal["memory", "device", "cache"], *, cache_lost: bool, alone: int | None = None

@@ -43,6 +43,9 @@ class Drawn:
 class RowSampler:
     """Sampling parameters by row, and the draw for a step. Randomness comes from the host, by (seed, position)."""
 
+    backend: ArrayBackend
+    vocab_size: int
+
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
         self.backend, self.vocab_size = backend, vocab_size
         self._edits = RowEdits(backend, rows, vocab_size, table)

@@ -27,7 +27,7 @@ from hibachi.plan.step import StepPlan
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
 NEW = 3  # tokens after each prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,13 @@ from hibachi.tensor.array_backend import HostArray
 class Stopper:
     """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
 
+    atol: float
+    where: Callable[[Any], Any] | None
+
     def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
-        self.tokens = np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
+        self.tokens: HostArray | None = (
+            np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
+        )
         self.atol, self.where = rule.atol, rule.where
 
     def match(self, tokens: HostArray) -> Any:

@@ -29,6 +29,8 @@ def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
 class History:
     """Tokens of a request, from its first: [length, *tok] on the host, in pieces that nobody writes to."""
 
+    length: int
+
     __slots__ = ("__weakref__", "_pieces", "length")
 
     def __init__(self, first: HostArray) -> None:
@@ -64,6 +66,8 @@ class TokenTable:
     grows.
     """
 
+    width: int
+
     def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape = shape
         (least, most), size = SIDE_BY_SIDE, rows * max(1, np.dtype(dtype).itemsize * math.prod(shape))
@@ -71,7 +75,7 @@ class TokenTable:
         while self.width < most and 2 * self.width * size <= TABLE_BYTES:
             self.width *= 2
         # One more, for a token that the device is still computing.
-        self.values = np.zeros((rows, self.width + 1, *shape), dtype)
+        self.values: HostArray = np.zeros((rows, self.width + 1, *shape), dtype)
         self._before = np.zeros(rows, np.intp)  # tokens of each row before those in `values`
         self._histories: list[ref[History] | None] = [None] * rows
         self._long = False  # a row has tokens that are not in `values`

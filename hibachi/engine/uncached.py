@@ -32,6 +32,9 @@ class WholeRunner(BaseRunner):
     the left, so that the newest token is always last.
     """
 
+    padding: HostArray | None
+    sampler: RowSampler | None
+
     def __init__(
         self,
         model: Any,
@@ -45,10 +48,10 @@ class WholeRunner(BaseRunner):
         self.table: TokenTable = table
         self.padding, self.sampler = padding, sampler
         self.alone = alone  # one row a call: what a model of whose kernels we know nothing needs for equal bits
-        self.forward = model.logits if sampler else model.forward
-        self.name = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
-        self.takes_lengths = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
-        self.wait = Awaiter()
+        self.forward: Any = model.logits if sampler else model.forward
+        self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
+        self.takes_lengths: bool = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
+        self.wait: Awaiter = Awaiter()
 
     def interrupt(self) -> None:
         self.wait.interrupt()
@@ -128,8 +131,8 @@ class FeedforwardRunner(BaseRunner):
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         super().__init__(backend, None)
         self.model = model
-        self.name = f"{type(model).__name__}.forward"
-        self.wait = Awaiter()
+        self.name: str = f"{type(model).__name__}.forward"
+        self.wait: Awaiter = Awaiter()
 
     def interrupt(self) -> None:
         self.wait.interrupt()

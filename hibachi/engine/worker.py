@@ -26,7 +26,7 @@ from hibachi.request import Finish
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import CLOSE_WITHIN
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 MOST_PATIENCE = 3600.0  # seconds that the thread sleeps at most; longer ones overflow some clocks
 LOOK = 0.5  # seconds from one look at a draining engine's health to the next
 AFTER_INTERRUPT = 1.0  # seconds, likewise, once its `async def` model was cancelled

@@ -11,6 +11,7 @@ from hibachi.errors import ConfigError
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
+from hibachi.model.ladder import LanguageModel
 from hibachi.model.pooling import pooling_of
 from hibachi.model.registry import arch_of, load_model
 from hibachi.options import spelled
@@ -48,6 +49,9 @@ class LLM(Texts):
     Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
     BackendNotInstalled.
     """
+
+    backend: ArrayBackend
+    path: Path
 
     engine: AutoregressiveBatchInference
 
@@ -94,7 +98,7 @@ class LLM(Texts):
             self.backend = self.backend.invariant()
         dtype = dtype or "float32"
         self.backend = _quantized(self.backend, quantization, dtype)
-        self.model = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
+        self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         engine = AutoregressiveBatchInference(
             self.model,
             max_batch_size=max_batch_size,

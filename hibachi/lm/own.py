@@ -46,14 +46,15 @@ class OwnTexts(Texts):
         backend, dtype = options.get("backend"), options.get("dtype")
         if isinstance(backend, str):
             backend = resolve(backend)
-        self.model = made = model_named(model, backend)
+        made = model_named(model, backend)
+        self.model: Any = made
         if level_of(made) == 0:
             raise ConfigError(
                 f"Text takes a model that returns logits: expected `logits(tokens, lengths)` or `step(params, cache, "
                 f"x)`; {model} has only `forward`."
             )
         own = getattr(made, "tokenizer", None)
-        self.portable_tokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
+        self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
         if backend is None and getattr(made, "backend", None) is None:
             backend = "numpy"
         others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}

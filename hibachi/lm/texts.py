@@ -36,6 +36,12 @@ class Texts(Closing):
     vocab_size: None: any id is one. default_params: of a request that brings none.
     """
 
+    engine: BatchEngine[Any]
+    tokenizer: Any
+    vocab_size: int | None
+    eos_ids: tuple[int, ...]
+    default_params: SamplingParams
+
     def __init__(
         self,
         engine: BatchEngine[Any],

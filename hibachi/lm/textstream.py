@@ -77,6 +77,9 @@ class Piece:
 class TextChoice:
     """One continuation while it is being written."""
 
+    index: int
+    tokens: ItemStream[int]
+
     def __init__(self, index: int, tokens: ItemStream[int], text: Detokenizer, logprobs: bool) -> None:
         self.index, self.tokens = index, tokens
         self._text, self._logprobs = text, logprobs
@@ -163,6 +166,10 @@ class TextStream(Closing):
 
     With n > 1 the pieces of all continuations come as they are written; `piece.index` says whose they are.
     """
+
+    prompt: str | Sequence[int] | Mapping[str, Any]
+    prompt_token_ids: list[int]
+    choices: list[TextChoice]
 
     def __init__(self, prompt: Prompt, prompt_ids: list[int], choices: Sequence[TextChoice], n: int) -> None:
         self.prompt, self.prompt_token_ids, self.choices = prompt, prompt_ids, list(choices)

@@ -8,7 +8,7 @@ What an architecture does not have is not in its parameters, and is passed over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,6 +43,14 @@ class Decoder:
     array: fewer and larger multiplications.
     """
 
+    params: dict[str, Any]
+    arch: Arch
+    backend: ArrayBackend
+    dtype: str
+    max_len: int
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
@@ -52,10 +60,10 @@ class Decoder:
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self._reached = min((t.shape[0] for pair in params["ropes"] for t in pair), default=max_len)
         self._growing = threading.Lock()
-        self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
+        self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
-        self.fused = backend.fuse(self)
+        self.fused: Callable[..., Any] | None = backend.fuse(self)
         """All layers in one call, where the backend can; None: operation by operation, with the same result."""
 
     @classmethod

@@ -50,6 +50,9 @@ class Fields:
     transformers writes it for a default. All raise InvalidModelFiles for a value of the wrong type or range.
     """
 
+    config: Mapping[str, Any]
+    where: str
+
     def __init__(self, config: Config, where: str = "") -> None:
         self.config, self.where = config, where
 

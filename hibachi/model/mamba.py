@@ -86,6 +86,14 @@ class Mamba:
     state_size] (negative rates), skip [inner], out_proj [hidden, inner], and the biases that the model has.
     """
 
+    arch: MambaArch
+    params: dict[str, Any]
+    backend: ArrayBackend
+    dtype: str
+    max_len: int
+    bos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+
     model_type = "mamba"
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
@@ -94,7 +102,7 @@ class Mamba:
         self.dtype, self.max_len = dtype, max_len
         self.vocab_size: int | None = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
-        self.embed_size = arch.hidden_size  # prompts may be given as embeddings of this width
+        self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
 
     @classmethod
     def load(

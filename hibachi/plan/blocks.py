@@ -23,6 +23,10 @@ class BlockPool:
     not serve again. A block is not cleared for its next owner: see `ArrayBackend.storable`.
     """
 
+    total: int
+    block_size: int
+    evictions: int
+
     def __init__(self, total: int, block_size: int) -> None:
         self.total, self.block_size = total, block_size
         self.evictions = 0  # idle blocks that were taken for something else

@@ -16,6 +16,10 @@ Prefix: TypeAlias = tuple[Hashable, ...]  # the salt, and the keys of its blocks
 class Checkpoints:
     """Slots 0 to total - 1. every: blocks from one checkpoint of a long prompt to the next."""
 
+    evictions: int
+    total: int
+    every: int
+
     def __init__(self, total: int, every: int) -> None:
         self.total, self.every = total, every
         self.evictions = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -116,6 +116,9 @@ class Priority:
     Bound: from then on it starts after at most as many steps as those ranked before it have tokens.
     """
 
+    age: float | None
+    best: int
+
     def __init__(self, age: float | None = None, best: int = 0) -> None:
         if age is not None and not age > 0:
             raise ConfigError(f"age must be a number of seconds > 0 (or None: no ageing); got {age!r}.")
@@ -187,6 +190,9 @@ class Fair:
     `largest`, and nobody for a better class than `best`. Later requests of a tenant wait for their turns: how long
     depends on the tenants that come meanwhile.
     """
+
+    largest: int
+    best: int
 
     def __init__(self, weights: dict[Hashable, float] | None = None, best: int = 0, largest: int = 1) -> None:
         """weights: what a tenant's share counts (1 if not named): with 2 it gets twice the tokens.
@@ -454,6 +460,13 @@ class WaitingServed:
     For models that cannot compute prompts beside tokens, where each prompt makes everybody wait. ratio: how many must
     wait for each that runs. patience: steps after which one that waits is enough. order: who is next (default: Fcfs).
     """
+
+    ratio: float
+    patience: int
+    rank: Callable[[Seq], Any]
+    push: Callable[[Seq], None]
+    peek: Callable[[], Seq | None]
+    left: Callable[[Seq, int], None]
 
     def __init__(self, ratio: float = 1.2, patience: int = 20, order: Policy | None = None) -> None:
         if not ratio >= 0 or not patience >= 0:

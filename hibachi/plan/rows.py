@@ -17,16 +17,20 @@ class RowTable:
     """The counters of the sequence that holds each row; [rows], int32. What they mean is nobody's who holds none."""
 
     def __init__(self, rows: int) -> None:
-        self.known = np.zeros(rows, np.int32)  # tokens whose place is decided
-        self.computed = np.zeros(rows, np.int32)  # tokens that the model was given, or is given in a planned step
-        self.done = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
-        self.gained = np.ones(rows, np.int32)  # tokens that the last committed step brought: these are not computed
-        self.settled = np.zeros(rows, np.int32)  # computed by committed steps, as far as they had chunks of prompts
-        self.end = np.zeros(rows, np.int32)  # length at which it finishes
-        self.capacity = np.zeros(rows, np.int32)  # positions that its blocks hold
-        self.published = np.zeros(rows, np.int32)  # blocks; NEVER: no more will be
-        self.emitted = np.zeros(rows, bool)  # it has brought a token since it got its row
-        self.generation = np.zeros(rows, np.int32)  # how often the row was given back
+        self.known: Ints = np.zeros(rows, np.int32)  # tokens whose place is decided
+        self.computed: Ints = np.zeros(rows, np.int32)  # tokens that the model was given, or is given in a planned step
+        self.done: Ints = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
+        self.gained: Ints = np.ones(
+            rows, np.int32
+        )  # tokens that the last committed step brought: these are not computed
+        self.settled: Ints = np.zeros(
+            rows, np.int32
+        )  # computed by committed steps, as far as they had chunks of prompts
+        self.end: Ints = np.zeros(rows, np.int32)  # length at which it finishes
+        self.capacity: Ints = np.zeros(rows, np.int32)  # positions that its blocks hold
+        self.published: Ints = np.zeros(rows, np.int32)  # blocks; NEVER: no more will be
+        self.emitted: Bools = np.zeros(rows, bool)  # it has brought a token since it got its row
+        self.generation: Ints = np.zeros(rows, np.int32)  # how often the row was given back
 
     def enter(self, row: int, length: int, computed: int, end: int) -> None:
         """A sequence of `length` tokens, of which some were found computed, has this row now."""

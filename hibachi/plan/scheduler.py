@@ -36,23 +36,31 @@ class Scheduler:
     sequence (n beyond the keys that it came with), from its tokens; None: what is generated is not shared.
     """
 
+    steps: int
+    waiting: int
+    paused_rows: int
+    limits: Limits
+    policy: Policy
+
     def __init__(
         self, limits: Limits, policy: Policy | None = None, key_of: Callable[[Seq, int], Hashable] | None = None
     ) -> None:
         self.limits, self.policy, self._key_of = limits, policy or Fcfs(), key_of
-        self.budget = limits.budget
-        self.counts = Counts()
-        self.pool = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
-        self.checkpoints = Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
+        self.budget: int = limits.budget
+        self.counts: Counts = Counts()
+        self.pool: BlockPool | None = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
+        self.checkpoints: Checkpoints | None = (
+            Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
+        )
         self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
         width = min(self.pool.blocks_for(limits.max_len), self.pool.usable) if self.pool else 0
-        self.block_table = np.zeros((rows, width), np.int32)
-        self.table = RowTable(rows)
-        self.free_rows = list(range(rows - 1, -1, -1))
+        self.block_table: Ints = np.zeros((rows, width), np.int32)
+        self.table: RowTable = RowTable(rows)
+        self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.order: list[Seq] = []  # in the order of service
         self.rows: Index = np.zeros(0, np.intp)  # their rows
-        self.left = False  # somebody left `_running`
+        self.left: bool = False  # somebody left `_running`
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused

@@ -46,7 +46,7 @@ class TimeShares:
 
     def __init__(self, weight: Callable[[Hashable], float] = lambda tenant: 1.0) -> None:
         """weight: what a tenant's part counts: with 2 it gets twice the time."""
-        self.times = StepTimes()
+        self.times: StepTimes = StepTimes()
         self._weight = weight
         self._spent: dict[Hashable, float] = {}
         self._level = 0.0  # what the one that was charged least has been charged

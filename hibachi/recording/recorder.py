@@ -27,7 +27,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import Sent, StepPlan
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 LENGTH = 512  # entries: a step is two, plan and commit
 
 

@@ -35,7 +35,7 @@ from hibachi.streams.loops import Wakeups
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
 
-log = logging.getLogger("hibachi.engine")
+log: logging.Logger = logging.getLogger("hibachi.engine")
 MOST_IDS = 2**31 - 1  # of a model that does not say how many it has
 MOST_RESTARTS = 3  # in a row, without a token in between
 CLOSING = 10.0  # seconds that a process has to end
@@ -53,6 +53,8 @@ class RemoteEngine(Closing):
     "on_failure": begin again in a new process when it dies, or its engine has failed for good; its requests fail all
     the same. A lost device is begun anew in the same one. Raises what making the model raises.
     """
+
+    restarts: int
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class RemoteEngine(Closing):
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
         before = time.monotonic()
-        self.ready = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
+        self.ready: Ready = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
         self._starts_within = max(LEAST_START, START_TIMES * (time.monotonic() - before))
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()

@@ -18,7 +18,7 @@ from hibachi.serve.served import Served
 from hibachi.web.keys import tenants_of
 from hibachi.web.tenants import Tenants
 
-log = logging.getLogger("hibachi.serve")
+log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
 def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:

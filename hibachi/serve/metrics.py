@@ -15,14 +15,16 @@ from typing import TypeAlias
 import prometheus_client
 
 from hibachi.api.errors import Refused
+from hibachi.engine.health import Health
 from hibachi.engine.meters import Histogram, Meters, decades
+from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, page
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
-log = logging.getLogger("hibachi.serve")
+log: logging.Logger = logging.getLogger("hibachi.serve")
 Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"
 PATH = "/metrics"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
@@ -68,6 +70,14 @@ def _others() -> bytes:
 class View:
     """One look at everything. It waits for nobody: where the engine is another process, it is its last sign of life."""
 
+    served: Served
+    requests: RequestMeter
+    about: dict[str, str]
+    health: Health
+    stats: Stats
+    memory_free: int | None
+    memory_size: int | None
+
     def __init__(
         self, served: Served, requests: RequestMeter, about: dict[str, str], began: float, named: bool = True
     ) -> None:
@@ -77,13 +87,13 @@ class View:
         self.served, self.requests, self.about = served, requests, about
         self.health, self.stats = texts.health(), texts.stats()
         self.engine: Meters = texts.meters()
-        self.uptime = time.monotonic() - began
-        self.restarts = self.health.restarts
+        self.uptime: float = time.monotonic() - began
+        self.restarts: int = self.health.restarts
         memory: tuple[int | None, int | None] = self.engine.memory or (None, None)
         self.memory_free, self.memory_size = memory
         pids = {"server": os.getpid()} | ({} if engine.pid is None else {"engine": engine.pid})
         sizes = {(name,): _resident(pid) for name, pid in pids.items()}
-        self.resident = {key: size for key, size in sizes.items() if size is not None}
+        self.resident: dict[tuple[str], int] = {key: size for key, size in sizes.items() if size is not None}
 
     def by_tenant(self, place: int) -> dict[tuple[str, ...], int]:
         return self.requests.by_tenant(place) if self._named else {}
@@ -120,10 +130,28 @@ class RequestMeter:
     with whoever waited for them.
     """
 
+    generated: int
+    prompt_tokens: int
+    cached_tokens: int
+    arrived: int
+    first: Histogram
+    total: Histogram
+    preparation: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    between: Histogram
+    per_token: Histogram
+    prompt_sizes: Histogram
+    answer_sizes: Histogram
+    cached_sizes: Histogram
+    max_tokens: Histogram
+
     def __init__(self, tenants: list[str] | None = None) -> None:
         self.open: set[Record] = set()
         self.arrived = self.prompt_tokens = self.cached_tokens = self.generated = 0
-        self.finished = {(reason,): 0 for reason in (*WHOLE, "cancelled", "error", "closed")}
+        self.finished: dict[tuple[str], int] = {(reason,): 0 for reason in (*WHOLE, "cancelled", "error", "closed")}
         self.rejected: Counter[tuple[str, str]] = Counter()
         self.http: Counter[tuple[str, str, str]] = Counter()
         self.first, self.total, self.preparation, self.queue, self.prefill, self.decode, self.inference = (
@@ -131,7 +159,7 @@ class RequestMeter:
         )
         self.between, self.per_token = Histogram(BETWEEN), Histogram(BETWEEN)
         self.prompt_sizes, self.answer_sizes, self.cached_sizes, self.max_tokens = (Histogram(SIZES) for _ in range(4))
-        self.n = Histogram(FEW)
+        self.n: Histogram = Histogram(FEW)
         self._tenants = {name: [0, 0, 0] for name in tenants or ()}
 
     @property

@@ -18,7 +18,7 @@ from hibachi.web.keys import tenants_of
 from hibachi.web.logs import log_to_stderr
 from hibachi.web.signals import ending
 
-log = logging.getLogger("hibachi.serve")
+log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
 def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:

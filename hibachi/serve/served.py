@@ -57,6 +57,7 @@ class Served:
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    vocabulary: Vocabulary = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocabulary = Vocabulary(

@@ -25,7 +25,7 @@ from hibachi.streams.closeable import CLOSE_WITHIN
 from hibachi.web.deadlines import Arriving
 from hibachi.web.signals import end
 
-log = logging.getLogger("hibachi.serve")
+log: logging.Logger = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted
 KEPT = 75  # seconds an idle connection stays open: longer than balancers keep theirs, so that it is they who close
 CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._stopped = False
         self._complained = -TOLD_EVERY
-        self.status = 0
+        self.status: int = 0
 
     async def startup(self, sockets: Any = None) -> None:
         loop = asyncio.get_running_loop()

@@ -28,6 +28,12 @@ from hibachi.request import Finish
 class Shape:
     """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued."""
 
+    asked: Asked
+    name: str
+    vocabulary: Vocabulary
+    id: str
+    created: int
+
     prefix = object = ""
 
     def __init__(self, asked: Asked, name: str, vocabulary: Vocabulary) -> None:

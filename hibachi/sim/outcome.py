@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.plan.rows import Ints
 from hibachi.sim.trace import PICOSECONDS, Numbers
 
 NEVER = -1
@@ -67,6 +68,12 @@ class Gaps:
 class Timeline:
     """Queue, rows and blocks in use over time, as steps; between two entries the engine is idle."""
 
+    begin: array[int]
+    end: array[int]
+    waiting: array[int]
+    running: array[int]
+    blocks: array[int]
+
     def __init__(self) -> None:
         self.begin, self.end = array("q"), array("q")  # picoseconds
         self.waiting, self.running, self.blocks = array("q"), array("q"), array("q")
@@ -92,12 +99,12 @@ class Outcome:
     """All that a replay of n requests leaves behind. Times are int64 picoseconds; NEVER where it did not come to it."""
 
     def __init__(self, n: int) -> None:
-        self.started = np.full(n, NEVER, np.int64)  # got a row for the first time
-        self.first = np.full(n, NEVER, np.int64)  # first token
-        self.last = np.full(n, NEVER, np.int64)  # last token
+        self.started: Ints = np.full(n, NEVER, np.int64)  # got a row for the first time
+        self.first: Ints = np.full(n, NEVER, np.int64)  # first token
+        self.last: Ints = np.full(n, NEVER, np.int64)  # last token
         self.refused: dict[str, int] = {}  # cause -> requests
-        self.gaps = Gaps()
-        self.timeline = Timeline()
+        self.gaps: Gaps = Gaps()
+        self.timeline: Timeline = Timeline()
         self.steps = self.planned = 0  # all steps; those that the scheduler planned one by one
         self.prompt_tokens = self.computed_tokens = self.new_tokens = 0
         self.hit_tokens = self.evictions = self.preemptions = 0

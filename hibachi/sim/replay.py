@@ -59,9 +59,12 @@ class _Cost:
 class Replay:
     """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any."""
 
+    trace: Trace
+    scheduler: Scheduler
+
     def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True) -> None:
         self.trace, self.scheduler = trace, scheduler
-        self.outcome = Outcome(len(trace))
+        self.outcome: Outcome = Outcome(len(trace))
         self._cost = _Cost.of(time)
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None

@@ -46,12 +46,12 @@ class Channel(Generic[T]):
 
     def __init__(self, pause_after: int | None = None) -> None:
         self.buffer: deque[T] = deque()
-        self.pause_after = pause_after
+        self.pause_after: int | None = pause_after
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
-        self.stop_logprob = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
+        self.stop_logprob: float = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
         self.started: float | None = None  # when it joined the batch, by time.monotonic()
-        self.reused = 0  # tokens of the prompt that were found in the cache then
+        self.reused: int = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self.tenant: Hashable = ""  # whose request it is

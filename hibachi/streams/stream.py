@@ -25,6 +25,9 @@ class ItemStream(Closing, Generic[T]):
     batch at the next step. A failed request raises its error from the iteration, after the tokens before it.
     """
 
+    channel: Channel[Any]
+    read: Callable[[Any], T]
+
     def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
         self.channel, self.read = channel, read
         self._cancel: Callable[[], None] | None = cancel  # keeps the engine alive while the request runs

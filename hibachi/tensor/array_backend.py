@@ -29,6 +29,9 @@ class ArrayBackend:
     A new library is served by `ArrayBackend(namespace)` as it is; subclasses override what is faster natively.
     """
 
+    xp: Any
+    device: Any
+
     name: str = "array_api"
     shapes: CallShapes = CallShapes()
     """The shapes of calls that this library wants."""

@@ -168,7 +168,7 @@ class TinyDecoder(Toy):
     def __init__(self, backend: ArrayBackend, weights: dict[str, Any]) -> None:
         super().__init__(backend)
         matrices = ("qkv", "o", "gate_up", "down")
-        self.params = {
+        self.params: dict[str, Any] = {
             "embed": backend.put_weight(weights["embed"], "float32"),  # the head as well
             "norm": backend.put(weights["norm"]),
             "cos": backend.put(weights["cos"]),

@@ -26,7 +26,7 @@ from hibachi.tune.right import CHECKS, NEAR
 from hibachi.tune.stepcost import padded
 from hibachi.tune.trial import STEP, Trial, rank, steps_of, taken_of, unfit
 
-log = logging.getLogger("hibachi.autotune")
+log: logging.Logger = logging.getLogger("hibachi.autotune")
 BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
 DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
 _BEHIND = 3  # times the fastest

@@ -20,7 +20,7 @@ from hibachi.tensor.candidates import Candidate
 from hibachi.tune.cases import Sizes
 from hibachi.tune.trial import Trial
 
-log = logging.getLogger("hibachi.autotune")
+log: logging.Logger = logging.getLogger("hibachi.autotune")
 _MOST = 1 << 20  # bytes of what is kept; some thousand in fact
 _FORMAT = 3  # of what is kept; another one where other cases are timed
 

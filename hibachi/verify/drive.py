@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from hibachi.engine.runner import Awaiter, check_output
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.shapes import fixed
+from hibachi.shapes import CallShapes, fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.verify.spy import takes_lengths
@@ -44,6 +44,10 @@ class Driver:
 
     touched: names of inputs that a call has changed.
     """
+
+    model: Any
+    backend: ArrayBackend
+    name: str
 
     def __init__(self, model: Any, backend: ArrayBackend, name: str) -> None:
         self.model, self.backend, self.name = model, backend, name
@@ -79,10 +83,13 @@ class WholeDriver(Driver):
     fills: tokens [1, *tok] that rows may be padded with; empty: rows of equal length go together.
     """
 
+    vocab: int | None
+    sampled: bool
+
     def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None, rung: int) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.{'logits' if rung else 'forward'}")
         self.vocab, self.sampled = vocab, bool(rung)
-        self.takes_lengths = takes_lengths(model, rung)
+        self.takes_lengths: bool = takes_lengths(model, rung)
         self.fills: list[HostArray] = []
 
     def call(
@@ -156,17 +163,21 @@ class CachedDriver(Driver):
     some call has changed.
     """
 
+    vocab: int | None
+    rows: int
+    dtype: str
+
     def __init__(
         self, model: Any, backend: ArrayBackend, vocab: int | None, *, longest: int, rows: int, dtype: str
     ) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
         self.vocab, self.rows, self.dtype = vocab, rows, dtype
-        self.spec = list(model.cache_spec())
-        self.states = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
-        self.paged = [i for i, layer in enumerate(self.spec) if isinstance(layer, Paged)]
-        self.width = -(-longest // BLOCK) if self.paged else 0
-        self.step = backend.compile(model.step)
-        self.shapes = backend.shapes
+        self.spec: list[Any] = list(model.cache_spec())
+        self.states: list[int] = [i for i, layer in enumerate(self.spec) if isinstance(layer, State)]
+        self.paged: list[int] = [i for i, layer in enumerate(self.spec) if isinstance(layer, Paged)]
+        self.width: int = -(-longest // BLOCK) if self.paged else 0
+        self.step: Callable[..., Any] = backend.compile(model.step)
+        self.shapes: CallShapes = backend.shapes
         self.stray: dict[str, None] = {}
         self.moved: set[int] = set()
 
@@ -181,11 +192,15 @@ class CachedDriver(Driver):
 class CacheSession:
     """A cache and the requests in it. table [rows, blocks]; place: the row that each request holds."""
 
+    driver: CachedDriver
+    table: HostArray
+    shift: int
+
     def __init__(self, driver: CachedDriver, table: HostArray, shift: int) -> None:
         d = self.driver = driver
         self.table, self.shift = table, shift
         self.place: dict[str, int] = {}
-        self.cache = [
+        self.cache: list[Any] = [
             d.backend.make_cache(s, blocks=table.size + 1, block_size=BLOCK, rows=d.rows + 1, dtype=d.dtype)
             for s in d.spec
         ]

@@ -30,6 +30,14 @@ class Engines:
     tolerance: of log-probabilities and real values, absolute and relative.
     """
 
+    backend: ArrayBackend
+    rung: int | None
+    vocab: int | None
+    prompts: list[HostArray]
+    n: int
+    pads: list[HostArray]
+    tolerance: float
+
     def __init__(
         self,
         model: Any,
@@ -42,9 +50,9 @@ class Engines:
         pads: Sequence[HostArray],
         tolerance: float,
     ) -> None:
-        self.spy = Spy(model, backend, rung)
+        self.spy: Spy = Spy(model, backend, rung)
         self.backend, self.rung, self.vocab = backend, rung, vocab
-        self.takes_lengths = takes_lengths(model, rung)
+        self.takes_lengths: bool = takes_lengths(model, rung)
         self.prompts, self.n, self.pads, self.tolerance = list(prompts), new, list(pads), tolerance
         self._engines: dict[str, Any] = {}
         self._held: Any = None  # a stream, which would be cancelled if it were dropped

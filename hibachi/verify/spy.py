@@ -42,9 +42,11 @@ class Spy:
     record: copies of calls are put into this list, if there is one.
     """
 
+    calls: int
+
     def __init__(self, model: Any, backend: ArrayBackend, rung: int | None) -> None:
         self._plain = backend
-        self.backend = copy.copy(backend)
+        self.backend: ArrayBackend = copy.copy(backend)
         self.model: Any = model
         if rung == 2:
             self.backend.compile = self._compile  # type: ignore[method-assign]

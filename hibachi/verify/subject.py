@@ -108,6 +108,13 @@ class Subject:
     Raises ConfigError.
     """
 
+    model: Any
+    name: str
+    exact: bool
+    seed: int
+    sizes: tuple[int, ...]
+    chunks: tuple[int, ...]
+
     def __init__(
         self,
         model: Any,
@@ -129,21 +136,21 @@ class Subject:
     ) -> None:
         self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
         feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
-        self.rung = None if feedforward else level_of(model)
-        self.backend = backend or backend_of(model)
+        self.rung: int | None = None if feedforward else level_of(model)
+        self.backend: ArrayBackend = backend or backend_of(model)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
             raise ConfigError(f"Batch sizes must be >= 2 and chunks >= 1; got {list(sizes)} and {list(chunks)}.")
-        self.dtype = dtype or (found if isinstance(found := getattr(model, "dtype", None), str) else "float32")
-        self.tolerance = tolerance if tolerance is not None else TOLERANCE.get(self.dtype, ROUNDING)
+        self.dtype: str = dtype or (found if isinstance(found := getattr(model, "dtype", None), str) else "float32")
+        self.tolerance: float = tolerance if tolerance is not None else TOLERANCE.get(self.dtype, ROUNDING)
         size = getattr(model, "vocab_size", None)
         self.vocab: int | None = size if self.rung else None
-        self.ids = None if feedforward else vocab_size or size
+        self.ids: int | Any | None = None if feedforward else vocab_size or size
         limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
         self.limit: int | None = limit if isinstance(limit, int) else None
         found = self._given(examples)
         self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)
-        self.driver = self._driver()
+        self.driver: Driver = self._driver()
         self.base: Outputs = {}  # what each row gets alone
         self.changed: list[str] = []  # what the model keeps and calls have changed, once all trials are done
         self._put_rows(found)
@@ -159,9 +166,9 @@ class Subject:
                 f"To verify {self.name} takes a max_model_len >= {shortest + LEAST} with prompts of {shortest} or more "
                 f"tokens; got {limit}."
             )
-        self.long = shortest + min(LONG, room)
-        self.main = shortest + min(MAIN, max(STEPS + 1, -(-room // 2)))
-        self.half = shortest + STEPS + 1
+        self.long: int = shortest + min(LONG, room)
+        self.main: int = shortest + min(MAIN, max(STEPS + 1, -(-room // 2)))
+        self.half: int = shortest + STEPS + 1
         if self.half + STEPS >= self.main:
             self.half = 0  # there is no room for it
 
@@ -199,7 +206,7 @@ class Subject:
                 rows[name] = self._cast(prompts.draw(self.ids or 0, self.long + STEPS, self.seed + i))
         if self.rung is not None and examples:
             self._grow()
-        self.names = list(self._different())
+        self.names: list[str] = list(self._different())
         if len(self.names) < 2:
             what = "of one shape" if self.rung is None else f"that differ in their first {self.main} tokens"
             how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW

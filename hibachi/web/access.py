@@ -12,7 +12,7 @@ from hibachi.web.exchange import Exchange
 from hibachi.web.logs import FIELDS
 
 _LONGEST = 200  # characters of a path
-log = logging.getLogger("hibachi.request")
+log: logging.Logger = logging.getLogger("hibachi.request")
 
 
 class Told(Protocol):

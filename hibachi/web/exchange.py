@@ -15,7 +15,7 @@ from hibachi.api.answers import encode
 from hibachi.api.errors import Refused, body_of
 
 Message = MutableMapping[str, Any]
-log = logging.getLogger("hibachi.serve")
+log: logging.Logger = logging.getLogger("hibachi.serve")
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -26,6 +26,10 @@ class Gone(Exception):
 class Exchange:
     """A request that came, and how to answer it. `id`: the client's X-Request-Id, or one of ours."""
 
+    scope: MutableMapping[str, Any]
+    begun: bool
+    status: int
+
     def __init__(
         self,
         scope: Message,
@@ -35,12 +39,12 @@ class Exchange:
         self.scope, self._receive, self._send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"")
-        self.id = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
+        self.id: str = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
         self.path: str = scope["path"]
         self.method: str = scope["method"]
         self.client: tuple[str, int] | None = scope.get("client")
         self.tenant = ""
-        self.came = time.monotonic()
+        self.came: float = time.monotonic()
         self.status = 0  # of its answer
         self.record: Any = None  # what a server notes of a request for text; see `access.Told`
         self.begun = False  # its answer

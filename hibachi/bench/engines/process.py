@@ -83,6 +83,10 @@ class Process:
     and total, from the start of the process to the first token.
     """
 
+    setup: EngineSetup
+    version: str
+    about: Any
+
     def __init__(self, setup: EngineSetup, timeout: float = 600.0) -> None:
         if setup.engine not in engines():
             raise ConfigError(f"An engine must be one of {', '.join(engines())}; got {setup.engine!r}.")
@@ -115,8 +119,8 @@ class Process:
             raise
         self.version, self.about = str(ready["version"]), ready["about"]
         kernels = self.about.get("kernels", "default")
-        self.label = setup.label if kernels == "default" else f"{setup.label[:-1]}, {kernels})"
-        self.start_up = {
+        self.label: str = setup.label if kernels == "default" else f"{setup.label[:-1]}, {kernels})"
+        self.start_up: dict[str, Any] = {
             "total": ready["first_token"] - began,
             "import": ready["import_seconds"],
             "load": ready["load_seconds"],

@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
     """One connection, for one request after the other."""
 
     def __init__(self) -> None:
-        self.open = False
+        self.open: bool = False
         self.failed: BaseException | None = None
         self._answer: Response | None = None
 
@@ -120,6 +120,9 @@ class Client:
 
     headers: sent with each request. Close it by `close`.
     """
+
+    made: int
+    url: Url
 
     def __init__(self, url: Url, headers: Mapping[str, str] | None = None, *, connect_timeout: float = 30.0) -> None:
         self.url, self._timeout = url, connect_timeout

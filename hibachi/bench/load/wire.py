@@ -21,11 +21,14 @@ class Response:
     connection may carry another request. begun: some of it has come.
     """
 
+    done: bool
+
     def __init__(self) -> None:
-        self.status = 0
+        self.status: int = 0
         self.headers: dict[str, str] = {}
-        self.begun = self.done = False
-        self.reusable = True
+        self.begun: bool = False
+        self.done: bool = False
+        self.reusable: bool = True
         self._rest = b""
         self._read = self._head
         self._left = 0  # bytes of the body, or of this chunk

@@ -56,6 +56,8 @@ class GGUF(Tensors):
     Raises InvalidModelFiles for a damaged file, UnknownArchitecture for a model that we do not know.
     """
 
+    metadata: dict[str, Any]
+
     readable = READABLE
 
     def __init__(self, path: str | Path) -> None:

@@ -176,7 +176,7 @@ class PieceText:
     ) -> None:
         self._table, self._space = table, strip[0]
         self._first = None if any(i in table for i in after) else first
-        self.to_drop = _still_to_drop(table, after, strip) if len(after) else strip[1]
+        self.to_drop: int = _still_to_drop(table, after, strip) if len(after) else strip[1]
         self._run: list[str] = []  # the characters of a run of bytes
         self._rest = b""  # and the beginning of the next one
         self._size = 0  # how many bytes those are

@@ -17,6 +17,8 @@ class StopStrings:
     include: the text ends behind the stop string, not in front of it; then nothing is held back.
     """
 
+    found: bool
+
     __slots__ = ("_begins", "_held", "_include", "_matched", "_open", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

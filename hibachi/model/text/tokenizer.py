@@ -33,6 +33,8 @@ class Tokenizer:
     Jinja source, several by name, or None. whole: a pre-tokenizer that is written in Python leaves out no text.
     """
 
+    special: dict[str, str]
+
     def __init__(
         self,
         raw: Any,
@@ -45,7 +47,7 @@ class Tokenizer:
         raw.no_padding()
         self._raw, self.special, self._whole = raw, dict(special or {}), whole
         named = chat_template if isinstance(chat_template, Mapping) else {"default": chat_template}
-        self.chat_templates = {name: source for name, source in named.items() if source is not None}
+        self.chat_templates: dict[str, str] = {name: source for name, source in named.items() if source is not None}
         # Tokens are special by their text, so asking is the only way.
         added = raw.get_added_tokens_decoder()
         self._special = {i for i in added if self.decode([i], skip_special_tokens=False) and not self.decode([i])}

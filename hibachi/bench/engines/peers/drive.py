@@ -25,9 +25,14 @@ from typing import Any, Protocol
 class Request:
     """due: when it comes. times: when each of its tokens came. tokens: their ids, where the engine tells."""
 
+    id: int
+    arrival: float
+    prompt: list[int]
+    max_tokens: int
+
     def __init__(self, id: int, arrival: float, prompt: list[int], max_tokens: int) -> None:
         self.id, self.arrival, self.prompt, self.max_tokens = id, arrival, prompt, max_tokens
-        self.due = 0.0
+        self.due: float = 0.0
         self.times: list[float] = []
         self.tokens: list[int] = []
 

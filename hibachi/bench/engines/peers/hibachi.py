@@ -17,12 +17,12 @@ class Engine:
         began = time.perf_counter()
         if settings["backend"] in ("torch", "jax"):  # their import is told apart
             importlib.import_module(settings["backend"])
-        self.import_seconds = time.perf_counter() - began
+        self.import_seconds: float = time.perf_counter() - began
         from hibachi import LLM
 
         options = dict(settings["options"])
         wants_profile = options.pop("profile", False)
-        self.llm = LLM(
+        self.llm: LLM = LLM(
             settings["model"],
             backend=settings["backend"],
             dtype=settings["dtype"],
@@ -32,9 +32,13 @@ class Engine:
             **options,
         )
         self.engine: Any = self.llm.engine
-        self.version = version("hibachi")
+        self.version: str = version("hibachi")
         backend = self.llm.backend
-        self.about = {**backend.versions(), "kernels": backend.kernels, "quantization": backend.quantization}
+        self.about: dict[str, str] = {
+            **backend.versions(),
+            "kernels": backend.kernels,
+            "quantization": backend.quantization,
+        }
         self.profile: Any = None
         if wants_profile:
             from hibachi.bench.steps.profile import Profile

@@ -19,21 +19,22 @@ if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothin
 
 class Engine:
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.import_seconds = 0.0
+        self.import_seconds: float = 0.0
         options = settings["options"]
         server, slots = options.get("server", "llama-server"), int(options.get("slots", min(settings["rows"], 16)))
         said = subprocess.run([server, "--version"], capture_output=True, text=True)
-        self.version = ((said.stdout + said.stderr).strip().splitlines() or ["?"])[0].replace("version: ", "")
-        self.keep = settings["prefix_cache"]
+        self.version: str = ((said.stdout + said.stderr).strip().splitlines() or ["?"])[0].replace("version: ", "")
+        self.keep: Any = settings["prefix_cache"]
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+            self.port: Any = s.getsockname()[1]
         command = [server, "-m", settings["model"], "-t", str(settings["threads"]), "-np", str(slots), "-cb"]
         command += ["-c", str((settings["max_len"] + 8) * slots), "-b", "2048", "-ub", str(options.get("ubatch", 512))]
         command += ["-fa", str(options.get("flash", "auto")), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--no-webui", "--log-disable"]
         command += (["-kvu"] if options.get("unified", True) else []) if self.keep else ["--cache-ram", "0"]
-        self.process = subprocess.Popen([*command, *options.get("arguments", [])], stdout=subprocess.DEVNULL)
+        command += options.get("arguments", [])
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             asyncio.run(self.healthy())
         except BaseException:

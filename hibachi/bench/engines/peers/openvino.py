@@ -15,15 +15,19 @@ _PRECISION = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 class Engine:
+    count: int
+    openvino: Any
+    genai: Any
+
     def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
         import numpy
         import openvino
         import openvino_genai
 
-        self.import_seconds = time.perf_counter() - began
+        self.import_seconds: float = time.perf_counter() - began
         self.numpy, self.openvino, self.genai = numpy, openvino, openvino_genai
-        self.version = openvino_genai.__version__
+        self.version: Any = openvino_genai.__version__
         options = dict(settings["options"])
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = options.pop("cache_gib", 2)
@@ -36,7 +40,7 @@ class Engine:
             "INFERENCE_NUM_THREADS": settings["threads"],
             **options,
         }
-        self.pipe = openvino_genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", properties)
+        self.pipe: Any = openvino_genai.ContinuousBatchingPipeline(settings["model"], scheduler, "CPU", properties)
         self.count = 0
 
     def start(self, r: Request) -> Any:

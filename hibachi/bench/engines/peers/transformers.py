@@ -17,18 +17,25 @@ if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothin
 
 
 class Engine:
+    turn: int
+    version: str
+    batch: int
+    way: Any
+    blocks: int
+    rows: Any
+
     def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
         import torch
         import transformers
 
         loader = transformers.AutoModelForCausalLM  # some of it is imported only now
-        self.import_seconds = time.perf_counter() - began
+        self.import_seconds: float = time.perf_counter() - began
         self.torch, self.transformers, self.version = torch, transformers, transformers.__version__
         torch.set_num_threads(settings["threads"])
         options = settings["options"]
         self.batch, self.way = int(options.get("batch", min(settings["rows"], 16))), options.get("way")
-        self.block_size = int(options.get("block_size", 32))
+        self.block_size: int = int(options.get("block_size", 32))
         room = -(-settings["max_len"] // self.block_size) * settings["rows"]
         self.blocks, self.rows = int(options.get("blocks", room)), settings["rows"]
         dtype, attention = getattr(torch, settings["dtype"]), options.get("attention", "sdpa")
@@ -103,7 +110,7 @@ class Engine:
         room = importlib.import_module("transformers.generation").ContinuousBatchingConfig(
             max_requests_per_batch=self.rows, num_blocks=self.blocks, page_size=self.block_size
         )
-        self.context = self.model.continuous_batching_context_manager(
+        self.context: Any = self.model.continuous_batching_context_manager(
             generation_config=how, continuous_batching_config=room
         )
         self.manager = self.context.__enter__()

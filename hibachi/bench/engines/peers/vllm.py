@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a script of its own, by an interpreter that may have nothin
 
 
 class Engine:
+    count: int
+
     def __init__(self, settings: dict[str, Any]) -> None:
         for name, value in (
             ("VLLM_CPU_KVCACHE_SPACE", "4"),
@@ -28,10 +30,10 @@ class Engine:
         began = time.perf_counter()
         import vllm
 
-        self.import_seconds = time.perf_counter() - began
-        self.version = vllm.__version__
-        self.params = vllm.SamplingParams
-        self.engine = vllm.LLM(
+        self.import_seconds: float = time.perf_counter() - began
+        self.version: Any = vllm.__version__
+        self.params: Any = vllm.SamplingParams
+        self.engine: Any = vllm.LLM(
             model=settings["model"],
             dtype=settings["dtype"],
             max_num_seqs=settings["rows"],
