@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
@@ -91,14 +92,17 @@ class JaxBackend(ArrayBackend):
         self._undecided = native is None
 
     @classmethod
+    @override
     def for_array(cls, t: Any) -> JaxBackend | None:
         return cls() if isinstance(t, jax.Array) else None
 
     # ---- movement ----------------------------------------------------------------------------------------------
 
+    @override
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
         return jax.device_put(a if dtype is None else a.astype(self.dtype(dtype)), self.device)
 
+    @override
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
         # One transfer and one program: of thirteen small ones each, most of the time goes to Python.
         if any(a.dtype != np.int32 for a in arrays):
@@ -107,25 +111,31 @@ class JaxBackend(ArrayBackend):
         parts: list[Array] = _split(flat if self.device is None else self.put(flat), tuple(a.shape for a in arrays))
         return parts
 
+    @override
     def row_major(self, t: Array) -> Array:
         return t  # XLA decides
 
+    @override
     def take(self, t: Array, idx: Array) -> Array:
         return _take(t, idx)
 
+    @override
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
         return dst.at[idx].set(src)
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         if self._turns and w.shape[0] < VOCABULARY * w.shape[1]:
             return Turned(self.put(np.ascontiguousarray(w.T), dtype))
         return self.put(w, dtype)
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         return jnp.moveaxis(w.w[:, idx], 0, -1) if isinstance(w, Turned) else self.take(w, idx)
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
+    @override
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         if isinstance(spec, Paged) and tpu.why_not(self.platform, spec) is None:
             return (self.zeros((blocks, block_size, 2 * spec.kv_heads, spec.k_dim), spec.dtype or dtype),)
@@ -134,12 +144,14 @@ class JaxBackend(ArrayBackend):
         shape, dtype = (blocks, spec.kv_heads, block_size), spec.dtype or dtype
         return self.zeros((*shape, spec.k_dim), dtype), self.zeros((*shape, spec.v_dim), dtype)
 
+    @override
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
         if not self._loops:
             return super().write_cache(cache, slot, rows)
         size = cache.shape[2]
         return cache.at[slot // size, :, slot % size].set(rows, mode="promise_in_bounds")
 
+    @override
     def attend(
         self,
         q: Array,
@@ -164,23 +176,29 @@ class JaxBackend(ArrayBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         y = x @ w.w if isinstance(w, Turned) else x @ w.T
         return y if b is None else y + b
 
+    @override
     def gelu(self, x: Array) -> Array:
         return jax.nn.gelu(x, approximate=False)
 
+    @override
     def silu(self, x: Array) -> Array:
         return jax.nn.silu(x)
 
+    @override
     def softmax(self, x: Array) -> Array:
         return jax.nn.softmax(x, axis=-1)
 
+    @override
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
         values, places = jax.lax.top_k(x, k)
         return values, places
 
+    @override
     def scan(
         self, step: Callable[[Array, tuple[Array, ...]], tuple[Array, Array]], state: Array, over: tuple[Array, ...]
     ) -> tuple[Array, Array]:
@@ -188,9 +206,11 @@ class JaxBackend(ArrayBackend):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    @override
     def candidates(self) -> Sequence[Candidate]:
         return self.variants.candidates(self) if self._undecided else ()
 
+    @override
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         return jax.jit(fn, donate_argnums=donate)
 
@@ -199,11 +219,13 @@ class JaxBackend(ArrayBackend):
         """Programs that JAX has made in this process so far, by compiling or from its cache on disk."""
         return programs.made()
 
+    @override
     def out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or (
             isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
         )
 
+    @override
     def fatal(self, error: BaseException) -> bool:
         # XLA's codes for a device or a connection to it that is gone, and the CUDA errors that end a context.
         text = str(error)
@@ -213,6 +235,7 @@ class JaxBackend(ArrayBackend):
             and (text.startswith(("UNAVAILABLE", "DATA_LOSS", "ABORTED")) or "CUDA_ERROR_" in text)
         )
 
+    @override
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         arrays = [leaf for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)]
         if any(leaf.is_deleted() for leaf in arrays):
@@ -223,18 +246,22 @@ class JaxBackend(ArrayBackend):
             return False
         return True
 
+    @override
     def invariant(self) -> JaxBackend:
         return self if self.deterministic else self.variants.invariant(self)
 
+    @override
     def quantized(self, how: str) -> ArrayBackend:
         return self.variants.int8(self) if how == "int8" else super().quantized(how)
 
+    @override
     def memory(self) -> tuple[int, int] | None:
         stats = (self.device or jax.devices()[0]).memory_stats() or {}
         if "bytes_limit" not in stats:
             return None
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
+    @override
     def remarks(self) -> list[str]:
         kept = self._kept or programs.configured("jax_compilation_cache_dir")
         where = kept if kept and programs.in_use() else f"nowhere ({programs.SWITCH}=0, or no folder to write to)"
@@ -249,5 +276,6 @@ class JaxBackend(ArrayBackend):
         lines.append(f"native kernels: {used}; {self.variants.native_state()}")
         return [*lines, "without them float32 is the dtype to take: XLA computes bfloat16 six times as slowly on a CPU"]
 
+    @override
     def versions(self) -> dict[str, str]:
         return {"library": f"jax {jax.__version__}", "device": str(self.device or jax.devices()[0])}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from hibachi.tensor.array_backend import Array, HostArray
 from hibachi_jax.backend import JaxBackend
@@ -44,6 +45,7 @@ class Int8JaxBackend(JaxBackend):
     quantization = "int8"
     kernels = "int8"
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Any:
         if w.shape[1] > _DEEPEST:
             return super().put_weight(w, dtype)
@@ -53,15 +55,18 @@ class Int8JaxBackend(JaxBackend):
         with np.errstate(invalid="ignore"):  # of a damaged model: the scale is NaN, and so is what comes of it
             return Int8Weight(self.put(values.astype(np.int8)), self.put(scales), dtype)
 
+    @override
     def put_precise(self, w: HostArray, dtype: str) -> Any:
         return super().put_weight(w, dtype)
 
+    @override
     def weight_rows(self, w: Any, idx: Array) -> Array:
         if not isinstance(w, Int8Weight):
             return super().weight_rows(w, idx)
         rows = self.take(w.values, idx).astype(jnp.float32) * self.take(w.scales, idx)[..., None]
         return rows.astype(self.dtype(w.dtype))
 
+    @override
     def linear(self, x: Array, w: Any, b: Array | None = None) -> Array:
         if not isinstance(w, Int8Weight):
             return super().linear(x, w, b)

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
@@ -39,9 +40,11 @@ class InvariantJaxBackend(JaxBackend):
         self._turns = self._loops = False  # a product with a turned weight depends on how many rows there are
         self.shapes = type(self).shapes
 
+    @override
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         return ArrayBackend.make_cache(self, spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = x.reshape(-1, x.shape[-1])
         fill = -len(rows) % STEP_TOKENS
@@ -50,17 +53,21 @@ class InvariantJaxBackend(JaxBackend):
         y = super().linear(jnp.pad(rows, ((0, fill), (0, 0))), w, b)
         return y[: len(rows)].reshape(*x.shape[:-1], y.shape[-1])
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         norm = super().rms_norm
         return _by_tiles(lambda rows: norm(rows, w, eps), x)
 
+    @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         norm = super().layer_norm
         return _by_tiles(lambda rows: norm(rows, w, b, eps), x)
 
+    @override
     def softmax(self, x: Array) -> Array:
         return _by_tiles(super().softmax, x)
 
+    @override
     def attend(
         self,
         q: Array,

@@ -13,6 +13,7 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -55,9 +56,11 @@ class TorchBackend(ArrayBackend):
         self.quantizations = ("int8",) if self.device.type == "cpu" else ()
 
     @classmethod
+    @override
     def for_array(cls, t: Any) -> TorchBackend | None:
         return cls(t.device) if isinstance(t, torch.Tensor) else None
 
+    @override
     def unfit(self, t: Array) -> str | None:
         if t.layout is not torch.strided:
             return str(t.layout).removeprefix("torch.")
@@ -65,28 +68,34 @@ class TorchBackend(ArrayBackend):
 
     # ---- movement ----------------------------------------------------------------------------------------------
 
+    @override
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
         a = np.asarray(a, order="C")  # np.ascontiguousarray would make an array of rank 0 one of rank 1
         refused = not a.flags.writeable or min(a.strides, default=0) < 0
         t = torch.from_numpy(a.copy() if refused else a)
         return t.to(self.device, self.dtype(dtype) if dtype else None)
 
+    @override
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
         if self.device.type != "cpu":
             return super().put_all(arrays)
         return [torch.from_numpy(a.copy()) for a in arrays]
 
+    @override
     def get(self, t: Array) -> HostArray:
         t = t.detach()
         there: HostArray = (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy()  # NumPy has no bfloat16
         return there
 
+    @override
     def copy(self, t: Array) -> Array:
         return t.clone(memory_format=torch.contiguous_format)
 
+    @override
     def row_major(self, t: Array) -> Array:
         return t.contiguous()
 
+    @override
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
         if self.device.type != "cpu":
             return super().zeros(shape, dtype)
@@ -95,14 +104,17 @@ class TorchBackend(ArrayBackend):
         bits = np.dtype(f"u{wanted.itemsize}") if wanted.is_floating_point else np.dtype(dtype)
         return torch.from_numpy(np.zeros(shape, bits)).view(wanted)
 
+    @override
     def take(self, t: Array, idx: Array) -> Array:
         return t.index_select(0, idx.reshape(-1)).view((*idx.shape, *t.shape[1:]))  # three times as fast as t[idx]
 
+    @override
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
         return dst.index_copy_(0, idx.long(), src)
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
+    @override
     def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
         if self.device.type == "cpu" and math.isfinite(v.sum()):  # elsewhere, to look is to wait
             return k, v  # (PyTorch writes no other dtype than the cache's)
@@ -110,36 +122,46 @@ class TorchBackend(ArrayBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return F.linear(x, w, b)
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         return F.rms_norm(x, (x.shape[-1],), w, eps)
 
+    @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         return F.layer_norm(x, (x.shape[-1],), w, b, eps)
 
+    @override
     def gelu(self, x: Array) -> Array:
         return F.gelu(x)
 
+    @override
     def gelu_tanh(self, x: Array) -> Array:
         return F.gelu(x, approximate="tanh")
 
+    @override
     def silu(self, x: Array) -> Array:
         return F.silu(x)
 
+    @override
     def softmax(self, x: Array) -> Array:
         return torch.softmax(x, -1)
 
+    @override
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
         values, places = torch.topk(x, k)
         return values, places
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    @override
     def candidates(self) -> Sequence[Candidate]:
         return self.variants.candidates(self) if self._undecided else ()
 
+    @override
     def invariant(self) -> ArrayBackend:
         if not self.is_plain(TorchBackend):  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
@@ -153,6 +175,7 @@ class TorchBackend(ArrayBackend):
             f"deterministic=False, or device='cpu'."
         )
 
+    @override
     def quantized(self, how: str) -> ArrayBackend:
         if how != "int8" or self.device.type != "cpu":
             raise UnsupportedOperation(
@@ -161,9 +184,11 @@ class TorchBackend(ArrayBackend):
             )
         return self.variants.int8(self)
 
+    @override
     def prefers(self, how: str, dtype: str) -> bool:
         return how == "int8" and self.device.type == "cpu" and self.variants.int8_is_faster(self, dtype)
 
+    @override
     def out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -171,6 +196,7 @@ class TorchBackend(ArrayBackend):
         signs = "DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
         return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
+    @override
     def fatal(self, error: BaseException) -> bool:
         # After one of these the process cannot use the device any more; older versions raise a plain RuntimeError.
         lost = getattr(torch, "AcceleratorError", ())
@@ -178,17 +204,21 @@ class TorchBackend(ArrayBackend):
             isinstance(error, lost) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
         )
 
+    @override
     def guard(self) -> AbstractContextManager[Any]:
         return torch.inference_mode()
 
+    @override
     def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
         from hibachi_torch.transformers_model import load  # what it needs is optional
 
         return load(path, self, dtype=dtype, max_model_len=max_model_len)
 
+    @override
     def memory(self) -> tuple[int, int] | None:
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
+    @override
     def remarks(self) -> list[str]:
         if self.device.type != "cpu":
             return []
@@ -197,6 +227,7 @@ class TorchBackend(ArrayBackend):
             used = "not in use, as HIBACHI_NATIVE=0 is set"
         return [f"native kernels: {used}; {self.variants.native_state()}"]
 
+    @override
     def versions(self) -> dict[str, str]:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return {

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 import torch.nn.attention as attention
+from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
@@ -63,6 +64,7 @@ class CudaTorchBackend(TorchBackend):
         self._slot: tuple[StepInputs[Array], Array] | None = None
 
     @property
+    @override
     def block_size(self) -> int:  # type: ignore[override]  # the base has an attribute
         """FlashAttention 2 reads blocks of a multiple of 256 positions; FlashAttention 3, if activated, any."""
         active = getattr(attention, "current_flash_attention_impl", lambda: None)()
@@ -73,6 +75,7 @@ class CudaTorchBackend(TorchBackend):
     def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
 
+    @override
     def put(self, a: HostArray, dtype: str | None = None) -> Array:
         a = np.asarray(a)
         if a.nbytes > STAGED:
@@ -83,6 +86,7 @@ class CudaTorchBackend(TorchBackend):
         t = host.to(self.device, non_blocking=True)
         return t if dtype is None else t.to(self.dtype(dtype))
 
+    @override
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
         small = [a for a in arrays if a.dtype == np.int32]
         host = self._host((sum(a.size for a in small),), torch.int32)
@@ -100,6 +104,7 @@ class CudaTorchBackend(TorchBackend):
             at += a.size
         return out
 
+    @override
     def fetch(self, arrays: Sequence[Array]) -> Callable[[], list[HostArray]]:
         if not self._pinned:
             return super().fetch(arrays)
@@ -116,15 +121,18 @@ class CudaTorchBackend(TorchBackend):
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
+    @override
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         cache = super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
         if isinstance(spec, Paged):
             self._spoiled.discard(cache[0].data_ptr())
         return cache
 
+    @override
     def usable(self, cache: Sequence[LayerCache]) -> bool:
         return not (self._spoiled and self._spoiled.intersection(_first_pointers(cache)))
 
+    @override
     def attend(
         self,
         q: Array,
@@ -175,6 +183,7 @@ class CudaTorchBackend(TorchBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         # Four kernels instead of seven.
         half = x.shape[-1] // 2
@@ -186,6 +195,7 @@ class CudaTorchBackend(TorchBackend):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    @override
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         if self._recorder is None or donate != (1,):  # not the step of a model, which may overwrite its cache
             return fn
@@ -197,9 +207,11 @@ class CudaTorchBackend(TorchBackend):
 
         return step
 
+    @override
     def invariant(self) -> ArrayBackend:
         raise self._not_invariant()
 
+    @override
     def remarks(self) -> list[str]:
         why = "; ".join(sorted(self._why))
         lines = [f"attention: {f'gathers cache blocks ({why})' if why else 'varlen, where it can'}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, HostArray
@@ -41,6 +42,7 @@ class Int8WeightsTorchBackend(InvariantTorchBackend):
     kernels = f"int8 weights, {InvariantTorchBackend.kernels}"
     quantization = "int8"
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         if self.dtype(dtype) not in _DTYPES:
             raise UnsupportedOperation(
@@ -48,15 +50,18 @@ class Int8WeightsTorchBackend(InvariantTorchBackend):
             )
         return Int8Matrix(w, self.dtype(dtype))
 
+    @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return super().put_weight(w, dtype)
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         if not isinstance(w, Int8Matrix):
             return super().weight_rows(w, idx)
         rows = self.take(w.values, idx)[..., : w.shape[1]].float() * self.take(w.scales, idx).float()[..., None]
         return rows.to(w.dtype)
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         if not isinstance(w, Int8Matrix):
             return super().linear(x, w, b)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
@@ -85,14 +86,17 @@ class InvariantTorchBackend(TorchBackend):
     shapes = CallShapes(multiple=PADDED)
     kernels = "oneDNN" if torch.backends.mkldnn.is_available() else f"padded to {PADDED} rows"
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         plain = self.put(w, dtype)
         packs = plain.dtype == torch.float32 or (plain.dtype == torch.bfloat16 and _bfloat16())
         return Weight(plain) if packs and torch.backends.mkldnn.is_available() else plain
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         return self.take(w.plain() if isinstance(w, Weight) else w, idx)
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = self.row_major(x).reshape(-1, x.shape[-1])
         if not len(rows):
@@ -104,6 +108,7 @@ class InvariantTorchBackend(TorchBackend):
             y = _padded(rows, PADDED, lambda padded: F.linear(padded, w, b))
         return y.view(*x.shape[:-1], -1)
 
+    @override
     def attend(
         self,
         q: Array,
@@ -152,17 +157,21 @@ class InvariantTorchBackend(TorchBackend):
         out = out.reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         return super().rms_norm(self.row_major(x), w, eps)
 
+    @override
     def gelu(self, x: Array) -> Array:
         f = x.float()
         return (f * (1 + torch.erf(f * math.sqrt(0.5))) * 0.5).to(x.dtype)
 
+    @override
     def gelu_tanh(self, x: Array) -> Array:
         f = x.float()
         return (0.5 * f * (1 + torch.tanh(math.sqrt(2 / math.pi) * (f + 0.044715 * f * f * f)))).to(x.dtype)
 
+    @override
     def silu(self, x: Array) -> Array:
         f = x.float()
         return (f / torch.neg(f).exp_().add_(1)).to(x.dtype)  # exp may be inf, and x / inf is the right answer

@@ -44,7 +44,7 @@ RULES = {
     "hibachi/streams": Rule("errors request streams", third_party=""),
     "hibachi/tune": Rule("errors shapes tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
-    "hibachi/engine": Rule(BATCH),
+    "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
     "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
@@ -64,10 +64,11 @@ RULES = {
     "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule(
-        "errors shapes tensor decode model", third_party="numpy torch array_api_compat hibachi_torch"
+        "errors shapes tensor decode model", third_party="numpy torch array_api_compat typing_extensions hibachi_torch"
     ),
     "hibachi_jax": Rule(
-        "errors shapes tensor decode model", third_party="numpy jax jaxlib array_api_compat hibachi_jax"
+        "errors shapes tensor decode model",
+        third_party="numpy jax jaxlib array_api_compat typing_extensions hibachi_jax",
     ),
     "conformance": Rule("testing public", third_party="numpy pytest"),
 }

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from hibachi.engine.engine import Engine
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.job import Job
@@ -112,6 +114,7 @@ class BatchInference(Closing):
             self._closed = True
         return self._worker.drain(timeout) if self._worker else True
 
+    @override
     def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """Finish the running step and end all streams, with the reason "closed". Closing twice is fine.
 
@@ -124,6 +127,7 @@ class BatchInference(Closing):
         if self._worker is not None:
             self._worker.close(timeout)
 
+    @override
     async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """`close`, without holding up the event loop while the running step ends."""
         await in_thread(partial(self.close, timeout))

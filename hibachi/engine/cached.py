@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.engine.checkedstep import CheckedStep
 from hibachi.engine.heads import Head, Outputs, Pooled, Sampled
@@ -98,10 +99,12 @@ class CachedRunner(BaseRunner):
     def name(self) -> str:
         return self.main.head.name
 
+    @override
     def adopt(self, scheduler: Scheduler) -> None:
         self.inputs.block_table = scheduler.block_table
         self.rebuild(keep=False)
 
+    @override
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
         super().admit(seq)
@@ -205,6 +208,7 @@ class CachedRunner(BaseRunner):
 
     # ---- its memory --------------------------------------------------------------------------------------------
 
+    @override
     def rebuild(self, *, keep: bool) -> None:
         memory = self.memory
         if not self.backend.shapes.compiled or (keep and memory.donating):  # else what was compiled is as good as new
@@ -213,9 +217,11 @@ class CachedRunner(BaseRunner):
             self._vectors = None
         memory.make()
 
+    @override
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         self.memory.restore(pairs)
 
+    @override
     def save(self, pairs: list[tuple[int, int]]) -> None:
         self.memory.save(pairs)
 

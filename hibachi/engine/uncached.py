@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.engine.runner import (
     Awaiter,
@@ -53,9 +54,11 @@ class WholeRunner(BaseRunner):
         self.takes_lengths: bool = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
         self.wait: Awaiter = Awaiter()
 
+    @override
     def interrupt(self) -> None:
         self.wait.interrupt()
 
+    @override
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
         if self.sampler:
@@ -121,6 +124,7 @@ class WholeRunner(BaseRunner):
             batch[i, : width - int(lengths[i])] = self.padding
         return batch
 
+    @override
     def close(self) -> None:
         self.wait.close()
 
@@ -134,6 +138,7 @@ class FeedforwardRunner(BaseRunner):
         self.name: str = f"{type(model).__name__}.forward"
         self.wait: Awaiter = Awaiter()
 
+    @override
     def interrupt(self) -> None:
         self.wait.interrupt()
 
@@ -162,5 +167,6 @@ class FeedforwardRunner(BaseRunner):
             bad = ~self.backend.get(xp.all(xp.reshape(xp.isfinite(out), (len(idx), -1)), axis=1))
         return Part(idx, None, out, np.ones(len(idx), bool), bad)
 
+    @override
     def close(self) -> None:
         self.wait.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from typing_extensions import override
 
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
 from hibachi.shapes import CallShapes
@@ -59,9 +60,11 @@ class ArrayBackend:
         self._array_type: Any = type(xp.zeros((), dtype=xp.int32))
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
+    @override
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, device={str(self.device) if self.device else 'default'})"
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """What a copy begins with: it may be given another `compile`, so it makes its own programs."""
         return self.__dict__ | {"_programs": {}}

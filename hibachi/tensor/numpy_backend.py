@@ -9,6 +9,7 @@ from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
+from typing_extensions import override
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
@@ -25,24 +26,30 @@ class NumpyBackend(ArrayBackend):
         self._tiled = _small_products_are_fast()
         self.prefers_invariant = self._tiled and type(self) is NumpyBackend
 
+    @override
     def owns(self, t: Any) -> bool:
         return isinstance(t, (np.ndarray, np.generic))  # indexing an array of rank 1 gives a generic
 
+    @override
     def unfit(self, t: Array) -> str | None:
         return "masked" if isinstance(t, np.ma.MaskedArray) else None
 
+    @override
     def put_all(self, arrays: Sequence[HostArray]) -> list[Array]:
         return [a.copy() for a in arrays]
 
+    @override
     def copy(self, t: Array) -> Array:
         return np.array(t, order="C")
 
+    @override
     def quantized(self, how: str) -> ArrayBackend:
         raise UnsupportedOperation(
             f"NumPy has no fast product of integers (OpenBLAS multiplies floats), so weights in {how} would be many "
             f"times slower than float32. Pass quantization=None, or take the backend torch on the CPU, or jax."
         )
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         # Stored as [in, out], shown as [out, in]: OpenBLAS multiplies small batches up to 2x faster this way round.
         # Or in tiles [n, in, out / n], each small enough for a product with _FEW rows to be a small one.
@@ -52,25 +59,31 @@ class NumpyBackend(ArrayBackend):
             return np.ascontiguousarray(w.reshape(-1, width, size).transpose(0, 2, 1), dtype=dtype)
         return np.ascontiguousarray(w.T, dtype=dtype).T
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         return w[idx] if w.ndim == 2 else w[idx // w.shape[2], :, idx % w.shape[2]]
 
+    @override
     def take(self, t: Array, idx: Array) -> Array:
         return t[idx]
 
+    @override
     def row_major(self, t: Array) -> Array:
         return np.asarray(t, order="C")
 
+    @override
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
         dst[idx] = src
         return dst
 
+    @override
     def storable(self, k: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
         if v.dtype == dtype and np.isfinite(v).all():
             return k, v
         with np.errstate(over="ignore"):  # what the cache's dtype cannot hold is looked for
             return (k, v) if np.isfinite(v.astype(dtype)).all() else super().storable(k, v, dtype)
 
+    @override
     def attend(
         self,
         q: Array,
@@ -129,10 +142,12 @@ class NumpyBackend(ArrayBackend):
         """weights [..., rows, span] @ v [..., span, dim] -> [..., rows, dim]."""
         return weights @ v
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         y = x @ w.T if w.ndim == 2 else _multiply_tiles(x, w)
         return y if b is None else y + b
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         f = self.float32(x)
         size = np.vecdot(f, f)[..., None]
@@ -141,6 +156,7 @@ class NumpyBackend(ArrayBackend):
         f = f / np.sqrt(size, out=size)
         return f.astype(x.dtype, copy=False) * w
 
+    @override
     def silu(self, x: Array) -> Array:
         e = -x
         with np.errstate(over="ignore"):  # exp(-x) may be inf, and x / inf is the right answer
@@ -148,26 +164,31 @@ class NumpyBackend(ArrayBackend):
         e += 1
         return x / e
 
+    @override
     def softmax(self, x: Array) -> Array:
         e = x - x.max(axis=-1, keepdims=True)
         np.exp(e, out=e)
         e /= e.sum(axis=-1, keepdims=True)
         return e
 
+    @override
     def top(self, x: Array, k: int) -> tuple[Array, Array]:
         some = np.argpartition(x, -k, axis=-1)[:, -k:]
         values = np.take_along_axis(x, some, axis=-1)
         order = np.argsort(values, axis=-1)[:, ::-1]
         return np.take_along_axis(values, order, axis=-1), np.take_along_axis(some, order, axis=-1)
 
+    @override
     def invariant(self) -> ArrayBackend:
         if not self.is_plain(NumpyBackend):  # what a class of somebody's own computes, is not ours to replace
             return super().invariant()
         return InvariantNumpyBackend()
 
+    @override
     def versions(self) -> dict[str, str]:
         return {"library": f"numpy {np.__version__}", "device": "cpu"}
 
+    @override
     def fingerprint(self) -> str:
         given = (os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
         threads = next(filter(None, given), None) or os.cpu_count()
@@ -195,12 +216,14 @@ class InvariantNumpyBackend(NumpyBackend):
         super().__init__(device)
         self.kernels = "small products" if self._tiled else "single rows"
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         weight = super().put_weight(w, dtype)
         if weight.ndim == 3 and 2 * weight[0].size > SMALL:
             return np.ascontiguousarray(w.T, dtype=dtype).T
         return weight
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = self.row_major(x).reshape(-1, x.shape[-1])
         if w.ndim == 3:
@@ -212,18 +235,23 @@ class InvariantNumpyBackend(NumpyBackend):
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         return y if b is None else y + b
 
+    @override
     def _blocks(self, blocks: int, block_size: int) -> int:
         return blocks + -blocks % (LANES // math.gcd(LANES, block_size))
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         return super().rms_norm(self.row_major(x), w, eps)
 
+    @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         return super().layer_norm(self.row_major(x), w, b, eps)
 
+    @override
     def softmax(self, x: Array) -> Array:
         return super().softmax(self.row_major(x))
 
+    @override
     def _scores(self, q: Array, k: Array) -> Array:
         if not self._tiled:
             return np.matmul(q[..., None, :], k.swapaxes(-1, -2)[..., None, :, :])[..., 0, :]
@@ -235,10 +263,12 @@ class InvariantNumpyBackend(NumpyBackend):
         _small(k, columns, turned)
         return np.ascontiguousarray(turned[..., :rows].swapaxes(-1, -2))
 
+    @override
     def _totals(self, e: Array) -> Array:
         # In lanes, as NumPy's sum along a row depends on its length, and behind a short one there are zeros.
         return e.reshape(*e.shape[:-1], -1, LANES).sum(axis=-2).sum(axis=-1, keepdims=True)
 
+    @override
     def _weighted(self, weights: Array, v: Array) -> Array:
         dim = v.shape[-1]
         if self._tiled and dim % 16:  # with few columns, the order of a sum depends on the number of rows

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
@@ -60,6 +61,7 @@ class NativeJaxBackend(JaxBackend):
         self._slabs = Slabs()
 
     @property
+    @override
     def draw_rows(self) -> int:
         return _DRAWN
 
@@ -75,6 +77,7 @@ class NativeJaxBackend(JaxBackend):
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         computed = self._computed(dtype)
         kind = np.dtype(self.dtype(computed))
@@ -88,6 +91,7 @@ class NativeJaxBackend(JaxBackend):
         panels = jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
         return PackedWeight(panels, (n, k), np.dtype(self.dtype(dtype)))
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         if not isinstance(w, PackedWeight):
             return super().weight_rows(w, idx)
@@ -96,9 +100,11 @@ class NativeJaxBackend(JaxBackend):
         found = _call("rows", (len(at), k), w.panels.dtype, w.panels, at, n=np.int64(n))
         return found.astype(w.dtype).reshape(*idx.shape, k)
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
 
+    @override
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, jnp.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
 
@@ -120,6 +126,7 @@ class NativeJaxBackend(JaxBackend):
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
+    @override
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         if isinstance(spec, State):
             return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
@@ -130,6 +137,7 @@ class NativeJaxBackend(JaxBackend):
         keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
         return PagedCache(keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size)
 
+    @override
     def attend(
         self,
         q: Array,
@@ -165,20 +173,24 @@ class NativeJaxBackend(JaxBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         if w.dtype != x.dtype:
             return self.rms_norm(x, jnp.ones_like(w, x.dtype), eps) * w
         return _rowwise("rms_norm", x, w, eps=np.float32(eps))
 
+    @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
             y = self.layer_norm(x, jnp.ones_like(w, x.dtype), None, eps) * w
             return y if b is None else y + b
         return _rowwise("layer_norm", x, w, *(() if b is None else (b,)), eps=np.float32(eps))
 
+    @override
     def softmax(self, x: Array) -> Array:
         return _rowwise("softmax", x)
 
+    @override
     def best(self, x: Array) -> tuple[Array, Array] | None:
         if x.dtype != jnp.float32 or not 0 < x.shape[1] < 2**31:
             return None
@@ -187,17 +199,21 @@ class NativeJaxBackend(JaxBackend):
         place, most = jax.ffi.ffi_call(target("best"), made)(x)
         return place, most
 
+    @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         if cos.dtype != x.dtype or cos.shape != (x.shape[0], 1, x.shape[2] // 2) or x.dtype not in _COMPUTED:
             return super().rope(x, cos, sin)
         return _call("rope", x.shape, x.dtype, x, cos, sin)
 
+    @override
     def silu(self, x: Array) -> Array:
         return _rowwise("activate", x, which=np.int64(ACTIVATIONS["silu"]))
 
+    @override
     def gelu_tanh(self, x: Array) -> Array:
         return _rowwise("activate", x, which=np.int64(ACTIVATIONS["gelu_tanh"]))
 
+    @override
     def gated(self, x: Array, activation: str) -> Array:
         if activation not in ACTIVATIONS:
             return super().gated(x, activation)

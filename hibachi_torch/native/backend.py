@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
@@ -93,6 +94,7 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         kernels = self._of.get(self.dtype(dtype))
         return (
@@ -101,6 +103,7 @@ class NativeTorchBackend(InvariantTorchBackend):
             else PackedWeight(self.put(np.asarray(w), dtype), kernels, self._slabs)
         )
 
+    @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
         if not isinstance(w, PackedWeight):
             return super().weight_rows(w, idx)
@@ -111,9 +114,11 @@ class NativeTorchBackend(InvariantTorchBackend):
         w.kernels.rows(*w.pointers, at.data_ptr(), out.data_ptr(), len(at), k)
         return out.view(*idx.shape, k)
 
+    @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, w.dtype) if isinstance(w, PackedWeight) else super().linear(x, w, b)
 
+    @override
     def logits(self, x: Array, w: Array, b: Array | None = None) -> Array:
         return self._linear(x, w, b, torch.float32) if isinstance(w, PackedWeight) else super().logits(x, w, b)
 
@@ -143,6 +148,7 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
+    @override
     def make_cache(self, spec: Paged | State, *, blocks: int, block_size: int, rows: int, dtype: str) -> LayerCache:
         # See attention.h. The last dimension of keys, and that of values, is a lane.
         wanted = spec.dtype or dtype
@@ -154,6 +160,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         keys = zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), self.dtype(wanted))
         return keys, zeros((*shape, _LANES // depth, wide, depth), self.dtype(wanted)), block_size
 
+    @override
     def attend(
         self,
         q: Array,
@@ -208,6 +215,7 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     # ---- math --------------------------------------------------------------------------------------------------
 
+    @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         kernels = self._of.get(x.dtype)
         if kernels is None or w.dtype != x.dtype:
@@ -218,6 +226,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         kernels.rms_norm(rows.data_ptr(), stride, w.contiguous().data_ptr(), y.data_ptr(), y.numel() // dim, dim, eps)
         return y
 
+    @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         kernels = self._of.get(x.dtype)
         if kernels is None or w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
@@ -230,6 +239,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         kernels.layer_norm(rows.data_ptr(), stride, w.data_ptr(), bias, y.data_ptr(), y.numel() // dim, dim, eps)
         return y
 
+    @override
     def best(self, x: Array) -> tuple[Array, Array] | None:
         if x.dtype != torch.float32 or not 0 < x.shape[1] < 2**31:
             return None
@@ -238,6 +248,7 @@ class NativeTorchBackend(InvariantTorchBackend):
         self._of[x.dtype].best(x.data_ptr(), *x.shape, place.data_ptr(), most.data_ptr())
         return place, most
 
+    @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         kernels = self._of.get(x.dtype)
         tokens, heads, dim = x.shape
@@ -249,15 +260,19 @@ class NativeTorchBackend(InvariantTorchBackend):
         kernels.rope(x.data_ptr(), stride, *(t.data_ptr() for t in turns), y.data_ptr(), tokens, heads, dim)
         return y
 
+    @override
     def silu(self, x: Array) -> Array:
         return self._activate("silu", x, gated=False)
 
+    @override
     def gelu(self, x: Array) -> Array:
         return self._activate("gelu", x, gated=False)
 
+    @override
     def gelu_tanh(self, x: Array) -> Array:
         return self._activate("gelu_tanh", x, gated=False)
 
+    @override
     def gated(self, x: Array, activation: str) -> Array:
         return self._activate(activation, x, gated=True) if activation in ACTIVATIONS else super().gated(x, activation)
 
@@ -274,6 +289,7 @@ class NativeTorchBackend(InvariantTorchBackend):
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    @override
     def fuse(self, decoder: Any) -> Program | None:
         return program(decoder, PackedWeight)
 

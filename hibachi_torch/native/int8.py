@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -71,6 +72,7 @@ class Int8TorchBackend(NativeTorchBackend):
         super().__init__("cpu")
         self._int8 = {dtype: _Kernels(suffix) for dtype, suffix in _SUFFIX.items()}
 
+    @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         kernels = self._int8.get(self.dtype(dtype))
         if kernels is None:
@@ -81,9 +83,11 @@ class Int8TorchBackend(NativeTorchBackend):
             return super().put_weight(w, dtype)
         return Int8Weight(w, self.dtype(dtype), kernels, self._slabs)
 
+    @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return super().put_weight(w, dtype)
 
+    @override
     def fuse(self, decoder: Any) -> Program | None:
         return program(decoder, Int8Weight)
 
