@@ -51,18 +51,19 @@ if _TYPE_CHECKING:
     from hibachi.model.families import Family as Family
     from hibachi.model.files import ModelFiles as ModelFiles
     from hibachi.model.ladder import Autoregressive as Autoregressive
-    from hibachi.model.ladder import AutoregressiveBatcher as AutoregressiveBatcher
     from hibachi.model.ladder import CachedModel as CachedModel
     from hibachi.model.ladder import Feedforward as Feedforward
-    from hibachi.model.ladder import FeedforwardBatcher as FeedforwardBatcher
     from hibachi.model.ladder import LanguageModel as LanguageModel
     from hibachi.model.ladder import LogitsModel as LogitsModel
+    from hibachi.model.ladder import PaddedAutoregressive as PaddedAutoregressive
     from hibachi.model.registry import load_model as load_model
     from hibachi.model.registry import register_model as register_model
     from hibachi.request import Finish as Finish
     from hibachi.request import SamplingParams as SamplingParams
     from hibachi.request import StopRule as StopRule
     from hibachi.request import Terms as Terms
+    from hibachi.streams.batcher import AutoregressiveBatcher as AutoregressiveBatcher
+    from hibachi.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
     from hibachi.streams.stream import Item as Item
     from hibachi.streams.stream import ItemStream as ItemStream
     from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
@@ -85,7 +86,7 @@ _PLACES = {
     "ArrayBackend": "hibachi.tensor.array_backend",
     "Autoregressive": "hibachi.model.ladder",
     "AutoregressiveBatchInference": "hibachi.engine.autoregressive",
-    "AutoregressiveBatcher": "hibachi.model.ladder",
+    "AutoregressiveBatcher": "hibachi.streams.batcher",
     "Backend": "hibachi.tensor.protocol",
     "BackendError": "hibachi.errors",
     "BackendNotFound": "hibachi.errors",
@@ -100,7 +101,7 @@ _PLACES = {
     "Family": "hibachi.model.families",
     "Feedforward": "hibachi.model.ladder",
     "FeedforwardBatchInference": "hibachi.engine.feedforward",
-    "FeedforwardBatcher": "hibachi.model.ladder",
+    "FeedforwardBatcher": "hibachi.streams.batcher",
     "Finish": "hibachi.request",
     "Health": "hibachi.engine.health",
     "HibachiError": "hibachi.errors",
@@ -122,6 +123,7 @@ _PLACES = {
     "NotDeterministic": "hibachi.errors",
     "NumpyBackend": "hibachi.tensor.numpy_backend",
     "OutOfCapacity": "hibachi.errors",
+    "PaddedAutoregressive": "hibachi.model.ladder",
     "Paged": "hibachi.tensor.cache",
     "PromptTooLong": "hibachi.errors",
     "QueueFull": "hibachi.errors",

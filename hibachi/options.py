@@ -6,26 +6,25 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from hibachi.errors import ConfigError
 
-S = TypeVar("S")
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., None])
 
 
-def spelled(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+def spelled(init: F) -> F:
     """For an `__init__` whose options are keywords: raises ConfigError for one that it does not have."""
     known = [p.name for p in inspect.signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
     every = {*inspect.signature(init).parameters}
 
     @functools.wraps(init)
-    def checked(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+    def checked(self: Any, /, *args: Any, **options: Any) -> None:
         if unknown := options.keys() - every:
             raise ConfigError(_told(type(self).__name__, min(unknown), known))
         init(self, *args, **options)
 
-    return checked
+    return cast(F, checked)
 
 
 def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:

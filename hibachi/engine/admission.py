@@ -78,7 +78,7 @@ def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> 
 
 def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool) -> None:
     """limit: of new tokens, or None. cached: the model is of level 2. Raises InvalidRequest."""
-    bias = [token for token, _ in params.logit_bias]  # type: ignore[misc]
+    bias = dict(params.logit_bias)
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
         if ids and max(ids) >= vocab:
             raise InvalidRequest(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, overload
 from weakref import WeakValueDictionary
 
 import numpy as np
+from typing_extensions import TypeVar, Unpack
 
 from hibachi.engine.admission import check_ids, check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
@@ -20,10 +21,20 @@ from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has
 from hibachi.engine.cached import CachedRunner
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.job import Job
+from hibachi.engine.options import BatchOptions
 from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.stops import Stopper, as_token
 from hibachi.engine.tokentable import misfits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.model.ladder import (
+    Autoregressive,
+    CachedModel,
+    LogitsModel,
+    Model,
+    PaddedAutoregressive,
+    SampledModel,
+    TokenModel,
+)
 from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
@@ -34,12 +45,17 @@ from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 
+T = TypeVar("T", default=Any)  # an array of the model's library
+Token = TypeVar("Token", default=Any)  # what streams yield
 log: logging.Logger = logging.getLogger("hibachi.engine")
 _IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 
 
-class AutoregressiveBatchInference(BatchInference):
+class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     """Continuous batching for one model: requests join and leave the batch at every step.
+
+    To type checkers it is generic in the model's array and in the item of its streams: `int` where the engine samples,
+    else the array.
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
     `forward` (level 0, `Autoregressive`); the highest it has is used.
@@ -71,10 +87,29 @@ class AutoregressiveBatchInference(BatchInference):
 
     deterministic: bool
 
+    @overload
+    def __init__(
+        self: AutoregressiveBatchInference[T, int],
+        model: LogitsModel[T] | SampledModel[T],
+        **options: Unpack[BatchOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: AutoregressiveBatchInference[T, T],
+        model: TokenModel[T] | Autoregressive[T] | PaddedAutoregressive[T],
+        **options: Unpack[BatchOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: AutoregressiveBatchInference[T, Any], model: CachedModel[T], **options: Unpack[BatchOptions]
+    ) -> None: ...
+
     @spelled
     def __init__(
         self,
-        model: Any,
+        model: Model[T],
         *,
         stop_token: Any = None,
         padding_token: Any = None,
@@ -194,7 +229,7 @@ class AutoregressiveBatchInference(BatchInference):
 
     def run(
         self,
-        prompt: Any,
+        prompt: T | Sequence[Any] | HostArray | None,
         params: SamplingParams | None = None,
         *,
         max_new_tokens: int | None = None,
@@ -202,7 +237,7 @@ class AutoregressiveBatchInference(BatchInference):
         include_stop: bool = True,
         prompt_embeds: Any = None,
         terms: Terms | None = None,
-    ) -> ItemStream[Any]:
+    ) -> ItemStream[Token]:
         """Queue a prompt (seq, *tok); returns its stream at once.
 
         prompt_embeds: (seq, hidden) floats in the place of the prompt, which is None then: what the model's first layer
@@ -238,7 +273,9 @@ class AutoregressiveBatchInference(BatchInference):
         )
         return self.submit(self.check(request))
 
-    def embed(self, prompt: Any, *, pooling: Pooling = "last", terms: Terms | None = None) -> Item[Any]:
+    def embed(
+        self, prompt: T | Sequence[int] | HostArray, *, pooling: Pooling = "last", terms: Terms | None = None
+    ) -> Item[T]:
         """Queue a prompt of token ids for a vector: `await` it, or call `.result()`. A native array, float32 [hidden].
 
         pooling: "mean" over the hidden states of all tokens, that of the "last" or of the first ("cls"). For models of

@@ -133,5 +133,6 @@ class BatchInference(Closing):
         await in_thread(partial(self.close, timeout))
 
     def __del__(self) -> None:
-        if getattr(self, "_worker", None) is not None:
-            self._worker.stop()  # type: ignore[union-attr]  # no waiting in a destructor
+        worker: Worker | None = getattr(self, "_worker", None)
+        if worker is not None:
+            worker.stop()  # no waiting in a destructor

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import given_backend
@@ -15,17 +17,20 @@ from hibachi.engine.job import Job
 from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.model.ladder import Feedforward
 from hibachi.options import spelled
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 
+T = TypeVar("T", default=Any)  # an array of the model's library
 
-class FeedforwardBatchInference(BatchInference):
+
+class FeedforwardBatchInference(BatchInference, Generic[T]):
     """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
@@ -36,7 +41,7 @@ class FeedforwardBatchInference(BatchInference):
     @spelled
     def __init__(
         self,
-        model: Any,
+        model: Feedforward[T],
         *,
         max_batch_size: int = 16,
         backend: str | ArrayBackend | None = None,
@@ -55,7 +60,7 @@ class FeedforwardBatchInference(BatchInference):
         self._model = model
         self._backend = given_backend(backend, model)
 
-    def run(self, item: Any) -> Item[Any]:
+    def run(self, item: T | Sequence[Any] | HostArray) -> Item[T]:
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
             self._backend = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")

@@ -107,7 +107,7 @@ class RowEdits:
         if params.allowed_token_ids is not None:
             changes.kept = np.zeros(self.vocab_size, bool)
             changes.kept[list(params.allowed_token_ids)] = True
-        for token, value in params.logit_bias:  # type: ignore[misc]
+        for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
             changes.bias.add(token, 0)

@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, TypedDict
 
-from hibachi.plan.policy import Policy
+from hibachi.engine.options import EngineOptions
 from hibachi.tensor.array_backend import ArrayBackend
-
-
-class EngineOptions(TypedDict, total=False):
-    """See `AutoregressiveBatchInference`."""
-
-    max_model_len: int | None
-    max_batch_size: int
-    max_batch_tokens: int
-    block_size: int | None
-    cache_bytes: int | None
-    prefix_cache: bool
-    policy: str | Policy | None
-    reserve_all: bool
-    max_prefill_tokens: int | None
-    max_waiting: int | None
-    pause_after: int | None
-    restart: str | None
-    stall_after: float | None
-    record: str | Path | None
-    overlap: bool | None
 
 
 class ModelOptions(TypedDict, total=False):

@@ -6,10 +6,11 @@ from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
+from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
 from hibachi.lm.named import is_named, model_named
-from hibachi.lm.options import OPTIONS, EngineOptions, TextOptions
+from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.options import check_options

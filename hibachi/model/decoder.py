@@ -56,7 +56,7 @@ class Decoder:
     def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend
         self.dtype, self.max_len = dtype, max_len
-        self.vocab_size: int | None = arch.vocab_size
+        self.vocab_size: int = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self._reached = min((t.shape[0] for pair in params["ropes"] for t in pair), default=max_len)
         self._growing = threading.Lock()

@@ -12,37 +12,46 @@ audio codes, (features,) for continuous values.
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from typing_extensions import TypeVar, override
 
 from hibachi.tensor.cache import CacheSpec, StepInputs
 
-T = TypeVar("T")
-In = TypeVar("In", contravariant=True)
-Out = TypeVar("Out", covariant=True)
+T = TypeVar("T", default=Any)  # an array of the model's library
 
 
+@runtime_checkable
 class Autoregressive(Protocol[T]):
-    """Level 0. Any token shape, any dtype; may be `async def`.
+    """Level 0. Any token shape, any dtype; may be `async def`. Rows are never padded: see `PaddedAutoregressive`."""
 
-    `forward` may declare a second parameter called `lengths`: the number of real tokens of each row, int32 (B,). With
-    a padding token, row i is `S - lengths[i]` padding tokens and then its own. Without one, rows are never padded.
-    """
-
-    def forward(self, tokens: T) -> T | Awaitable[T]:
+    def forward(self, tokens: T, /) -> T | Awaitable[T]:
         """(B, S, *tok) -> (B, *tok): the next token of each row."""
         ...
 
 
+@runtime_checkable
+class PaddedAutoregressive(Protocol[T]):
+    """Level 0 for rows of different lengths, where the engine has a padding token."""
+
+    def forward(self, tokens: T, /, lengths: T) -> T | Awaitable[T]:
+        """(B, S, *tok), int32 (B,) -> (B, *tok). Row i is `S - lengths[i]` padding tokens, and then its own."""
+        ...
+
+
+@runtime_checkable
 class LogitsModel(Protocol[T]):
     """Level 1: token ids in, logits out; the engine samples. May be `async def`."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
-    def logits(self, tokens: T, lengths: T) -> T | Awaitable[T]:
+    def logits(self, tokens: T, lengths: T, /) -> T | Awaitable[T]:
         """(B, S), (B,) -> (B, vocab_size): logits after the last token of each row (rows are padded on the left)."""
         ...
 
 
+@runtime_checkable
 class CachedModel(Protocol[T]):
     """Level 2: the engine owns the cache, the model is a pure step.
 
@@ -52,14 +61,17 @@ class CachedModel(Protocol[T]):
     A model may have `reach(n)`: it is called before a step at positions below n, which takes `params` after it.
     """
 
-    vocab_size: int | None
-    params: Any
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    @property
+    def params(self) -> Any: ...
 
     def cache_spec(self) -> CacheSpec:
         """What each layer remembers: `Paged` keys and values, or a recurrent `State`."""
         ...
 
-    def step(self, params: Any, cache: list[Any], x: StepInputs[T]) -> tuple[T, list[Any]]:
+    def step(self, params: Any, cache: list[Any], x: StepInputs[T], /) -> tuple[T, list[Any]]:
         """One step over the packed new tokens: ([n_out, vocab_size] or [n_out, *tok], the new cache).
 
         cache[i] belongs to layer i of the spec. Paged: a handle for `backend.attend`, which returns its successor.
@@ -69,7 +81,23 @@ class CachedModel(Protocol[T]):
         ...
 
 
-class LanguageModel(CachedModel[T], Protocol[T]):
+class SampledModel(CachedModel[T], Protocol[T]):
+    """Level 2 with logits: the engine samples."""
+
+    @property
+    @override
+    def vocab_size(self) -> int: ...
+
+
+class TokenModel(CachedModel[T], Protocol[T]):
+    """Level 2 whose `step` returns the next tokens."""
+
+    @property
+    @override
+    def vocab_size(self) -> None: ...
+
+
+class LanguageModel(SampledModel[T], Protocol[T]):
     """A cached model with what `LLM` needs to know besides; what `load_model` gives.
 
     dtype: name of the one it computes in. max_len: the longest sequence. bos_ids, eos_ids: ids that begin and end a
@@ -82,25 +110,14 @@ class LanguageModel(CachedModel[T], Protocol[T]):
     eos_ids: tuple[int, ...]
 
 
+@runtime_checkable
 class Feedforward(Protocol[T]):
     """One input, one output, no sequence; may be `async def`."""
 
-    def forward(self, x: T) -> T | Awaitable[T]:
+    def forward(self, x: T, /) -> T | Awaitable[T]:
         """(B, *shape) -> (B, *any)."""
         ...
 
 
-class AutoregressiveBatcher(Protocol[In, Out]):
-    """Something that takes single prompts and streams their tokens, batching them behind the scenes."""
-
-    def run(self, prompt: In, /) -> Any:
-        """Returns an `ItemStream` at once."""
-        ...
-
-
-class FeedforwardBatcher(Protocol[In, Out]):
-    """Something that takes single inputs and returns each one's output, batching them behind the scenes."""
-
-    def run(self, item: In, /) -> Awaitable[Out]:
-        """Returns an `Item` at once: await it, or call its `result()`."""
-        ...
+Model: TypeAlias = Autoregressive[T] | PaddedAutoregressive[T] | LogitsModel[T] | CachedModel[T]
+"""What an engine takes: a model on any rung."""

@@ -100,7 +100,7 @@ class Mamba:
     def __init__(self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend
         self.dtype, self.max_len = dtype, max_len
-        self.vocab_size: int | None = arch.vocab_size
+        self.vocab_size: int = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
 

@@ -101,7 +101,7 @@ class OutChannel(Channel[Any]):
             self._outbox.starts += self._opening()
         scores = self.logprobs.pop() if self.logprobs else None
         self._outbox.tokens.append((self._number, self.read(item), scores))
-        wakeups.add(self._outbox)  # type: ignore[arg-type]
+        wakeups.add(self._outbox)  # type: ignore[arg-type]  # woken as a waiter is
 
     def _opening(self) -> list[tuple[int, float | None, int, Any]]:
         """What the parent must hear before the first token or the end; [] if it has."""
@@ -118,7 +118,7 @@ class OutChannel(Channel[Any]):
         else:
             self._outbox.starts += self._opening()
             self._outbox.ends.append(end)
-            wakeups.add(self._outbox)  # type: ignore[arg-type]
+            wakeups.add(self._outbox)  # type: ignore[arg-type]  # woken as a waiter is
         return True
 
     @property

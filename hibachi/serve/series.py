@@ -271,7 +271,7 @@ def _together(values: Values) -> Values:
     """All label values in one."""
     first, *rest = values.values()
     for value in rest:
-        first = first + value  # type: ignore[operator]
+        first = first + value  # type: ignore[operator]  # numbers, or histograms
     return {(): first}
 
 
@@ -289,7 +289,7 @@ def _renamed(names: Mapping[str, str]) -> Callable[[Values], Values]:
 
 
 def _whole(values: Values) -> Values:
-    return {(): sum(n for (reason,), n in values.items() if reason in ("stop", "length"))}  # type: ignore[misc]
+    return {(): sum(n for (reason,), n in values.items() if reason in ("stop", "length"))}  # type: ignore[misc]  # one label
 
 
 def _refusals(values: Values) -> Values:

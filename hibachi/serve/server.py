@@ -84,11 +84,11 @@ class Server(uvicorn.Server):
         # uvicorn does not pass it on: seconds for the handshake of TLS, which no timer of ours sees.
         create, limit = loop.create_server, self._served.arrival
         if self.config.ssl and limit:
-            loop.create_server = partial(create, ssl_handshake_timeout=limit)  # type: ignore[method-assign]
+            loop.create_server = partial(create, ssl_handshake_timeout=limit)  # type: ignore[method-assign]  # for this call only
         try:
             await super().startup(sockets)
         finally:
-            loop.create_server = create  # type: ignore[method-assign]
+            loop.create_server = create  # type: ignore[method-assign]  # as it was
         self._watching = loop.create_task(self._watch())
         _say(self.tidings)
 

@@ -49,7 +49,7 @@ class Spy:
         self.backend: ArrayBackend = copy.copy(backend)
         self.model: Any = model
         if rung == 2:
-            self.backend.compile = self._compile  # type: ignore[method-assign]
+            self.backend.compile = self._compile  # type: ignore[method-assign]  # of this copy
         else:
             self.model = self._wrapped(model, rung)
         self.calls = 0

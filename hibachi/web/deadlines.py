@@ -47,7 +47,7 @@ class Arriving(asyncio.Protocol):
         **more: Any,
     ) -> None:
         self._loop = _loop or asyncio.get_running_loop()
-        inner: Any = AutoHTTPProtocol(_loop=self._loop, **more)  # type: ignore[call-arg]
+        inner: Any = AutoHTTPProtocol(_loop=self._loop, **more)  # type: ignore[call-arg]  # uvicorn chooses the class at run time
         self._inner = inner
         inner.send_400_response = self._malformed
         self._answering: Any = None  # the cycle of the request that is being answered

@@ -1,0 +1,39 @@
+"""The options of an engine, spelled out once more for type checkers: where one passes on what another takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from hibachi.plan.policy import Policy
+from hibachi.tensor.array_backend import ArrayBackend
+
+
+class EngineOptions(TypedDict, total=False):
+    """See `AutoregressiveBatchInference`."""
+
+    max_model_len: int | None
+    max_batch_size: int
+    max_batch_tokens: int
+    block_size: int | None
+    cache_bytes: int | None
+    prefix_cache: bool
+    policy: str | Policy | None
+    reserve_all: bool
+    max_prefill_tokens: int | None
+    max_waiting: int | None
+    pause_after: int | None
+    restart: str | None
+    stall_after: float | None
+    record: str | Path | None
+    overlap: bool | None
+
+
+class BatchOptions(EngineOptions, total=False):
+    """All of `AutoregressiveBatchInference`."""
+
+    stop_token: Any
+    padding_token: Any
+    backend: str | ArrayBackend | None
+    dtype: str
+    deterministic: bool | None
