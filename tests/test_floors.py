@@ -40,7 +40,7 @@ RULES = {
         not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",
     ),
     "hibachi/decode": Rule("errors request tensor decode"),
-    "hibachi/model": Rule("errors request installed tensor model"),
+    "hibachi/model": Rule("errors request installed tensor model", third_party="numpy typing_extensions"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
     "hibachi/tune": Rule("errors shapes tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, overload
@@ -26,15 +26,7 @@ from hibachi.engine.selfcheck import selfcheck
 from hibachi.engine.stops import Stopper, as_token
 from hibachi.engine.tokentable import misfits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
-from hibachi.model.ladder import (
-    Autoregressive,
-    CachedModel,
-    LogitsModel,
-    Model,
-    PaddedAutoregressive,
-    SampledModel,
-    TokenModel,
-)
+from hibachi.model import ladder
 from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
@@ -90,26 +82,26 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     @overload
     def __init__(
         self: AutoregressiveBatchInference[T, int],
-        model: LogitsModel[T] | SampledModel[T],
+        model: ladder.LogitsModel[T] | ladder.SampledModel[T],
         **options: Unpack[BatchOptions],
     ) -> None: ...
 
     @overload
     def __init__(
         self: AutoregressiveBatchInference[T, T],
-        model: TokenModel[T] | Autoregressive[T] | PaddedAutoregressive[T],
+        model: ladder.TokenModel[T] | ladder.Autoregressive[T] | ladder.PaddedAutoregressive[T],
         **options: Unpack[BatchOptions],
     ) -> None: ...
 
     @overload
     def __init__(
-        self: AutoregressiveBatchInference[T, Any], model: CachedModel[T], **options: Unpack[BatchOptions]
+        self: AutoregressiveBatchInference[T, Any], model: ladder.CachedModel[T], **options: Unpack[BatchOptions]
     ) -> None: ...
 
     @spelled
     def __init__(
         self,
-        model: Model[T],
+        model: ladder.Model[T],
         *,
         stop_token: Any = None,
         padding_token: Any = None,
@@ -150,15 +142,14 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
                 "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an "
                 "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
-        for name, value, least in (
-            ("max_batch_size", max_batch_size, 1),
-            ("max_model_len", NO_LIMIT if limit is None else limit, 2),
-            ("max_batch_tokens", max_batch_tokens, 1),
-            ("block_size", 16 if block_size is None else block_size, 1),
-            ("max_prefill_tokens", NO_LIMIT if max_prefill_tokens is None else max_prefill_tokens, 1),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
+        _check_least(
+            1,
+            max_batch_size=max_batch_size,
+            max_batch_tokens=max_batch_tokens,
+            block_size=1 if block_size is None else block_size,
+            max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
+        )
+        _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
         if self._level == 2 and limit is None:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = NO_LIMIT if limit is None else limit
@@ -295,16 +286,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             raise EngineError("The engine is built with its first request, which tells the kind of token. Send one.")
         return self._built.facts
 
-    @property
-    def pid(self) -> None:
-        """It runs in this process."""
-        return None
-
-    @property
-    def begins_again(self) -> bool:
-        """With another process: never."""
-        return False
-
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
         """See `BatchEngine`. channel: where the items go; None: a new one."""
         prompt, embeds = request.prompt, request.embeds
@@ -340,11 +321,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if scored:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
-
-    def check_room(self, tenant: Hashable, new: int) -> None:
-        """Raises QueueFull if there is no room for so many requests more."""
-        if self._worker is not None:
-            self._worker.check_room(tenant, new)
 
     def submit(self, ready: Job) -> ItemStream[Any]:
         """See `BatchEngine`."""
@@ -460,6 +436,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._worker = self._serve(built.scheduler, built.runner)
             self._built = built
             return built
+
+
+def _check_least(least: int, **values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
 
 
 def _check_padding(host: HostArray, given: Any) -> None:

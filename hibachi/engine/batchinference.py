@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ class BatchInference(Closing):
     def core(self) -> Engine | None:
         """What steps the batch, for those who measure it; None before the first request."""
         return None if self._worker is None else self._worker.engine
+
+    @property
+    def pid(self) -> None:
+        """It runs in this process."""
+        return None
+
+    @property
+    def begins_again(self) -> bool:
+        """With another process: never."""
+        return False
+
+    def check_room(self, tenant: Hashable, new: int) -> None:
+        """Raises QueueFull if there is no room for so many requests more."""
+        if self._worker is not None:
+            self._worker.check_room(tenant, new)
 
     def _check_open(self) -> None:
         if self._closed:
