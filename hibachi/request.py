@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeAlias
 from hibachi.errors import InvalidRequest, shown
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Of a language model: a text, token ids, or {"prompt_embeds": array}."""
 
 
 class Finish(StrEnum):

@@ -51,7 +51,7 @@ RULES = {
     "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
-    "hibachi/api": Rule("errors request api", third_party="msgspec"),
+    "hibachi/api": Rule("errors request streams model api", third_party="msgspec"),
     "hibachi/web": Rule("errors api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
         f"{BATCH} lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""

@@ -15,9 +15,9 @@ import time
 
 from hibachi.cli.options import deterministic_argument
 from hibachi.lm.llm import LLM
-from hibachi.lm.textstream import Completion
 from hibachi.request import SamplingParams
 from hibachi.streams.merge import merge
+from hibachi.streams.textstream import Completion
 
 PROMPTS = (
     "It is a truth universally acknowledged, that",

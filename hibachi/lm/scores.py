@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hibachi.errors import InvalidRequest
-from hibachi.lm.textstream import Completion, Prompt
-from hibachi.request import SamplingParams
+from hibachi.request import Prompt, SamplingParams
+from hibachi.streams.textstream import Completion
 from hibachi.tensor.array_backend import HostArray
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)

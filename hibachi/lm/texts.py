@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,17 @@ from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
 from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
-from hibachi.errors import InvalidRequest, PromptTooLong, shown
+from hibachi.errors import InvalidRequest
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
-from hibachi.lm.textstream import Completion, Prompt, TextChoice, TextStream
 from hibachi.model.text import Detokenizer
-from hibachi.request import Pooling, Request, SamplingParams, Terms, as_params, as_terms
+from hibachi.model.text.prompts import Prompts, conversations, listed
+from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing
 from hibachi.streams.loops import give_way, in_thread
 from hibachi.streams.merge import amerge, merge
 from hibachi.streams.stream import Item
+from hibachi.streams.textstream import Completion, TextChoice, TextStream
 from hibachi.tensor.array_backend import HostArray
-
-SOMEWHAT_LONG = 16  # characters of a token, on average: texts with more are not read
-LEAST_TEXT = 2**20  # characters of a text that is cut into tokens nevertheless
 
 
 class Texts(Closing):
@@ -52,6 +50,7 @@ class Texts(Closing):
         default_params: SamplingParams,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
@@ -66,7 +65,7 @@ class Texts(Closing):
                 f"best_of cannot be streamed: expected best_of to be n, {params.n}, or None; got {params.best_of}. Use "
                 f"generate."
             )
-        return self._start([prompt], [self._ids(prompt)], [params], terms)[0]
+        return self._start([prompt], [self.prompts.given(prompt)], [params], terms)[0]
 
     def submit(
         self,
@@ -79,7 +78,7 @@ class Texts(Closing):
 
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
         """
-        return self._start(prompts, [self._ids(p) for p in prompts], params, terms)
+        return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms)
 
     def generate(
         self,
@@ -94,8 +93,8 @@ class Texts(Closing):
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
-        prompts = _listed(prompts)
-        return _finish(self._start(prompts, [self._ids(p) for p in prompts], params, terms))
+        prompts = listed(prompts)
+        return _finish(self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms))
 
     async def agenerate(
         self,
@@ -105,8 +104,8 @@ class Texts(Closing):
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Completion]:
         """`generate` for asyncio and trio."""
-        prompts = _listed(prompts)
-        streams = self._start(prompts, [self._ids(p) for p in prompts], params, terms)
+        prompts = listed(prompts)
+        streams = self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms)
         try:
             choices = [c for s in streams for c in s.choices]
             await give_way()
@@ -128,7 +127,7 @@ class Texts(Closing):
 
         variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
         """
-        texts = [self.tokenizer.render_chat(m, **variables) for m in _conversations(messages)]
+        texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
         return _finish(self._start(texts, ids, params, terms))
 
@@ -146,8 +145,8 @@ class Texts(Closing):
         normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, QueueFull, UnsupportedOperation
         for a model whose hidden states cannot be had.
         """
-        prompts = _listed(prompts)
-        ids = [self._encode(p) for p in prompts]
+        prompts = listed(prompts)
+        ids = [self.prompts.encode(p) for p in prompts]
         items = self.submit_vectors(ids, pooling=pooling, normalize=normalize, terms=terms)
         try:
             return [Embedding(p, own, v.result()) for p, own, v in zip(prompts, ids, items, strict=True)]
@@ -182,24 +181,11 @@ class Texts(Closing):
         Two texts are tokenized together, as the tokenizer may join what stands at the border; the continuation's
         tokens are those after as many as the prompt alone has. Raises InvalidRequest, PromptTooLong.
         """
-        pairs = paired(_listed(prompts), _listed(continuations))
-        split = [self._joined(p, c) for p, c in pairs]
+        pairs = paired(listed(prompts), listed(continuations))
+        split = [self.prompts.joined(p, c) for p, c in pairs]
         outs = _finish(self._start([p for p, _ in pairs], [before + after for before, after in split], SCORING))
         each = zip(pairs, split, outs, strict=True)
         return [score_of(p, c, out, len(after)) for (p, c), (_, after), out in each]
-
-    def _joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt and of its continuation."""
-        before = self._encode(prompt)
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            after = self._encode(prompt + continuation)[len(before) :]
-        elif isinstance(continuation, str):
-            after = self.tokenizer.encode(continuation, add_special_tokens=False)
-        else:
-            after = self._encode(continuation)
-        if not after:
-            raise InvalidRequest(f"A continuation must hold at least one token; got {shown(continuation)}.")
-        return before, after
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
         """How vectors are made, and whether they get the length 1, if nobody says so: as sentence-transformers does."""
@@ -245,7 +231,7 @@ class Texts(Closing):
         run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
         if p.runs > p.n and p.logprobs is None:
             run = run.with_(logprobs=0)  # to choose by
-        words = tuple(seq for word in p.bad_words for seq in self._spellings(word))
+        words = tuple(seq for word in p.bad_words for seq in self.prompts.spellings(word))
         embeds = prompt["prompt_embeds"] if isinstance(prompt, Mapping) else None
         host = np.asarray(ids) if embeds is None else None
         ready = []
@@ -259,62 +245,6 @@ class Texts(Closing):
 
     def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
         return Detokenizer(self.tokenizer, p.stop, after=after, include_stop=p.include_stop, min_tokens=p.min_tokens)
-
-    def _spellings(self, word: str) -> set[tuple[int, ...]]:
-        """A bad word in tokens: at the beginning of a word, and elsewhere. As in vLLM."""
-        texts = word.lstrip(), " " + word.lstrip()
-        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts} - {()}
-        if not found:
-            raise InvalidRequest(f"bad_words must be texts that the tokenizer has tokens for; got {shown(word)}.")
-        return found
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt; none if it is given as embeddings."""
-        if not isinstance(prompt, Mapping):
-            return self._encode(prompt)
-        if set(prompt) != {"prompt_embeds"}:
-            raise InvalidRequest(
-                f'A prompt that is a dictionary must be {{"prompt_embeds": array}}; got the keys {list(prompt)!r:.80}.'
-            )
-        return []
-
-    def check_text(self, text: str) -> None:
-        """Raises PromptTooLong for a text that has more tokens than the context, however it is cut into them.
-
-        To be asked before it is: cutting takes seconds a megabyte, and memory.
-        """
-        context = self.engine.facts.limits.max_len
-        if len(text) <= context:
-            return
-        self.check_size(text)
-        fewest: int = getattr(self.tokenizer, "fewest_tokens", lambda text: 0)(text)
-        if fewest > context:
-            raise PromptTooLong(
-                f"The text has {len(text)} characters, and at least {fewest} tokens; this model's context holds "
-                f"{context}. Shorten it."
-            )
-
-    def check_size(self, text: str) -> None:
-        """Raises PromptTooLong for a text that is not cut into tokens at all, as that takes memory and time."""
-        most = max(self.engine.facts.limits.max_len * SOMEWHAT_LONG, LEAST_TEXT)
-        if len(text) > most:
-            raise PromptTooLong(
-                f"The text has {len(text)} characters; with this model's context at most {most} are cut into tokens. "
-                f"Shorten it."
-            )
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        ids: Any
-        if isinstance(prompt, str):
-            self.check_text(prompt)
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or not all(map(_is_id, ids)):
-                raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {_shown(prompt)}.")
-        if not len(ids):
-            raise InvalidRequest(f"A prompt must hold at least one token; got {_shown(prompt)}. Write something in it.")
-        return [int(i) for i in ids]
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -349,50 +279,12 @@ class Texts(Closing):
         await in_thread(partial(self.close, timeout))
 
 
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.80}"
-    except Exception:  # a list in a list in a list ...
-        return f"a {type(value).__qualname__} that cannot be shown"
-
-
-def _listed(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
-        raise InvalidRequest(
-            f"Expected a prompt (a text or a list of token ids) or a list of prompts; got {_shown(prompts)}."
-        )
-    prompts = list(prompts)
-    return [prompts] if prompts and all(map(_is_id, prompts)) else prompts
-
-
 def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
     """One for all prompts, or one for each, as a list."""
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidRequest(f"Expected one {what}, or one for each of {len(prompts)} prompts; got {len(each)}.")
     return each
-
-
-def _is_id(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _conversations(messages: Any) -> list[Any]:
-    """One conversation or several, as a list."""
-    many = [messages] if _is_conversation(messages) else messages
-    if not isinstance(many, Sequence) or not all(map(_is_conversation, many)):
-        raise InvalidRequest(
-            f'A conversation must be a list of messages {{"role": "user", "content": "..."}}; got {_shown(messages)}.'
-        )
-    return list(many)
-
-
-def _is_conversation(x: Any) -> bool:
-    return isinstance(x, Sequence) and len(x) > 0 and all(isinstance(m, Mapping) for m in x)
 
 
 def _finish(streams: list[TextStream]) -> list[Completion]:

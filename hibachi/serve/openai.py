@@ -8,12 +8,12 @@ from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
 from hibachi.errors import HibachiError
-from hibachi.lm.textstream import Piece, TextChoice, TextStream
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.record import Record, Vectors
 from hibachi.serve.served import Served
-from hibachi.serve.shapes import Chats, Completions, Shape
+from hibachi.streams.textstream import Piece, TextChoice, TextStream
 from hibachi.web.exchange import Exchange
 
 MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
@@ -37,8 +37,8 @@ async def completions(served: Served, x: Exchange) -> None:
     body = read(CompletionBody, await served.body(x))
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
-    ids = await served.encode(asked.prompts, "prompt", x.tenant, special=asked.special)
-    await _text(served, x, Completions(asked, name, served.vocabulary), ids)
+    ids = await served.reading.encode(asked.prompts, "prompt", x.tenant, special=asked.special)
+    await _text(served, x, CompletionWriter(asked, name, served.vocabulary), ids)
 
 
 async def chat(served: Served, x: Exchange) -> None:
@@ -47,17 +47,17 @@ async def chat(served: Served, x: Exchange) -> None:
     name = served.check_name(body.model)
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
-    ids = await served.render(asked.messages, asked.template, x.tenant)
-    await _text(served, x, Chats(asked, name, served.vocabulary), [ids])
+    ids = await served.reading.render(asked.messages, asked.template, x.tenant)
+    await _text(served, x, ChatWriter(asked, name, served.vocabulary), [ids])
 
 
 async def embeddings(served: Served, x: Exchange) -> None:
     """A vector for each input."""
     body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
-    ids = await served.encode(asking.embedding(body, served.bounds), "input", x.tenant)
+    ids = await served.reading.encode(asking.embedding(body, served.bounds), "input", x.tenant)
     for own in ids:
-        served.check_length(own, None)
+        served.reading.check_length(own, None)
     with (
         served.record(x, SamplingParams(max_tokens=1), ids) as record,
         served.submit_vectors(ids, served.terms(Terms(), x.tenant)) as items,
@@ -82,10 +82,10 @@ async def tokenize(served: Served, x: Exchange) -> None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             variables["tools"] = body.tools
-        ids = await served.render(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        ids = await served.reading.render(conversation(body.messages, served.bounds.messages), variables, x.tenant)
     elif body.prompt is not None and body.messages is None:
-        served.texts.check_size(body.prompt)
-        [ids] = await served.tokens([body.prompt], body.add_special_tokens, x.tenant)
+        served.texts.prompts.check_size(body.prompt)
+        [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
     told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
@@ -102,58 +102,58 @@ async def detokenize(served: Served, x: Exchange) -> None:
     served.check_name(body.model)
     if len(body.tokens) > (most := max(served.max_len, MOST_SHOWN)):
         raise Refused(f"tokens has {len(body.tokens)} entries; at most {most} are served.", param="tokens")
-    served.check_ids(body.tokens, "tokens")
+    served.reading.check_ids(body.tokens, "tokens")
     await x.json({"prompt": served.vocabulary.text(body.tokens)})
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-async def _text(served: Served, x: Exchange, shape: Shape, ids: list[list[int]]) -> None:
-    asked = shape.asked
+async def _text(served: Served, x: Exchange, writer: Writer, ids: list[list[int]]) -> None:
+    asked = writer.asked
     for own in ids:
-        served.check_length(own, asked.limit)
+        served.reading.check_length(own, asked.limit)
     with (
         served.record(x, asked.params, ids) as record,
-        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as shape.streams,
+        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as writer.streams,
     ):
-        shape.ids = ids
-        text = _one(shape.streams, asked.params.n)
+        writer.ids = ids
+        text = _one(writer.streams, asked.params.n)
         record.text, record.stream = text, asked.stream
         try:
-            await x.while_here(_answer(x, shape, text, record), text.close)
+            await x.while_here(_answer(x, writer, text, record), text.close)
         finally:
             text.close()
 
 
-async def _answer(x: Exchange, shape: Shape, text: TextStream, record: Record) -> None:
+async def _answer(x: Exchange, writer: Writer, text: TextStream, record: Record) -> None:
     pieces = await text.come()  # before the answer begins, as an error has a status of its own
     record.came(pieces)
-    if shape.asked.stream:
-        await _stream(x, shape, text, pieces, record)
+    if writer.asked.stream:
+        await _stream(x, writer, text, pieces, record)
         return
     while pieces:
         pieces = await text.come()
         record.came(pieces)
-    await x.json(shape.whole())
+    await x.json(writer.whole())
 
 
-async def _stream(x: Exchange, shape: Shape, text: TextStream, pieces: list[Piece], record: Record) -> None:
+async def _stream(x: Exchange, writer: Writer, text: TextStream, pieces: list[Piece], record: Record) -> None:
     """Every chunk leaves with the step that made it."""
     await x.begin(200, SSE)
-    chunks = shape.opening()
+    chunks = writer.opening()
     open_ = {c.index: c for c in text.choices}
     try:
         while pieces:
-            chunks += [shape.piece(p) for p in pieces]
-            chunks += [shape.end(c) for c in _over(open_)]
+            chunks += [writer.piece(p) for p in pieces]
+            chunks += [writer.end(c) for c in _over(open_)]
             await x.write(b"".join(map(answers.event, chunks)))
             chunks = []
             pieces = await text.come()
             record.came(pieces)
-        chunks = [shape.end(c) for c in open_.values()]
-        if shape.asked.usage:
-            chunks.append(shape.last())
+        chunks = [writer.end(c) for c in open_.values()]
+        if writer.asked.usage:
+            chunks.append(writer.last())
     except HibachiError as e:
         record.failed(e)
         refused = as_refused(e)

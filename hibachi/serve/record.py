@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hibachi.api.errors import Refused
-from hibachi.lm.textstream import Piece
 from hibachi.request import Finish, SamplingParams
 from hibachi.streams.stream import Item
+from hibachi.streams.textstream import Piece
 from hibachi.tensor.array_backend import HostArray
 
 

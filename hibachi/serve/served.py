@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds
-from hibachi.api.conversation import rendered
 from hibachi.api.errors import SERVER, Refused
+from hibachi.api.reading import Reading
 from hibachi.engine.health import Health
-from hibachi.errors import EngineClosed, PromptTooLong
+from hibachi.errors import EngineClosed
 from hibachi.lm.texts import Texts
-from hibachi.lm.textstream import TextStream
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.record import Meter, NoMeter, Record
-from hibachi.serve.tokenizing import Tokenizing
 from hibachi.streams.stream import Item
+from hibachi.streams.textstream import TextStream
 from hibachi.tensor.array_backend import HostArray
 from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
@@ -58,13 +57,14 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     vocabulary: Vocabulary = field(init=False)
+    reading: Reading = field(init=False)
 
     def __post_init__(self) -> None:
         self.vocabulary = Vocabulary(
             self.texts.tokenizer.token_bytes, lambda ids: self.texts.tokenizer.decode(ids, skip_special_tokens=False)
         )
+        self.reading = Reading(self.texts.prompts, self.texts.vocab_size, self.chat_template)
         self._arriving: set[asyncio.Timeout] = set()
-        self._tokenizing = Tokenizing()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
 
     # ---- bodies ------------------------------------------------------------------------------------------------
@@ -125,81 +125,7 @@ class Served:
                 headers={"Retry-After": "5"},
             )
 
-    def check_ids(self, ids: Sequence[int], param: str) -> None:
-        size = self.texts.vocab_size
-        if ids and size is not None and not (min(ids) >= 0 and max(ids) < size):
-            raise Refused(
-                f"{param}: token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.",
-                param=param,
-                code="invalid_value",
-            )
-
-    def check_length(self, ids: Sequence[int], limit: int | None) -> None:
-        """Raises PromptTooLong for a prompt, or one with as many new tokens as were asked for, that does not fit."""
-        longest, n = self.max_len, len(ids)
-        if n >= longest:
-            raise PromptTooLong(
-                f"The prompt has {n} tokens, and this model's context holds {longest}, at least one of them new. "
-                f"Shorten it."
-            )
-        if limit is not None and n + limit > longest:
-            raise PromptTooLong(
-                f"max_tokens is {limit} and the prompt has {n} tokens, and this model's context holds {longest}. Ask "
-                f"for at most {longest - n}."
-            )
-
     # ---- texts -------------------------------------------------------------------------------------------------
-
-    async def encode(
-        self, prompts: Sequence[Any], param: str, tenant: str = "", *, special: bool = True
-    ) -> list[list[int]]:
-        """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
-        for prompt in prompts:  # all of them, before any is read
-            if isinstance(prompt, str):
-                self.texts.check_text(prompt)
-            else:
-                self.check_length(prompt, None)
-                self.check_ids(prompt, param)
-        texts = [p for p in prompts if isinstance(p, str)]
-        found = iter(await self.tokens(texts, special, tenant))
-        ids = [next(found) if isinstance(p, str) else list(p) for p in prompts]
-        if not all(ids):
-            raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
-        return ids
-
-    async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
-        """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
-        tokenizer = self.texts.tokenizer
-
-        def work() -> list[list[int]]:
-            return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-
-        return await self._tokenizing.run(sum(map(len, texts)), work, tenant)
-
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tenant: str = ""
-    ) -> list[int]:
-        """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
-        tokenizer = self.texts.tokenizer
-        if self.chat_template is None and not tokenizer.chat_templates:
-            raise Refused(
-                "This model has no chat template: send a prompt to /v1/completions. The server can be started with "
-                "a template for it (--chat-template).",
-                param="messages",
-                code="no_chat_template",
-            )
-        more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
-        given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-
-        def work() -> str:
-            return rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
-
-        text = await self._tokenizing.aside(work, tenant)
-        self.texts.check_text(text)
-        [ids] = await self.tokens([text], False, tenant)
-        if not ids:
-            raise Refused("The conversation is empty.", param="messages", code="empty_array")
-        return ids
 
     @contextmanager
     def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> Iterator[list[TextStream]]:

@@ -1,4 +1,4 @@
-"""How the chunks and the whole answers of a request look, from the continuations that the engine writes."""
+"""The chunks and the whole answers of a request, from the continuations that the engine writes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hibachi.api.answers import (
 )
 from hibachi.api.asking import Asked
 from hibachi.errors import EngineClosed
-from hibachi.lm.textstream import Choice, Completion, Piece, TextChoice, TextStream
 from hibachi.request import Finish
+from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, TextStream
 
 
-class Shape:
+class Writer:
     """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued."""
 
     asked: Asked
@@ -81,7 +81,7 @@ class Shape:
         return [s.completion() for s in self.streams]
 
 
-class Completions(Shape):
+class CompletionWriter(Writer):
     prefix, object = "cmpl", "text_completion"
 
     def opening(self) -> list[Any]:
@@ -147,7 +147,7 @@ class Completions(Shape):
         return CompletionAnswer(self.id, self.object, self.created, self.name, list(choices), self._always())
 
 
-class Chats(Shape):
+class ChatWriter(Writer):
     prefix, object = "chatcmpl", "chat.completion"
 
     def opening(self) -> list[Any]:

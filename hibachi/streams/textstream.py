@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from hibachi.model.text import Detokenizer
-from hibachi.request import Finish
+from hibachi.request import Finish, Prompt
 from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import await_any, wait_any
 from hibachi.streams.stream import ItemStream, closed
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or {"prompt_embeds": array}
 Logprobs = list[dict[int, float] | None]
+
+
+class Detokenizer(Protocol):
+    """Makes text of tokens as they come, see `hibachi.model.text.Detokenizer`. stopped: a stop string has come."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def push(self, token: int, /) -> str: ...
+
+    def flush(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,97 @@
+"""What a request says becomes token ids, which are checked. Long texts are read beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hibachi.api.conversation import rendered
+from hibachi.api.errors import Refused
+from hibachi.api.tokenizing import Tokenizing
+from hibachi.errors import PromptTooLong
+from hibachi.model.text.prompts import Prompts
+
+
+class Reading:
+    """Of one model. vocab_size: None: any id is a token. chat_template: the name of one of the model's, or Jinja
+    source; None: the model's own."""
+
+    def __init__(self, prompts: Prompts, vocab_size: int | None, chat_template: str | None = None) -> None:
+        self.prompts: Prompts = prompts
+        self.vocab_size: int | None = vocab_size
+        self.chat_template: str | None = chat_template
+        self._tokenizing = Tokenizing()
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        size = self.vocab_size
+        if ids and size is not None and not (min(ids) >= 0 and max(ids) < size):
+            raise Refused(
+                f"{param}: token ids must be from 0 to {size - 1}; got {min(ids)} to {max(ids)}.",
+                param=param,
+                code="invalid_value",
+            )
+
+    def check_length(self, ids: Sequence[int], limit: int | None) -> None:
+        """Raises PromptTooLong for a prompt, or one with as many new tokens as were asked for, that does not fit."""
+        longest, n = self.prompts.context, len(ids)
+        if n >= longest:
+            raise PromptTooLong(
+                f"The prompt has {n} tokens, and this model's context holds {longest}, at least one of them new. "
+                f"Shorten it."
+            )
+        if limit is not None and n + limit > longest:
+            raise PromptTooLong(
+                f"max_tokens is {limit} and the prompt has {n} tokens, and this model's context holds {longest}. Ask "
+                f"for at most {longest - n}."
+            )
+
+    async def encode(
+        self, prompts: Sequence[Any], param: str, tenant: str = "", *, special: bool = True
+    ) -> list[list[int]]:
+        """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        for prompt in prompts:  # all of them, before any is read
+            if isinstance(prompt, str):
+                self.prompts.check_text(prompt)
+            else:
+                self.check_length(prompt, None)
+                self.check_ids(prompt, param)
+        texts = [p for p in prompts if isinstance(p, str)]
+        found = iter(await self.tokens(texts, special, tenant))
+        ids = [next(found) if isinstance(p, str) else list(p) for p in prompts]
+        if not all(ids):
+            raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
+        return ids
+
+    async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
+        """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
+        tokenizer = self.prompts.tokenizer
+
+        def work() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+        return await self._tokenizing.run(sum(map(len, texts)), work, tenant)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tenant: str = ""
+    ) -> list[int]:
+        """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        tokenizer = self.prompts.tokenizer
+        if self.chat_template is None and not tokenizer.chat_templates:
+            raise Refused(
+                "This model has no chat template: send a prompt to /v1/completions. The server can be started with "
+                "a template for it (--chat-template).",
+                param="messages",
+                code="no_chat_template",
+            )
+        more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
+        given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
+
+        def work() -> str:
+            return rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
+
+        text = await self._tokenizing.aside(work, tenant)
+        self.prompts.check_text(text)
+        [ids] = await self.tokens([text], False, tenant)
+        if not ids:
+            raise Refused("The conversation is empty.", param="messages", code="empty_array")
+        return ids
