@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .models import PATIENCE
+from ..engine.models import PATIENCE
 
 PROGRAM = """
 import hibachi, time

@@ -16,8 +16,8 @@ from hibachi.request import Finish
 from hibachi.streams.loops import Wakeups, in_trio, loop_future
 from hibachi.streams.merge import amerge, await_any
 
-from .models import PATIENCE, Background, Gate, Next, ints, until
-from .pipe import Pipe
+from ..engine.models import PATIENCE, Background, Gate, Next, ints, until
+from ..engine.pipe import Pipe
 
 
 def read(stream):

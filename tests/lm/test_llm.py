@@ -25,7 +25,7 @@ from hibachi import (
     UnsupportedOperation,
 )
 
-from .models import GatedNumpy, until
+from ..engine.models import GatedNumpy, until
 
 PROMPTS = ["She was", "It is a truth universally acknowledged, that", "Mr. Knightley looked at her with", '"My dear,']
 VOCAB, CONTEXT = 2048, 512

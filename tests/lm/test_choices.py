@@ -7,7 +7,7 @@ import pytest
 from hibachi import LLM, InvalidRequest, SamplingParams
 from hibachi.decode.uniforms import fork
 
-from .models import until
+from ..engine.models import until
 
 PROMPT, OTHER = "She was", "Mr. Knightley looked at her with"
 

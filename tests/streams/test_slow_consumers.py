@@ -14,7 +14,7 @@ from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from hibachi.streams.merge import merge
 
-from .models import PATIENCE, Background, until
+from ..engine.models import PATIENCE, Background, until
 
 
 class Engine:

@@ -13,8 +13,8 @@ from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from hibachi.streams.merge import amerge, merge
 
-from .models import PATIENCE, Background, until
-from .pipe import Pipe
+from ..engine.models import PATIENCE, Background, until
+from ..engine.pipe import Pipe
 
 
 @pytest.fixture(params=["thread", "asyncio"])
