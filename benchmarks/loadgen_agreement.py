@@ -141,7 +141,7 @@ def main() -> None:
         serving.server(STEADY, args.engine, "--served-model-name", "tiny") as one,
     ):
         folder = Path(name)
-        work.write([work.Request(a.id, 0.0, list(a.prompt), a.new) for a in asks], folder / "work.jsonl")
+        work.write([work.TimedRequest(a.id, 0.0, list(a.prompt), a.new) for a in asks], folder / "work.jsonl")
         lines = {"vllm": [{"prompt": t} for t in texts], "aiperf": [{"text": t} for t in texts]}
         for peer, each in lines.items():
             (folder / f"{peer}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in each))

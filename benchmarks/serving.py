@@ -39,7 +39,7 @@ from hibachi import Paged
 from hibachi.bench import work
 from hibachi.bench.load import report, traffic
 from hibachi.bench.load.client import Client, Url
-from hibachi.bench.load.generator import Generator, Reading, Sample, run
+from hibachi.bench.load.generator import AnswerReader, Generator, Sample, run
 from hibachi.bench.load.traffic import Ask, Form
 from hibachi.bench.load.wire import BadAnswer
 from hibachi.bench.machine import CONTENDED, Watch
@@ -317,7 +317,7 @@ async def _open(one: Server, asks) -> float:
     start = time.perf_counter()
     samples = [Sample(a.id, None, a.new) for a in asks]
     tasks = [
-        asyncio.ensure_future(client.post(form.path, form.body(a), Reading(s, start, True)))
+        asyncio.ensure_future(client.post(form.path, form.body(a), AnswerReader(s, start, True)))
         for a, s in zip(asks, samples, strict=True)
     ]
     while min(len(s.chunks) for s in samples) < 3:
@@ -335,7 +335,7 @@ class Hangs(Exception):
     pass
 
 
-class HangUp(Reading):
+class HangUp(AnswerReader):
     """Leaves after some chunks."""
 
     def __init__(self, *args: Any, after: int) -> None:

@@ -67,13 +67,13 @@ if _TYPE_CHECKING:
     from hibachi.streams.stream import Item as Item
     from hibachi.streams.stream import ItemStream as ItemStream
     from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
-    from hibachi.tensor.cache import CacheSpec as CacheSpec
-    from hibachi.tensor.cache import Paged as Paged
-    from hibachi.tensor.cache import State as State
-    from hibachi.tensor.cache import StepInputs as StepInputs
     from hibachi.tensor.discover import available as available
     from hibachi.tensor.discover import backend_for as backend_for
     from hibachi.tensor.discover import load as load
+    from hibachi.tensor.layout import CacheSpec as CacheSpec
+    from hibachi.tensor.layout import Paged as Paged
+    from hibachi.tensor.layout import State as State
+    from hibachi.tensor.layout import StepInputs as StepInputs
     from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
     from hibachi.tensor.protocol import Backend as Backend
     from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
@@ -91,7 +91,7 @@ _PLACES = {
     "BackendError": "hibachi.errors",
     "BackendNotFound": "hibachi.errors",
     "BackendNotInstalled": "hibachi.errors",
-    "CacheSpec": "hibachi.tensor.cache",
+    "CacheSpec": "hibachi.tensor.layout",
     "CachedModel": "hibachi.model.ladder",
     "ConfigError": "hibachi.errors",
     "DeadlineExceeded": "hibachi.errors",
@@ -124,13 +124,13 @@ _PLACES = {
     "NumpyBackend": "hibachi.tensor.numpy_backend",
     "OutOfCapacity": "hibachi.errors",
     "PaddedAutoregressive": "hibachi.model.ladder",
-    "Paged": "hibachi.tensor.cache",
+    "Paged": "hibachi.tensor.layout",
     "PromptTooLong": "hibachi.errors",
     "QueueFull": "hibachi.errors",
     "RequestError": "hibachi.errors",
     "SamplingParams": "hibachi.request",
-    "State": "hibachi.tensor.cache",
-    "StepInputs": "hibachi.tensor.cache",
+    "State": "hibachi.tensor.layout",
+    "StepInputs": "hibachi.tensor.layout",
     "StopRule": "hibachi.request",
     "Terms": "hibachi.request",
     "UnknownArchitecture": "hibachi.errors",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hibachi.tensor.array_backend import Array
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 SPAN = 64  # cached positions of a turn for single tokens
 TILE_SPAN = 128  # for a query tile

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.cache import Paged, State, StepInputs
 from hibachi.tensor.candidates import Candidate
+from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import Scoring, attend
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
-from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi_jax.backend import JaxBackend
 
 STEP_TOKENS = 8

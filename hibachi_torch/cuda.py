@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda_attention import Kernel, find, varlen_attn
 from hibachi_torch.cuda_graphs import CudaRecorder, GraphRecorder, StepGraphs

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 Kernel: TypeAlias = "Callable[..., Array]"  # (q, keys, values, x, *, scale, window) -> out
 

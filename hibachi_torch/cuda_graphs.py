@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from hibachi.tensor.array_backend import Array, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 _log = logging.getLogger("hibachi.torch")
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 from hibachi_torch.backend import TorchBackend
 
 FEW = 8  # rows: with a multiple of them MKL computes sums of up to PIECE products alike

@@ -18,7 +18,7 @@ import torch
 
 from hibachi.model.extras import need
 from hibachi.tensor.array_backend import ArrayBackend, LayerCache
-from hibachi.tensor.cache import Paged, StepInputs
+from hibachi.tensor.layout import Paged, StepInputs
 
 PAGED, LOOK = "hibachi", "hibachi_look"
 

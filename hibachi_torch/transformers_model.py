@@ -20,7 +20,7 @@ from hibachi.model.extras import need
 from hibachi.model.fields import Fields, read_json
 from hibachi.model.weights import Checkpoint
 from hibachi.tensor.array_backend import ArrayBackend, LayerCache
-from hibachi.tensor.cache import CacheSpec, StepInputs
+from hibachi.tensor.layout import CacheSpec, StepInputs
 from hibachi_torch.transformers_attention import (
     LOOK,
     PAGED,

@@ -162,7 +162,7 @@ def test_every_rule_is_about_files_that_exist():
         ("hibachi/tensor/x.py", "import array_api_compat.torch as xp"),
         ("hibachi/tensor/x.py", "importlib.import_module('hibachi_torch')"),
         ("hibachi/plan/x.py", "import time"),
-        ("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged"),
+        ("hibachi/plan/x.py", "from hibachi.tensor.layout import Paged"),
         ("hibachi/plan/x.py", "if TYPE_CHECKING:\n    from hibachi.engine.job import Job"),
         ("hibachi/decode/x.py", "from hibachi.model.ladder import LogitsModel"),
         ("hibachi/model/x.py", "from hibachi.decode import sampling"),
@@ -176,7 +176,7 @@ def test_every_rule_is_about_files_that_exist():
         ("hibachi_torch/x.py", "from hibachi import Paged"),
         ("hibachi_torch/x.py", "import jax"),
         ("hibachi_jax/x.py", "import hibachi_torch"),
-        ("conformance/x.py", "from hibachi.tensor.cache import Paged"),
+        ("conformance/x.py", "from hibachi.tensor.layout import Paged"),
         ("conformance/x.py", "from hibachi import _logging"),
         ("conformance/x.py", "from hibachi import engine"),
         ("conformance/x.py", "import torch"),
@@ -189,9 +189,9 @@ def test_a_bad_import_is_found(path, source):
 
 
 def test_the_message_names_file_import_and_rule():
-    [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.cache import Paged")
+    [line] = violations("hibachi/plan/x.py", "from hibachi.tensor.layout import Paged")
     assert line == (
-        "hibachi/plan/x.py: `from hibachi.tensor.cache import Paged`. "
+        "hibachi/plan/x.py: `from hibachi.tensor.layout import Paged`. "
         "Rule of hibachi/plan: of hibachi it may import errors request installed shapes plan."
     )
 
@@ -199,4 +199,4 @@ def test_the_message_names_file_import_and_rule():
 def test_good_imports_pass():
     assert not violations("hibachi/plan/x.py", "import numpy as np\nfrom hibachi.errors import PromptTooLong")
     assert not violations("conformance/x.py", "from hibachi import Paged\nfrom .cases import sample\nimport pytest")
-    assert not violations("hibachi_jax/x.py", "import jax\nfrom hibachi.tensor.cache import StepInputs")
+    assert not violations("hibachi_jax/x.py", "import jax\nfrom hibachi.tensor.layout import StepInputs")

@@ -12,7 +12,7 @@ import numpy as np
 from hibachi.bench.engines.figures import Summary, summarise
 from hibachi.bench.engines.report import Bounds, bound_of, bounds_of, ours
 from hibachi.bench.steps.growth import Cliff, Point
-from hibachi.bench.steps.profile import PARTS, Step, kinds
+from hibachi.bench.steps.profile import PARTS, StepProfile, kinds
 from hibachi.sim.plot import COLOURS, LOOK, check_format, library, seconds
 
 _OURS, _PEER = COLOURS[1], "#8fa7b8"
@@ -105,7 +105,7 @@ def _over_rate(panel: Any, found: Sequence[Summary], name: str) -> None:
     panel.legend(frameon=False, fontsize=7, loc="upper left")
 
 
-def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
+def plot_profile(steps: Sequence[StepProfile], title: str, path: str | Path) -> None:
     """The parts of a step one upon the other: for each kind of step, and over the steps of a run."""
     check_format(path)
     found = kinds(steps)
@@ -142,7 +142,7 @@ def plot_profile(steps: Sequence[Step], title: str, path: str | Path) -> None:
         save(figure, path)
 
 
-def _median_ms(part: str, steps: Sequence[Step]) -> float:
+def _median_ms(part: str, steps: Sequence[StepProfile]) -> float:
     return 1e3 * float(np.median([s.seconds.get(part, 0.0) for s in steps]))
 
 

@@ -25,7 +25,7 @@ _FIELDS = {"id", "arrival", "prompt", "max_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TimedRequest:
     """What is asked of an engine. arrival: after the start, in means of the time between two; 0: at the start."""
 
     id: int
@@ -34,7 +34,7 @@ class Request:
     max_tokens: int
 
 
-def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: int = 64) -> list[Request]:
+def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: int = 64) -> list[TimedRequest]:
     """The work called W1, W2, W3 or W4.
 
     The lengths and times depend on the seed alone; the token ids also on the turn, so that no prefix cache knows the
@@ -51,17 +51,17 @@ def make(name: str, vocab_size: int, *, seed: int = 0, turn: int = 0, requests: 
         return found
 
     if name == "W4":
-        return [Request(0, 0.0, tokens(128), 128)]
+        return [TimedRequest(0, 0.0, tokens(128), 128)]
     if name == "W2":
         shared = tokens(512)
-        return [Request(i, 0.0, shared + tokens(16), 32) for i in range(requests)]
+        return [TimedRequest(i, 0.0, shared + tokens(16), 32) for i in range(requests)]
     prompts = _around(lengths, 64, 0.6, 16, 256, requests)
     answers = _around(lengths, 52, 0.8, 8, 256, requests)
     arrivals = np.zeros(requests)
     if name == "W3":
         arrivals[1:] = np.cumsum(lengths.exponential(1.0, requests - 1))
     each = zip(arrivals.tolist(), prompts, answers, strict=True)
-    return [Request(i, at, tokens(n), out) for i, (at, n, out) in enumerate(each)]
+    return [TimedRequest(i, at, tokens(n), out) for i, (at, n, out) in enumerate(each)]
 
 
 def _around(rng: Any, median: float, sigma: float, least: int, most: int, n: int) -> list[int]:
@@ -70,30 +70,30 @@ def _around(rng: Any, median: float, sigma: float, least: int, most: int, n: int
     return found
 
 
-def at_rate(requests: Iterable[Request], rate: float | None) -> list[Request]:
+def at_rate(requests: Iterable[TimedRequest], rate: float | None) -> list[TimedRequest]:
     """The same with arrivals in seconds, `rate` requests a second on average; None: all at the start."""
     return [replace(r, arrival=r.arrival / rate if rate else 0.0) for r in requests]
 
 
-def longest(requests: Iterable[Request]) -> int:
+def longest(requests: Iterable[TimedRequest]) -> int:
     """Most tokens of a request, prompt and answer."""
     return max(len(r.prompt) + r.max_tokens for r in requests)
 
 
-def write(requests: Iterable[Request], path: str | Path) -> None:
+def write(requests: Iterable[TimedRequest], path: str | Path) -> None:
     """As JSON lines: {"id", "arrival", "prompt", "max_tokens"}."""
     Path(path).write_text("".join(json.dumps(asdict(r)) + "\n" for r in requests))
 
 
-def read(path: str | Path, vocab_size: int | None = None) -> list[Request]:
+def read(path: str | Path, vocab_size: int | None = None) -> list[TimedRequest]:
     """From JSON lines, in the order of arrival. Raises ConfigError with the line that is wrong, OSError."""
-    found: list[Request] = []
+    found: list[TimedRequest] = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
-            request = Request(**raw)
+            request = TimedRequest(**raw)
             fault = _fault(request, vocab_size)
         except (ValueError, TypeError):
             fault = f"an object with {', '.join(sorted(_FIELDS))}"
@@ -105,7 +105,7 @@ def read(path: str | Path, vocab_size: int | None = None) -> list[Request]:
     return sorted(found, key=lambda r: r.arrival)
 
 
-def _fault(r: Request, vocab_size: int | None) -> str | None:
+def _fault(r: TimedRequest, vocab_size: int | None) -> str | None:
     """What should have been there."""
     if not isinstance(r.prompt, list) or not r.prompt or not all(type(t) is int and t >= 0 for t in r.prompt):
         return "prompt: a list of token ids, at least one"
@@ -118,6 +118,6 @@ def _fault(r: Request, vocab_size: int | None) -> str | None:
     return None
 
 
-def totals(requests: Sequence[Request]) -> tuple[int, int]:
+def totals(requests: Sequence[TimedRequest]) -> tuple[int, int]:
     """(tokens of the prompts, tokens to be generated)."""
     return sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)

@@ -17,8 +17,8 @@ from hibachi.lm.named import is_named, model_named, place
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
-from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import known, load, why_missing
+from hibachi.tensor.layout import Paged, State
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

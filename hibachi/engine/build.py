@@ -26,8 +26,8 @@ from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.cache import Paged, State
 from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.layout import Paged, State
 
 NO_LIMIT = 2**31 - 2
 DEFAULT_CACHE_BYTES = 2**30

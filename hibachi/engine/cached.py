@@ -37,7 +37,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
 

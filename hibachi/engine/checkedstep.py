@@ -8,7 +8,7 @@ from typing import Any
 
 from hibachi.errors import InvalidModelOutput
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 
 class Inputs:

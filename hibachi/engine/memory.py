@@ -10,7 +10,7 @@ import numpy as np
 
 from hibachi.plan.limits import Limits
 from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.cache import CacheSpec, Paged, State
+from hibachi.tensor.layout import CacheSpec, Paged, State
 
 
 class Memory:

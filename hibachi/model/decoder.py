@@ -17,7 +17,7 @@ from hibachi.errors import ConfigError
 from hibachi.model.arch import Arch, Layer
 from hibachi.model.rope import HostArray, room, tables
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
-from hibachi.tensor.cache import CacheSpec, Paged, StepInputs
+from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
 
 Params: TypeAlias = dict[str, Any]
 

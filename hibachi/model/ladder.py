@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import TypeVar, override
 
-from hibachi.tensor.cache import CacheSpec, StepInputs
+from hibachi.tensor.layout import CacheSpec, StepInputs
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 

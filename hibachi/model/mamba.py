@@ -17,7 +17,7 @@ from hibachi.model.fields import Config, Fields
 from hibachi.model.files import ModelFiles
 from hibachi.model.rope import HostArray
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
-from hibachi.tensor.cache import CacheSpec, State, StepInputs
+from hibachi.tensor.layout import CacheSpec, State, StepInputs
 
 _NO_LIMIT = 2**20  # tokens: the model has none of its own
 

@@ -25,7 +25,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fcfs, Policy
 from hibachi.plan.rows import NEVER, Bools, Index, Ints, RowTable
 from hibachi.plan.sequence import Seq
-from hibachi.plan.step import Committed, Counts, Published, Sent, StepPlan
+from hibachi.plan.step import Committed, Published, SchedulerCounts, Sent, StepPlan
 from hibachi.request import Finish
 
 
@@ -47,7 +47,7 @@ class Scheduler:
     ) -> None:
         self.limits, self.policy, self._key_of = limits, policy or Fcfs(), key_of
         self.budget: int = limits.budget
-        self.counts: Counts = Counts()
+        self.counts: SchedulerCounts = SchedulerCounts()
         self.pool: BlockPool | None = BlockPool(limits.blocks, limits.block_size) if limits.blocks else None
         self.checkpoints: Checkpoints | None = (
             Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None

@@ -44,7 +44,7 @@ class Committed:
 
 
 @dataclass(slots=True)
-class Counts:
+class SchedulerCounts:
     """Counters from the start on."""
 
     prefix_queries: int = 0  # tokens of sequences that started and might share

@@ -310,7 +310,7 @@ class RemoteEngine(Closing):
     def facts(self) -> Facts:
         return self.ready.facts
 
-    def check(self, request: Request) -> Packed:
+    def check(self, request: Request) -> PackedRequest:
         """See `BatchEngine`. What cannot cross the pipe is refused here."""
         facts = self.facts
         if request.embeds is not None:
@@ -324,7 +324,7 @@ class RemoteEngine(Closing):
             check_ids(prompt, facts.vocab_size or MOST_IDS)
         sent = checked(request, prompt, facts)
         sent = replace(sent, prompt=None if embeds is not None else prompt, embeds=embeds)
-        return Packed(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
+        return PackedRequest(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
 
     def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
@@ -333,7 +333,7 @@ class RemoteEngine(Closing):
     def _tenants(self) -> list[Hashable]:
         return [channel.tenant for channel in list(self._channels.values())]
 
-    def submit(self, ready: Packed) -> ItemStream[Any]:
+    def submit(self, ready: PackedRequest) -> ItemStream[Any]:
         """See `BatchEngine`."""
         channel: Channel[Any] = Channel(self._pause_after)
         channel.tenant = ready.tenant
@@ -411,7 +411,7 @@ class RemoteEngine(Closing):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRequest:
     """A request that was checked, as it is sent. vector: it wants one, not tokens."""
 
     tenant: Hashable

@@ -95,7 +95,7 @@ class Timeline:
         return np.asarray(np.diff(np.interp(edges, at, sums)) / (np.diff(edges) / PICOSECONDS))
 
 
-class Outcome:
+class SimOutcome:
     """All that a replay of n requests leaves behind. Times are int64 picoseconds; NEVER where it did not come to it."""
 
     def __init__(self, n: int) -> None:

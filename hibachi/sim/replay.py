@@ -16,7 +16,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.stretch import Stretch, look_ahead
-from hibachi.sim.outcome import NEVER, Outcome
+from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
 
@@ -64,7 +64,7 @@ class Replay:
 
     def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True) -> None:
         self.trace, self.scheduler = trace, scheduler
-        self.outcome: Outcome = Outcome(len(trace))
+        self.outcome: SimOutcome = SimOutcome(len(trace))
         self._cost = _Cost.of(time)
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
@@ -76,7 +76,7 @@ class Replay:
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
-    def run(self, fast: bool = True) -> Outcome:
+    def run(self, fast: bool = True) -> SimOutcome:
         """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.

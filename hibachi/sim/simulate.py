@@ -13,7 +13,7 @@ from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
-from hibachi.sim.outcome import NEVER, Outcome
+from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.replay import Replay
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
@@ -83,7 +83,7 @@ class Run:
     trace: Trace
     setup: Setup
     limits: Limits
-    outcome: Outcome
+    outcome: SimOutcome
     seconds: float  # on the wall
 
     @property

@@ -16,7 +16,7 @@ from hibachi.streams.stream import ItemStream, closed
 Logprobs = list[dict[int, float] | None]
 
 
-class Detokenizer(Protocol):
+class Detokenizes(Protocol):
     """Makes text of tokens as they come, see `hibachi.model.text.Detokenizer`. stopped: a stop string has come."""
 
     @property
@@ -89,7 +89,7 @@ class TextChoice:
     index: int
     tokens: ItemStream[int]
 
-    def __init__(self, index: int, tokens: ItemStream[int], text: Detokenizer, logprobs: bool) -> None:
+    def __init__(self, index: int, tokens: ItemStream[int], text: Detokenizes, logprobs: bool) -> None:
         self.index, self.tokens = index, tokens
         self._text, self._logprobs = text, logprobs
         self._pieces: list[str] = []

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
 from hibachi.shapes import CallShapes
-from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.layout import Paged, State, StepInputs
 
 Array: TypeAlias = Any  # an array of the library below
 LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to the backend

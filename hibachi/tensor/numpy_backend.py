@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 
 class NumpyBackend(ArrayBackend):

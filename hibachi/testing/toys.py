@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.cache import CacheSpec, Paged, State, StepInputs
+from hibachi.tensor.layout import CacheSpec, Paged, State, StepInputs
 
 VOCAB = 10
 SURE = 1000.0

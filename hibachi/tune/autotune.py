@@ -20,11 +20,11 @@ from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
-from hibachi.tune.cases import CASES, Cases, Sizes, sizes_of
+from hibachi.tune.cases import CASES, Cases, ModelSizes, sizes_of
 from hibachi.tune.kept import place_of, read, write
 from hibachi.tune.right import CHECKS, NEAR
 from hibachi.tune.stepcost import padded
-from hibachi.tune.trial import STEP, Trial, rank, steps_of, taken_of, unfit
+from hibachi.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, unfit
 
 log: logging.Logger = logging.getLogger("hibachi.autotune")
 BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
@@ -34,13 +34,13 @@ _ROUNDED = 6e-2  # where weights lose digits
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """A backend made of the fastest kernels, the dtype to compute in, and the trials. known: they were read, not
     measured now. kernels: of some operations there were candidates; else the backend has one way for each."""
 
     backend: ArrayBackend
     dtype: str
-    trials: list[Trial]
+    trials: list[KernelTrial]
     known: bool = False
     kernels: bool = False
 
@@ -73,7 +73,7 @@ def settle(
     rounding: bool = False,
     budget: float = 1.0,
     refresh: bool = False,
-) -> Choice:
+) -> KernelChoice:
     """`choose` for a decoder; dtype None: also the dtype in which its steps take the least time.
 
     stored: the dtype of the checkpoint. Where it has more digits than a candidate, that one takes rounding=True.
@@ -83,7 +83,7 @@ def settle(
     every = OPERATIONS if refresh else ()
     if dtype is not None:
         choice = choose(backend, sizes_of(arch, dtype), budget=budget, refresh=refresh, alone=every, **how)
-        said = [Trial("dtype", dtype, steps_of(choice.trials), None, None, "as asked for")]
+        said = [KernelTrial("dtype", dtype, steps_of(choice.trials), None, None, "as asked for")]
         return replace(choice, trials=[*said, *choice.trials])
     found = [_dtype(backend, name, stored) for name in DTYPES]
     allowed = fitting(found, deterministic=False, rounding=rounding).get("dtype", [])
@@ -114,7 +114,7 @@ def settle(
     return replace(choice, trials=trials + choice.trials)
 
 
-def _why_untimed(trials: Sequence[Trial]) -> str:
+def _why_untimed(trials: Sequence[KernelTrial]) -> str:
     """Why a step's time is not known: no candidate for one of its parts was taken."""
     taken = taken_of(trials)
     said = next(
@@ -134,14 +134,14 @@ def _dtype(backend: ArrayBackend, name: str, stored: str | None) -> Candidate:
 
 def choose(
     backend: ArrayBackend,
-    sizes: Sizes,
+    sizes: ModelSizes,
     *,
     deterministic: bool,
     rounding: bool = False,
     budget: float = 1.0,
     refresh: bool = False,
     alone: Iterable[str] = (),
-) -> Choice:
+) -> KernelChoice:
     """The fastest kernels for a model on this backend. budget: seconds to measure for, if nothing is known; 0: do not
     measure, take the last that serve every operation. refresh: measure though something is known.
 
@@ -163,7 +163,7 @@ def choose(
     known = trials is not None
     if trials is None and (not budget or not timed):
         made = _unmeasured(backend, kernels, deterministic) if kernels else plain
-        return Choice(made, sizes.dtype, [], kernels=False)
+        return KernelChoice(made, sizes.dtype, [], kernels=False)
     if trials is None:
         trials = _measure(plain, sizes, found, allowed, timed, budget, deterministic, rounding)
         write(path, trials)
@@ -173,7 +173,7 @@ def choose(
     if chosen:
         said = ", ".join(f"{op} {c.name}" for op, c in chosen.items())
         log.info("Chosen for %s%s: %s.", sizes.dtype, ", as kept" if known else " by timing them", said)
-    return Choice(compose(plain, chosen), sizes.dtype, trials, known, bool(kernels))
+    return KernelChoice(compose(plain, chosen), sizes.dtype, trials, known, bool(kernels))
 
 
 def _unmeasured(backend: ArrayBackend, allowed: dict[str, list[Candidate]], deterministic: bool) -> ArrayBackend:
@@ -187,18 +187,18 @@ def _unmeasured(backend: ArrayBackend, allowed: dict[str, list[Candidate]], dete
 
 def _measure(
     backend: ArrayBackend,
-    sizes: Sizes,
+    sizes: ModelSizes,
     found: Sequence[Candidate],
     allowed: dict[str, list[Candidate]],
     timed: set[str],
     budget: float,
     deterministic: bool,
     rounding: bool,
-) -> list[Trial]:
-    trials: list[Trial] = []
+) -> list[KernelTrial]:
+    trials: list[KernelTrial] = []
     tried = sum(len(some) for op, some in allowed.items() if op in timed)
     for operation in OPERATIONS:
-        made: list[Trial] = []
+        made: list[KernelTrial] = []
         ready: list[_Ready] = []
         for c in [c for c in found if c.operation == operation]:
             trial = unfit(c, deterministic, rounding)
@@ -215,8 +215,8 @@ def _measure(
 
 
 def _ladders(
-    backend: ArrayBackend, found: Sequence[Candidate], allowed: dict[str, list[Candidate]], trials: list[Trial]
-) -> list[Trial]:
+    backend: ArrayBackend, found: Sequence[Candidate], allowed: dict[str, list[Candidate]], trials: list[KernelTrial]
+) -> list[KernelTrial]:
     """The trials of the sizes that steps may be padded to, from the times of the kernels that were taken."""
     times = taken_of(trials)
     taken = {op: name for op, name in ((t.operation, t.name) for t in trials if t.why_not is None)}
@@ -238,13 +238,13 @@ def _ladders(
 class _Ready:
     """A candidate that is right, and the calls that are to be timed."""
 
-    trial: Trial
+    trial: KernelTrial
     backend: ArrayBackend
     cases: Cases
 
 
-def _prepare(backend: ArrayBackend, candidate: Candidate, sizes: Sizes) -> tuple[Trial, list[_Ready]]:
-    trial = Trial(candidate.operation, candidate.name, {}, None, None)
+def _prepare(backend: ArrayBackend, candidate: Candidate, sizes: ModelSizes) -> tuple[KernelTrial, list[_Ready]]:
+    trial = KernelTrial(candidate.operation, candidate.name, {}, None, None)
     try:
         made = compose(backend, {candidate.operation: candidate})
         with made.guard():

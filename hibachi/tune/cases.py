@@ -13,7 +13,7 @@ from hibachi.decode.sampling import best
 from hibachi.model.arch import Arch
 from hibachi.plan.lower import lower
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.cache import Paged, StepInputs
+from hibachi.tensor.layout import Paged, StepInputs
 from hibachi.tune.stepcost import rows_named
 
 ROWS = (1, 16, 64, 256)  # of the products that are timed
@@ -21,7 +21,7 @@ _COLD = 64 << 20  # bytes of weights that take turns, as in a step they come fro
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """What the time of a model's operations depends on. matrices: (out, in, how many), the head apart."""
 
     dtype: str
@@ -33,14 +33,14 @@ class Sizes:
     head_dim: int
 
 
-def sizes_of(arch: Arch, dtype: str) -> Sizes:
+def sizes_of(arch: Arch, dtype: str) -> ModelSizes:
     """The sizes of a decoder; of a mixture of experts, those of one expert."""
     inner = arch.experts.intermediate if arch.experts else arch.intermediate
     q, kv, n = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, len(arch.layers)
     wide = inner * (2 if arch.gated else 1)
     hidden = arch.hidden_size
     matrices = ((q + 2 * kv, hidden, n), (hidden, q, n), (wide, hidden, n), (hidden, inner, n))
-    return Sizes(dtype, matrices, (arch.vocab_size, hidden), n, arch.heads, arch.kv_heads, arch.head_dim)
+    return ModelSizes(dtype, matrices, (arch.vocab_size, hidden), n, arch.heads, arch.kv_heads, arch.head_dim)
 
 
 Cases = dict[str, tuple[Callable[[], Any], float]]  # by name: a call, and how many of it a step has
@@ -57,7 +57,7 @@ def random(*shape: int, seed: int = 0) -> HostArray:
     return np.resize(some, shape)
 
 
-def _linear_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
+def _linear_cases(b: ArrayBackend, sizes: ModelSizes) -> Cases:
     shapes = [(n, k) for n, k, _ in sizes.matrices]
     copies = max(1, min(sizes.layers, _COLD // sum(4 * n * k for n, k in shapes)))
     weights = [[b.put_weight(random(*shape), sizes.dtype) for shape in shapes] for _ in range(copies)]
@@ -95,7 +95,7 @@ def _inputs(b: ArrayBackend, starts: list[int], each: list[int], shared: int = 0
 
 
 def attend_call(
-    b: ArrayBackend, sizes: Sizes, starts: list[int], each: list[int], shared: int = 0
+    b: ArrayBackend, sizes: ModelSizes, starts: list[int], each: list[int], shared: int = 0
 ) -> Callable[[], Any]:
     x, blocks = _inputs(b, starts, each, shared)
     spec = Paged(sizes.kv_heads, sizes.head_dim, sizes.head_dim, dtype=sizes.dtype)
@@ -111,7 +111,7 @@ def attend_call(
     return attend
 
 
-def _attention_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
+def _attention_cases(b: ArrayBackend, sizes: ModelSizes) -> Cases:
     steps: dict[str, tuple[list[int], list[int], int]] = {
         "1 x 256": ([255], [1], 0),
         "16 x 256": ([255] * 16, [1] * 16, 0),
@@ -122,7 +122,7 @@ def _attention_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
     return {name: (attend_call(b, sizes, *step), sizes.layers) for name, step in steps.items()}
 
 
-def activations_call(b: ArrayBackend, sizes: Sizes, rows: int) -> Callable[[], list[Any]]:
+def activations_call(b: ArrayBackend, sizes: ModelSizes, rows: int) -> Callable[[], list[Any]]:
     hidden, wide = sizes.head[1], sizes.matrices[2][0]
     x, inner = b.put(random(rows, hidden), sizes.dtype), b.put(random(rows, wide, seed=1), sizes.dtype)
     w = b.put(random(hidden, seed=2), sizes.dtype)
@@ -137,18 +137,18 @@ def activations_call(b: ArrayBackend, sizes: Sizes, rows: int) -> Callable[[], l
     return lambda: step(x, w, inner, qk, *turns)
 
 
-def _activation_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
+def _activation_cases(b: ArrayBackend, sizes: ModelSizes) -> Cases:
     calls = {rows_named(rows): activations_call(b, sizes, rows) for rows in (1, 64, 256)}
     return {name: (partial(_of, -1, call), sizes.layers) for name, call in calls.items()}
 
 
-def _sampling_cases(b: ArrayBackend, sizes: Sizes) -> Cases:
+def _sampling_cases(b: ArrayBackend, sizes: ModelSizes) -> Cases:
     logits = {rows: b.put(random(rows, sizes.head[0]), "float32") for rows in (1, 64)}
     draw = b.compile(lambda x: best(b, x))
     return {f"greedy, {rows}": (partial(_of, 0, draw, x), 1) for rows, x in logits.items()}
 
 
-CASES: dict[str, Callable[[ArrayBackend, Sizes], Cases]] = {
+CASES: dict[str, Callable[[ArrayBackend, ModelSizes], Cases]] = {
     "linear": _linear_cases,
     "attention": _attention_cases,
     "activations": _activation_cases,

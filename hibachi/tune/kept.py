@@ -17,8 +17,8 @@ from pathlib import Path
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.cachefolder import cache_folder, move
 from hibachi.tensor.candidates import Candidate
-from hibachi.tune.cases import Sizes
-from hibachi.tune.trial import Trial
+from hibachi.tune.cases import ModelSizes
+from hibachi.tune.trial import KernelTrial
 
 log: logging.Logger = logging.getLogger("hibachi.autotune")
 _MOST = 1 << 20  # bytes of what is kept; some thousand in fact
@@ -26,7 +26,7 @@ _FORMAT = 3  # of what is kept; another one where other cases are timed
 
 
 def place_of(
-    backend: ArrayBackend, sizes: Sizes, found: list[Candidate], deterministic: bool, rounding: bool
+    backend: ArrayBackend, sizes: ModelSizes, found: list[Candidate], deterministic: bool, rounding: bool
 ) -> Path | None:
     """Where the choice is kept; None: nowhere, says the log."""
     facts = [
@@ -56,7 +56,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
-def read(path: Path | None, found: Iterable[Candidate]) -> list[Trial] | None:
+def read(path: Path | None, found: Iterable[Candidate]) -> list[KernelTrial] | None:
     """The trials of these candidates as they were kept; None: there are none, or none of use, which the log says."""
     if path is None:
         return None
@@ -68,7 +68,7 @@ def read(path: Path | None, found: Iterable[Candidate]) -> list[Trial] | None:
         kept = json.loads(data)
         if not isinstance(kept, list):
             raise ValueError(f"expected a list of trials; got {type(kept).__name__}")
-        trials = [Trial(**each) for each in kept]
+        trials = [KernelTrial(**each) for each in kept]
         if not all(map(_is_sound, trials)):
             raise ValueError("a trial has a value of the wrong type")
         if sorted((t.operation, t.name) for t in trials) != sorted((c.operation, c.name) for c in found):
@@ -81,7 +81,7 @@ def read(path: Path | None, found: Iterable[Candidate]) -> list[Trial] | None:
         return None
 
 
-def _is_sound(t: Trial) -> bool:
+def _is_sound(t: KernelTrial) -> bool:
     """Are all its values of their types? Times are finite: the choice was made by them."""
     times = list(t.times.values()) if isinstance(t.times, dict) else [None]
     error = 0.0 if t.error is None else t.error
@@ -90,7 +90,7 @@ def _is_sound(t: Trial) -> bool:
     return numbers and all(isinstance(w, str) for w in words) and all(0 <= n < math.inf for n in times) and error >= 0
 
 
-def write(path: Path | None, trials: list[Trial]) -> None:
+def write(path: Path | None, trials: list[KernelTrial]) -> None:
     if path is None:
         return
     made = path.with_suffix(f".{os.getpid()}")

@@ -12,7 +12,7 @@ import numpy as np
 from hibachi.decode.sampling import best
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.numpy_backend import NumpyBackend
-from hibachi.tune.cases import Sizes, activations_call, attend_call, random
+from hibachi.tune.cases import ModelSizes, activations_call, attend_call, random
 
 NEAR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "float64": 1e-8}  # of the largest number
 
@@ -28,7 +28,7 @@ def _rounded(b: ArrayBackend, a: HostArray, dtype: str) -> HostArray:
     return np.asarray(b.get(b.put(a, dtype)), np.float32)
 
 
-def _check_linear(b: ArrayBackend, sizes: Sizes) -> float:
+def _check_linear(b: ArrayBackend, sizes: ModelSizes) -> float:
     worst = 0.0
     for n, k, _ in sizes.matrices:
         w, x = random(min(n, 1024), k), random(5, k, seed=1)  # of a large one, a part says as much
@@ -38,27 +38,27 @@ def _check_linear(b: ArrayBackend, sizes: Sizes) -> float:
     return worst
 
 
-def _check_attention(b: ArrayBackend, sizes: Sizes) -> float:
+def _check_attention(b: ArrayBackend, sizes: ModelSizes) -> float:
     step = [0, 0, 0], [1, 40, 5]
     reference = NumpyBackend()
-    want = attend_call(reference, Sizes(**asdict(sizes) | {"dtype": "float32"}), *step)()
+    want = attend_call(reference, ModelSizes(**asdict(sizes) | {"dtype": "float32"}), *step)()
     return _off(b, attend_call(b, sizes, *step)(), want)
 
 
-def _check_activations(b: ArrayBackend, sizes: Sizes) -> float:
-    reference = activations_call(NumpyBackend(), Sizes(**asdict(sizes) | {"dtype": "float32"}), 3)()
+def _check_activations(b: ArrayBackend, sizes: ModelSizes) -> float:
+    reference = activations_call(NumpyBackend(), ModelSizes(**asdict(sizes) | {"dtype": "float32"}), 3)()
     got = activations_call(b, sizes, 3)()
     return max(_off(b, g, want) for g, want in zip(got, reference, strict=True))
 
 
-def _check_sampling(b: ArrayBackend, sizes: Sizes) -> float:
+def _check_sampling(b: ArrayBackend, sizes: ModelSizes) -> float:
     logits = random(7, sizes.head[0], seed=5)
     places, finite = best(b, b.put(logits, "float32"))
     right = np.array_equal(b.get(places), logits.argmax(axis=1)) and bool(b.get(finite).all())
     return 0.0 if right else math.inf
 
 
-CHECKS: dict[str, Callable[[ArrayBackend, Sizes], float]] = {
+CHECKS: dict[str, Callable[[ArrayBackend, ModelSizes], float]] = {
     "linear": _check_linear,
     "attention": _check_attention,
     "activations": _check_activations,

@@ -13,7 +13,7 @@ STEP = ("linear", "attention")  # what a step is judged by
 
 
 @dataclass(slots=True)
-class Trial:
+class KernelTrial:
     """What became of a candidate. times: milliseconds of a step's operations of this kind, by case. error: its largest
     difference from the reference, of the largest number. why_not: why it was not taken; None: it was. note: what else
     there is to say."""
@@ -26,16 +26,16 @@ class Trial:
     note: str = ""
 
 
-def unfit(c: Candidate, deterministic: bool, rounding: bool) -> Trial:
+def unfit(c: Candidate, deterministic: bool, rounding: bool) -> KernelTrial:
     why = c.why_not
     if why is None and deterministic and not c.invariant:
         why = "depends on the batch"
     if why is None and c.rounds and not rounding:
         why = "weights lose digits; --quantization auto"
-    return Trial(c.operation, c.name, {}, None, why)
+    return KernelTrial(c.operation, c.name, {}, None, why)
 
 
-def rank(trials: Sequence[Trial]) -> None:
+def rank(trials: Sequence[KernelTrial]) -> None:
     """All but the fastest say why they are not taken."""
     ranked = [t for t in trials if t.why_not is None]
     if not ranked:
@@ -47,12 +47,12 @@ def rank(trials: Sequence[Trial]) -> None:
             t.why_not = f"{times:.2f} times the fastest" if t.times else "nothing was measured"
 
 
-def taken_of(trials: Iterable[Trial]) -> dict[str, dict[str, float]]:
+def taken_of(trials: Iterable[KernelTrial]) -> dict[str, dict[str, float]]:
     """The times of what was taken, by operation."""
     return {t.operation: t.times for t in trials if t.why_not is None}
 
 
-def steps_of(trials: Iterable[Trial]) -> dict[str, float]:
+def steps_of(trials: Iterable[KernelTrial]) -> dict[str, float]:
     return steps(taken_of(trials))
 
 
@@ -62,7 +62,7 @@ def _mean(times: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.inf
 
 
-def table(trials: list[Trial]) -> str:
+def table(trials: list[KernelTrial]) -> str:
     """A line for each candidate: milliseconds by case, its error, and why it was not taken."""
     out = []
     for operation in dict.fromkeys(t.operation for t in trials):
@@ -83,9 +83,9 @@ def table(trials: list[Trial]) -> str:
     return "\n".join(out)
 
 
-def _joined(trials: list[Trial]) -> list[Trial]:
+def _joined(trials: list[KernelTrial]) -> list[KernelTrial]:
     """Those that cannot be had for one reason in one line."""
-    out: list[Trial] = []
+    out: list[KernelTrial] = []
     for t in trials:
         before = out[-1] if out else None
         if before is not None and before.why_not is not None and before.why_not == t.why_not and not t.times:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.verify.drive import CachedDriver, Outputs, Piece, WholeDriver
+from hibachi.verify.drive import CachedDriver, Outputs, Span, WholeDriver
 from hibachi.verify.inside import GENERATOR, training
 from hibachi.verify.subject import Result, Subject
 from hibachi.verify.trials import IN_ORDER
@@ -302,7 +302,7 @@ def _resumed(s: Subject, bad: set[str]) -> Cause:
     assert isinstance(d, CachedDriver)
 
     def at(row: str, j: int) -> Outputs | None:
-        return _runs(partial(s.call, Piece(row, 0, s.main, at=j)))
+        return _runs(partial(s.call, Span(row, 0, s.main, at=j)))
 
     last = at("a", s.main - 1)
     if last and all((out := at("a", j)) and s.equal(out, last) for j in range(s.main - 1)):
@@ -330,8 +330,8 @@ def _sees_the_past(s: Subject, d: CachedDriver, chunk: bool) -> bool:
 
     def end(row: str) -> Outputs:
         session = d.fresh()
-        session.call([Piece(row, 0, cut, emit=False)])
-        out: Outputs = session.call([Piece(row, cut, s.main)])
+        session.call([Span(row, 0, cut, emit=False)])
+        out: Outputs = session.call([Span(row, cut, s.main)])
         return out
 
     ours = _runs(partial(end, "a"))
@@ -349,9 +349,9 @@ def _where(s: Subject, d: CachedDriver) -> Iterator[str]:
     whole, pieces, shifted = d.fresh(), d.fresh(), d.fresh()
     d.tokens["tail"] = d.of("a")[cut:]
     if None in (
-        _runs(lambda: whole.call([Piece("a", 0, s.main)])),
-        _runs(lambda: pieces.call([Piece("a", 0, cut, emit=False)]) | pieces.call([Piece("a", cut, s.main)])),
-        _runs(lambda: shifted.call([Piece("tail", 0, s.main - cut)])),
+        _runs(lambda: whole.call([Span("a", 0, s.main)])),
+        _runs(lambda: pieces.call([Span("a", 0, cut, emit=False)]) | pieces.call([Span("a", cut, s.main)])),
+        _runs(lambda: shifted.call([Span("tail", 0, s.main - cut)])),
     ):
         return
     one, two, three = whole.written(), pieces.written(), shifted.written()
@@ -430,7 +430,7 @@ def _permuted(s: Subject, both: Outputs) -> bool:
 def _padding(s: Subject, bad: set[str]) -> Cause:
     d = s.driver
     assert isinstance(d, WholeDriver)
-    calls = [Piece(row, 0, n) for row in s.names[:2] for n in (s.main, s.short)]
+    calls = [Span(row, 0, n) for row in s.names[:2] for n in (s.main, s.short)]
     fills = [*d.fills, d.of("a")[:1], d.of(s.names[1])[1:2]]  # the latter also where only one is given
     if d.takes_lengths and all(
         _works(s, partial(s.call, call, extra=3, fill=fill, right=True)) for call in calls for fill in fills

@@ -12,7 +12,7 @@ from hibachi.engine.runner import Awaiter, check_output
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.shapes import CallShapes, fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.verify.spy import takes_lengths
 
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
@@ -25,7 +25,7 @@ class Found(Exception):
     """A fault that is no difference between two outputs; its text says what was seen."""
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Tokens start to end - 1 of a row, to be computed in a call.
 
     row: its name; "a#1" is another request with the tokens of "a". emit: is the output wanted? at: of which token;
@@ -94,7 +94,7 @@ class WholeDriver(Driver):
 
     def call(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Span],
         *,
         extra: int = 0,
         fill: HostArray | None = None,
@@ -144,7 +144,7 @@ class FeedforwardDriver(Driver):
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.forward")
 
-    def call(self, pieces: Sequence[Piece]) -> Outputs:
+    def call(self, pieces: Sequence[Span]) -> Outputs:
         batch = np.stack([self.of(p.row) for p in pieces])
         with self.backend.guard():
             native = self.put(batch)
@@ -205,7 +205,7 @@ class CacheSession:
             for s in d.spec
         ]
 
-    def call(self, pieces: Sequence[Piece], *, times: int = 1, slack: bool = False) -> Outputs:
+    def call(self, pieces: Sequence[Span], *, times: int = 1, slack: bool = False) -> Outputs:
         """times: make each call so often. slack: with padding tokens and rows."""
         for p in pieces:
             self.place.setdefault(p.row, (len(self.place) + self.shift) % self.driver.rows)
@@ -214,7 +214,7 @@ class CacheSession:
             out |= self._step(sorted(part, key=lambda p: p.end - p.start != 1), times, slack)  # as in a plan
         return out
 
-    def _calls(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+    def _calls(self, pieces: list[Span]) -> Iterator[list[Span]]:
         """The calls that an engine makes of this: one, but where rows need equally many tokens, or a call holds few."""
         d = self.driver
         most = d.shapes.sizes[0] if d.shapes.sizes else None
@@ -232,13 +232,13 @@ class CacheSession:
                     continue
                 room -= n
                 wanted, end = p.end - 1 if p.at is None else p.at, p.start + n
-                call.append(Piece(p.row, p.start, end, p.emit and p.start <= wanted < end, wanted))
+                call.append(Span(p.row, p.start, end, p.emit and p.start <= wanted < end, wanted))
                 if end < p.end:
-                    left.append(Piece(p.row, end, p.end, p.emit and wanted >= end, wanted))
+                    left.append(Span(p.row, end, p.end, p.emit and wanted >= end, wanted))
             yield call
             pieces = left
 
-    def _step(self, pieces: Sequence[Piece], times: int, slack: bool) -> Outputs:
+    def _step(self, pieces: Sequence[Span], times: int, slack: bool) -> Outputs:
         d = self.driver
         packed = self._packed(pieces)
         tokens = np.concatenate([d.of(p.row)[p.start : p.end] for p in pieces])
@@ -271,7 +271,7 @@ class CacheSession:
             for i, p in enumerate(emitting)
         }
 
-    def _packed(self, pieces: Sequence[Piece]) -> Packed:
+    def _packed(self, pieces: Sequence[Span]) -> Packed:
         given = [(self.place[p.row], p.start, p.end, p.end - 1 if p.at is None else p.at) for p in pieces]
         row, start, end, at = (np.array(column, np.int32) for column in zip(*given, strict=True))
         emit = np.array([p.emit for p in pieces])

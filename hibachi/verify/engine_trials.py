@@ -17,7 +17,7 @@ from hibachi.verify.answers import Trouble, show
 from hibachi.verify.drive import Found, Outputs
 from hibachi.verify.engines import Engines
 from hibachi.verify.prompts import draw
-from hibachi.verify.spy import Call
+from hibachi.verify.spy import SpiedCall
 from hibachi.verify.subject import Subject, Variant
 
 LONGEST = 4096  # the longest context that is tried
@@ -188,11 +188,11 @@ def raises(s: Subject) -> Iterator[Variant]:
     """Before the model computes, and after; with the first token, and later."""
     e = s.engines
 
-    def before(call: Call, more: int) -> None:
+    def before(call: SpiedCall, more: int) -> None:
         if any(e.is_guilty(row, more) for row in call.rows):
             raise Poison("made to fail by hibachi verify")
 
-    def after(call: Call, out: Any, more: int) -> Any:
+    def after(call: SpiedCall, out: Any, more: int) -> Any:
         before(call, more)
         return out
 
@@ -208,7 +208,7 @@ def raises(s: Subject) -> Iterator[Variant]:
 def nan(s: Subject) -> Iterator[Variant]:
     e = s.engines
 
-    def spoil(call: Call, out: Array) -> Any:
+    def spoil(call: SpiedCall, out: Array) -> Any:
         wrong = np.array([np.nan if e.is_guilty(row) else 0 for row in call.rows], np.float32)
         return out + e.backend.put(wrong.reshape(-1, *(1,) * (out.ndim - 1)))
 
@@ -244,7 +244,7 @@ def shapes(s: Subject) -> Iterator[Variant]:
     """An output of a wrong shape is refused, and the next requests are served."""
     e = s.engines
 
-    def fail(name: str, spoil: Callable[[Call, Any], Any]) -> Trouble | None:
+    def fail(name: str, spoil: Callable[[SpiedCall, Any], Any]) -> Trouble | None:
         engine = e.engine()
         e.spy.after = spoil
         try:
@@ -257,7 +257,7 @@ def shapes(s: Subject) -> Iterator[Variant]:
         got = e.together(engine, e.prompts)
         return e.differs(range(len(got)), got, f"after an output with {name}")
 
-    ways: dict[str, Callable[[Call, Any], Any]] = {
+    ways: dict[str, Callable[[SpiedCall, Any], Any]] = {
         "a row too few": lambda call, out: out[:-1, ...],
         "a dimension too many": lambda call, out: out[None, ...][:0, ...],
         "a tuple": lambda call, out: (out,),

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 
 PATIENCE = 60.0  # seconds that a call is held at most
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SpiedCall:
     """One call of the model. rows: for each row of its output, all tokens up to the one whose output it is."""
 
     fn: Callable[..., Any]
@@ -53,15 +53,15 @@ class Spy:
         else:
             self.model = self._wrapped(model, rung)
         self.calls = 0
-        self.record: list[Call] | None = None
+        self.record: list[SpiedCall] | None = None
         self._sequences: dict[int, HostArray] = {}  # by row, of a model with a cache
         self._gate: tuple[int, threading.Event, threading.Event] | None = None
         self.undo()
 
     def undo(self) -> None:
         """No more failing or spoiling."""
-        self.before: Callable[[Call], None] = lambda call: None
-        self.after: Callable[[Call, Array], Any] = lambda call, out: out
+        self.before: Callable[[SpiedCall], None] = lambda call: None
+        self.after: Callable[[SpiedCall, Array], Any] = lambda call, out: out
 
     @contextmanager
     def holding(self, call: int) -> Iterator[threading.Event]:
@@ -76,7 +76,7 @@ class Spy:
 
     # ---- the call ----------------------------------------------------------------------------------------------
 
-    def _see(self, call: Call) -> None:
+    def _see(self, call: SpiedCall) -> None:
         self.calls += 1
         gate = self._gate
         if gate is not None and self.calls == gate[0]:
@@ -92,7 +92,7 @@ class Spy:
         def step(*args: Any) -> Any:
             if not args or not isinstance(args[-1], StepInputs):
                 return compiled(*args)  # something else of the engine
-            call = Call(compiled, args, {}, self._rows(args[-1]))
+            call = SpiedCall(compiled, args, {}, self._rows(args[-1]))
             self._see(call)
             out, cache = compiled(*args)
             return self.after(call, out), cache
@@ -118,7 +118,7 @@ class Spy:
             batch, given = get(tokens), [*args, *options.values()]
             lengths = get(given[0]) if given else np.full(len(batch), batch.shape[1] if batch.ndim > 1 else 0)
             rows = list(batch) if rung is None else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
-            call = Call(inner, (tokens, *args), options, rows)
+            call = SpiedCall(inner, (tokens, *args), options, rows)
             self._see(call)
             out = inner(*call.args, **options)
             return self._later(call, out) if inspect.isawaitable(out) else self.after(call, out)
@@ -130,12 +130,12 @@ class Spy:
             methods = {"forward": staticmethod(lambda tokens, lengths: run(tokens, lengths=lengths))}
         return type(type(model).__name__, (), methods)()
 
-    async def _later(self, call: Call, out: Awaitable[Any]) -> Any:
+    async def _later(self, call: SpiedCall, out: Awaitable[Any]) -> Any:
         return self.after(call, await out)
 
     # ---- calls that were recorded ------------------------------------------------------------------------------
 
-    def again(self, call: Call) -> tuple[list[Array], list[str]]:
+    def again(self, call: SpiedCall) -> tuple[list[Array], list[str]]:
         """Run a recorded call once more: the arrays that it gives, and the names of the inputs that it changed."""
         mine = self._copied(call)
         with self._plain.guard():
@@ -146,7 +146,7 @@ class Spy:
         changed = [n for n in before if not np.array_equal(get(before[n]), get(after[n]), equal_nan=True)]
         return [a for a in _leaves(out) if self._plain.owns(a)], changed
 
-    def _copied(self, call: Call) -> Call:
+    def _copied(self, call: SpiedCall) -> SpiedCall:
         weights, args = call.args[: _steps(call)], call.args[_steps(call) :]
         return replace(call, args=(*weights, *copied(self._plain, args)), options=copied(self._plain, call.options))
 
@@ -173,12 +173,12 @@ def copied(backend: ArrayBackend, value: Any) -> Any:
     return value
 
 
-def _steps(call: Call) -> bool:
+def _steps(call: SpiedCall) -> bool:
     """Is it the step of a model with a cache? Its arguments begin with the weights, and end with the inputs."""
     return bool(call.args) and isinstance(call.args[-1], StepInputs)
 
 
-def _inputs(call: Call) -> dict[str, Array]:
+def _inputs(call: SpiedCall) -> dict[str, Array]:
     """What a call may not change: all but weights and cache."""
     if _steps(call):
         given = ((f.name, getattr(call.args[-1], f.name)) for f in fields(StepInputs))

@@ -19,7 +19,7 @@ from hibachi.errors import BackendError, ConfigError, InvalidRequest
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 from hibachi.verify import prompts
-from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Piece, WholeDriver
+from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.engines import Engines
 
 KINDS = {0: "level 0, tokens out", 1: "level 1, logits out", 2: "level 2, a step over a cache", None: "feed-forward"}
@@ -241,7 +241,7 @@ class Subject:
             while len(rows[name]) < self.long + STEPS:
                 end = len(rows[name])
                 try:
-                    out = session.call([Piece(name, start, end)])[name, end]
+                    out = session.call([Span(name, start, end)])[name, end]
                     token = np.asarray(out.argmax() if self.vocab is not None else out)
                 except Exception:
                     token = rows[name][-1]
@@ -271,11 +271,11 @@ class Subject:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def prompt(self, row: str, n: int) -> list[list[Piece]]:
+    def prompt(self, row: str, n: int) -> list[list[Span]]:
         """The calls of a request for itself: the prompt of n tokens, then its next ones, each in a call."""
         if self.rung is None:
-            return [[Piece(row, 0, 0)]]
-        return [[Piece(row, 0, n)], *([Piece(row, n + i, n + i + 1)] for i in range(STEPS))]
+            return [[Span(row, 0, 0)]]
+        return [[Span(row, 0, n)], *([Span(row, n + i, n + i + 1)] for i in range(STEPS))]
 
     def alone(self, row: str = "a", n: int | None = None, *, session: Any = None, **how: Any) -> Outputs:
         session = session or self.driver.fresh()
@@ -284,7 +284,7 @@ class Subject:
             out |= session.call(call, **how)
         return out
 
-    def call(self, *pieces: Piece, **how: Any) -> Outputs:
+    def call(self, *pieces: Span, **how: Any) -> Outputs:
         """One call, with an empty cache."""
         out: Outputs = self.driver.fresh().call(pieces, **how)
         return out

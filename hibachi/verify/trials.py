@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hibachi.verify import engine_trials as live
-from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Piece, WholeDriver
+from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
 
 WHOLE, CACHED, SEQUENCES, ALL = (0, 1), (2,), (0, 1, 2), (0, 1, 2, None)
@@ -145,12 +145,12 @@ def turns(s: Subject, rows: Rows) -> Outputs:
 def wanted(s: Subject) -> Iterator[Variant]:
     for n in (s.half, s.short):
         if n:
-            yield f"of token {n} in a prompt of {s.main}", partial(s.call, Piece("a", 0, s.main, at=n - 1))
+            yield f"of token {n} in a prompt of {s.main}", partial(s.call, Span("a", 0, s.main, at=n - 1))
 
 
 def decode(s: Subject) -> Iterator[Variant]:
     for n in range(s.main + 1, s.main + STEPS + 1):
-        yield f"a prompt of {n} at once", partial(s.call, Piece("a", 0, n))
+        yield f"a prompt of {n} at once", partial(s.call, Span("a", 0, n))
 
 
 def chunks(s: Subject) -> Iterator[Variant]:
@@ -165,10 +165,10 @@ def chunked(s: Subject, size: int) -> Outputs:
     session, out = s.driver.fresh(), Outputs()
     begin = max(0, s.main - MAIN - 1)
     if begin:
-        session.call([Piece("a", 0, begin, emit=False)])
+        session.call([Span("a", 0, begin, emit=False)])
     for start in range(begin, s.main, size):
         end = min(start + size, s.main)
-        out |= session.call([Piece("a", start, end, emit=end == s.main)])
+        out |= session.call([Span("a", start, end, emit=end == s.main)])
     for call in s.prompt("a", s.main)[1:]:
         out |= session.call(call)
     return out
@@ -225,7 +225,7 @@ def prefix(s: Subject) -> Iterator[Variant]:
         s.alone(s.names[1], session=session)  # where it is that "a" comes, so that nothing of "a" is there
         session.place["a"] = session.place[s.names[1]]
         session.table[session.place["a"], :shared] = session.table[session.place["a#1"], :shared]
-        out: Outputs = session.call([Piece("a", shared * BLOCK, s.main)])
+        out: Outputs = session.call([Span("a", shared * BLOCK, s.main)])
         for call in s.prompt("a", s.main)[1:]:
             out |= session.call(call)
         return out
@@ -270,18 +270,18 @@ def mixed(s: Subject) -> Iterator[Variant]:
     def joined() -> Outputs:
         """Others are prefilled in chunks while the row decodes; not every row of a call has an output."""
         session, other = s.driver.fresh(), s.names[1]
-        out: Outputs = session.call([Piece("a", 0, s.main)])
+        out: Outputs = session.call([Span("a", 0, s.main)])
         third = -(-s.long // STEPS)
         for i, call in enumerate(s.prompt("a", s.main)[1:]):
             end = min((i + 1) * third, s.long)
-            out |= session.call([Piece(other, i * third, end, emit=end == s.long), *call])
+            out |= session.call([Span(other, i * third, end, emit=end == s.long), *call])
         return out
 
     def ended() -> Outputs:
         """The row ends its prompt in a call in which the one before it does not."""
         session, other = s.driver.fresh(), s.names[1]
-        out: Outputs = session.call([Piece(other, 0, 2, emit=False), Piece("a", 0, s.main)])
-        out |= session.call([Piece(other, 2, 4, emit=False), *s.prompt("a", s.main)[1]])
+        out: Outputs = session.call([Span(other, 0, 2, emit=False), Span("a", 0, s.main)])
+        out |= session.call([Span(other, 2, 4, emit=False), *s.prompt("a", s.main)[1]])
         return out
 
     yield "while another is prefilled", joined
@@ -296,7 +296,7 @@ def padded(s: Subject, **how: Any) -> Iterator[Variant]:
         for extra in PADS:
             yield (
                 f"{extra} in front of a prompt of {n}",
-                partial(s.call, Piece("a", 0, n), extra=extra, **how),
+                partial(s.call, Span("a", 0, n), extra=extra, **how),
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 FIELDS = "fields"  # the attribute of a record that holds what its line says, by name
 
 
-class Text(logging.Formatter):
+class TextLines(logging.Formatter):
     """2026-01-31T12:00:00.000Z INFO what happened"""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Json(logging.Formatter):
         return json.dumps(told, default=str)
 
 
-FORMATS: dict[str, type[logging.Formatter]] = {"text": Text, "json": Json}
+FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": Json}
 
 
 def log_to_stderr(level: str, kind: str) -> None:

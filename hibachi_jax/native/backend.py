@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
-from hibachi.tensor.cache import Paged, State, StepInputs
+from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi_jax.backend import JaxBackend
 from hibachi_jax.native.build import library, target
 from hibachi_jax.native.memory import Slabs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hibachi.tensor.array_backend import Array, LayerCache
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 from hibachi_torch.native.build import library
 from hibachi_torch.native.structs import Op, Step
 

@@ -7,10 +7,10 @@ import pytest
 from hibachi.bench.engines.figures import Slo, figures, read_results, summarise
 from hibachi.bench.engines.process import Answered, Ran
 from hibachi.bench.machine import CONTENDED, Use
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError
 
-REQUESTS = [Request(0, 0.0, [1, 2], 3), Request(1, 1.0, [1, 2, 3], 2)]
+REQUESTS = [TimedRequest(0, 0.0, [1, 2], 3), TimedRequest(1, 1.0, [1, 2, 3], 2)]
 ANSWERS = [Answered(0, 0.0, [0.5, 0.6, 0.9], [7, 8, 9]), Answered(1, 1.0, [1.2, 2.0], [7, 8])]
 QUIET = Use(2.1, 3.0, 0.0, 100.0)
 

@@ -8,11 +8,11 @@ import pytest
 
 from hibachi import LLM, SamplingParams
 from hibachi.bench.engines.process import EngineSetup, Process
-from hibachi.bench.work import Request, at_rate
+from hibachi.bench.work import TimedRequest, at_rate
 from hibachi.errors import EngineFailed
 
-WORK = [Request(0, 0.0, [5, 6, 7], 6), Request(1, 0.0, [9] * 20, 3), Request(2, 0.0, [11, 12], 9)]
-LATER = [Request(i, 0.05 * i, [5 + i] * 4, 3) for i in range(4)]
+WORK = [TimedRequest(0, 0.0, [5, 6, 7], 6), TimedRequest(1, 0.0, [9] * 20, 3), TimedRequest(2, 0.0, [11, 12], 9)]
+LATER = [TimedRequest(i, 0.05 * i, [5 + i] * 4, 3) for i in range(4)]
 
 VLLM = """
 import os, types

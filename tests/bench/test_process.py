@@ -11,7 +11,7 @@ from hibachi.bench.engines import process
 from hibachi.bench.engines.process import EngineSetup, Process
 from hibachi.bench.engines.session import Session
 from hibachi.bench.machine import Watch
-from hibachi.bench.work import Request, write
+from hibachi.bench.work import TimedRequest, write
 from hibachi.errors import ConfigError, EngineFailed
 
 ECHO = """
@@ -41,7 +41,7 @@ class Engine:
     def more(self):
         return {"settings": self.settings, "runs": self.runs}
 """
-WORK = [Request(0, 0.0, [5, 6], 3), Request(1, 0.1, [9], 1)]
+WORK = [TimedRequest(0, 0.0, [5, 6], 3), TimedRequest(1, 0.1, [9], 1)]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_an_engine_that_fails_at_work_says_why(peers):
 
 def test_an_engine_whose_caller_is_gone_ends(peers):
     p = Process(setup())
-    write([Request(0, 60.0, [5], 1)], peers / "work.jsonl")
+    write([TimedRequest(0, 60.0, [5], 1)], peers / "work.jsonl")
     p._process.stdin.write(json.dumps({"run": str(peers / "work.jsonl")}) + "\n")
     p._process.stdin.flush()
     time.sleep(0.3)

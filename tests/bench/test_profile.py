@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.bench.steps.profile import FORWARD, PARTS, Profile, Step, from_json, kinds, table
+from hibachi.bench.steps.profile import FORWARD, PARTS, Profile, StepProfile, from_json, kinds, table
 from hibachi.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -71,9 +71,11 @@ def test_an_engine_that_is_not_built_cannot_be_profiled():
 
 
 def test_kinds_of_steps_by_hand():
-    prompt = Step(4, 64, {"linear": 0.08, "rest": 0.02})
-    full = [Step(4, 4, {"linear": 0.008, "sample": 0.002})] * 3 + [Step(4, 4, {"linear": 0.5, "sample": 0.5})]
-    thin = [Step(1, 1, {"linear": 0.002, "sample": 0.002})] * 2
+    prompt = StepProfile(4, 64, {"linear": 0.08, "rest": 0.02})
+    full = [StepProfile(4, 4, {"linear": 0.008, "sample": 0.002})] * 3 + [
+        StepProfile(4, 4, {"linear": 0.5, "sample": 0.5})
+    ]
+    thin = [StepProfile(1, 1, {"linear": 0.002, "sample": 0.002})] * 2
     with_prompts, decode, most = kinds([prompt, *full, *thin])
     assert (with_prompts.name, with_prompts.steps, with_prompts.seconds) == ("with prompts", 1, pytest.approx(0.1))
     assert with_prompts.host == pytest.approx(0.2)
@@ -86,7 +88,7 @@ def test_kinds_of_steps_by_hand():
 
 
 def test_json_and_back():
-    steps = [Step(2, 9, {"linear": 0.5})]
+    steps = [StepProfile(2, 9, {"linear": 0.5})]
     profile = Profile.__new__(Profile)
     profile.steps = steps
     assert from_json(profile.as_json()) == steps

@@ -6,7 +6,7 @@ from hibachi.bench import plot
 from hibachi.bench.engines.report import page, tables, text
 from hibachi.bench.plot import plot_growth, plot_profile, plot_results
 from hibachi.bench.steps.growth import Cliff, Point
-from hibachi.bench.steps.profile import Step
+from hibachi.bench.steps.profile import StepProfile
 from hibachi.errors import ConfigError
 
 from .test_figures import run
@@ -95,7 +95,9 @@ def test_the_page_names_machine_versions_and_date():
 
 def test_pictures(tmp_path):
     plot_results([offline(), online()], tmp_path / "a.png")
-    steps = [Step(4, 64, {"linear": 0.02, "rest": 0.001})] + [Step(4, 4, {"linear": 0.002, "sample": 0.001})] * 20
+    steps = [StepProfile(4, 64, {"linear": 0.02, "rest": 0.001})] + [
+        StepProfile(4, 4, {"linear": 0.002, "sample": 0.001})
+    ] * 20
     plot_profile(steps, "W1", tmp_path / "b.png")
     points = [Point(r, 128, 0.01) for r in (1, 2)] + [Point(1, 256, 0.011)]
     plot_growth(points, [Cliff("rows", points[0], points[1], 1.3)], "m", tmp_path / "c.png")

@@ -5,7 +5,7 @@ import pytest
 from hibachi.bench import work
 from hibachi.bench.steps import roofline
 from hibachi.bench.steps.roofline import Ceilings, bound
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.model.describe import describe
 from hibachi.model.files import TINY
 from hibachi.tensor.discover import resolve
@@ -18,7 +18,7 @@ KV = 2 * 4 * 2 * 64  # numbers of a token in the cache
 
 def test_one_stream_reads_the_weights_for_each_token():
     limits = Ceilings(bandwidth=1e9, products={1: 1e15})  # reading is all that counts
-    found = bound(ARCH, [Request(0, 0.0, [5] * 10, 4)], limits, "bfloat16", 1)
+    found = bound(ARCH, [TimedRequest(0, 0.0, [5] * 10, 4)], limits, "bfloat16", 1)
     weights = 2 * (BODY + HEAD) / 1e9
     cached = 2 * KV * (11 + 12 + 13) / 1e9
     assert found.steps == 3 and found.prefill == pytest.approx(weights)
@@ -28,14 +28,14 @@ def test_one_stream_reads_the_weights_for_each_token():
 
 def test_many_rows_are_bound_by_products():
     limits = Ceilings(bandwidth=1e18, products={1: 1e9, 64: 1e10})  # the best rate counts
-    found = bound(ARCH, [Request(i, 0.0, [5] * 7, 2) for i in range(3)], limits, "float32", 64)
+    found = bound(ARCH, [TimedRequest(i, 0.0, [5] * 7, 2) for i in range(3)], limits, "float32", 64)
     assert found.prefill == pytest.approx((2 * BODY * 21 + 2 * HEAD * 3) / 1e10)
     assert found.seconds == pytest.approx(found.prefill + 2 * 3 * (BODY + HEAD) / 1e10)
 
 
 def test_rows_that_do_not_fit_wait():
     limits = Ceilings(bandwidth=1e9, products={1: 1e15})
-    requests = [Request(i, 0.0, [5] * 4, 3) for i in range(4)]
+    requests = [TimedRequest(i, 0.0, [5] * 4, 3) for i in range(4)]
     assert [bound(ARCH, requests, limits, "float32", rows).steps for rows in (4, 2, 1)] == [2, 4, 8]
 
 
@@ -62,7 +62,7 @@ def test_ceilings_are_measured(library, monkeypatch):
 
 def test_weights_of_eight_bits_are_half_of_what_is_read():
     limits = Ceilings(bandwidth=1e9, products={1: 1e15})
-    requests = [Request(0, 0.0, [5] * 10, 4)]
+    requests = [TimedRequest(0, 0.0, [5] * 10, 4)]
     found = bound(ARCH, requests, limits, "bfloat16", 1, weights="int8")
     cached = 2 * KV * (11 + 12 + 13) / 1e9  # keys and values stay as they are
     assert found.seconds == pytest.approx(4 * (BODY + HEAD) / 1e9 + cached)

@@ -162,11 +162,11 @@ def test_random_prompts_share_what_they_should():
 
 
 def test_a_work_is_repeated_at_its_own_times():
-    requests = [work.Request(i, float(i), [5, 6 + i], 3) for i in range(3)]
+    requests = [work.TimedRequest(i, float(i), [5, 6 + i], 3) for i in range(3)]
     none = traffic.arrivals("poisson", None, 0)
     assert [a.due for a in islice(traffic.of_work(requests, none, 2.0), 6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert [a.due for a in islice(traffic.of_work(requests, none, None), 4)] == [None] * 4
-    at_once = [work.Request(0, 0.0, [5], 3)]
+    at_once = [work.TimedRequest(0, 0.0, [5], 3)]
     even = traffic.arrivals("constant", 2.0, 0)
     assert [a.due for a in islice(traffic.of_work(at_once, even, 2.0), 3)] == [0, 0.5, 1]
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from hibachi.bench import work
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError
 
 VOCABULARY = 5000
@@ -59,7 +59,7 @@ def test_a_file_holds_what_was_written(tmp_path):
 
 
 def test_a_file_is_read_in_the_order_of_arrival(tmp_path):
-    work.write([Request(0, 2.0, [5], 1), Request(1, 1.0, [6], 1)], tmp_path / "w.jsonl")
+    work.write([TimedRequest(0, 2.0, [5], 1), TimedRequest(1, 1.0, [6], 1)], tmp_path / "w.jsonl")
     assert [r.id for r in work.read(tmp_path / "w.jsonl")] == [1, 0]
 
 

@@ -16,7 +16,7 @@ from hibachi.model.registry import load_model
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
 from hibachi.plan.scheduler import Scheduler
-from hibachi.tensor.cache import Paged, StepInputs
+from hibachi.tensor.layout import Paged, StepInputs
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS
 

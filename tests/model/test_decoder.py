@@ -12,7 +12,7 @@ import transformers
 from hibachi.errors import ConfigError, InvalidModelFiles, UnsupportedOperation
 from hibachi.model.registry import load_model
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.cache import StepInputs
+from hibachi.tensor.layout import StepInputs
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend

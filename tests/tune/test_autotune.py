@@ -22,11 +22,11 @@ from hibachi.tensor.candidates import LADDERS, Candidate
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi.tune import autotune
 from hibachi.tune.autotune import choose, seconds_of, settle
-from hibachi.tune.cases import Sizes, sizes_of
+from hibachi.tune.cases import ModelSizes, sizes_of
 from hibachi.tune.stepcost import padded, rows_named
-from hibachi.tune.trial import Trial, table
+from hibachi.tune.trial import KernelTrial, table
 
-SIZES = Sizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
+SIZES = ModelSizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
 
 
 class Tunable(NumpyBackend):
@@ -327,10 +327,10 @@ def test_a_candidate_appears_with_its_library_and_falls_back_with_a_reason(monke
 def test_the_table_has_a_line_for_each_and_one_for_those_that_cannot_be_had():
     shown = table(
         [
-            Trial("linear", "a", {"1 row": 1.0, "64 rows": 1234.5}, 1e-4, None),
-            Trial("linear", "b", {}, None, "not installed"),
-            Trial("linear", "c", {}, None, "not installed"),
-            Trial("linear", "d", {"1 row": 2.0, "64 rows": 2000.0}, 2e-4, "2.00 times the fastest", "3 programs"),
+            KernelTrial("linear", "a", {"1 row": 1.0, "64 rows": 1234.5}, 1e-4, None),
+            KernelTrial("linear", "b", {}, None, "not installed"),
+            KernelTrial("linear", "c", {}, None, "not installed"),
+            KernelTrial("linear", "d", {"1 row": 2.0, "64 rows": 2000.0}, 2e-4, "2.00 times the fastest", "3 programs"),
         ]
     )
     assert shown.splitlines() == [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.bench.engines.process import Answered, Process, Ran
-from hibachi.bench.work import Request, totals
+from hibachi.bench.work import TimedRequest, totals
 from hibachi.errors import ConfigError
 
 _PERCENTS = (50, 90, 99)
@@ -38,7 +38,7 @@ class Slo:
         return ttft <= self.ttft and (between is None or between <= self.itl)
 
 
-def figures(requests: Sequence[Request], ran: Ran, slo: Slo | None = None) -> dict[str, Any]:
+def figures(requests: Sequence[TimedRequest], ran: Ran, slo: Slo | None = None) -> dict[str, Any]:
     """Of one run. Seconds, tokens and requests a second, MiB.
 
     seconds: from the start to the last token. ttft: from when a request was due to its first token; itl: between two

@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import IO, Any
 
 from hibachi.bench.machine import Use, Watch
-from hibachi.bench.work import Request, write
+from hibachi.bench.work import TimedRequest, write
 from hibachi.errors import ConfigError, EngineFailed
 
 FOLDER = Path(__file__).parent / "peers"
 OURS = "hibachi"
-_FIRST = Request(0, 0.0, [3] * 16, 1)  # the request whose token says that an engine has started
+_FIRST = TimedRequest(0, 0.0, [3] * 16, 1)  # the request whose token says that an engine has started
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _TAIL = 12  # lines of what a process said, in an error
 
@@ -126,7 +126,7 @@ class Process:
             "load": ready["load_seconds"],
         }
 
-    def run(self, requests: Sequence[Request]) -> Ran:
+    def run(self, requests: Sequence[TimedRequest]) -> Ran:
         """Do the work. Arrivals in seconds. Raises EngineFailed."""
         assert self._process.stdin is not None
         with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from hibachi.bench.engines.figures import Slo, figures, record
 from hibachi.bench.engines.process import EngineSetup, Process
 from hibachi.bench.machine import Watch, machine
 from hibachi.bench.steps import roofline
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError, EngineFailed, HibachiError
 from hibachi.model.arch import Arch
 from hibachi.model.describe import describe
@@ -61,10 +61,10 @@ class Session:
             for cached in (True, False) if name == "W2" else (self.cached and name not in work.NAMES,):
                 yield from self._measure(name, requests, cached)
 
-    def fits(self, requests: Sequence[Request]) -> bool:
+    def fits(self, requests: Sequence[TimedRequest]) -> bool:
         return self.context is None or work.longest(requests) <= self.context
 
-    def make(self, name: str, turn: int) -> list[Request]:
+    def make(self, name: str, turn: int) -> list[TimedRequest]:
         """The work of that name, or of that file."""
         if name in work.NAMES:
             return work.make(name, self.vocab_size, seed=self.seed, turn=turn, requests=self.requests)
@@ -72,7 +72,7 @@ class Session:
             raise ConfigError(f"A work is one of {', '.join(work.NAMES)}, or a file; got {name!r}.")
         return work.read(name, self.vocab_size)
 
-    def _measure(self, name: str, requests: list[Request], cached: bool) -> Iterator[dict[str, Any]]:
+    def _measure(self, name: str, requests: list[TimedRequest], cached: bool) -> Iterator[dict[str, Any]]:
         online = any(r.arrival for r in requests)
         with ExitStack() as stack:
             processes: list[Process] = []
@@ -92,7 +92,7 @@ class Session:
                             processes.remove(process)
                             yield self._failed(process.setup, name, e)
 
-    def _sized(self, setup: EngineSetup, requests: Sequence[Request], cached: bool) -> EngineSetup:
+    def _sized(self, setup: EngineSetup, requests: Sequence[TimedRequest], cached: bool) -> EngineSetup:
         rows = min(self.rows, len(requests))
         return replace(setup, rows=rows, max_len=work.longest(requests), prefix_cache=cached)
 

@@ -96,7 +96,7 @@ class Sample:
         return {name: getattr(self, name) for name in names} | {"e2e": self.e2e, "usage": self.counted is not None}
 
 
-class Reading:
+class AnswerReader:
     """Takes the bytes of one answer as they come, and notes in `sample` what they are."""
 
     def __init__(self, sample: Sample, start: float, stream: bool) -> None:
@@ -199,7 +199,7 @@ class Generator:
         """Send one request, now."""
         start = time.perf_counter() if start is None else start
         sample = Sample(ask.id, ask.due, ask.new)
-        reading = Reading(sample, start, self._form.stream)
+        reading = AnswerReader(sample, start, self._form.stream)
         sample.sent = time.perf_counter() - start
         try:
             async with asyncio.timeout(self._timeout):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.errors import ConfigError
 from hibachi.sim.trace import Trace
 
@@ -83,7 +83,7 @@ class Random:
             yield Ask(i, at, (shared + own)[:prompt], new)
 
 
-def of_work(requests: Sequence[Request], due: Iterator[float | None], rate: float | None) -> Iterator[Ask]:
+def of_work(requests: Sequence[TimedRequest], due: Iterator[float | None], rate: float | None) -> Iterator[Ask]:
     """A work of `hibachi bench work`, again and again: at its own times if it has any and there is a rate, at those of
     `due` otherwise."""
     timed = rate is not None and requests[-1].arrival > 0

@@ -36,7 +36,7 @@ _FULL = 0.9  # of the most rows of any step: from there on a decode step counts 
 
 
 @dataclass(slots=True)
-class Step:
+class StepProfile:
     """rows, tokens: of the plan; more tokens than rows: some were of prompts. seconds: of each part that took any."""
 
     rows: int
@@ -65,7 +65,7 @@ class Profile:
         if engine.core is None:
             raise ConfigError("A profile needs an engine that is built: one with a model of level 1 or 2.")
         self._engine = engine.core
-        self.steps: list[Step] = []
+        self.steps: list[StepProfile] = []
         self._stack: list[list[Any]] = []  # of [part, time inside that belongs to others]
         self._now: dict[str, float] = {}
         self._plan: Any = None
@@ -119,7 +119,7 @@ class Profile:
                 if self._ended is not None and began - self._ended < _IDLE:
                     self._now["between"] = began - self._ended
                 plan = self._plan
-                self.steps.append(Step(len(plan.rows), int(plan.q.sum()), self._now))
+                self.steps.append(StepProfile(len(plan.rows), int(plan.q.sum()), self._now))
             self._ended = time.perf_counter() if went else None
             return went
 
@@ -157,8 +157,8 @@ class Profile:
         return [{"rows": s.rows, "tokens": s.tokens, "seconds": s.seconds} for s in self.steps]
 
 
-def from_json(steps: Sequence[dict[str, Any]]) -> list[Step]:
-    return [Step(s["rows"], s["tokens"], s["seconds"]) for s in steps]
+def from_json(steps: Sequence[dict[str, Any]]) -> list[StepProfile]:
+    return [StepProfile(s["rows"], s["tokens"], s["seconds"]) for s in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class StepKind:
     host: float
 
 
-def kinds(steps: Sequence[Step]) -> list[StepKind]:
+def kinds(steps: Sequence[StepProfile]) -> list[StepKind]:
     """Steps with prompts; steps that only decode; of these, the full ones: with nearly the most rows there were."""
     decode = [s for s in steps if s.tokens == s.rows]
     most = max((s.rows for s in decode), default=0)
@@ -184,7 +184,7 @@ def kinds(steps: Sequence[Step]) -> list[StepKind]:
     return [_kind(name, group) for name, group in groups.items() if group]
 
 
-def _kind(name: str, steps: Sequence[Step]) -> StepKind:
+def _kind(name: str, steps: Sequence[StepProfile]) -> StepKind:
     ordered = sorted(steps, key=lambda s: s.total)
     cut = len(steps) // 4
     middle = ordered[cut : len(ordered) - cut]
@@ -193,7 +193,7 @@ def _kind(name: str, steps: Sequence[Step]) -> StepKind:
     return StepKind(name, len(steps), times, parts, statistics.median(s.host for s in steps))
 
 
-def table(steps: Sequence[Step]) -> str:
+def table(steps: Sequence[StepProfile]) -> str:
     """A line for each part: milliseconds of a step, and their share; of the whole step the median."""
     found = kinds(steps)
     lines = [f"{'':10}" + "".join(f"{k.name:>26}" for k in found)]

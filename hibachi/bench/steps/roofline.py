@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.bench.work import Request
+from hibachi.bench.work import TimedRequest
 from hibachi.model.arch import Arch
 from hibachi.model.arch import shapes as tensor_shapes
 from hibachi.tensor.array_backend import ArrayBackend
@@ -84,7 +84,7 @@ class LeastTime:
 
 def bound(
     arch: Arch,
-    requests: Sequence[Request],
+    requests: Sequence[TimedRequest],
     ceilings: Ceilings,
     dtype: str,
     rows: int,

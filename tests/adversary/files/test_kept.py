@@ -16,7 +16,7 @@ from hibachi.tensor.native import build
 from hibachi.tensor.native.build import NativeLibrary, NativeUnavailable
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi.tune.autotune import choose
-from hibachi.tune.cases import Sizes
+from hibachi.tune.cases import ModelSizes
 
 ROOT = Path(__file__).parents[3]
 MB = 2**20
@@ -139,7 +139,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 # ---- the choice of kernels -------------------------------------------------------------------------------------------
 
-SIZES = Sizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
+SIZES = ModelSizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
 
 
 class Other(NumpyBackend):
