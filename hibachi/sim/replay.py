@@ -57,15 +57,16 @@ class _Cost:
 
 
 class Replay:
-    """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any."""
+    """One trace through one scheduler. `run` does it all; keys: share prefixes, if the trace knows any. each: tokens
+    that a row gets in a step, or what is left of its output."""
 
     trace: Trace
     scheduler: Scheduler
 
-    def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True) -> None:
+    def __init__(self, trace: Trace, scheduler: Scheduler, time: StepTime, *, keys: bool = True, each: int = 1) -> None:
         self.trace, self.scheduler = trace, scheduler
         self.outcome: SimOutcome = SimOutcome(len(trace))
-        self._cost = _Cost.of(time)
+        self._cost, self._each = _Cost.of(time), each
         limits = scheduler.limits
         self._keys = trace.block_keys(limits.block_size) if keys and scheduler.pool else lambda i: None
         numbers = (trace.prompt.tolist(), trace.output.tolist(), trace.priority.tolist())
@@ -88,7 +89,7 @@ class Replay:
             while arrival[i] <= clock:
                 self._add(i)
                 i += 1
-            if fast and (stretch := look_ahead(scheduler)):
+            if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
                 clock = self._stretch(stretch, clock, arrival[i])
                 continue
             self._suspend(scheduler.make_room())
@@ -141,10 +142,15 @@ class Replay:
             if outcome.started[i] == NEVER:
                 outcome.started[i] = clock
                 outcome.prompt_tokens += seq.prompt_len
-        rows = plan.rows[plan.emit]
+        rows, counts = plan.rows[plan.emit], None
         self._tokens(rows, now)
+        if self._each > 1:
+            counts = np.minimum(self._each, scheduler.table.end[rows] - plan.end[plan.emit])
+            more = int(counts.sum()) - len(rows)
+            outcome.new_tokens += more
+            outcome.gaps.add(np.zeros(more, np.int64))  # they come together
         outcome.timeline.add(clock, now, scheduler.waiting, scheduler.running, self._held())
-        self._end(scheduler.commit(plan, self._nobody[: len(rows)]).finished, now)
+        self._end(scheduler.commit(plan, self._nobody[: len(rows)], counts).finished, now)
         return now
 
     def _stretch(self, stretch: Stretch, clock: int, arrival: float) -> int:

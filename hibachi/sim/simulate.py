@@ -29,6 +29,7 @@ class Setup:
     rows: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short (and
     without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_len: tokens of a
     request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share prefixes.
+    each: tokens that a row gets in a step.
     """
 
     policy: str = "fcfs"
@@ -42,10 +43,11 @@ class Setup:
     prefill: int | None = None
     reserve_all: bool = False
     cache: bool = True
+    each: int = 1
 
     def limits(self, trace: Trace) -> Limits:
         """Raises ConfigError for what no engine can have."""
-        for name in ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill"):
+        for name in ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill", "each"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
@@ -172,7 +174,7 @@ def _rounded(values: Numbers) -> list[float]:
 def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Policy], *, fast: bool = True) -> Run:
     """Replay a trace. policy: makes a fresh one, of the name that the setup has. Raises ConfigError, InvalidTrace."""
     limits = setup.limits(trace)
-    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache)
+    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache, each=setup.each)
     began = perf_counter()
     outcome = replay.run(fast)
     return Run(trace, setup, limits, outcome, perf_counter() - began)

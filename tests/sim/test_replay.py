@@ -39,6 +39,20 @@ def test_one_request():
     assert figures["ttft"]["p99"] == pytest.approx(first) and figures["itl"]["p50"] == pytest.approx(later[1], rel=1e-3)
 
 
+def test_several_tokens_a_step():
+    """The next step computes all that the last one brought; the last one brings what is left."""
+    time = StepTime(step=1.0, token=0.1, row=0, position=0, pair=0)
+    run = simulate(trace_of((0, 10, 8), (0, 10, 1)), Setup(budget=64, each=3), time, Fcfs)
+    steps = [1 + 20 * 0.1, 1 + 3 * 0.1, 1 + 3 * 0.1]  # 3, 3 and 2 tokens of the first request
+    assert run.times("first") == pytest.approx([steps[0]] * 2)
+    assert run.times("last") == pytest.approx([sum(steps), steps[0]])
+    figures = run.summary()
+    assert figures["new_tokens"] == 9 and figures["computed_tokens"] == 26 and figures["steps"] == 3
+    assert run.outcome.gaps.percentiles([0, 60, 100]) == pytest.approx([0, 0, 1.3], abs=1e-9, rel=1e-3)
+    one, many = (simulate(synthetic(200, rate=5.0), Setup(rows=8, blocks=300, each=n), time, Fcfs) for n in (1, 3))
+    assert one.outcome.new_tokens == many.outcome.new_tokens and many.outcome.steps < one.outcome.steps
+
+
 def test_chunks_read_what_is_before_them():
     time = StepTime(step=0, token=1.0, row=0, position=0.01, pair=0.001)
     run = simulate(trace_of((0, 10, 1)), Setup(budget=6, rows=1), time, Fcfs)
