@@ -15,6 +15,7 @@ from hibachi.streams.loops import Wakeups
 from hibachi.streams.merge import merge
 
 from ..engine.models import PATIENCE, Background, until
+from .reading import by_anext, by_next, by_three_tasks
 
 
 class Engine:
@@ -93,27 +94,6 @@ def test_closing_while_paused_calls_nobody():
         e.push()
     e.stream.close()
     assert list(e.stream) == [0, 1] and e.drained() == 0
-
-
-def by_next(stream):
-    got = []
-    with pytest.raises(StopIteration):
-        while True:
-            got.append(next(stream))
-    return got
-
-
-async def by_anext(stream):
-    got = []
-    while True:
-        try:
-            got.append(await anext(stream))
-        except StopAsyncIteration:
-            return got
-
-
-async def by_three_tasks(stream):
-    return list(itertools.chain(*await asyncio.gather(*[by_anext(stream) for _ in range(3)])))
 
 
 WAYS = {

@@ -15,6 +15,7 @@ from hibachi.streams.merge import amerge, merge
 
 from ..engine.models import PATIENCE, Background, until
 from ..engine.pipe import Pipe
+from .reading import by_anext, by_next, by_three_tasks
 
 
 @pytest.fixture(params=["thread", "asyncio"])
@@ -332,35 +333,13 @@ def test_a_stream_may_be_dropped_in_the_midst_of_its_end():
 # ---- many consumers ----------------------------------------------------------------------------------------------
 
 
-def consume(stream):
-    got = []
-    while True:
-        try:
-            got.append(next(stream))
-        except StopIteration:
-            return got
-
-
-async def aconsume(stream):
-    got = []
-    while True:
-        try:
-            got.append(await anext(stream))
-        except StopAsyncIteration:
-            return got
-
-
-async def three_tasks(stream):
-    return list(itertools.chain(*await asyncio.gather(*[aconsume(stream) for _ in range(3)])))
-
-
 @pytest.mark.parametrize(
     "consumers",
     [
-        [consume] * 4,
-        [lambda s: asyncio.run(three_tasks(s))],
-        [lambda s: asyncio.run(aconsume(s))] * 3,
-        [consume, consume, lambda s: asyncio.run(three_tasks(s)), lambda s: asyncio.run(aconsume(s))],
+        [by_next] * 4,
+        [lambda s: asyncio.run(by_three_tasks(s))],
+        [lambda s: asyncio.run(by_anext(s))] * 3,
+        [by_next, by_next, lambda s: asyncio.run(by_three_tasks(s)), lambda s: asyncio.run(by_anext(s))],
     ],
     ids=["threads", "tasks of a loop", "loops", "all of them"],
 )

@@ -18,6 +18,7 @@ from hibachi.streams.merge import amerge, await_any
 
 from ..engine.models import PATIENCE, Background, Gate, Next, ints, until
 from ..engine.pipe import Pipe
+from .reading import by_anext
 
 
 def read(stream):
@@ -332,20 +333,11 @@ def test_a_run_that_has_ended_harms_nobody():
     assert list(gone.stream) == [1] and reading.result() == [2]
 
 
-async def aconsume(stream):
-    got = []
-    while True:
-        try:
-            got.append(await anext(stream))
-        except StopAsyncIteration:
-            return got
-
-
 async def three_tasks(stream):
     got = []
 
     async def one():
-        got.extend(await aconsume(stream))
+        got.extend(await by_anext(stream))
 
     async with trio.open_nursery() as nursery:
         for _ in range(3):
@@ -364,8 +356,8 @@ def consume(stream):
     "consumers",
     [
         [lambda s: trio.run(three_tasks, s)],
-        [lambda s: trio.run(aconsume, s)] * 3,
-        [consume, lambda s: asyncio.run(aconsume(s)), lambda s: trio.run(three_tasks, s)],
+        [lambda s: trio.run(by_anext, s)] * 3,
+        [consume, lambda s: asyncio.run(by_anext(s)), lambda s: trio.run(three_tasks, s)],
     ],
     ids=["tasks of a run", "runs", "threads, asyncio and trio"],
 )
