@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from hibachi.api import tokenizing
 from hibachi.api.errors import Refused
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.errors import PromptTooLong
-from hibachi.serve import tokenizing
 from hibachi.web.deadlines import MOST_BYTES
 
 from ...engine.models import until
