@@ -60,7 +60,7 @@ class Scheduler:
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.order: list[Seq] = []  # in the order of service
         self.rows: Index = np.zeros(0, np.intp)  # their rows
-        self.left: bool = False  # somebody left `_running`
+        self.stale: bool = False  # `rows` and `order` have somebody who left
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
         self._parked: set[Seq] = set()  # those who were preempted while paused
@@ -304,7 +304,7 @@ class Scheduler:
         self.steps += 1
         self.preempted = []
         while True:
-            if self.left:
+            if self.stale:
                 self.refresh()
             rows, seqs = self.rows, self.order
             if self.paused_rows or self.resting:
@@ -318,12 +318,12 @@ class Scheduler:
             if self._slow:
                 q = np.minimum(q, np.fromiter((s.most or NEVER for s in seqs), np.int32, len(seqs)))
             decode = np.count_nonzero(q == 1) == len(q)  # (of NumPy's reductions, counting is by far the fastest)
-            left = self.budget - (len(q) if decode else int(q.sum()))
-            if left < 0 or not decode:
+            tokens_left = self.budget - (len(q) if decode else int(q.sum()))
+            if tokens_left < 0 or not decode:
                 decode = False
-                q, left = self._share(q, seqs)
+                q, tokens_left = self._share(q, seqs)
             elif self.limits.prefill is not None:
-                left = min(left, self.limits.prefill)
+                tokens_left = min(tokens_left, self.limits.prefill)
             end = start + q
             if not self.pool or not np.count_nonzero(end > table.capacity[rows]):
                 break
@@ -343,9 +343,9 @@ class Scheduler:
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
-        if self.waiting and left > 0 and self.free_rows and not self.preempted:
+        if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
-            fresh = self._admit(left, at_work, published, restores)
+            fresh = self._admit(tokens_left, at_work, published, restores)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
             start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
@@ -380,7 +380,7 @@ class Scheduler:
     def refresh(self) -> None:
         self.order = [s for s in self.order if s.row >= 0]
         self.rows = np.fromiter((s.row for s in self.order), np.intp, len(self.order))
-        self.left = False
+        self.stale = False
 
     def _enter(self, fresh: list[Seq]) -> None:
         """Take those who start among the running, in the order of service."""
@@ -398,27 +398,27 @@ class Scheduler:
         single = np.flatnonzero(want == 1)[: self.budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
-        left = self.budget - len(single)
+        tokens_left = self.budget - len(single)
         if self.limits.prefill is not None:
-            left = min(left, self.limits.prefill)
+            tokens_left = min(tokens_left, self.limits.prefill)
         prompts, kept = np.flatnonzero(want > 1).tolist(), 0
         if self.displaced is not None and prompts:
             quota = dict.fromkeys([seqs[i].tenant for i in prompts], 0)
             comes = self._comes()
             if comes is not None:
                 quota[comes.tenant] = 0
-            each = left // len(quota)
+            each = tokens_left // len(quota)
             quota = dict.fromkeys(quota, each)
             for i in prompts:
                 q[i] = min(int(want[i]), self.limits.chunk, quota[seqs[i].tenant])
                 quota[seqs[i].tenant] -= int(q[i])
-                left -= int(q[i])
+                tokens_left -= int(q[i])
             kept = 0 if comes is None else quota[comes.tenant]
         for i in prompts:
-            more = min(int(want[i]) - int(q[i]), self.limits.chunk - int(q[i]), left - kept)
+            more = min(int(want[i]) - int(q[i]), self.limits.chunk - int(q[i]), tokens_left - kept)
             q[i] += more
-            left -= more
-        return q, left
+            tokens_left -= more
+        return q, tokens_left
 
     # ---- blocks ------------------------------------------------------------------------------------------------
 
@@ -488,7 +488,7 @@ class Scheduler:
 
     def _admit(
         self,
-        left: int,
+        tokens_left: int,
         at_work: list[Seq],
         published: list[Published],
         restores: list[tuple[int, int]],
@@ -502,7 +502,7 @@ class Scheduler:
         if not policy.opens(self.waiting - len(self._parked), self.running - self.paused_rows, self.steps):
             return started
         self._held_back = None
-        while left > 0 and self.free_rows and (seq := policy.peek()) is not None:
+        while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
             if self.short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserve(seq, at_work)
@@ -515,13 +515,13 @@ class Scheduler:
             row = seq.row = self.free_rows.pop()
             self.paused_rows += seq.paused
             hit = seq.reused = known * limits.block_size
-            q = min(seq.length - hit, left, seq.most or limits.chunk)
+            q = min(seq.length - hit, tokens_left, seq.most or limits.chunk)
             if self.checkpoints and seq.keys is not None:
                 mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
                 q = q if mark is None else min(q, mark - hit)
                 if slot is not None:
                     restores.append((row, slot))
-            left -= q
+            tokens_left -= q
             self.table.enter(row, seq.length, hit, seq.end)
             if pool:
                 self.block_table[row, : len(seq.blocks)] = seq.blocks
@@ -720,7 +720,7 @@ class Scheduler:
         self.table.leave(row)
         self.paused_rows -= seq.paused
         seq.blocks, seq.row, seq.published, seq.node = [], -1, 0, None
-        self.left = True
+        self.stale = True
 
     # ---- invariants --------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
     Deadlines are the caller's business, as is the time that the steps take. The policy's `opens` is asked for steps to
     come.
     """
-    if scheduler.left:
+    if scheduler.stale:
         scheduler.refresh()
     rows = scheduler.rows
     n = len(rows)

@@ -126,6 +126,12 @@ class Server(uvicorn.Server):
     def signalled(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         if self._stopped:
             self._abandon(128 + number)
+        self.finish(loop)
+
+    def finish(self, loop: asyncio.AbstractEventLoop) -> None:
+        """`stop`, from any thread; and whatever hangs, the process ends in time."""
+        if self._stopped:
+            return
         self._stopped = True
         timer = threading.Timer(self._patience + OVERTIME, self._let_go)
         timer.daemon = True
@@ -182,7 +188,7 @@ class Server(uvicorn.Server):
                 log.error("the engine is lost, and the server ends: %s", self._served.texts.health().message)
                 self.status = 1
                 self._patience = 0.0
-                self.signalled(asyncio.get_running_loop(), 0)
+                self.finish(asyncio.get_running_loop())
                 return
 
     def _is_lost(self) -> bool:
