@@ -143,12 +143,16 @@ def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tm
         try:
             url = re.search(r"on (http://\S+) ", server.stderr.readline())[1]
             headers = {"Content-Type": "application/json"}
-            with urlopen(Request(f"{url}/v1/completions", body.encode(), headers), timeout=30) as answer:
-                events = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
+            for _ in range(20):  # on a machine that is busy all may come at once
+                with urlopen(Request(f"{url}/v1/completions", body.encode(), headers), timeout=30) as answer:
+                    events = [line.decode().removeprefix("data: ").strip() for line in answer if line.strip()]
+                assert events.pop() == "[DONE]"
+                letters = [json.loads(event)["choices"][0]["text"] for event in events]
+                assert f"`{''.join(letters)}`" in readme
+                if len([letter for letter in letters if letter]) > 2:
+                    break
+            else:
+                pytest.fail("all came at once, twenty times")
         finally:
             server.terminate()
             assert server.wait(20) == 0
-    assert events.pop() == "[DONE]"
-    letters = [json.loads(event)["choices"][0]["text"] for event in events]
-    assert f"`{''.join(letters)}`" in readme
-    assert len([letter for letter in letters if letter]) > 2  # not all at once
