@@ -23,13 +23,13 @@ import numpy as np
 import hibachi
 from hibachi.bench.randommodel import SHAPES
 from hibachi.engine.build import cached_runner
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.arch import Arch, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import History, TokenTable
 
 BLOCK = 16
 

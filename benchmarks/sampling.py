@@ -18,10 +18,10 @@ import numpy as np
 
 from hibachi import ArrayBackend, SamplingParams, load
 from hibachi.decode.sampling import sample
-from hibachi.engine.job import Job
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import History, TokenTable
 from hibachi.plan.sequence import Seq
+from hibachi.runners.job import Job
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import History, TokenTable
 from hibachi.streams.channel import Channel
 
 CONTEXT = 512  # tokens of each row, which the penalties look at

@@ -16,7 +16,7 @@ import hibachi
 
 ROOT = Path(__file__).parents[1]
 BELOW_ENGINE = "errors request options installed shapes tensor plan decode model streams"
-BATCH = f"{BELOW_ENGINE} recording engine"
+BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
 LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
@@ -44,6 +44,7 @@ RULES = {
     "hibachi/streams": Rule("errors request streams", third_party=""),
     "hibachi/tune": Rule("errors shapes tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
+    "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
     "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
     "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
@@ -163,7 +164,7 @@ def test_every_rule_is_about_files_that_exist():
         ("hibachi/tensor/x.py", "importlib.import_module('hibachi_torch')"),
         ("hibachi/plan/x.py", "import time"),
         ("hibachi/plan/x.py", "from hibachi.tensor.layout import Paged"),
-        ("hibachi/plan/x.py", "if TYPE_CHECKING:\n    from hibachi.engine.job import Job"),
+        ("hibachi/plan/x.py", "if TYPE_CHECKING:\n    from hibachi.runners.job import Job"),
         ("hibachi/decode/x.py", "from hibachi.model.ladder import LogitsModel"),
         ("hibachi/model/x.py", "from hibachi.decode import sampling"),
         ("hibachi/model/x.py", "from hibachi import engine"),

@@ -1,1 +1,1 @@
-"""Plans meet arrays: the batch, its steps, and the thread that takes them."""
+"""The batch: who is let in, the order of a step, what is undone when it fails, and the thread that takes steps."""

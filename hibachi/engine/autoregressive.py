@@ -18,13 +18,8 @@ from hibachi.engine.admission import check_ids, check_pooling, checked, embeddin
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has_hidden, level_of
-from hibachi.engine.cached import CachedRunner
 from hibachi.engine.health import STALL_AFTER
-from hibachi.engine.job import Job
 from hibachi.engine.options import BatchOptions
-from hibachi.engine.selfcheck import selfcheck
-from hibachi.engine.stops import Stopper, as_token
-from hibachi.engine.tokentable import misfits
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.model import ladder
 from hibachi.options import spelled
@@ -32,6 +27,11 @@ from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, StopRule, Terms, as_rule
+from hibachi.runners.cached import CachedRunner
+from hibachi.runners.job import Job
+from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.stops import Stopper, as_token
+from hibachi.runners.tokentable import misfits
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray

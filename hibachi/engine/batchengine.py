@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from hibachi.engine.health import Health
-from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.plan.limits import Limits
 from hibachi.request import Request
+from hibachi.runners.meters import Meters
 from hibachi.streams.stream import ItemStream
 
 R = TypeVar("R")

@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from hibachi.engine.engine import Engine
 from hibachi.engine.health import STALL_AFTER, Health
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Meters
-from hibachi.engine.runner import Runner
 from hibachi.engine.stats import Stats
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, EngineClosed
 from hibachi.plan.scheduler import Scheduler
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Meters
+from hibachi.runners.runner import Runner
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.streams.loops import in_thread
 

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.cached import CachedRunner
-from hibachi.engine.heads import Head, Sampled, Tokens
-from hibachi.engine.meters import Tally
-from hibachi.engine.runner import Runner
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.selfcheck import same_bits
-from hibachi.engine.tokentable import TokenTable
-from hibachi.engine.uncached import WholeRunner
 from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.runners.cached import CachedRunner
+from hibachi.runners.heads import Head, Sampled, Tokens
+from hibachi.runners.meters import Tally
+from hibachi.runners.runner import Runner
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.selfcheck import same_bits
+from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.uncached import WholeRunner
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 from hibachi.tensor.layout import Paged, State

@@ -16,10 +16,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hibachi.engine.budget import TokenBudget, guilty_of
-from hibachi.engine.faults import drop_frames, internal, no_room, too_late
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Meters
-from hibachi.engine.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.engine.stats import Counts, Stats
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.plan.policy import Policy
@@ -29,6 +25,10 @@ from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.timeshares import TimeShares
 from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish
+from hibachi.runners.faults import drop_frames, internal, no_room, too_late
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Meters
+from hibachi.runners.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
 from hibachi.streams.loops import Wakeups
 
 log: logging.Logger = logging.getLogger("hibachi.engine")

@@ -13,8 +13,6 @@ from typing_extensions import TypeVar
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.build import given_backend
 from hibachi.engine.health import STALL_AFTER
-from hibachi.engine.job import Job
-from hibachi.engine.uncached import FeedforwardRunner
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.model.ladder import Feedforward
@@ -22,6 +20,8 @@ from hibachi.options import spelled
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.runners.job import Job
+from hibachi.runners.uncached import FeedforwardRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray

@@ -16,13 +16,13 @@ from typing import Any
 
 from hibachi.engine.admission import check_room
 from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
-from hibachi.engine.faults import drop_frames
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
 from hibachi.request import Finish
+from hibachi.runners.faults import drop_frames
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Meters
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import CLOSE_WITHIN
 

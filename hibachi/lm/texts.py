@@ -12,13 +12,13 @@ import numpy as np
 from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
-from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.errors import InvalidRequest
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
 from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
+from hibachi.runners.meters import Meters
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing
 from hibachi.streams.loops import give_way, in_thread
 from hibachi.streams.merge import amerge, merge

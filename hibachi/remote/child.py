@@ -25,10 +25,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hibachi.engine.batchengine import Facts
-from hibachi.engine.job import Job
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_texts
 from hibachi.request import Finish
+from hibachi.runners.job import Job
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 

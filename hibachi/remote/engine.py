@@ -22,13 +22,13 @@ import numpy as np
 from hibachi.engine.admission import check_ids, check_room, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import STALL_AFTER, Health, State
-from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.lm.options import TextOptions
 from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender
 from hibachi.request import Finish, Request
+from hibachi.runners.meters import Meters
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import Closing, waited
 from hibachi.streams.loops import Wakeups

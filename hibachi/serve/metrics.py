@@ -16,9 +16,9 @@ import prometheus_client
 
 from hibachi.api.errors import Refused
 from hibachi.engine.health import Health
-from hibachi.engine.meters import Histogram, Meters, decades
 from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
+from hibachi.runners.meters import Histogram, Meters, decades
 from hibachi.serve.record import Record
 from hibachi.serve.series import NAMES, page
 from hibachi.serve.served import Served

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
-from hibachi.engine.meters import Histogram
+from hibachi.runners.meters import Histogram
 
 Value: TypeAlias = "float | Histogram"
 Values: TypeAlias = "Mapping[tuple[str, ...], Value]"  # by label values

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from hibachi.engine.build import given_backend, level_of
-from hibachi.engine.stops import as_token
 from hibachi.errors import BackendError, ConfigError, InvalidRequest
+from hibachi.runners.stops import as_token
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for, resolve
 from hibachi.verify import prompts

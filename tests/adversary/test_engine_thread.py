@@ -32,11 +32,11 @@ from hibachi import (
     StopRule,
     Terms,
 )
-from hibachi.engine import inputs
-from hibachi.engine.faults import MOST_TEXT
 from hibachi.plan.policy import Fair, Fcfs, Priority
 from hibachi.recording.replay import read, replay
 from hibachi.request import MOST_INT, MOST_RUNS, MOST_SECONDS, Finish
+from hibachi.runners import inputs
+from hibachi.runners.faults import MOST_TEXT
 from hibachi.shapes import CallShapes
 from hibachi.testing.toys import SumLogits, SumPaged, expected
 

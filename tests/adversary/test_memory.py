@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, NumpyBackend, SamplingParams
-from hibachi.engine import tokentable
-from hibachi.engine.tokentable import History, TokenTable
 from hibachi.errors import InvalidModelFiles
 from hibachi.model import rope
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
+from hibachi.runners import tokentable
+from hibachi.runners.tokentable import History, TokenTable
 from hibachi.testing.toys import SumLogits, SumPaged, SumState, SumTokens, expected
 from tests.engine.models import PATIENCE, Background, ints, until
 

@@ -23,7 +23,6 @@ import hibachi.errors
 from hibachi import SamplingParams
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.health import Health
-from hibachi.engine.meters import Meters
 from hibachi.engine.stats import Stats
 from hibachi.errors import (
     ConfigError,
@@ -43,6 +42,7 @@ from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable
 from hibachi.remote.engine import RemoteEngine
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
+from hibachi.runners.meters import Meters
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from tests.engine.models import PATIENCE, Background, until

@@ -29,7 +29,7 @@ from hibachi import (
     PromptTooLong,
     State,
 )
-from hibachi.engine.runner import Outcome
+from hibachi.runners.runner import Outcome
 from hibachi.streams.channel import Channel
 
 from .mutants import Mutant

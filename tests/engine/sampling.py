@@ -3,11 +3,11 @@
 import numpy as np
 
 from hibachi import SamplingParams, StopRule
-from hibachi.engine.job import Job
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.stops import Stopper
-from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.sequence import Seq
+from hibachi.runners.job import Job
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.stops import Stopper
+from hibachi.runners.tokentable import TokenTable
 from hibachi.streams.channel import Channel
 
 

@@ -9,13 +9,13 @@ import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams
 from hibachi.engine.build import cached_runner
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
 from hibachi.plan.scheduler import Scheduler
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.layout import Paged, StepInputs
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS

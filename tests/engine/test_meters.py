@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hibachi import LLM, AutoregressiveBatchInference, SamplingParams
-from hibachi.engine.meters import Histogram, Meters, Steps, decades
 from hibachi.remote.llm import RemoteLLM
+from hibachi.runners.meters import Histogram, Meters, Steps, decades
 
 from .models import Background
 

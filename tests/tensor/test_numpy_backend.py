@@ -8,12 +8,12 @@ import pytest
 
 import hibachi
 from hibachi.engine.build import cached_runner
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import History, TokenTable
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import History, TokenTable
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 PACKAGE = Path(hibachi.__file__).parent

@@ -15,11 +15,11 @@ import numpy as np
 from hibachi.decode import sampling
 from hibachi.decode.logprobs import Likely, likely, logprobs, named
 from hibachi.decode.uniforms import uniforms
-from hibachi.engine.job import Job
-from hibachi.engine.rowedits import RowEdits
-from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest
 from hibachi.request import SamplingParams
+from hibachi.runners.job import Job
+from hibachi.runners.rowedits import RowEdits
+from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 # How a row is drawn: one of these, and two flags. The near ones are right for most rows; the others go one further.

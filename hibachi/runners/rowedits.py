@@ -12,10 +12,10 @@ import numpy as np
 
 from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
-from hibachi.engine.job import Job
-from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
+from hibachi.runners.job import Job
+from hibachi.runners.tokentable import TokenTable
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 

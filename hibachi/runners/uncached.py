@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from hibachi.engine.runner import (
+from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
+from hibachi.runners.runner import (
     Awaiter,
     BaseRunner,
     Outcome,
@@ -19,10 +21,8 @@ from hibachi.engine.runner import (
     jobs_of,
     token_part,
 )
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import TokenTable
-from hibachi.plan.sequence import Seq
-from hibachi.plan.step import StepPlan
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 

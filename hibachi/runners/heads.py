@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Tally
-from hibachi.engine.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
-from hibachi.engine.sampler import RowSampler
-from hibachi.engine.tokentable import TokenTable
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.step import StepPlan
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Tally
+from hibachi.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted

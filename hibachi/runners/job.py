@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.stops import Stopper
-from hibachi.engine.tokentable import History
 from hibachi.errors import InvalidRequest, text_of
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, SamplingParams
+from hibachi.runners.stops import Stopper
+from hibachi.runners.tokentable import History
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 

@@ -12,15 +12,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from hibachi.engine.faults import Theirs, as_fault, drop_frames, holds
-from hibachi.engine.job import Job, stopped
-from hibachi.engine.meters import Tally
-from hibachi.engine.sampler import Drawn
-from hibachi.engine.tokentable import TokenTable, misfits
 from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds
+from hibachi.runners.job import Job, stopped
+from hibachi.runners.meters import Tally
+from hibachi.runners.sampler import Drawn
+from hibachi.runners.tokentable import TokenTable, misfits
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log: logging.Logger = logging.getLogger("hibachi.engine")

@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Tally
-from hibachi.engine.tokentable import TokenTable
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Tally
+from hibachi.runners.tokentable import TokenTable
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs

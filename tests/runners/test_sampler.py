@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hibachi import InvalidRequest, NumpyBackend, SamplingParams
 from hibachi.decode.uniforms import uniforms
-from hibachi.engine.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
+from hibachi.runners.sampler import FAR, FULL, MASS, NEAR, PLAIN, TYPICAL, path_of
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.engine.cached import CachedRunner
-from hibachi.engine.heads import Outputs, Sampled
-from hibachi.engine.job import Job
-from hibachi.engine.meters import Tally
-from hibachi.engine.runner import Part, check_output
-from hibachi.engine.tokentable import History, TokenTable
 from hibachi.errors import NotDeterministic
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.cached import CachedRunner
+from hibachi.runners.heads import Outputs, Sampled
+from hibachi.runners.job import Job
+from hibachi.runners.meters import Tally
+from hibachi.runners.runner import Part, check_output
+from hibachi.runners.tokentable import History, TokenTable
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 

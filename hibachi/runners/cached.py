@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from hibachi.engine.checkedstep import CheckedStep
-from hibachi.engine.heads import Head, Outputs, Pooled, Sampled
-from hibachi.engine.inputs import Inputs
-from hibachi.engine.job import Job
-from hibachi.engine.memory import Memory, RecurrentStep
-from hibachi.engine.meters import Tally
-from hibachi.engine.runner import (
+from hibachi.errors import NonFiniteOutput
+from hibachi.plan.limits import Limits
+from hibachi.plan.scheduler import Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
+from hibachi.runners.checkedstep import CheckedStep
+from hibachi.runners.heads import Head, Outputs, Pooled, Sampled
+from hibachi.runners.inputs import Inputs
+from hibachi.runners.job import Job
+from hibachi.runners.memory import Memory, RecurrentStep
+from hibachi.runners.meters import Tally
+from hibachi.runners.runner import (
     NOT_FINITE,
     BaseRunner,
     Flight,
@@ -29,13 +34,8 @@ from hibachi.engine.runner import (
     raise_for_all,
     writers_first,
 )
-from hibachi.engine.sampler import Drawn
-from hibachi.engine.tokentable import TokenTable
-from hibachi.errors import NonFiniteOutput
-from hibachi.plan.limits import Limits
-from hibachi.plan.scheduler import Scheduler
-from hibachi.plan.sequence import Seq
-from hibachi.plan.step import StepPlan
+from hibachi.runners.sampler import Drawn
+from hibachi.runners.tokentable import TokenTable
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import StepInputs
 

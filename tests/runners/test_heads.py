@@ -5,12 +5,12 @@ import pytest
 
 import hibachi
 from hibachi import SamplingParams
-from hibachi.engine.heads import Sampled
-from hibachi.engine.runner import Part
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.recording.replay import replay
+from hibachi.runners.heads import Sampled
+from hibachi.runners.runner import Part
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
 
 from .models import Background, until

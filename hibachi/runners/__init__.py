@@ -1,0 +1,1 @@
+"""Plans meet arrays: what each step computes, and what becomes of it."""
