@@ -29,7 +29,7 @@ from hibachi.model.rope import Rope
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import History, TokenTable
+from hibachi.runners.tokentable import IDS, History, Tables
 
 BLOCK = 16
 
@@ -84,15 +84,15 @@ class Steps:
     def __init__(self, backend: Any, what: Arch, tensors: dict[str, Any], *, rows: int, longest: int) -> None:
         model = Decoder.build(what, tensors, backend)
         limits = Limits(rows, 2048, 2048, longest, rows * longest // BLOCK + 1, BLOCK)
-        table = TokenTable(rows, (), np.int32)
-        sampler = RowSampler(backend, rows, what.vocab_size, table)
+        tables = Tables(rows, IDS)
+        sampler = RowSampler(backend, rows, what.vocab_size, tables.of(IDS))
         self.backend, self.sampler = backend, sampler
         self.kept: list[History] = []
-        self.runner = cached_runner(model, backend, Scheduler(limits), table, sampler, "float32")
+        self.runner = cached_runner(model, backend, Scheduler(limits), tables, sampler, "float32")
         for row in range(rows):
             tokens = np.random.default_rng(row).integers(0, what.vocab_size, longest).astype(np.int32)
             self.kept.append(History(tokens))
-            table.fill(row, self.kept[-1])
+            tables.fill(row, IDS, self.kept[-1])
             each = longest // BLOCK
             self.runner.inputs.block_table[row] = np.arange(1 + row * each, 1 + (row + 1) * each)
 

@@ -395,8 +395,8 @@ def refuses(error, call, *args, **options):
 
 def test_a_bad_prompt_is_refused_at_the_call_and_touches_nobody(serve):
     """H-26."""
-    anywhere = [5, np.array(5), [], np.zeros((0,), int), None, "abc", ["a"], [[1], [2, 3]], object(), [1.5], [[1, 2]]]
-    for kind, more in ((Count, []), (SumLogits, [[10], [3, -1], [2**40]])):
+    anywhere = [5, np.array(5), [], np.zeros((0,), int), None, "abc", ["a"], [[1], [2, 3]], object(), [[1, 2]]]
+    for kind, more in ((Count, []), (SumLogits, [[1.5], [10], [3, -1], [2**40]])):
         engine = serve(kind(serve.backend), padding_token=PAD)
         gate = serve.gate(step=2)
         running = engine.run([1, 2], max_new_tokens=4, stop=gate)

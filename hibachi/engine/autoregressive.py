@@ -9,33 +9,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, overload
-from weakref import WeakValueDictionary
 
 import numpy as np
 from typing_extensions import TypeVar, Unpack
 
-from hibachi.engine.admission import check_ids, check_pooling, checked, embeddings
+from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has_hidden, level_of
+from hibachi.engine.build import NO_LIMIT, Built, Plan, build, has_hidden, level_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
+from hibachi.engine.prompts import HostPrompts, padding_checked
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.model import ladder
 from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
 from hibachi.plan.sequence import Seq
-from hibachi.request import Pooling, Request, SamplingParams, StopRule, Terms, as_rule
+from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.job import Job
 from hibachi.runners.selfcheck import selfcheck
-from hibachi.runners.stops import Stopper, as_token
-from hibachi.runners.tokentable import misfits
 from hibachi.streams.channel import Channel
-from hibachi.streams.stream import Item, ItemStream, native_row
+from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.nine import NineBackend
+from hibachi.tensor.protocol import Backend
+from hibachi.tensor.whose import backend_of, prompt_backend
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
@@ -105,9 +105,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         *,
         stop_token: Any = None,
         padding_token: Any = None,
+        token: Any = None,
         max_batch_size: int = 16,
         max_model_len: int | None = None,
-        backend: str | ArrayBackend | None = None,
+        backend: str | Backend[Any] | None = None,
         max_batch_tokens: int = 2048,
         block_size: int | None = None,
         cache_bytes: int | None = None,
@@ -167,16 +168,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             reserve_all=reserve_all,
         )
         self._policy = policy_of(policy)
-        self._stop_token, self._padding_token = stop_token, padding_token
-        self._backend = find_backend(backend, model, stop_token, padding_token)
+        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token}
+        self._backend = backend_of(backend, model, token, stop_token, padding_token)
         self._asked, self.deterministic = bool(deterministic), self._decide(deterministic)
         self._built: Built | None = None
-        self._default_stop: Stopper | None = None
-        self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
-        if padding_token is not None:
-            _check_padding(self._host(padding_token), padding_token)
-        if self._backend is not None and self._plan.vocab_size is not None:
-            self._build(self._backend, (), np.int32 if self._level == 2 else np.int64)
+        padding_checked(self._backend, padding_token)
+        if self._backend is not None:
+            self._build(self._backend)
 
     def _decide(self, deterministic: bool | None) -> bool:
         """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
@@ -184,6 +182,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             return bool(deterministic)
         own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
+        assert not isinstance(computes, NineBackend)  # these serve level 0 only
         if not deterministic or computes is None or computes.deterministic:
             return computes is not None and computes.deterministic if deterministic is None else deterministic
         if computes is own:
@@ -280,10 +279,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     @property
     def facts(self) -> Facts:
-        """Of the engine, once it is built: when it is made, if the model and the backend tell the kind of token, else
+        """Of the engine, once it is built: when it is made, if `backend=`, the model or `token=` tell the library, else
         with the first request. Raises EngineError before."""
         if self._built is None:
-            raise EngineError("The engine is built with its first request, which tells the kind of token. Send one.")
+            raise EngineError("The engine is built with its first request, which tells the library. Send one.")
         return self._built.facts
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
@@ -292,10 +291,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if request.pooling is not None:
             check_pooling(request.pooling, has_hidden(self.model))
         if embeds is not None:
-            size = getattr(self.model, "embed_size", None)
-            embeds = embeddings(self._host(embeds), prompt, size, type(self.model).__name__)
+            size, prompts = getattr(self.model, "embed_size", None), self._ready(embeds).prompts
+            given = prompts.host(embeds) if isinstance(prompts, HostPrompts) else embeds
+            embeds = embeddings(given, prompt, size, type(self.model).__name__)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
-        built, host = self._admit_prompt(prompt)
+        built = self._ready(prompt)
+        host, kind = built.prompts.taken(prompt)
+        fitted = built.prompts.fitted(kind)
         request, now = checked(request, host, built.facts), time.monotonic()
         params, terms = request.params, request.terms
         seq = Seq(len(host), request.max_new_tokens, priority=terms.priority, tenant=terms.tenant)
@@ -303,13 +305,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         scored = params is not None and params.prompt_logprobs is not None
         if built.block_size and embeds is None and request.pooling is None and not scored:
-            seq.keys, seq.salt = built.block_keys(host), terms.cache_salt
+            seq.keys, seq.salt = built.block_keys(host, kind), terms.cache_salt
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
             channel or Channel(self._pause_after),
             host,
-            stop=self._stopper(built, request.stop, params),
+            kind=kind,
+            padding=fitted.padding,
+            stop=built.prompts.stop(kind, request.stop, params),
             include_stop=bool(request.include_stop) or (params is not None and params.include_stop),
             params=params,
             seed=seed & (2**64 - 1),
@@ -329,9 +333,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     def reader(self, job: Job) -> Callable[[Any], Any]:
         """What makes an item of a request's channel into an item of its stream."""
         if job.pooling is not None:
-            assert self._backend is not None
+            assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
-        return native_row if self._plan.vocab_size is None else _as_it_is
+        of_batch = self._plan.vocab_size is None and not isinstance(self._backend, NineBackend)
+        return native_row if of_batch else as_it_is
 
     def enqueue(self, job: Job) -> None:
         """Queue what `check` returned; its channel gets the items. Raises what `submit` raises."""
@@ -342,97 +347,22 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self.enqueue(job)
         return ItemStream(job.channel, partial(self.cancel, job), read)
 
-    def _admit_prompt(self, prompt: Any) -> tuple[Built, HostArray]:
-        """Check a prompt; returns it on the host, of the engine's kind of token, and what serves it."""
-        if self._backend is None:
-            self._backend = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
-        host = self._host(prompt)
-        if host.ndim == 0:
-            raise InvalidRequest(
-                f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}."
-            )
-        if not host.shape[0]:
-            raise InvalidRequest(
-                "A prompt must hold at least one token; got an empty one. Start it with a start token."
-            )
-        if host.dtype.kind not in "iufb":
-            raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
-        built = self._ready(host)
-        shape, dtype = built.table.shape, built.table.values.dtype
-        if host.shape[1:] != shape or (host.dtype.kind in "iu") != (dtype.kind in "iu"):
-            raise InvalidRequest(
-                f"This engine batches tokens of shape {shape} and dtype {dtype} (those of its first "
-                f"request); got shape {host.shape[1:]} and dtype {host.dtype}. Use an engine for each kind of token."
-            )
-        if built.facts.vocab_size is not None:
-            check_ids(host, built.facts.vocab_size)
-        with np.errstate(over="ignore", invalid="ignore"):
-            tokens = host.astype(dtype)  # a copy: the caller's may change
-        if built.facts.vocab_size is None:
-            for i, value in misfits(host, tokens):
-                raise InvalidRequest(
-                    f"This engine's tokens are {dtype} (as in its first request), which cannot hold {value}, "
-                    f"token {i} of the prompt. Send smaller numbers, or begin with a prompt of a wider dtype."
-                )
-        return built, tokens
-
-    def _host(self, value: Any) -> HostArray:
-        if self._backend is not None and self._backend.owns(value):
-            return self._backend.get(value)
-        if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
-            return backend_for(value).get(value)
-        try:
-            return np.asarray(value)
-        except ValueError as e:
-            raise InvalidRequest(
-                f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e})."
-            ) from e
-
-    def _stopper(self, built: Built, stop: Any, params: SamplingParams | None) -> Stopper | None:
-        """The engine's own rule, or that and the request's. Equal rules are one object, to be judged at once."""
-        ids = tuple(params.stop_token_ids) if params else ()
-        if stop is None and not ids:
-            return self._default_stop
-        extra = as_rule(stop)
-        key = StopRule((*extra.tokens, *ids), extra.where, extra.atol)
-        try:
-            found = self._stoppers.get(key)
-        except TypeError:  # its tokens are arrays, which have no hash
-            return self._make_stopper(built, key)
-        if found is None:
-            found = self._stoppers[key] = self._make_stopper(built, key)
-        return found
-
-    def _make_stopper(self, built: Built, rule: StopRule) -> Stopper:
-        own = () if self._stop_token is None else (self._stop_token,)
-        tokens = [self._host(t) for t in (*rule.tokens, *own)]
-        return Stopper(StopRule(tokens, rule.where, rule.atol), built.table.shape, built.table.values.dtype)
-
     # ---- building ----------------------------------------------------------------------------------------------
 
-    def _ready(self, prompt: HostArray) -> Built:
-        """The engine, which is built for the first request, of the kind of its tokens."""
+    def _ready(self, prompt: Any) -> Built:
+        """The engine, which is built for the first request at the latest, on the library of its prompt."""
         if self._built is not None:
             return self._built
         if self._backend is None:
-            self._backend = resolve("numpy")
-        dtype = prompt.dtype if self._plan.vocab_size is None else np.dtype(np.int32)
-        return self._build(self._backend, prompt.shape[1:], dtype)
+            self._backend = prompt_backend(prompt)
+        return self._build(self._backend)
 
-    def _build(self, backend: ArrayBackend, shape: tuple[int, ...], dtype: Any) -> Built:
+    def _build(self, backend: ArrayBackend | NineBackend) -> Built:
         with self._building:
             if self._built is not None:
                 return self._built
             self._check_open()
-            padding = None
-            if self._padding_token is not None:
-                padding = as_token(self._host(self._padding_token), shape, dtype, "padding token")
-            if self._stop_token is not None:
-                as_token(self._host(self._stop_token), shape, dtype, "stop token")
-            check, policy = self._check_bits, self._policy
-            built = build(self._plan, backend, policy, shape, dtype, padding, check, self.deterministic)
-            if self._stop_token is not None:
-                self._default_stop = self._make_stopper(built, StopRule())
+            built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self.deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
             self._built = built
             return built
@@ -444,18 +374,5 @@ def _check_least(least: int, **values: Any) -> None:
             raise ConfigError(f"{name} must be an integer >= {least}; got {value!r}.")
 
 
-def _check_padding(host: HostArray, given: Any) -> None:
-    if isinstance(given, (int, float)):
-        return  # a plain number stands for a scalar token
-    if host.ndim == 0:
-        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
-    if host.shape[0] != 1:
-        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {host.shape}.")
-
-
 def _host_row(backend: ArrayBackend, item: Any) -> HostArray:
     return backend.get(native_row(item))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

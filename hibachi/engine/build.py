@@ -12,22 +12,26 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts
 from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.runners.cached import CachedRunner
+from hibachi.runners.groups import Grouping
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
+from hibachi.runners.nine import NineRunner
 from hibachi.runners.runner import Runner
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import same_bits
-from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.tokentable import IDS, Kind, Tables
 from hibachi.runners.uncached import WholeRunner
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for, resolve
 from hibachi.tensor.layout import Paged, State
+from hibachi.tensor.library import Library
+from hibachi.tensor.nine import NineBackend
 
 NO_LIMIT = 2**31 - 2
 DEFAULT_CACHE_BYTES = 2**30
@@ -64,46 +68,77 @@ class Built:
     facts: Facts
     scheduler: Scheduler
     runner: Runner
-    table: TokenTable
+    prompts: Prompts
     block_size: int
 
-    def block_keys(self, prompt: HostArray) -> list[Hashable]:
+    def block_keys(self, prompt: HostArray, kind: Kind) -> list[Hashable]:
         """What each full block of a prompt holds: the tokens themselves, as bytes."""
         size = self.block_size * prompt[:1].nbytes
         raw = prompt.tobytes()
-        return [raw[at : at + size] for at in range(0, len(raw) - size + 1, size)] if size else []
+        return [_key(raw[at : at + size], kind) for at in range(0, len(raw) - size + 1, size)] if size else []
+
+
+def _key(raw: bytes, kind: Kind) -> Hashable:
+    return raw if kind is IDS else (raw, kind)
 
 
 def build(
     plan: Plan,
-    backend: ArrayBackend,
+    backend: ArrayBackend | NineBackend,
     policy: Policy,
-    shape: tuple[int, ...],
-    dtype: Any,
-    padding: HostArray | None,
+    tokens: dict[str, Any],
     check: Callable[[CachedRunner], bool],
     deterministic: bool,
 ) -> Built:
-    """An engine for tokens of this shape and dtype. padding: what shorter rows are filled with, or None.
+    """tokens: token, stop_token and padding_token, as `AutoregressiveBatchInference` was given them.
 
     check: tries a new runner, and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
-    table = TokenTable(plan.rows, shape, dtype)
+    if isinstance(backend, NineBackend):
+        return _nine(plan, backend, policy, tokens, deterministic)
     vocab = plan.vocab_size
-    sampler = RowSampler(backend, plan.rows, vocab, table) if vocab is not None else None
+    prompts = HostPrompts(backend, vocab_size=vocab, **tokens)
+    tables = Tables(plan.rows, prompts.kind)
+    sampler = RowSampler(backend, plan.rows, vocab, tables.of(IDS)) if vocab is not None else None
     runner: Runner
     size = 0
     if plan.level == 2:
         size = plan.block_size or backend.block_size
-        scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, table, size))
-        runner = cached = cached_runner(plan.model, backend, scheduler, table, sampler, plan.dtype)
+        scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
+        runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype)
         deterministic = check(cached)
     else:
-        limits = Limits(plan.rows, NO_LIMIT, NO_LIMIT, plan.longest, prefill=plan.prefill)
-        scheduler = Scheduler(limits, policy)
-        runner = WholeRunner(plan.model, backend, table, padding, sampler, alone=deterministic)
-    facts = Facts(
-        vocab_size=vocab,
+        scheduler = Scheduler(_whole_limits(plan), policy)
+        runner = WholeRunner(plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, deterministic))
+    facts = _facts(plan, scheduler, backend, deterministic)
+    return Built(facts, scheduler, runner, prompts, size if plan.prefix_cache else 0)
+
+
+def _nine(plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool) -> Built:
+    """On a backend that has the nine operations only."""
+    if plan.level:
+        raise ConfigError(
+            f"A model with {'`step`' if plan.level == 2 else '`logits`'} (level {plan.level}) needs a "
+            f"hibachi.ArrayBackend; {backend.name} has the nine operations only, which serve `forward` (level 0) and "
+            f"feed-forward. Inherit from hibachi.ArrayBackend, which derives the rest from an array-API namespace."
+        )
+    prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(plan), policy)
+    runner = NineRunner(plan.model, backend, _grouping(plan, tokens, deterministic))
+    return Built(_facts(plan, scheduler, backend, deterministic), scheduler, runner, prompts, 0)
+
+
+def _whole_limits(plan: Plan) -> Limits:
+    return Limits(plan.rows, NO_LIMIT, NO_LIMIT, plan.longest, prefill=plan.prefill)
+
+
+def _grouping(plan: Plan, tokens: dict[str, Any], deterministic: bool) -> Grouping:
+    padded = tokens["padding_token"] is not None
+    return Grouping(padded=padded, sizes=(1,) if deterministic else None, longest=plan.longest)
+
+
+def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool) -> Facts:
+    return Facts(
+        vocab_size=plan.vocab_size,
         limits=scheduler.limits,
         cached=plan.level == 2,
         embed_size=getattr(plan.model, "embed_size", None),
@@ -113,16 +148,15 @@ def build(
         dtype=plan.dtype,
         model=type(plan.model).__name__,
     )
-    return Built(facts, scheduler, runner, table, size if plan.prefix_cache else 0)
 
 
 def cached_runner(
-    model: Any, backend: ArrayBackend, scheduler: Scheduler, table: TokenTable, sampler: RowSampler | None, dtype: str
+    model: Any, backend: ArrayBackend, scheduler: Scheduler, tables: Tables, sampler: RowSampler | None, dtype: str
 ) -> CachedRunner:
     """A runner for a model of level 2, with the sizes of calls that give the same bits."""
     tally, name = Tally(), type(model).__name__
-    head: Head = Sampled(sampler, table, tally, name) if sampler else Tokens(backend, table, tally, name)
-    runner = CachedRunner(model, backend, scheduler, table, head, dtype, tally)
+    head: Head = Sampled(sampler, tables.of(IDS), tally, name) if sampler else Tokens(backend, tally, name)
+    runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally)
     if sizes := runner.inputs.shapes.sizes:
         sizes = (sizes[0], *(size for size in sizes[1:] if same_bits(runner, sizes[0], size)))
         runner.inputs.shapes = replace(runner.inputs.shapes, sizes=sizes)
@@ -163,11 +197,11 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
     )
 
 
-def _generated_key(table: TokenTable, size: int, seq: Seq, n: int) -> Hashable:
+def _generated_key(tables: Tables, size: int, seq: Seq, n: int) -> Hashable:
     """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
     history, start, end = seq.owner.history, n * size, (n + 1) * size
-    tokens = history.read(start, end) if end <= history.length else table.read(seq.row, start, end)
-    return tokens.tobytes()
+    tokens = history.read(start, end) if end <= history.length else tables.at(seq.row).read(seq.row, start, end)
+    return _key(tokens.tobytes(), seq.owner.kind)
 
 
 def _physical_memory() -> float:
@@ -202,36 +236,6 @@ def level_of(model: Any) -> int:
     )
 
 
-def given_backend(backend: Any, model: Any) -> ArrayBackend | None:
-    """The backend that was passed, by name or as it is, or the model's own; None if there is neither."""
-    if backend is None:
-        backend = getattr(model, "backend", None)
-    if isinstance(backend, str):
-        return resolve(backend)
-    if backend is None or isinstance(backend, ArrayBackend):
-        return backend
-    raise ConfigError(
-        f"backend must be a name, an ArrayBackend or None; got {type(backend).__qualname__}. A backend of your own "
-        f"inherits from hibachi.ArrayBackend."
-    )
-
-
-def find_backend(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | None:
-    """`given_backend`, else that of the first native array among these and the model's parameters."""
-    if (found := given_backend(backend, model)) is not None:
-        return found
-    native = [a for a in (*arrays, *leaves(getattr(model, "params", None))) if hasattr(a, "dtype")]
-    return backend_for(native[0]) if native else None
-
-
 def has_hidden(model: Any) -> bool:
     """Does it tell its hidden states?"""
     return all(callable(getattr(model, name, None)) for name in ("hidden", "step", "cache_spec"))
-
-
-def leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [leaf for v in tree.values() for leaf in leaves(v)]
-    if isinstance(tree, (list, tuple)):
-        return [leaf for v in tree for leaf in leaves(v)]
-    return [tree]

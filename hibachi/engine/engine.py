@@ -495,7 +495,9 @@ class Engine:
             self.runner.written(rows, positions, part.tokens[places])
         seqs, wakeups, batch = plan.seqs, self._wakeups, part.batch
         pausing = self._pausing
-        values = part.tokens.tolist() if batch is None and part.tokens is not None else None
+        values = part.items
+        if values is None and batch is None and part.tokens is not None:
+            values = part.tokens.tolist()
         for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
             if stop and not job.include_stop:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hibachi.plan.policy import Policy
-from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.protocol import Backend
 
 
 class EngineOptions(TypedDict, total=False):
@@ -34,6 +34,6 @@ class BatchOptions(EngineOptions, total=False):
 
     stop_token: Any
     padding_token: Any
-    backend: str | ArrayBackend | None
+    backend: str | Backend[Any] | None
     dtype: str
     deterministic: bool | None

@@ -16,6 +16,7 @@ from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.options import check_options
 from hibachi.request import SamplingParams
 from hibachi.tensor.discover import resolve
+from hibachi.tensor.whose import backend_of
 
 _OF_FILES = ("device", "quantization", "autotune", "deterministic")
 
@@ -56,10 +57,9 @@ class OwnTexts(Texts):
             )
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
-        if backend is None and getattr(made, "backend", None) is None:
-            backend = "numpy"
+        library: Any = backend_of(backend, made) or resolve("numpy")
         others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
-        engine = AutoregressiveBatchInference(made, backend=backend, dtype=dtype or "float32", **others)
+        engine = AutoregressiveBatchInference(made, backend=library, dtype=dtype or "float32", **others)
         super().__init__(
             engine,
             self.portable_tokenizer,

@@ -35,7 +35,7 @@ from hibachi.runners.runner import (
     writers_first,
 )
 from hibachi.runners.sampler import Drawn
-from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.tokentable import Kind, Tables
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import StepInputs
 
@@ -71,25 +71,26 @@ class CachedRunner(BaseRunner):
 
     model: Any
     limits: Limits
+    tables: Tables
 
     def __init__(
         self,
         model: Any,
         backend: ArrayBackend,
         scheduler: Scheduler,
-        table: TokenTable,
+        tables: Tables,
         head: Head,
         dtype: str,
         tally: Tally,
         memory: Memory | None = None,
     ) -> None:
-        super().__init__(backend, table)
+        super().__init__(backend, tables)
         self.tally = tally
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
         recurrent = bool(self.memory.states)
         self.inputs: Inputs = Inputs(
-            model, backend, self.limits, table, scheduler.block_table, self.tally, recurrent=recurrent
+            model, backend, self.limits, tables, scheduler.block_table, self.tally, recurrent=recurrent
         )
         self.main: Call = Call(head, model, backend, self.memory)
         self._vectors: Call | None = None  # made when first needed
@@ -117,14 +118,11 @@ class CachedRunner(BaseRunner):
         self.inputs.admit(job, call.head.admit(job))
 
     def run(self, plan: StepPlan) -> Outcome:
-        idx = writers_first(plan)
-        if self._vectors is None or not (mine := [seq.owner.pooling is not None for seq in plan.seqs]).count(True):
-            return self._run(plan, idx, self.main)
-        vectors = np.array(mine)[idx]
+        groups = self._groups(plan, writers_first(plan))
+        if len(groups) == 1:
+            return self._run(plan, *groups[0])
         outcome, advanced = Outcome([], {}), False
-        for call, some in ((self.main, idx[~vectors]), (self._vectors, idx[vectors])):
-            if not len(some):
-                continue
+        for some, call in groups:
             try:
                 outcome += self._run(plan, some, call)
             except StepFailed as e:
@@ -132,6 +130,17 @@ class CachedRunner(BaseRunner):
                 raise
             advanced |= self.advanced
         return outcome
+
+    def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, Call]]:
+        """The rows `idx` apart: those that want vectors, and those of each kind of token. In each their order stays."""
+        if self._vectors is None and not self.tables.several:
+            return [(idx, self.main)]
+        found: dict[tuple[bool, Kind | None], list[int]] = {}
+        for i in idx.tolist():
+            job: Job = plan.seqs[i].owner
+            found.setdefault((job.pooling is not None, job.kind), []).append(i)
+        calls = {False: self.main, True: self._vectors or self.main}
+        return [(np.array(some), calls[vectors]) for (vectors, _), some in sorted(found.items(), key=lambda f: f[0][0])]
 
     def _run(self, plan: StepPlan, idx: Any, call: Call) -> Outcome:
         """`run` for some rows of a plan: places in it, who writes a block before those who share it."""

@@ -131,8 +131,8 @@ class Tokens:
 
     name: str
 
-    def __init__(self, backend: ArrayBackend, table: TokenTable, tally: Tally, name: str) -> None:
-        self._backend, self._table, self._tally, self.name = backend, table, tally, f"{name}.step"
+    def __init__(self, backend: ArrayBackend, tally: Tally, name: str) -> None:
+        self._backend, self._tally, self.name = backend, tally, f"{name}.step"
 
     def step(self, model: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = model.step
@@ -145,9 +145,13 @@ class Tokens:
         return 2**30
 
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
-        dtype = self._table.values.dtype
-        check_output(out, self._backend, (wanted, *self._table.shape), self.name, kind=dtype.kind)
-        return token_part(idx, out, jobs_of(plan, idx), dtype, self._backend, self._tally, self.name)
+        if not len(idx):
+            return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool))
+        jobs = jobs_of(plan, idx)
+        assert jobs[0].kind is not None  # of all: rows of different kinds share no call
+        shape, dtype = jobs[0].kind
+        check_output(out, self._backend, (wanted, *shape), self.name, kind=dtype.kind)
+        return token_part(idx, out, jobs, dtype, self._backend, self._tally, self.name)
 
 
 class Pooled:

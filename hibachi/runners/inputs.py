@@ -13,7 +13,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
-from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.tokentable import Tables
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
@@ -28,7 +28,7 @@ class Inputs:
 
     backend: ArrayBackend
     limits: Limits
-    table: TokenTable
+    tables: Tables
     block_table: Any
 
     def __init__(
@@ -36,13 +36,13 @@ class Inputs:
         model: Any,
         backend: ArrayBackend,
         limits: Limits,
-        table: TokenTable,
+        tables: Tables,
         block_table: Any,
         tally: Tally,
         *,
         recurrent: bool,
     ) -> None:
-        self.backend, self.limits, self.table, self.block_table = backend, limits, table, block_table
+        self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
         self._tally, self._recurrent = tally, recurrent
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
@@ -76,7 +76,7 @@ class Inputs:
         packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.tiles, score=score if scoring else None)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
-        tokens = self.table.packed(rows, start, q, packed.seg, packed.pos)
+        tokens = self.tables.at(rows[0]).packed(rows, start, q, packed.seg, packed.pos)
         wanted = len(tokens)
         widest = self.block_table.shape[1]
         shape = self.shapes.step(

@@ -12,7 +12,7 @@ from hibachi.errors import InvalidRequest, text_of
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, SamplingParams
 from hibachi.runners.stops import Stopper
-from hibachi.runners.tokentable import History
+from hibachi.runners.tokentable import History, Kind
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -24,13 +24,15 @@ class Job:
     seq: Seq
     channel: Channel[Any]
     prompt: Any  # host array [n, *tok]; a feed-forward input
-    stop: Stopper | None = None
+    stop: Any = None  # a `Stopper`, or what the runner has in its place
     include_stop: bool = True
     params: SamplingParams | None = None
     seed: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
-    known: History | None = None  # see `history`
+    kind: Kind | None = None  # of its tokens; of feed-forward, of its input
+    padding: Any = None  # a token of its kind that shorter rows are filled with: on the host [*tok], natively [1, *tok]
+    known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
     pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None: tokens
@@ -48,6 +50,7 @@ class Job:
         """Its tokens as far as its row of the table does not hold them: when it gets one, all."""
         if self.known is None:
             self.known = History(self.prompt)
+        assert isinstance(self.known, History)
         return self.known
 
     @property

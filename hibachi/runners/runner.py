@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from hibachi.errors import EngineClosed, HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
+from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, text_of
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
@@ -20,8 +17,9 @@ from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds
 from hibachi.runners.job import Job, stopped
 from hibachi.runners.meters import Tally
 from hibachi.runners.sampler import Drawn
-from hibachi.runners.tokentable import TokenTable, misfits
+from hibachi.runners.tokentable import Tables, misfits
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.library import Library
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 
@@ -38,6 +36,7 @@ class Part:
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place among the tokens
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
     counts: Any = None  # [n] tokens of each row, 0 only where it ends; None: one
+    items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
 
     def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
         """(counts, places): of these rows [k] how many tokens each has, at most `most` [k], and where they lie."""
@@ -79,7 +78,7 @@ class Flight:
 class Runner(Protocol):
     """Turns plans into tokens, for one rung of the ladder."""
 
-    backend: ArrayBackend
+    backend: Any  # a `Library`
     tally: Tally
 
     def adopt(self, scheduler: Scheduler) -> None:
@@ -99,7 +98,7 @@ class Runner(Protocol):
         ...
 
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """These tokens [m, *tok] are decided: remember them, each for its row and at its position."""
+        """These tokens [m, *tok], of one kind, are decided: remember them, each for its row and at its position."""
         ...
 
     def suspend(self, seq: Seq, row: int) -> None:
@@ -124,34 +123,34 @@ class Runner(Protocol):
 
 
 class BaseRunner:
-    """What most runners do alike. table: of the tokens; None: there are none."""
+    """What most runners do alike. tables: of the tokens on the host; None: there are none."""
 
-    backend: ArrayBackend
-    table: TokenTable | None
+    backend: Any
+    tables: Tables | None
     tally: Tally
     theirs: Theirs
 
-    def __init__(self, backend: ArrayBackend, table: TokenTable | None) -> None:
-        self.backend, self.table = backend, table
+    def __init__(self, backend: Library, tables: Tables | None) -> None:
+        self.backend, self.tables = backend, tables
         self.tally, self.theirs = Tally(), Theirs()
 
     def adopt(self, scheduler: Scheduler) -> None:
         """Nothing of a scheduler is kept here."""
 
     def admit(self, seq: Seq) -> None:
-        if self.table is not None:
-            self.table.fill(seq.row, seq.owner.history)
+        if self.tables is not None:
+            self.tables.fill(seq.row, seq.owner.kind, seq.owner.history)
 
     def rebuild(self, *, keep: bool) -> None:
         """There is no cache."""
 
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        if self.table is not None:
-            self.table.write(rows, positions, tokens)
+        if self.tables is not None and len(rows):
+            self.tables.at(rows[0]).write(rows, positions, tokens)
 
     def suspend(self, seq: Seq, row: int) -> None:
-        if self.table is not None:
-            self.table.leave(row, seq.owner.history, seq.length)
+        if self.tables is not None:
+            self.tables.of(seq.owner.kind).leave(row, seq.owner.history, seq.length)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         """There are no states."""
@@ -197,7 +196,7 @@ class StepFailed(Exception):
         self.why, self.cache_lost, self.alone = why, cache_lost, alone
 
 
-def raise_for_all(e: BaseException, backend: ArrayBackend, *, cache_lost: bool = False) -> None:
+def raise_for_all(e: BaseException, backend: Library, *, cache_lost: bool = False) -> None:
     """Raise StepFailed if the whole step failed rather than one request.
 
     Not by the caller itself: a frame that names its own error would keep it alive, and the arrays of all its frames.
@@ -208,7 +207,7 @@ def raise_for_all(e: BaseException, backend: ArrayBackend, *, cache_lost: bool =
         raise StepFailed("memory" if holds(backend.out_of_memory, e) else "cache", cache_lost=True) from e
 
 
-def isolate(call: Callable[[Any], Part], idx: Any, backend: ArrayBackend, theirs: Theirs, tries: int = 2) -> Outcome:
+def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: Theirs, tries: int = 2) -> Outcome:
     """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone. Raises StepFailed.
 
     Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
@@ -267,44 +266,6 @@ NOT_FINITE = (
     "The model returned NaN or infinity for this request; expected finite values. Look for an overflow or a division "
     "by zero in its forward pass (a float16 model may need float32)."
 )
-
-
-class Awaiter:
-    """Runs `async def forward` to its end, on an event loop of the engine's own thread."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.Runner | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._over = False
-
-    def __call__(self, result: Any) -> Any:
-        if not inspect.isawaitable(result):
-            return result
-        if self._over:
-            if inspect.iscoroutine(result):
-                result.close()
-            raise EngineClosed("The engine is closed, and awaits its model no more. Make a new one.")
-        if self._loop is None:
-            self._loop = asyncio.Runner()
-        try:
-            return self._loop.run(self._await(result))
-        finally:
-            self._task = None
-
-    async def _await(self, awaitable: Any) -> Any:
-        self._task = asyncio.current_task()
-        return await awaitable
-
-    def interrupt(self) -> None:
-        """Cancel what is awaited, and await nothing more. Called from any thread."""
-        self._over = True
-        if (task := self._task) is not None:
-            with suppress(RuntimeError):  # the loop has just been closed
-                task.get_loop().call_soon_threadsafe(task.cancel)
-
-    def close(self) -> None:
-        if self._loop is not None:
-            self._loop.close()
 
 
 _KINDS: dict[str | None, tuple[str, str | tuple[str, ...]]] = {  # by letter: in words, and as the array API says it

@@ -23,7 +23,7 @@ from hibachi.runners.heads import Outputs, Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
 from hibachi.runners.runner import Part, check_output
-from hibachi.runners.tokentable import History, TokenTable
+from hibachi.runners.tokentable import IDS, History, Tables
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 
@@ -123,11 +123,11 @@ class _Probe:
     def outputs(self, texts: dict[int, tuple[int, HostArray]], chunk: int) -> dict[tuple[int, int], HostArray]:
         """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once."""
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
-        head, table = _Probed(own, self._vocab, texts), TokenTable(self._limits.rows, (), np.int32)
-        runner = CachedRunner(own.model, own.backend, scheduler, table, head, "", Tally(), self._memory)
+        head, tables = _Probed(own, self._vocab, texts), Tables(self._limits.rows, IDS)
+        runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", Tally(), self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
-            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n])
+            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=IDS)
             job.seq.owner = job
             scheduler.add(job.seq)
         while (plan := scheduler.schedule()) is not None:
@@ -183,7 +183,7 @@ def _results(runner: CachedRunner, vocab: int, n: int, size: int) -> list[HostAr
     backend, inputs, memory, row = runner.backend, runner.inputs, runner.memory, np.zeros(1, np.int32)
     blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
     tokens = History(np.random.default_rng(0).integers(0, vocab, n).astype(np.int32))
-    inputs.table.fill(0, tokens)
+    inputs.tables.fill(0, IDS, tokens)
     inputs.block_table[0, : len(blocks)], inputs.unscored[0] = blocks, n
     outputs = []
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -56,6 +56,49 @@ class History:
             if first < last:
                 out[at + first - start : at + last - start] = piece[first:last]
             at += len(piece)
+
+
+class Kind(NamedTuple):
+    """Of the tokens of a request: their shape and dtype. Requests of different kinds never share a call."""
+
+    shape: tuple[int, ...]
+    dtype: Any  # NumPy's, of what the host keeps; of a backend that has the nine operations only, the library's name
+
+
+IDS = Kind((), np.dtype(np.int32))
+"""Of token ids: where the engine samples."""
+
+
+class Tables:
+    """The tokens of all running rows on the host, in a table for each kind of token."""
+
+    several: bool
+
+    def __init__(self, rows: int, kind: Kind | None = None) -> None:
+        """kind: of all requests; None: each has its own."""
+        self._rows, self.several = rows, kind is None
+        self._kinds = [kind] * rows
+        self._tables: dict[Kind, TokenTable] = {}
+        if kind is not None:
+            self.of(kind)
+
+    def of(self, kind: Kind) -> TokenTable:
+        if (found := self._tables.get(kind)) is None:
+            found = self._tables[kind] = TokenTable(self._rows, *kind)
+        return found
+
+    def at(self, row: int) -> TokenTable:
+        """The table that a row's tokens are in."""
+        kind = self._kinds[row]
+        assert kind is not None
+        return self._tables[kind]
+
+    def fill(self, row: int, kind: Kind, history: History) -> None:
+        """`TokenTable.fill`. Tables of kinds that no row has any more are dropped."""
+        if self._kinds[row] != kind:
+            self._kinds[row] = kind
+            self._tables = {k: t for k, t in self._tables.items() if k in self._kinds}
+        self.of(kind).fill(row, history)
 
 
 class TokenTable:

@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.awaiter import Awaiter
+from hibachi.runners.groups import Call, Grouping
 from hibachi.runners.runner import (
-    Awaiter,
     BaseRunner,
     Outcome,
     Part,
@@ -22,7 +23,7 @@ from hibachi.runners.runner import (
     token_part,
 )
 from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.tokentable import Tables
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -33,25 +34,26 @@ class WholeRunner(BaseRunner):
     the left, so that the newest token is always last.
     """
 
-    padding: HostArray | None
+    backend: ArrayBackend
+    tables: Tables
     sampler: RowSampler | None
+    grouping: Grouping
 
     def __init__(
         self,
         model: Any,
         backend: ArrayBackend,
-        table: TokenTable,
-        padding: HostArray | None,
+        tables: Tables,
+        rows: int,
         sampler: RowSampler | None,
-        alone: bool = False,
+        grouping: Grouping,
     ) -> None:
-        super().__init__(backend, table)
-        self.table: TokenTable = table
-        self.padding, self.sampler = padding, sampler
-        self.alone = alone  # one row a call: what a model of whose kernels we know nothing needs for equal bits
+        """rows: most that there may be at once."""
+        super().__init__(backend, tables)
+        self._rows, self.sampler, self.grouping = rows, sampler, grouping
         self.forward: Any = model.logits if sampler else model.forward
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
-        self.takes_lengths: bool = sampler is not None or "lengths" in inspect.signature(model.forward).parameters
+        self.takes_lengths: bool = sampler is not None or takes_lengths(model)
         self.wait: Awaiter = Awaiter()
 
     @override
@@ -65,27 +67,20 @@ class WholeRunner(BaseRunner):
             self.sampler.admit(seq.owner)
 
     def run(self, plan: StepPlan) -> Outcome:
-        lengths = plan.end
-        wanted = np.flatnonzero(plan.emit)  # the others have no new token yet, and no cache to fill
-        if not len(wanted):
-            return Outcome([], {})
-        groups = [wanted]
-        if self.alone:
-            groups = [wanted[i : i + 1] for i in range(len(wanted))]
-        elif self.padding is None and (lengths[wanted] != lengths[wanted[0]]).any():
-            groups = [wanted[lengths[wanted] == n] for n in np.unique(lengths[wanted])]
         outcome = Outcome([], {})
-        for idx in groups:
-            outcome += isolate(lambda rows: self._forward(plan, lengths, rows), idx, self.backend, self.theirs)
+        for call in self.grouping.calls(plan, kinds=self.tables.several):
+            outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
         return outcome
 
-    def _forward(self, plan: StepPlan, lengths: Any, idx: Any) -> Part:
-        rows, lengths = plan.rows[idx], lengths[idx]
+    def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:
+        rows, lengths = plan.rows[idx], plan.end[idx]
         jobs = jobs_of(plan, idx)
+        kind = jobs[0].kind
+        assert kind is not None  # of all: rows of different kinds share no call
         with self.backend.guard():
-            shown_rows, shown_lengths, width = self._shape(rows, lengths)
-            shown = self.backend.put(self._batch(shown_rows, shown_lengths, width))
-            shapes = (len(shown_rows), width) if self.backend.shapes.compiled else None
+            shown_rows, shown_lengths, width = self._shape(rows, lengths, call)
+            shown = self.backend.put(self._batch(shown_rows, shown_lengths, width, jobs[0].padding))
+            shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
             with self.tally, self.theirs:
                 out = self.wait(self._call(shown, shown_lengths))
@@ -95,9 +90,8 @@ class WholeRunner(BaseRunner):
                 with self.tally:
                     drawn = self.sampler.draw(logits, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
-            dtype = self.table.values.dtype
-            check_output(out, self.backend, (len(shown_rows), *self.table.shape), self.name, kind=dtype.kind)
-            return token_part(idx, out, jobs, dtype, self.backend, self.tally, self.name)
+            check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
+            return token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
 
     def _call(self, tokens: Array, lengths: Any) -> Any:
         if not self.takes_lengths:
@@ -105,23 +99,25 @@ class WholeRunner(BaseRunner):
         put = self.backend.put(lengths.copy())  # the model's own: it may write into it
         return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
 
-    def _shape(self, rows: Any, lengths: Any) -> tuple[Any, Any, int]:
+    def _shape(self, rows: Any, lengths: Any, call: Call) -> tuple[Any, Any, int]:
         """What the model is shown: the rows as they are, or, where every new shape would be compiled, padded to few.
 
         Only a model that is told the lengths can pass over more padding than its batch needs.
         """
-        width = int(lengths.max())
-        if not self.backend.shapes.compiled or self.padding is None or not self.takes_lengths:
-            return rows, lengths, width
-        extra = self.backend.shapes.rows(len(rows), len(self.table.values)) - len(rows)
-        rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
-        return rows, lengths, self.backend.shapes.length(width)
+        width, size = int(lengths.max()), len(rows)
+        if self.grouping.sizes is not None:
+            width, size = call.width, call.rows
+        elif self.backend.shapes.compiled and self.grouping.padded and self.takes_lengths:
+            width, size = self.backend.shapes.length(width), self.backend.shapes.rows(size, self._rows)
+        if extra := size - len(rows):
+            rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
+        return rows, lengths, width
 
-    def _batch(self, rows: Any, lengths: Any, width: int) -> HostArray:
+    def _batch(self, rows: Any, lengths: Any, width: int, padding: HostArray | None) -> HostArray:
         """[B, S, *tok], padded on the left."""
-        batch = self.table.window(rows, lengths, width)
+        batch = self.tables.at(rows[0]).window(rows, lengths, width)
         for i in np.flatnonzero(lengths != width).tolist():
-            batch[i, : width - int(lengths[i])] = self.padding
+            batch[i, : width - int(lengths[i])] = padding
         return batch
 
     @override
@@ -129,8 +125,15 @@ class WholeRunner(BaseRunner):
         self.wait.close()
 
 
+def takes_lengths(model: Any) -> bool:
+    """Is `forward` told how many tokens of a row are its own?"""
+    return "lengths" in inspect.signature(model.forward).parameters
+
+
 class FeedforwardRunner(BaseRunner):
     """One forward pass a request; inputs of one shape and dtype go together."""
+
+    backend: ArrayBackend
 
     def __init__(self, model: Any, backend: ArrayBackend) -> None:
         super().__init__(backend, None)
@@ -143,12 +146,9 @@ class FeedforwardRunner(BaseRunner):
         self.wait.interrupt()
 
     def run(self, plan: StepPlan) -> Outcome:
-        groups: dict[Any, list[int]] = {}
-        for i, seq in enumerate(plan.seqs):
-            groups.setdefault((seq.owner.prompt.shape, seq.owner.prompt.dtype), []).append(i)
         outcome = Outcome([], {})
-        for members in groups.values():
-            outcome += isolate(lambda idx: self._forward(plan, idx), np.array(members), self.backend, self.theirs)
+        for call in Grouping(padded=True).calls(plan, kinds=True):
+            outcome += isolate(lambda idx: self._forward(plan, idx), call.idx, self.backend, self.theirs)
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any) -> Part:

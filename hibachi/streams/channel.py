@@ -28,6 +28,7 @@ class Channel(Generic[T]):
     """
 
     __slots__ = (
+        "_at_end",
         "_ending",
         "_waiters",
         "buffer",
@@ -57,6 +58,7 @@ class Channel(Generic[T]):
         self.tenant: Hashable = ""  # whose request it is
         self.thread: int | None = None  # the identifier of the one that fills the buffer; None: of none that may wait
         self._waiters: deque[Waiter] = deque()
+        self._at_end: deque[Waiter] = deque()  # who waits for the end only
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
         self.drained: deque[Callable[[], None]] = (
             deque()
@@ -75,10 +77,10 @@ class Channel(Generic[T]):
             self.error = error
             self.finish = reason
         self.drained.clear()
-        if wakeups is not None:
-            self._wake(wakeups)
-        else:
-            self._wake(own := Wakeups())
+        own = wakeups or Wakeups()
+        self._waiters.extend(self._at_end)
+        self._wake(own)
+        if wakeups is None:
             own.post()
         return True
 
@@ -142,15 +144,46 @@ class Channel(Generic[T]):
         """There is an item, or the end."""
         return bool(self.buffer) or self.finish is not None
 
-    def listen(self, waiter: Waiter) -> None:
-        """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more."""
-        if waiter not in self._waiters:
-            self._waiters.append(waiter)
+    def listen(self, waiter: Waiter, *, end: bool = False) -> None:
+        """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more.
+
+        end: at the end only; then look at `finish`.
+        """
+        waiters = self._at_end if end else self._waiters
+        if waiter not in waiters:
+            waiters.append(waiter)
 
     def unlisten(self, waiter: Waiter) -> None:
-        if waiter in self._waiters:  # else it was woken; asked first, as the error of `remove` would say all of it
-            with suppress(ValueError):  # woken just now, by another thread
-                self._waiters.remove(waiter)
+        for waiters in (self._waiters, self._at_end):
+            if waiter in waiters:  # else it was woken; asked first, as the error of `remove` would say all of it
+                with suppress(ValueError):  # woken just now, by another thread
+                    waiters.remove(waiter)
+
+    def wait_end(self) -> None:
+        """Block this thread until the end, however many items come. Only where nobody is paused by unread ones.
+
+        Raises EngineError in the engine's own thread.
+        """
+        event = threading.Event()
+        self.listen(event, end=True)
+        try:
+            if self.finish is None:
+                self.check_thread()
+                event.wait()
+        finally:
+            self.unlisten(event)
+
+    async def wait_end_async(self, trio: Any) -> None:
+        """`wait_end` for a task. trio: what `in_trio` says."""
+        while self.finish is None:
+            self.check_thread()
+            future = loop_future(trio)
+            self.listen(future, end=True)
+            try:
+                if self.finish is None:
+                    await future
+            finally:
+                self.unlisten(future)
 
     def check_thread(self) -> None:
         """Raise EngineError if this thread is the one that fills the buffer: it would wait for itself."""

@@ -159,10 +159,21 @@ class ItemStream(Closing, Generic[T]):
                     channel.eased()
                 if self.over():
                     return [read(item) for item in items]
-                channel.wait()
+                if channel.pause_after is None:  # nobody need be woken for each item
+                    channel.wait_end()
+                else:
+                    channel.wait()
 
     async def acollect(self) -> list[T]:
-        return [item async for item in self]
+        """`collect` for a task. Cancelling it cancels the request."""
+        try:
+            await give_way()
+            if self.channel.pause_after is None:
+                await self.channel.wait_end_async(in_trio())
+            return [item async for item in self]
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
@@ -256,6 +267,11 @@ def native_row(item: Any) -> Any:
     """Reads an item that is a place in a native batch. Only now, so that what nobody reads costs no slice."""
     batch, i = item
     return batch[i, ...]
+
+
+def as_it_is(item: Any) -> Any:
+    """Reads an item that is what the reader gets."""
+    return item
 
 
 def closed(stream: ItemStream[Any]) -> Exception:

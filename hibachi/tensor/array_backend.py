@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,15 +15,15 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
-from hibachi.shapes import CallShapes
 from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.tensor.library import Library
 
 Array: TypeAlias = Any  # an array of the library below
 LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to the backend
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
-class ArrayBackend:
+class ArrayBackend(Library):
     """All operations of a backend over one array-API namespace `xp` (2023.12 or newer).
 
     A new library is served by `ArrayBackend(namespace)` as it is; subclasses override what is faster natively.
@@ -33,22 +32,10 @@ class ArrayBackend:
     xp: Any
     device: Any
 
-    name: str = "array_api"
-    shapes: CallShapes = CallShapes()
-    """The shapes of calls that this library wants."""
-    deterministic: bool = False
-    """What a row of a call comes to, bit by bit, does not depend on the other rows: on how many there are, where it
-    stands among them, or what they hold. So for every operation of the decoder and of sampling."""
-    prefers_invariant: bool = False
-    """`invariant()` costs little, so that deterministic=None means True."""
     block_size: int = 16
     """Positions in a cache block, where the user does not say."""
     immutable: bool = False
     """No array is ever written to, so what a call has returned stays as it is."""
-    asynchronous: bool = False
-    """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
-    kernels: str = "default"
-    """Which set of kernels this is, for `fingerprint`."""
     quantization: str = "none"
     """What `put_weight` makes of matrices: "none", the dtype that it is given; else as in `quantized`."""
     quantizations: tuple[str, ...] = ()
@@ -560,22 +547,6 @@ class ArrayBackend:
         """Is the cache still readable after a step failed? False if it was given away to a compiled call."""
         return True
 
-    def out_of_memory(self, error: BaseException) -> bool:
-        """Did this error mean that memory ran out? The engine then computes fewer tokens at once, and tries again."""
-        return isinstance(error, MemoryError)
-
-    def fatal(self, error: BaseException) -> bool:
-        """Did this error mean that the device is lost? No call would succeed any more, whatever the request."""
-        return False
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Entered around every step: switches off gradients and the like."""
-        return nullcontext()
-
-    def memory(self) -> tuple[int, int] | None:
-        """Free and total bytes of the device, or None if unknown."""
-        return None
-
     def invariant(self) -> ArrayBackend:
         """This backend with kernels that are `deterministic`: another object, or this one if it is so already.
 
@@ -607,21 +578,8 @@ class ArrayBackend:
         """
         return False
 
-    def fingerprint(self) -> str:
-        """What the bits of a result depend on besides model and request: library, device and threads, kernels.
-
-        The same string on two machines is no promise, as libraries choose their code by the processor; another one
-        says that bits may differ.
-        """
-        facts = self.versions()
-        return f"{facts['library']}; {facts['device']}; kernels {self.kernels}"
-
-    def remarks(self) -> list[str]:
-        """What else `hibachi doctor` should say about this backend, a line each."""
-        return []
-
+    @override
     def versions(self) -> dict[str, str]:
-        """Library and device, for `hibachi doctor`."""
         return {
             "library": f"{self.xp.__name__} {getattr(self.xp, '__version__', '')}".strip(),
             "device": str(self.device or "default"),

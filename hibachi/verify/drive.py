@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.runners.runner import Awaiter, check_output
+from hibachi.runners.awaiter import Awaiter
+from hibachi.runners.runner import check_output
 from hibachi.shapes import CallShapes, fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Paged, State, StepInputs

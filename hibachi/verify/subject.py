@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.build import given_backend, level_of
-from hibachi.errors import BackendError, ConfigError, InvalidRequest
+from hibachi.engine.build import level_of
+from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.runners.stops import as_token
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.discover import resolve
+from hibachi.tensor.whose import backend_of
 from hibachi.verify import prompts
 from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.engines import Engines
@@ -137,7 +138,7 @@ class Subject:
         self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
         feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
         self.rung: int | None = None if feedforward else level_of(model)
-        self.backend: ArrayBackend = backend or backend_of(model)
+        self.backend: ArrayBackend = subject_backend(backend, model)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
             raise ConfigError(f"Batch sizes must be >= 2 and chunks >= 1; got {list(sizes)} and {list(chunks)}.")
@@ -381,28 +382,12 @@ class Subject:
             self.engines.close()
 
 
-def backend_of(model: Any) -> ArrayBackend:
-    """The backend that a model names, or that its arrays are of; NumPy if it has none."""
-    if (named := given_backend(None, model)) is not None:
-        return named
-    inside = [getattr(model, "params", None), getattr(model, "__dict__", None)]
-    if callable(parameters := getattr(model, "parameters", None)):  # as a torch.nn.Module has them
-        inside.append(list(parameters())[:1])
-    for array in _arrays(inside):
-        try:
-            if (found := backend_for(array)).name != "numpy":
-                return found
-        except BackendError:
-            continue
-    return resolve("numpy")
-
-
-def _arrays(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for each in list(value.values()) if isinstance(value, dict) else value:
-            yield from _arrays(each)
-    elif hasattr(value, "dtype") and hasattr(value, "shape"):
-        yield value
+def subject_backend(backend: ArrayBackend | None, model: Any) -> ArrayBackend:
+    """Whose arrays a model is judged with; NumPy's if nothing tells. Raises ConfigError."""
+    found = backend_of(backend, model) or resolve("numpy")
+    if not isinstance(found, ArrayBackend):
+        raise ConfigError(f"Models are judged on a hibachi.ArrayBackend; {found!r} has the nine operations only.")
+    return found
 
 
 def difference(row: str, seen: int, step: int, got: HostArray, want: HostArray) -> Difference | None:

@@ -736,14 +736,12 @@ def test_low_a_token_that_its_history_cannot_hold_at_level_2(together, library):
 
 
 def test_low_a_prompt_that_the_engine_cannot_hold(serve, library):
-    """The first prompt decides the dtype; a later one that does not fit is refused and not wrapped."""
-    engine = serve(Grows(library, 1))
-    engine.run(np.array([1], np.int32), max_new_tokens=1).collect()
+    """token= decides the dtype; a prompt that does not fit is refused and not wrapped."""
+    engine = serve(Grows(library, 1), token=np.int32(0))
     assert ints(engine.run(np.array([5], np.int64), max_new_tokens=1).collect()) == [5]
     with pytest.raises(InvalidRequest, match="cannot hold 14700000000, token 1 of the prompt"):
         engine.run(np.array([1, 14700000000]), max_new_tokens=1)
-    floats = serve(Grows(library, 1, "float32"))
-    floats.run(np.array([1], np.float32), max_new_tokens=1).collect()
+    floats = serve(Grows(library, 1, "float32"), token=np.float32(0))
     with pytest.raises(InvalidRequest, match=r"cannot hold 1e\+50, token 0 of the prompt"):
         floats.run(np.array([1e50]), max_new_tokens=1)
     assert len(floats.run(np.array([np.inf, 0.1]), max_new_tokens=1).collect()) == 1  # which float32 has as well

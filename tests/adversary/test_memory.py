@@ -118,7 +118,7 @@ def test_m9_what_a_request_generated_goes_with_it():
     with AutoregressiveBatchInference(Next(), **options) as engine:
         stream = engine.run(np.zeros(1, np.int64), max_new_tokens=2500)
         begun = ints(next(stream) for _ in range(1900))
-        (history,) = [h for h in engine._built.table._histories if h is not None]
+        (history,) = [h for h in engine._built.runner.tables.at(0)._histories if h is not None]
         assert history().length == 1024
         assert begun + ints(stream.collect()) == [n % 10 for n in range(1, 2501)]
         until(lambda: history() is None)

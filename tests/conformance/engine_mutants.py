@@ -81,9 +81,7 @@ def part(path: str) -> Any:
     return make
 
 
-core, runner, scheduler, pool, sampler, table = map(
-    part, ("", "runner", "scheduler", "scheduler.pool", "runner.sampler", "runner.table")
-)
+core, runner, scheduler, pool, sampler = map(part, ("", "runner", "scheduler", "scheduler.pool", "runner.sampler"))
 inputs, memory, call, head = map(part, ("runner.inputs", "runner.memory", "runner.main", "runner.main.head"))
 
 
@@ -91,24 +89,37 @@ def face(promise: str, breaks: str, **methods: Any) -> Mutant:
     return mutant(promise, breaks, **methods)
 
 
+def prompts(promise: str, breaks: str, **methods: Any) -> Mutant:
+    """mutant(), for methods of what takes prompts in."""
+
+    def build(honest: Any, backend: Any) -> Any:
+        built = honest(backend)
+        for name, replacement in methods.items():
+            setattr(built.prompts, name, partial(replacement, getattr(built.prompts, name)))
+        built.prompts._fitted.clear()
+        return built
+
+    return face(promise, breaks, _build=build)
+
+
 # ---- the batch of a model without a cache ------------------------------------------------------------------
 
 
-def pad_right(batch: Any, rows: Any, lengths: Any, width: int, only: Any = lambda missing: True) -> Any:
-    out = batch(rows, lengths, width)
+def pad_right(batch: Any, rows: Any, lengths: Any, width: int, padding: Any, only: Any = lambda missing: True) -> Any:
+    out = batch(rows, lengths, width, padding)
     for i, n in enumerate(lengths.tolist()):
         if only(width - n):
             out[i] = np.roll(out[i], n - width, axis=0)
     return out
 
 
-def pad_as_rows(batch: Any, rows: Any, lengths: Any, width: int) -> Any:
-    out = batch(rows, lengths, width)
+def pad_as_rows(batch: Any, rows: Any, lengths: Any, width: int, padding: Any) -> Any:
+    out = batch(rows, lengths, width, padding)
     return np.concatenate([out, out[:1]]) if (lengths != width).any() else out
 
 
-def pad_with_first_token(batch: Any, rows: Any, lengths: Any, width: int) -> Any:
-    out = batch(rows, lengths, width)
+def pad_with_first_token(batch: Any, rows: Any, lengths: Any, width: int, padding: Any) -> Any:
+    out = batch(rows, lengths, width, padding)
     for i, n in enumerate(lengths.tolist()):
         out[i, : width - n] = out[i, width - n]
     return out
@@ -122,8 +133,11 @@ def cut_to_the_shortest(forward: Any, tokens: Any, *lengths: Any) -> Any:
 
 
 def pad_anyway(engine: Any) -> None:
-    if engine.runner.padding is None:
-        engine.runner.padding = np.zeros(engine.runner.table.shape, int)
+    grouping = engine.runner.grouping
+    if not grouping.padded:
+        engine.runner.grouping = replace(grouping, padded=True)
+        honest = engine.runner._batch
+        engine.runner._batch = lambda rows, lengths, width, padding: honest(rows, lengths, width, 0)
 
 
 def never_trim(shape: Any, rows: Any, lengths: Any) -> Any:
@@ -189,8 +203,8 @@ def arrays_only(admit: Any, prompt: Any) -> Any:
 
 
 def keep_a_reference(admit: Any, prompt: Any) -> Any:
-    built, _ = admit(prompt)
-    return built, np.asarray(prompt)
+    _, kind = admit(prompt)
+    return np.asarray(prompt), kind
 
 
 class Sharing(NumpyBackend):
@@ -241,18 +255,18 @@ BATCHING = [
          cancel=lambda cancel, job: None),
     core("a_request_cancelled_in_the_queue_never_runs", "forgets to look into the queue",
          cancel=lambda cancel, job: cancel(job) if job.seq.row >= 0 else None),
-    table("tokens_may_be_frames_of_several_codes", "remembers the first code for all",
-          write=lambda write, rows, positions, tokens: write(rows, positions, tokens[..., :1])),
+    runner("tokens_may_be_frames_of_several_codes", "remembers the first code for all",
+           written=lambda write, rows, positions, tokens: write(rows, positions, tokens[..., :1])),
     runner("tokens_may_have_any_rank", "flattens tokens", forward=flatten_tokens),
-    table("tokens_may_be_continuous", "rounds what it remembers",
-          write=lambda write, rows, positions, tokens: write(rows, positions, np.round(tokens))),
+    runner("tokens_may_be_continuous", "rounds what it remembers",
+           written=lambda write, rows, positions, tokens: write(rows, positions, np.round(tokens))),
     runner("tokens_keep_their_dtype", "shows integers of another width", forward=widen_integers),
     face("items_are_native_arrays_of_the_shape_of_a_token", "keeps the batch dimension",
          submit=keep_batch_dimension),
-    face("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", _admit_prompt=arrays_only),
+    prompts("prompts_may_be_lists_host_arrays_or_native_arrays", "takes arrays only", taken=arrays_only),
     mutant("a_model_may_use_the_memory_of_its_output_again", "keeps the model's array", backend=Sharing()),
     runner("a_model_may_write_into_what_it_is_given", "gives away its own lengths", _call=share_lengths),
-    face("what_happens_to_a_prompt_later_changes_nothing", "keeps a reference", _admit_prompt=keep_a_reference),
+    prompts("what_happens_to_a_prompt_later_changes_nothing", "keeps a reference", taken=keep_a_reference),
 ]  # fmt: skip
 
 
@@ -274,22 +288,22 @@ def one_leaves(run: Any, plan: Any) -> Any:
     return outcome
 
 
-def only_its_own(make: Any, built: Any, rule: Any) -> Any:
-    engine = make.__self__
+def only_its_own(make: Any, kind: Any, rule: Any) -> Any:
+    prompts = make.__self__
     if not rule.tokens and rule.where is None:
-        return make(built, rule)
-    kept, engine._stop_token = engine._stop_token, None
+        return make(kind, rule)
+    kept, prompts._stop = prompts._stop, None
     try:
-        return make(built, rule)
+        return make(kind, rule)
     finally:
-        engine._stop_token = kept
+        prompts._stop = kept
 
 
 def stopping(change: Any) -> Any:
-    """A `_make_stopper` whose stoppers go through `change`."""
+    """A `_made` whose stoppers go through `change`."""
 
-    def make(honest: Any, built: Any, rule: Any) -> Any:
-        stopper = honest(built, rule)
+    def make(honest: Any, kind: Any, rule: Any) -> Any:
+        stopper = honest(kind, rule)
         change(stopper)
         return stopper
 
@@ -362,14 +376,14 @@ ENDINGS = [
     core("the_stop_token_is_the_last_item_unless_it_is_not_wanted", "always delivers the stop token",
          add=including(stop=True)),
     runner("rows_that_stop_together_leave_together", "lets one leave a step", run=one_leaves),
-    face("a_request_may_bring_its_own_stop_rule", "ignores it",
-         _stopper=lambda stopper, built, stop, params: stopper(built, None, params)),
-    face("a_request_may_bring_its_own_stop_rule", "forgets the engine's own", _make_stopper=only_its_own),
-    face("a_stop_token_of_several_codes_must_match_in_all_of_them", "is content with one code",
-         _make_stopper=stopping(any_code)),
-    face("a_stop_token_of_floats_may_be_off_by_atol", "ignores atol", _make_stopper=stopping(exact)),
-    face("a_stop_predicate_sees_the_new_tokens_of_all_its_rows_at_once", "asks row by row",
-         _make_stopper=stopping(row_by_row)),
+    prompts("a_request_may_bring_its_own_stop_rule", "ignores it",
+         stop=lambda stopper, kind, stop, params: stopper(kind, None, params)),
+    prompts("a_request_may_bring_its_own_stop_rule", "forgets the engine's own", _made=only_its_own),
+    prompts("a_stop_token_of_several_codes_must_match_in_all_of_them", "is content with one code",
+         _made=stopping(any_code)),
+    prompts("a_stop_token_of_floats_may_be_off_by_atol", "ignores atol", _made=stopping(exact)),
+    prompts("a_stop_predicate_sees_the_new_tokens_of_all_its_rows_at_once", "asks row by row",
+         _made=stopping(row_by_row)),
     scheduler("max_new_tokens_is_the_number_of_tokens", "gives one more", add=ending_later(1)),
     scheduler("max_new_tokens_is_the_number_of_tokens", "gives one less", add=ending_later(-1)),
     scheduler("a_request_ends_where_the_context_ends", "ends one token before", add=short_context),
@@ -560,8 +574,8 @@ FAULTS = [
          end_all=lambda end_all, reason, error=None: end_all(reason)),
     runner("a_stop_predicate_that_raises_fails_its_own_requests_alone", "fails the whole batch",
            run=blame_everybody),
-    face("a_stop_predicate_of_the_wrong_shape_fails_its_own_request_alone", "looks at the first code only",
-         _make_stopper=stopping(first_column)),
+    prompts("a_stop_predicate_of_the_wrong_shape_fails_its_own_request_alone", "looks at the first code only",
+         _made=stopping(first_column)),
     core("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "computes on for nobody",
          cancel=lambda cancel, job: None),
     face("whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody", "holds on to the stream",
@@ -918,8 +932,8 @@ SAMPLING = [
             draw=lambda draw, logits, *args: draw(logits / 2, *args)),
     sampler("logprobs_belong_to_the_tokens_of_their_own_stream", "gives them to the neighbour",
             draw=shift_logprobs),
-    face("parameters_say_when_to_end", "ignores their stop tokens",
-         _stopper=lambda stopper, built, stop, params: stopper(built, stop, None)),
+    prompts("parameters_say_when_to_end", "ignores their stop tokens",
+         stop=lambda stopper, kind, stop, params: stopper(kind, stop, None)),
 ]  # fmt: skip
 
 

@@ -31,4 +31,4 @@ class Pipe:
 
     @property
     def awaited(self):
-        return bool(self.channel._waiters)
+        return bool(self.channel._waiters or self.channel._at_end)

@@ -15,7 +15,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.lower import lower
 from hibachi.plan.scheduler import Scheduler
 from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import TokenTable
+from hibachi.runners.tokentable import IDS, Tables
 from hibachi.tensor.layout import Paged, StepInputs
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS
@@ -197,9 +197,9 @@ class Altered:
 
 def runner(model, fixed, rows=ROWS):
     limits = Limits(rows, 256, 256, MAX_LEN, rows * MAX_LEN // 16 + 1, 16)
-    table = TokenTable(rows, (), np.int32)
-    sampler = RowSampler(fixed, rows, model.vocab_size, table)
-    return cached_runner(model, fixed, Scheduler(limits), table, sampler, "float32")
+    tables = Tables(rows, IDS)
+    sampler = RowSampler(fixed, rows, model.vocab_size, tables.of(IDS))
+    return cached_runner(model, fixed, Scheduler(limits), tables, sampler, "float32")
 
 
 def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, eight):

@@ -137,8 +137,8 @@ class Preempting(Scheduler):
             seq = running[self.steps % len(running)]
             self.times[seq] += 1
             seq, row = self._preempt(seq)
-            table = self._key_of.args[0]
-            table.leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
+            tables = self._key_of.args[0]
+            tables.at(row).leave(row, seq.owner.history, seq.length)  # as the engine does with those it is told of
         return super().schedule(now)
 
 

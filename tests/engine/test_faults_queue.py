@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from hibachi import ConfigError, DeadlineExceeded, EngineClosed, Finish, NumpyBackend, QueueFull, SamplingParams, Terms
+from hibachi.runners.tokentable import IDS
 from hibachi.testing.toys import SumPaged, expected
 
 from .models import PATIENCE, Background, Gate, GatedNumpy, Next, ints, until
@@ -270,7 +271,7 @@ def every_state(serve):
     inner = engine._worker.engine
     for seq in inner.scheduler.order:
         for n, key in enumerate(seq.keys or []):
-            tokens = inner.runner.table.read(seq.row, n * 4, n * 4 + 4)
+            tokens = inner.runner.tables.of(IDS).read(seq.row, n * 4, n * 4 + 4)
             assert seq.row < 0 or key == tokens.tobytes(), "a block is known under the tokens of somebody else"
     return engine, backend, streams
 

@@ -11,6 +11,7 @@ from hibachi.plan.sequence import Seq
 from hibachi.recording.replay import replay
 from hibachi.runners.heads import Sampled
 from hibachi.runners.runner import Part
+from hibachi.runners.tokentable import IDS
 from hibachi.testing.toys import VOCAB, SumBoth, SumPaged, SumState
 
 from .models import Background, until
@@ -41,7 +42,7 @@ class Pair:
         self.single, self.thrice = (serve(model(hibachi.NumpyBackend()), **options) for _ in range(2))
         runner = self.thrice._worker.engine.runner
         head = runner.main.head
-        runner.main.head = Thrice(head.sampler, runner.table, runner.tally, "Toy")
+        runner.main.head = Thrice(head.sampler, runner.tables.of(IDS), runner.tally, "Toy")
 
     def alike(self, *prompts, **options):
         """What both say, which must be the same."""

@@ -106,7 +106,7 @@ def test_run_after_close(serve):
         for _ in range(2):
             with pytest.raises(EngineClosed, match="Make a new one"):
                 engine.run([1])
-    assert fresh._worker is None, "it was built to be refused"
+    assert fresh._worker._thread is None, "it was started to be refused"
 
 
 def test_leaving_a_with_block_closes(serve):

@@ -21,7 +21,11 @@ from .reading import by_anext, by_next, by_three_tasks
 @pytest.fixture(params=["thread", "asyncio"])
 def read(request):
     """read(stream): all its items, by `for` in this thread or by `async for` in a loop."""
-    return list if request.param == "thread" else lambda stream: asyncio.run(stream.acollect())
+
+    async def each(stream):
+        return [item async for item in stream]
+
+    return list if request.param == "thread" else lambda stream: asyncio.run(each(stream))
 
 
 def boom():
@@ -62,6 +66,21 @@ def test_collect_gives_what_is_left():
     assert next(p.stream) == 1
     assert p.stream.collect() == [2, 3, 4]
     assert p.stream.collect() == []
+
+
+@pytest.mark.parametrize("collect", [lambda s: s.collect(), lambda s: asyncio.run(s.acollect())])
+@pytest.mark.parametrize("pause_after", [None, 2])
+def test_who_wants_all_is_woken_by_the_end_only(collect, pause_after):
+    """Unless the stream waits for its reader."""
+    p = Pipe()
+    p.channel.pause_after = pause_after
+    reading = Background(collect, p.stream)
+    until(lambda: p.awaited)
+    p.push(1)
+    assert bool(p.channel._at_end) == (pause_after is None)
+    until(lambda: p.awaited)
+    p.end()
+    assert reading.result() == [1] and not p.awaited
 
 
 def test_next_and_anext_can_be_mixed():
@@ -365,7 +384,11 @@ def test_many_streams_in_one_loop_cost_one_post_a_step(monkeypatch):
         loop = asyncio.get_running_loop()
         post = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: posts.append(1) or post(*args))
-        tasks = [asyncio.create_task(p.stream.acollect()) for p in pipes]
+
+        async def each(stream):
+            return [item async for item in stream]
+
+        tasks = [asyncio.create_task(each(p.stream)) for p in pipes]
         for step in range(3):
             while not all(p.awaited for p in pipes):
                 await asyncio.sleep(0)

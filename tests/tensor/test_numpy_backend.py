@@ -13,7 +13,7 @@ from hibachi.model.registry import load_model
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.runners.sampler import RowSampler
-from hibachi.runners.tokentable import History, TokenTable
+from hibachi.runners.tokentable import IDS, History, Tables
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 PACKAGE = Path(hibachi.__file__).parent
@@ -62,9 +62,9 @@ def test_no_array_of_a_step_is_of_another_precision(exact):
     backend = NumpyBackend().invariant() if exact else NumpyBackend()
     model = load_model(open_files(locate("tiny")), backend)
     limits, seen, wide = Limits(4, 64, 64, 64, 17, 16), set(), set()
-    table = TokenTable(4, (), np.int32)
-    sampler = RowSampler(backend, 4, model.vocab_size, table)
-    runner = cached_runner(model, backend, Scheduler(limits), table, sampler, "float32")
+    tables = Tables(4, IDS)
+    sampler = RowSampler(backend, 4, model.vocab_size, tables.of(IDS))
+    runner = cached_runner(model, backend, Scheduler(limits), tables, sampler, "float32")
     runner.inputs.block_table[:] = np.arange(1, 17).reshape(4, 4)
     watched = tuple(str(PACKAGE / part) for part in ("tensor", "model", "decode"))
 
@@ -80,7 +80,7 @@ def test_no_array_of_a_step_is_of_another_precision(exact):
 
     rows = np.arange(4)
     for row in rows:
-        table.fill(row, History(np.arange(3, 64, dtype=np.int32)))
+        tables.fill(row, IDS, History(np.arange(3, 64, dtype=np.int32)))
     sys.settrace(look)
     try:
         for start, each in ((0, [1, 5, 33, 2]), (40, [1, 1, 1, 1])):

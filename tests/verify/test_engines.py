@@ -10,7 +10,7 @@ from hibachi.verify import engine_trials as trials
 from hibachi.verify.answers import Answer, different
 from hibachi.verify.drive import Found
 from hibachi.verify.spy import Spy
-from hibachi.verify.subject import backend_of
+from hibachi.verify.subject import subject_backend
 from hibachi.verify.trials import TRIALS
 
 from .broken_models import NUMPY, HasTooFewPositions, RemembersByPlace
@@ -167,11 +167,11 @@ def test_the_library_is_that_of_the_models_arrays():
             return tokens
 
     torch, jax = load("torch").zeros((2,), "float32"), load("jax").zeros((2,), "float32")
-    assert backend_of(Weights()).name == backend_of(Weights(w=np.zeros(2))).name == "numpy"
-    assert backend_of(Weights(w=[np.zeros(2), {"x": torch}])).name == "torch"
-    assert backend_of(Weights(params={"w": jax})).name == "jax"
-    assert backend_of(Weights(parameters=lambda: iter([torch]))).name == "torch"
-    assert backend_of(Weights(backend="torch", params=jax)).name == "torch"
+    assert subject_backend(None, Weights()).name == subject_backend(None, Weights(w=np.zeros(2))).name == "numpy"
+    assert subject_backend(None, Weights(w=[np.zeros(2), {"x": torch}])).name == "torch"
+    assert subject_backend(None, Weights(params={"w": jax})).name == "jax"
+    assert subject_backend(None, Weights(parameters=lambda: iter([torch]))).name == "torch"
+    assert subject_backend(None, Weights(backend="torch", params=jax)).name == "torch"
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""Prompts as a runner takes them, and what belongs to their kind of token: stop tokens and padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from hibachi.engine.admission import check_ids
+from hibachi.errors import ConfigError, InvalidRequest, shown, text_of
+from hibachi.request import SamplingParams, StopRule, as_rule
+from hibachi.runners.nine import NineStops
+from hibachi.runners.stops import Stopper, as_token
+from hibachi.runners.tokentable import IDS, Kind, misfits
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.discover import backend_for
+from hibachi.tensor.nine import NineBackend
+from hibachi.tensor.protocol import BATCH_DIM
+
+MOST_KINDS = 64  # that are remembered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """What the engine has for one kind of token. stop: of every request, or None. padding: see `Job.padding`."""
+
+    stop: Any
+    padding: Any
+
+
+class Prompts(Protocol):
+    """How requests come in. kind: of all tokens, if that is fixed."""
+
+    kind: Kind | None
+
+    def taken(self, prompt: Any) -> tuple[Any, Kind]:
+        """A copy of a prompt [n, *tok], n >= 1, where its runner wants it, and its kind. Raises InvalidRequest."""
+        ...
+
+    def fitted(self, kind: Kind) -> Fitted:
+        """Raises InvalidRequest if the engine's own tokens do not fit this kind."""
+        ...
+
+    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> Any:
+        """The engine's own rule, or that and a request's. Raises InvalidRequest."""
+        ...
+
+
+class HostPrompts:
+    """Arrays of any library, lists and numbers become arrays on the host.
+
+    token: one of the kind that all requests have, a number or an array (*tok); None: each request has its own kind.
+    vocab_size: prompts are token ids below it; None: any numbers.
+    """
+
+    kind: Kind | None
+
+    def __init__(
+        self, backend: ArrayBackend, *, vocab_size: int | None, token: Any, stop_token: Any, padding_token: Any
+    ) -> None:
+        self._backend, self._vocab = backend, vocab_size
+        self._stop, self._padding = stop_token, padding_token
+        self._fitted, self._dtypes = dict[Kind, Fitted](), dict[Any, Any]()
+        self._stoppers: WeakValueDictionary[tuple[Kind, StopRule], Stopper] = WeakValueDictionary()
+        self.kind = None if vocab_size is None else IDS
+        if vocab_size is None and token is not None:
+            one = self.host(token)
+            if one.dtype.kind not in "iufb":
+                raise ConfigError(f"token must be one token, a number or an array of numbers; got {shown(token)}.")
+            self.kind = Kind(one.shape, self._kept(one.dtype))
+        if self.kind is not None:
+            self.fitted(self.kind)
+
+    def taken(self, prompt: Any) -> tuple[HostArray, Kind]:
+        host = self.host(prompt)
+        if host.ndim == 0:
+            raise InvalidRequest(
+                f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}."
+            )
+        if not host.shape[0]:
+            raise InvalidRequest(
+                "A prompt must hold at least one token; got an empty one. Start it with a start token."
+            )
+        if host.dtype.kind not in "iufb":
+            raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
+        own = self.kind
+        if own is None:
+            own = Kind(host.shape[1:], self._kept(host.dtype))
+        if host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu"):
+            of = "token ids, integers of shape ()" if self._vocab else f"tokens of shape {own.shape} and {own.dtype}"
+            raise InvalidRequest(
+                f"This engine takes prompts of {of}; got tokens of shape {host.shape[1:]} and {host.dtype}. A prompt "
+                f"is one sequence, (sequence, *token), without a dimension for the batch."
+            )
+        if self._vocab is not None:
+            check_ids(host, self._vocab)
+        with np.errstate(over="ignore", invalid="ignore"):
+            tokens = host.astype(own.dtype)  # a copy: the caller's may change
+        if self._vocab is None:
+            for i, value in misfits(host, tokens):
+                raise InvalidRequest(
+                    f"The tokens are {own.dtype} here, which cannot hold {value}, token {i} of the prompt. Send "
+                    f"smaller numbers, or take a token= or a backend of a wider dtype."
+                )
+        return tokens, own
+
+    def _kept(self, dtype: Any) -> Any:
+        """What the library makes of a dtype: some have no integers of 64 bits."""
+        if (found := self._dtypes.get(dtype)) is None:
+            try:
+                found = self._dtypes[dtype] = self._backend.get(self._backend.put(np.zeros(1, dtype))).dtype
+            except Exception as e:
+                raise InvalidRequest(
+                    f"Tokens must be of a dtype that {self._backend.name} has; got {dtype} ({text_of(e)})."
+                ) from e
+        return found
+
+    def host(self, value: Any) -> HostArray:
+        """Any array or list on the host. Raises InvalidRequest."""
+        if self._backend.owns(value):
+            return self._backend.get(value)
+        if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
+            return backend_for(value).get(value)
+        try:
+            return np.asarray(value)
+        except ValueError as e:
+            raise InvalidRequest(
+                f"A prompt must be an array or a list of equal rows; got {type(value).__name__} ({e})."
+            ) from e
+
+    def fitted(self, kind: Kind) -> Fitted:
+        if (found := self._fitted.get(kind)) is not None:
+            return found
+        shape, dtype = kind
+        padding = None if self._padding is None else as_token(self.host(self._padding), shape, dtype, "padding token")
+        stop = None if self._stop is None else self._made(kind, StopRule())
+        if len(self._fitted) >= MOST_KINDS:
+            self._fitted.clear()
+        found = self._fitted[kind] = Fitted(stop, padding)
+        return found
+
+    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> Stopper | None:
+        """Equal rules are one object, to be judged at once."""
+        ids = tuple(params.stop_token_ids) if params else ()
+        if stop is None and not ids:
+            own: Stopper | None = self.fitted(kind).stop
+            return own
+        extra = as_rule(stop)
+        rule = StopRule((*extra.tokens, *ids), extra.where, extra.atol)
+        try:
+            found = self._stoppers.get((kind, rule))
+        except TypeError:  # its tokens are arrays, which have no hash
+            return self._made(kind, rule)
+        if found is None:
+            found = self._stoppers[kind, rule] = self._made(kind, rule)
+        return found
+
+    def _made(self, kind: Kind, rule: StopRule) -> Stopper:
+        own = () if self._stop is None else (self._stop,)
+        return Stopper(StopRule([self.host(t) for t in (*rule.tokens, *own)], rule.where, rule.atol), *kind)
+
+
+class NinePrompts:
+    """A backend's own arrays, which stay where they are."""
+
+    kind: Kind | None
+
+    def __init__(self, backend: NineBackend, *, token: Any, stop_token: Any, padding_token: Any) -> None:
+        self._ops, self._name = backend.ops, backend.name
+        self._stop, self._padding = stop_token, padding_token
+        self._fitted = dict[Kind, Fitted]()
+        self.kind = None
+        if token is not None:
+            self.kind = Kind(self._shape(token, "token"), _dtype(token))
+            self.fitted(self.kind)
+
+    def taken(self, prompt: Any) -> tuple[Any, Kind]:
+        shape = self._shape(prompt, "prompt")
+        if not shape or not shape[0]:
+            raise InvalidRequest(
+                f"A prompt must have the shape (sequence, *token) with at least one token; got shape {shape}."
+            )
+        kind = Kind(shape[1:], _dtype(prompt))
+        if self.kind is not None and kind != self.kind:
+            raise InvalidRequest(
+                f"This engine takes prompts of tokens of shape {self.kind.shape} and dtype {self.kind.dtype}; got "
+                f"{kind.shape} and {kind.dtype}. A prompt is one sequence, without a dimension for the batch."
+            )
+        try:
+            return self._ops.repeat(prompt, BATCH_DIM, 1), kind  # a copy: the caller's may change
+        except Exception as e:
+            raise InvalidRequest(f"A prompt must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
+
+    def given(self, item: Any) -> tuple[Any, Kind]:
+        """A copy of an input of a feed-forward model, of any shape, and its kind. Raises InvalidRequest."""
+        shape = self._shape(item, "input")
+        try:
+            batch = self._ops.repeat(self._ops.unsqueeze(item, BATCH_DIM), BATCH_DIM, 1)
+            return self._ops.vectorize_dim(batch, BATCH_DIM)[0], Kind(shape, _dtype(item))
+        except Exception as e:
+            raise InvalidRequest(f"An input must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
+
+    def _shape(self, array: Any, what: str) -> tuple[int, ...]:
+        if array is None or isinstance(array, (bool, int, float, complex, str, bytes, list, tuple, dict, set)):
+            raise InvalidRequest(
+                f"The {what} must be an array of {self._name}, as its backend has the nine operations only; got "
+                f"{shown(array)}."
+            )
+        try:
+            return tuple(int(n) for n in self._ops.shape(array))
+        except Exception as e:
+            raise InvalidRequest(
+                f"The {what} must be an array of {self._name}; got {type(array).__module__}."
+                f"{type(array).__qualname__} ({text_of(e)})."
+            ) from e
+
+    def fitted(self, kind: Kind) -> Fitted:
+        if (found := self._fitted.get(kind)) is not None:
+            return found
+        padding = None if self._padding is None else self._one(self._padding, kind, "padding token")
+        stop = None if self._stop is None else NineStops([self._one(self._stop, kind, "stop token")], None)
+        if len(self._fitted) >= MOST_KINDS:
+            self._fitted.clear()
+        found = self._fitted[kind] = Fitted(stop, padding)
+        return found
+
+    def _one(self, token: Any, kind: Kind, what: str) -> Any:
+        """A token as [1, *tok]. Raises InvalidRequest."""
+        shape = self._shape(token, what)
+        if shape not in (kind.shape, (1, *kind.shape)) or _dtype(token) != kind.dtype:
+            raise InvalidRequest(
+                f"The {what} must have the shape of one token, {kind.shape} or {(1, *kind.shape)}, and the dtype "
+                f"{kind.dtype} of the prompt; got {shape} and {_dtype(token)}. Reshape or convert it, or look at the "
+                f"dimensions of the prompt: (sequence, *token)."
+            )
+        return token if shape == (1, *kind.shape) else self._ops.unsqueeze(token, BATCH_DIM)
+
+    def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> NineStops | None:
+        own: NineStops | None = self.fitted(kind).stop
+        if stop is None:
+            return own
+        rule = as_rule(stop)
+        if rule.atol:
+            raise InvalidRequest(
+                f"atol takes an ArrayBackend, which can subtract; {self._name} has the nine operations only. Leave it "
+                f"out, or pass a predicate."
+            )
+        tokens = [self._one(token, kind, "stop token") for token in rule.tokens]
+        return NineStops([*tokens, *(own.tokens if own else ())], rule.where)
+
+
+def _dtype(array: Any) -> str:
+    """By name; "" where arrays do not tell theirs."""
+    return str(getattr(array, "dtype", ""))
+
+
+def padding_checked(backend: ArrayBackend | NineBackend | None, given: Any) -> None:
+    """Raises ConfigError for a padding token that is none, whatever the tokens are."""
+    if given is None or isinstance(given, (int, float)):
+        return  # a plain number stands for a scalar token
+    try:
+        shape = tuple(backend.ops.shape(given)) if isinstance(backend, NineBackend) else np.shape(given)
+    except Exception as e:
+        raise ConfigError(f"The padding token must be an array; got {shown(given)} ({text_of(e)}).") from e
+    if not shape:
+        raise ConfigError("The padding token must have rank 1 or higher: (1, *token); got rank 0. Reshape it to (1,).")
+    if shape[0] != 1:
+        raise ConfigError(f"The first dimension of the padding token must be 1: (1, *token); got {shape}.")

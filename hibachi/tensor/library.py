@@ -1,0 +1,58 @@
+"""What an engine asks of an array library besides operations on arrays."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hibachi.shapes import CallShapes
+
+
+class Library:
+    """The answers of a library that has nothing to say."""
+
+    name: str = "array_api"
+    shapes: CallShapes = CallShapes()
+    """The shapes of calls that this library wants."""
+    deterministic: bool = False
+    """What a row of a call comes to, bit by bit, does not depend on the other rows: on how many there are, where it
+    stands among them, or what they hold. So for every operation of the decoder and of sampling."""
+    prefers_invariant: bool = False
+    """`invariant()` costs little, so that deterministic=None means True."""
+    asynchronous: bool = False
+    """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
+    kernels: str = "default"
+    """Which set of kernels this is, for `fingerprint`."""
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Did this error mean that memory ran out? The engine then computes fewer tokens at once, and tries again."""
+        return isinstance(error, MemoryError)
+
+    def fatal(self, error: BaseException) -> bool:
+        """Did this error mean that the device is lost? No call would succeed any more, whatever the request."""
+        return False
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Entered around every step: switches off gradients and the like."""
+        return nullcontext()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Free and total bytes of the device, or None if unknown."""
+        return None
+
+    def fingerprint(self) -> str:
+        """What the bits of a result depend on besides model and request: library, device and threads, kernels.
+
+        The same string on two machines is no promise, as libraries choose their code by the processor; another one
+        says that bits may differ.
+        """
+        facts = self.versions()
+        return f"{facts.get('library', self.name)}; {facts.get('device', 'default')}; kernels {self.kernels}"
+
+    def remarks(self) -> list[str]:
+        """What else `hibachi doctor` should say about this backend, a line each."""
+        return []
+
+    def versions(self) -> dict[str, str]:
+        """For `hibachi doctor` and `fingerprint`: "library" and "device", in words; others are shown as they are."""
+        return {"library": self.name, "device": "default"}

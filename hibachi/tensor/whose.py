@@ -1,0 +1,109 @@
+"""Whose arrays a model gets: one rule, wherever a model is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import BackendError, ConfigError
+from hibachi.tensor.array_backend import ArrayBackend
+from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.nine import NineBackend, as_backend
+
+MOST_LOOKED_AT = 10_000  # objects inside a model
+DEEPEST = 6  # of objects that hold objects
+
+
+def named_backend(backend: Any, model: Any) -> ArrayBackend | NineBackend | None:
+    """The backend that was passed, by name or as it is, else the model's own `backend`; None: there is neither.
+
+    Raises BackendNotFound, BackendNotInstalled, ConfigError.
+    """
+    if backend is None:
+        backend = getattr(model, "backend", None)
+    if isinstance(backend, str):
+        return resolve(backend)
+    return None if backend is None else as_backend(backend)
+
+
+def backend_of(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | NineBackend | None:
+    """`named_backend`, else the library of the model's parameters, of its buffers, of arrays that it holds, and of
+    `arrays`, in this order; None: that of the first prompt decides.
+
+    NumPy's arrays say nothing, as models of all libraries hold some. Raises ConfigError for weights without data.
+    """
+    if (found := named_backend(backend, model)) is not None:
+        return found
+    for array in chain(_registered(model, "parameters"), _registered(model, "buffers"), held(model), held(arrays)):
+        try:
+            library = backend_for(array)
+        except BackendError:
+            continue
+        if (why := library.unfit(array)) == "without data":
+            raise ConfigError(
+                f"{type(model).__name__} must have its weights on a device; got arrays {why} ({library!r}). Load the "
+                f"weights, or move the model to where they can be computed with."
+            )
+        return library
+    return None
+
+
+def prompt_backend(prompt: Any) -> ArrayBackend:
+    """Where nothing else tells: the library of a prompt, NumPy for lists. Raises BackendNotFound."""
+    return backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
+
+
+def _registered(model: Any, name: str) -> Iterator[Any]:
+    """What a module of PyTorch, or one like it, lists by a method."""
+    listed = getattr(model, name, None)
+    if callable(listed) and not isinstance(model, type):
+        try:
+            yield from listed()
+        except TypeError:  # a method of another meaning
+            return
+
+
+def held(thing: Any) -> Iterator[Any]:
+    """Arrays of other libraries than NumPy inside an object: in its attributes, and in lists and dictionaries there."""
+    seen, layer = {id(thing)}, [thing]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for each in layer:
+            for inside in _inside(each):
+                if id(inside) in seen or isinstance(inside, _DULL):
+                    continue
+                if len(seen) >= MOST_LOOKED_AT:
+                    return
+                seen.add(id(inside))
+                if hasattr(type(inside), "dtype") and hasattr(type(inside), "shape"):
+                    yield inside
+                below.append(inside)
+        layer = below
+
+
+_DULL = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, np.generic)
+
+
+def _inside(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, Mapping):
+        yield from list(thing.values())
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        yield from list(thing)
+    elif isinstance(thing, MethodType):
+        yield thing.__self__
+    elif isinstance(own := getattr(thing, "__dict__", None), dict):  # not properties, which may compute
+        yield from _registered(thing, "parameters")
+        yield from list(own.values())
+
+
+def leaves(tree: Any) -> list[Any]:
+    """What stands in lists, tuples and dictionaries, however deep."""
+    if isinstance(tree, Mapping):
+        return [leaf for v in tree.values() for leaf in leaves(v)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for v in tree for leaf in leaves(v)]
+    return [tree]
