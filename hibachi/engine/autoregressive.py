@@ -30,6 +30,7 @@ from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.job import Job
 from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
@@ -76,8 +77,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
-
-    deterministic: bool
 
     @overload
     def __init__(
@@ -170,16 +169,25 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._policy = policy_of(policy)
         self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token}
         self._backend = backend_of(backend, model, token, stop_token, padding_token)
-        self._asked, self.deterministic = bool(deterministic), self._decide(deterministic)
+        self._asked, self._deterministic = bool(deterministic), self._decide(deterministic)
         self._built: Built | None = None
         padding_checked(self._backend, padding_token)
         if self._backend is not None:
             self._build(self._backend)
 
-    def _decide(self, deterministic: bool | None) -> bool:
-        """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
+    @property
+    def deterministic(self) -> bool:
+        """Does who shares the batch change no bit? For `async def` models at level 1, known after the first step."""
+        runner = None if self._built is None else self._built.runner
+        return runner.deterministic if isinstance(runner, WholeRunner) else bool(self._deterministic)
+
+    def _decide(self, deterministic: bool | None) -> bool | None:
+        """Is the batch to leave no trace in anybody's bits? None: if that is found when it is tried.
+
+        Raises ConfigError, UnsupportedOperation.
+        """
         if self._level < 2:
-            return bool(deterministic)
+            return False if self._level == 0 and deterministic is None else deterministic
         own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
         assert not isinstance(computes, NineBackend)  # these serve level 0 only
@@ -195,13 +203,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     def _check_bits(self, runner: CachedRunner) -> bool:
         """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
-        if self.deterministic:
+        if self._deterministic:
             try:
                 selfcheck(runner, unused=True)
             except Exception as e:
                 if self._asked:
                     raise
-                self.deterministic = False
+                self._deterministic = False
                 log.warning("deterministic=False, as the check of the model failed: %s", e)
         log.info("deterministic=%s; %s", self.deterministic, runner.backend.fingerprint())
         return self.deterministic
@@ -362,7 +370,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             if self._built is not None:
                 return self._built
             self._check_open()
-            built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self.deterministic)
+            built = build(self._plan, backend, self._policy, self._tokens, self._check_bits, self._deterministic)
             self._worker = self._serve(built.scheduler, built.runner)
             self._built = built
             return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Hashable
@@ -19,7 +20,7 @@ from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.runners.cached import CachedRunner
-from hibachi.runners.groups import Grouping
+from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.nine import NineRunner
@@ -27,7 +28,7 @@ from hibachi.runners.runner import Runner
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import same_bits
 from hibachi.runners.tokentable import IDS, Kind, Tables
-from hibachi.runners.uncached import WholeRunner
+from hibachi.runners.uncached import WholeRunner, takes_lengths
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.library import Library
@@ -88,7 +89,7 @@ def build(
     policy: Policy,
     tokens: dict[str, Any],
     check: Callable[[CachedRunner], bool],
-    deterministic: bool,
+    deterministic: bool | None,
 ) -> Built:
     """tokens: token, stop_token and padding_token, as `AutoregressiveBatchInference` was given them.
 
@@ -109,12 +110,19 @@ def build(
         deterministic = check(cached)
     else:
         scheduler = Scheduler(_whole_limits(plan), policy)
-        runner = WholeRunner(plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, deterministic))
-    facts = _facts(plan, scheduler, backend, deterministic)
+        runner = whole = WholeRunner(
+            plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic
+        )
+        if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(plan.model.logits):
+            whole.settle(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
+        deterministic = whole.deterministic
+    facts = _facts(plan, scheduler, backend, bool(deterministic))
     return Built(facts, scheduler, runner, prompts, size if plan.prefix_cache else 0)
 
 
-def _nine(plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool) -> Built:
+def _nine(
+    plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool | None
+) -> Built:
     """On a backend that has the nine operations only."""
     if plan.level:
         raise ConfigError(
@@ -123,17 +131,29 @@ def _nine(plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, An
             f"feed-forward. Inherit from hibachi.ArrayBackend, which derives the rest from an array-API namespace."
         )
     prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(plan), policy)
-    runner = NineRunner(plan.model, backend, _grouping(plan, tokens, deterministic))
-    return Built(_facts(plan, scheduler, backend, deterministic), scheduler, runner, prompts, 0)
+    grouping = _grouping(plan, tokens, backend)
+    if deterministic:  # what nobody can compare, nobody can share
+        grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(plan.model))
+    runner = NineRunner(plan.model, backend, grouping)
+    return Built(_facts(plan, scheduler, backend, bool(deterministic)), scheduler, runner, prompts, 0)
 
 
 def _whole_limits(plan: Plan) -> Limits:
     return Limits(plan.rows, NO_LIMIT, NO_LIMIT, plan.longest, prefill=plan.prefill)
 
 
-def _grouping(plan: Plan, tokens: dict[str, Any], deterministic: bool) -> Grouping:
-    padded = tokens["padding_token"] is not None
-    return Grouping(padded=padded, sizes=(1,) if deterministic else None, longest=plan.longest)
+def _grouping(plan: Plan, tokens: dict[str, Any], backend: Library) -> Grouping:
+    shapes, padded = backend.shapes, tokens["padding_token"] is not None
+    return Grouping(padded=padded, longest=plan.longest, bucket=shapes.length if shapes.compiled else bucket)
+
+
+def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
+    """Token ids to try a model with: its own `example_prompts`, or any."""
+    own = getattr(model, "example_prompts", None)
+    if own is not None:
+        return [prompts.taken(prompt)[0] for prompt in (own() if callable(own) else own)]
+    random = np.random.default_rng(0)
+    return [random.integers(0, vocab, 128).astype(np.int32) for _ in range(128)]
 
 
 def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool) -> Facts:

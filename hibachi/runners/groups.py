@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,14 +28,41 @@ class Call:
     rows: int
 
 
+class Traceless(NamedTuple):
+    """Calls of one width in which nobody's company changes a bit. sizes: the numbers of rows that they may have,
+    ascending. joined: rows for which a smaller width would do get the same bits with this one."""
+
+    sizes: tuple[int, ...]
+    joined: bool
+
+
+class Known(Protocol):
+    """What is known of the calls of a model."""
+
+    def of(self, width: int) -> Traceless: ...
+
+
+class Alone:
+    """Of a model of which nothing is known: one row a call, of a width of its own, is right whatever it does."""
+
+    def of(self, width: int) -> Traceless:
+        return Traceless((1,), False)
+
+
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """padded: rows of different lengths may share a call. sizes: the numbers of rows that a call may have, ascending; a
-    row's width then depends on its own length alone. None: any number, as wide as the longest. longest: the widest."""
+    """padded: rows of different lengths may share a call. longest: the widest that there is. known: calls leave no
+    trace in anybody's bits; None: they are as large as can be, and as wide as the longest row. bucket: the width for a
+    length, where a row's width must be its own."""
 
     padded: bool = False
-    sizes: tuple[int, ...] | None = None
     longest: int = 2**31
+    known: Known | None = None
+    bucket: Callable[[int], int] = bucket
+
+    def width(self, length: int) -> int:
+        """Of a row of so many tokens, where its width must be its own."""
+        return min(self.bucket(length), self.longest)
 
     def calls(self, plan: StepPlan, *, kinds: bool) -> list[Call]:
         """The calls of a step. kinds: tokens may be of several."""
@@ -45,30 +73,35 @@ class Grouping:
         groups = _apart(wanted, [plan.seqs[i].owner.kind for i in wanted.tolist()]) if kinds else [wanted]
         out = list[Call]()
         for idx in groups:
-            widths = lengths[idx]
-            if self.padded and self.sizes is None:
-                out.append(Call(idx, int(widths.max()), len(idx)))
-                continue
-            if self.padded:
-                widths = np.array([min(bucket(n), self.longest) for n in widths.tolist()])
-            if (widths == widths[0]).all():
-                out += self._cut(idx, int(widths[0]))
+            own = lengths[idx]
+            if self.known is not None:
+                out += self._traceless(self.known, idx, own)
+            elif self.padded or (own == own[0]).all():
+                out.append(Call(idx, int(own.max()), len(idx)))
             else:
-                for width in np.unique(widths).tolist():
-                    out += self._cut(idx[widths == width], width)
+                out += [Call(some, n, len(some)) for some, n in ((idx[own == n], n) for n in np.unique(own).tolist())]
         return out
 
-    def _cut(self, idx: Any, width: int) -> list[Call]:
-        """Calls for rows of one width."""
-        if self.sizes is None:
-            return [Call(idx, width, len(idx))]
-        calls, done = list[Call](), 0
-        while done < len(idx):
-            left = len(idx) - done
-            size = max(n for n in self.sizes if n == self.sizes[0] or 2 * left > n)  # more than half full
-            calls.append(Call(idx[done : done + size], width, size))
-            done += size
-        return calls
+    def _traceless(self, known: Known, idx: Any, lengths: Any) -> list[Call]:
+        if not self.padded:
+            apart = [(idx[lengths == n], n, known.of(self.width(n))) for n in np.unique(lengths).tolist()]
+        else:
+            widths = np.array([self.width(n) for n in lengths.tolist()])
+            found = {width: known.of(width) for width in np.unique(widths).tolist()}
+            if joined := [width for width, calls in found.items() if calls.joined]:
+                widths[np.isin(widths, joined)] = max(joined)
+            apart = [(idx[widths == width], width, found[width]) for width in np.unique(widths).tolist()]
+        return [call for some, width, calls in apart for call in _cut(some, width, calls.sizes)]
+
+
+def _cut(idx: Any, width: int, sizes: tuple[int, ...]) -> list[Call]:
+    calls, done = list[Call](), 0
+    while done < len(idx):
+        left = len(idx) - done
+        size = max(n for n in sizes if n == sizes[0] or 2 * left > n)  # more than half full
+        calls.append(Call(idx[done : done + size], width, size))
+        done += size
+    return calls
 
 
 def _apart(idx: Any, kinds: list[Any]) -> list[Any]:

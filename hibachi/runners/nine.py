@@ -22,6 +22,7 @@ from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.groups import Call, Grouping
 from hibachi.runners.job import Job
 from hibachi.runners.runner import BaseRunner, Outcome, Part, isolate, jobs_of
+from hibachi.runners.tokentable import Kind
 from hibachi.runners.uncached import takes_lengths
 from hibachi.tensor.nine import NineBackend
 from hibachi.tensor.protocol import BATCH_DIM, SEQ_DIM
@@ -61,6 +62,7 @@ class NineRunner(BaseRunner):
         """Raises ConfigError for a model that is told lengths, if the backend cannot make an array of them."""
         super().__init__(backend, None)
         self._ops, self.grouping = backend.ops, grouping
+        self._kinds: set[Kind | None] = set()  # that there were
         self._forward: Any = model.forward
         self.name: str = f"{type(model).__name__}.forward"
         self._put: Any = getattr(backend.ops, "put", None) if takes_lengths(model) else None
@@ -78,13 +80,14 @@ class NineRunner(BaseRunner):
     @override
     def admit(self, seq: Seq) -> None:
         job: Job = seq.owner
+        self._kinds.add(job.kind)
         if job.known is None:
             one = self._ops.unsqueeze(job.prompt, BATCH_DIM)
             job.known = Kept(one, [job], [seq.prompt_len]), 0
 
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
-        for call in self.grouping.calls(plan, kinds=True):
+        for call in self.grouping.calls(plan, kinds=len(self._kinds) > 1):
             outcome += isolate(lambda idx: self._call(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
         return outcome
 
@@ -93,10 +96,10 @@ class NineRunner(BaseRunner):
         places = dict(zip(jobs_of(plan, idx), idx.tolist(), strict=True))
         ends = dict(zip(places, plan.end[idx].tolist(), strict=True))
         with self.backend.guard():
-            kept = self._gathered(ends, call.width if self.grouping.sizes else max(ends.values()))
+            kept = self._gathered(ends, call.width if self.grouping.known else max(ends.values()))
             n, shape = len(kept.jobs), ops.shape(kept.array)
             # A copy, as the model may write into what it is shown.
-            shown, extra = ops.repeat(kept.array, BATCH_DIM, 1), call.rows - n if self.grouping.sizes else 0
+            shown, extra = ops.repeat(kept.array, BATCH_DIM, 1), call.rows - n if self.grouping.known else 0
             if extra:
                 last = ops.slice(kept.array, BATCH_DIM, n - 1, 1)
                 shown = ops.cat([shown, ops.repeat(last, BATCH_DIM, extra)], BATCH_DIM)

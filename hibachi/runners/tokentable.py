@@ -72,15 +72,18 @@ IDS = Kind((), np.dtype(np.int32))
 class Tables:
     """The tokens of all running rows on the host, in a table for each kind of token."""
 
-    several: bool
-
     def __init__(self, rows: int, kind: Kind | None = None) -> None:
         """kind: of all requests; None: each has its own."""
-        self._rows, self.several = rows, kind is None
+        self._rows = rows
         self._kinds = [kind] * rows
         self._tables: dict[Kind, TokenTable] = {}
         if kind is not None:
             self.of(kind)
+
+    @property
+    def several(self) -> bool:
+        """May the rows be of several kinds?"""
+        return len(self._tables) > 1
 
     def of(self, kind: Kind) -> TokenTable:
         if (found := self._tables.get(kind)) is None:

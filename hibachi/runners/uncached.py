@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
+from hibachi.errors import text_of
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
-from hibachi.runners.groups import Call, Grouping
+from hibachi.runners.faults import drop_frames
+from hibachi.runners.groups import Alone, Call, Grouping
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -24,7 +30,10 @@ from hibachi.runners.runner import (
 )
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import Tables
+from hibachi.runners.trial import Trials
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 class WholeRunner(BaseRunner):
@@ -47,14 +56,23 @@ class WholeRunner(BaseRunner):
         rows: int,
         sampler: RowSampler | None,
         grouping: Grouping,
+        deterministic: bool | None,
     ) -> None:
-        """rows: most that there may be at once."""
+        """rows: most that there may be at once. deterministic: True: one row a call unless `settle` finds better. None:
+        as `settle` finds it."""
         super().__init__(backend, tables)
         self._rows, self.sampler, self.grouping = rows, sampler, grouping
+        self._asked, self._settled = bool(deterministic), deterministic is False
         self.forward: Any = model.logits if sampler else model.forward
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
         self.wait: Awaiter = Awaiter()
+        if deterministic:
+            self.grouping = self._alone
+
+    @property
+    def _alone(self) -> Grouping:
+        return replace(self.grouping, known=Alone(), padded=self.grouping.padded and self.takes_lengths)
 
     @override
     def interrupt(self) -> None:
@@ -66,7 +84,51 @@ class WholeRunner(BaseRunner):
         if self.sampler:
             self.sampler.admit(seq.owner)
 
+    @property
+    def deterministic(self) -> bool:
+        """Does nobody's company change a bit?"""
+        return self.grouping.known is not None
+
+    def settle(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
+        """Try on tokens like these whether rows can share calls without a trace, and do so from now on."""
+        self._settled = True
+        compiled = self.backend.shapes.compiled
+        if self._rows == 1:
+            self.grouping = self._alone
+            return
+        ask, why = partial(self._asked_for, padding=padding), "who shares a call changes its bits"
+        trials = Trials(ask, prompts, self._alone, self._rows, one=compiled)
+        try:
+            works = trials.begin()
+        except BaseException as e:
+            why, works = f"it failed when it was tried: {text_of(e)}", False
+            drop_frames(e)
+        if works:
+            self.grouping = replace(self._alone, known=trials)
+        elif self._asked:
+            log.warning("%s is shown one row a call, as %s", self.name, why)
+        else:
+            log.warning("deterministic=False for %s, as %s", self.name, why)
+
+    def _asked_for(self, prompts: list[HostArray], width: int, rows: int, *, padding: HostArray | None) -> HostArray:
+        """An output for each prompt, from one call: see `Ask`."""
+        lengths = np.array([len(p) for p in prompts] + [len(prompts[-1])] * (rows - len(prompts)), np.int32)
+        batch = np.empty((rows, width, *prompts[0].shape[1:]), prompts[0].dtype)
+        for i, n in enumerate(lengths.tolist()):
+            batch[i, width - n :] = prompts[min(i, len(prompts) - 1)]
+            if n < width:
+                batch[i, : width - n] = padding
+        with self.backend.guard(), self.theirs:
+            out = self.wait(self._call(self.backend.put(batch), lengths))
+            shape = (rows, self.sampler.vocab_size) if self.sampler else (rows, *prompts[0].shape[1:])
+            out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
+            return self.backend.get(self.backend.copy(out))[: len(prompts)]
+
     def run(self, plan: StepPlan) -> Outcome:
+        if not self._settled and plan.emit.any():
+            jobs = [seq.owner for seq in plan.seqs]
+            mine = [job for job in jobs if job.kind == jobs[0].kind]
+            self.settle([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
@@ -105,7 +167,7 @@ class WholeRunner(BaseRunner):
         Only a model that is told the lengths can pass over more padding than its batch needs.
         """
         width, size = int(lengths.max()), len(rows)
-        if self.grouping.sizes is not None:
+        if self.grouping.known is not None:
             width, size = call.width, call.rows
         elif self.backend.shapes.compiled and self.grouping.padded and self.takes_lengths:
             width, size = self.backend.shapes.length(width), self.backend.shapes.rows(size, self._rows)

@@ -1,0 +1,110 @@
+"""Which calls give each row the same bits whoever shares them: tried on a model that is shown whole sequences.
+
+Libraries choose their code by the shape of a call. Where shapes are equal, a row hardly ever depends on the other rows;
+so a row has a width of its own, and calls have one of a few numbers of rows: those between which no bit differs. Where
+the width changes no bit either, rows of all lengths go together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hibachi.errors import text_of
+from hibachi.runners.faults import drop_frames
+from hibachi.runners.groups import Grouping, Traceless
+from hibachi.tensor.array_backend import HostArray
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+BASE = 8  # rows of a call that others are compared with
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+FIRST = 13, 45  # tokens of the longest row of the first trials
+MOST_ROWS = 32  # texts of a trial
+
+Ask = Callable[[list[HostArray], int, int], HostArray]
+"""(prompts [length, *tok], width, rows) -> an output [n, ...] for each prompt, from one call with so many rows."""
+
+
+class Trials:
+    """What is known of the calls of a model, by their width; each width is tried when it is first used.
+
+    prompts: tokens of the model, to make rows of. grouping: says how wide rows are, and whether they may be padded.
+    rows: most that there may be. one: calls have `rows` rows and their own width only, as each shape would be compiled.
+    """
+
+    def __init__(self, ask: Ask, prompts: Sequence[HostArray], grouping: Grouping, rows: int, *, one: bool) -> None:
+        self._ask, self._prompts, self._grouping, self._rows, self._one = ask, prompts, grouping, rows, one
+        self._known = dict[int, Traceless]()
+        self.compared = 0  # outputs
+
+    def begin(self) -> bool:
+        """The first trials: does it work at all? Raises what the model raises."""
+        for length in FIRST[:1] if self._one else FIRST:
+            width = self._grouping.width(min(length, self._grouping.longest))
+            if width not in self._known:
+                found = self._try(width)
+                if found is None:
+                    return False
+                self._known[width] = found
+        return True
+
+    def of(self, width: int) -> Traceless:
+        if (known := self._known.get(width)) is None:
+            try:
+                found = self._try(width)
+            except BaseException as e:  # who is to blame is found out with the rows themselves
+                log.info("a call of width %d could not be tried: %s", width, text_of(e))
+                drop_frames(e)
+                found = None
+            known = self._known[width] = found or Traceless((1,), False)
+        return known
+
+    def _try(self, width: int) -> Traceless | None:
+        """None: even in calls of one shape, a row's bits depend on the others."""
+        base = self._rows if self._one else min(BASE, self._rows)
+        sizes = [base] if self._one else [n for n in SIZES if n <= self._rows or n == base]
+        padded, joined = self._grouping.padded, [w for w, known in self._known.items() if known.joined and w < width]
+        texts = self._texts(width, min(2 * max(sizes[-1], base), MOST_ROWS), [*joined, width])
+        want = self._outputs(texts, width, base, 0)
+        for turn in (1, base // 2 + 1):  # other places, and others beside
+            if not _equal(self._outputs(texts, width, base, turn), want):
+                return None
+        same = tuple(n for n in sizes if n == base or _equal(self._outputs(texts, width, n, n // 2), want))
+        if len(same) < len(sizes):
+            log.info("width %d: calls of %s rows give other bits than those of %d", width, {*sizes} - {*same}, base)
+        together = padded and not self._one
+        if together:
+            for other in joined:
+                mine = [i for i, text in enumerate(texts) if len(text) <= other]
+                if mine and not _equal(self._outputs([texts[i] for i in mine], other, base, 0), want[mine]):
+                    together = False
+                    log.info("a width of %d gives other bits than one of %d", width, other)
+                    break
+        return Traceless(same, together)
+
+    def _outputs(self, texts: list[HostArray], width: int, rows: int, turn: int) -> HostArray:
+        """The output of each text, in calls of so many rows that begin with text number `turn`."""
+        order = [(i + turn) % len(texts) for i in range(len(texts))]
+        parts = [self._ask([texts[i] for i in order[at : at + rows]], width, rows) for at in range(0, len(order), rows)]
+        out = np.concatenate(parts)
+        back = np.empty_like(out)
+        back[order] = out
+        self.compared += len(out)
+        return back
+
+    def _texts(self, width: int, n: int, widths: list[int]) -> list[HostArray]:
+        """n rows, each another, out of prompts, repeated and shifted; of several lengths if they may be padded."""
+        random, texts, grouping = np.random.default_rng(width), [], self._grouping
+        for i in range(n):
+            own = width
+            if grouping.padded and i % 3:
+                own = int(random.integers(1, min(widths[i % len(widths)], grouping.longest) + 1))
+            prompt = np.roll(self._prompts[i % len(self._prompts)], -(i // len(self._prompts)), axis=0)
+            texts.append(np.resize(prompt, (own, *prompt.shape[1:])))
+        return texts
+
+
+def _equal(a: HostArray, b: HostArray) -> bool:
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
