@@ -187,7 +187,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         Raises ConfigError, UnsupportedOperation.
         """
         if self._level < 2:
-            return False if self._level == 0 and deterministic is None else deterministic
+            known = self._level == 1 and not (self._backend is not None and self._backend.shapes.compiled)
+            return deterministic if deterministic is not None or known else False
         own = getattr(self.model, "backend", None)
         computes = own if isinstance(own, ArrayBackend) else self._backend
         assert not isinstance(computes, NineBackend)  # these serve level 0 only

@@ -62,6 +62,8 @@ class Engines:
         if self.rung is None:
             return FeedforwardBatchInference(model, max_batch_size=rows, backend=backend)
         options |= {"max_batch_size": rows, "max_model_len": longest, "padding_token": padding}
+        if self.rung < 2:
+            options["deterministic"] = False  # no calls but those of the requests
         options["prefix_cache"] = False  # everything is to be computed by the model, also what was computed before
         return AutoregressiveBatchInference(model, backend=backend, **options)
 

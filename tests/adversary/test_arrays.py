@@ -50,7 +50,10 @@ def serve(library):
         if getattr(model, "single", False):
             engines.append(FeedforwardBatchInference(model, **{"backend": library} | options))
         else:
-            engines.append(AutoregressiveBatchInference(model, **{"backend": library, "max_model_len": 200} | options))
+            options = {"backend": library, "max_model_len": 200} | options
+            if not hasattr(model, "cache_spec"):  # no calls but those of the requests
+                options = {"deterministic": False} | options
+            engines.append(AutoregressiveBatchInference(model, **options))
         return engines[-1]
 
     yield make
