@@ -9,9 +9,9 @@ import pytest
 from hibachi import SamplingParams
 from hibachi.testing.toys import SURE, VOCAB, SumLogits, SumPaged, Toy, expected
 
-from .serving import toy
+from .serving import PARTS, toy
 
-pytestmark = pytest.mark.promise("sampling")
+pytestmark = pytest.mark.promise("sampling", parts=PARTS)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 # Tenths of the numbers 2 to 13 (the first token comes at position 2) of the SplitMix64 generators with these seeds.
