@@ -26,8 +26,8 @@ class Frame(NamedTuple):
 
     def __str__(self) -> str:
         path = Path(self.file)
-        bases = (base for base in (Path.cwd(), HOME) if path.is_relative_to(base))
-        return f"{path.relative_to(next(bases, '/'))}:{self.line} in {self.name}"
+        base = next((base for base in (Path.cwd(), HOME) if path.is_relative_to(base)), path.anchor)
+        return f"{path.relative_to(base) if base != path.anchor else path}:{self.line} in {self.name}"
 
     def within(self, places: list[str]) -> bool:
         """Is it in one of these files or folders? Paths of folders end with a separator."""

@@ -70,7 +70,7 @@ class Journal:
             faulthandler.dump_traceback_later(times * self.every, repeat=True, file=self._stacks)
 
     def loading(self, name: str) -> None:
-        """The backend of this name is being loaded, until the next one is, or all are."""
+        """The backend of this name is being loaded, or asked what it has, until the next one is, or all are."""
         self._stacks.truncate(0)
         self.write(load=name)
         self._watch(LOADING)

@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("hibachi_journal")
     if folder and not hasattr(config, "workerinput") and not config.getoption("numprocesses", None):
         journal = config.stash[JOURNAL] = Journal(config, Path(folder))
-        config.pluginmanager.register(journal)
+        config.pluginmanager.register(journal, "hibachi-journal")
         config.pluginmanager.register(Replay(journal))
     config.pluginmanager.register(Promises(config, gaps))
     if config.getoption("backend"):
@@ -83,8 +83,7 @@ def backends(config: pytest.Config) -> dict[str, ArrayBackend]:
             found[name] = resolve(name)
         if journal is not None:
             journal.write(own={name: places(backend) for name, backend in found.items()})
-            if len(asked) > 1:
-                journal.loaded()  # else the backend is asked about its kernels yet, while promises are collected
+            journal.loaded()
         config.stash[BACKENDS] = found
     return config.stash[BACKENDS]
 

@@ -121,9 +121,9 @@ class Lines:
 def told(results: Sequence[Result], smoke: str) -> Iterator[Lines]:
     """What is broken on one backend, each cause once. smoke: the group of the smoke stage."""
     bad = [r for r in results if r.status in ("broken", "hung", "crashed")]
-    for r in bad:
-        if r.group == smoke:
-            yield Lines([_smoke(r, any(other.status == "not run" for other in results))])
+    stages = {r.cause.key if r.cause is not None else r.test: r for r in reversed(bad) if r.group == smoke}
+    for r in reversed(stages.values()):
+        yield Lines([_smoke(r, any(other.status == "not run" for other in results))])
     causes: dict[str, list[Result]] = defaultdict(list)
     for r in bad:
         if r.group != smoke and r.cause is not None:
