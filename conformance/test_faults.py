@@ -25,8 +25,7 @@ from .serving import PARTS
 
 pytestmark = pytest.mark.promise("faults stay alone", parts=PARTS)
 
-PAD = 7
-POISON = 0  # the sums of these prompts never lead to it
+PAD, POISON = 7, 0  # the sums of these prompts never lead to POISON
 PROMPTS = [1, 2], [3, 3, 1, 5, 8], [6], [2, 5, 1], [8, 5], [1, 2, 5], [5, 1, 1, 5, 1], [2]
 
 

@@ -140,6 +140,7 @@ class Promises:
         self.config, self.gaps = config, gaps
         self.results: dict[str, Result] = {}
         self.unfit: dict[str, str] = {}  # backends that failed the smoke stage -> the stage
+        self.uncollected: dict[str, None] = {}  # what was said, each once, though every file fails alike
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if mark := item.get_closest_marker("promise"):
@@ -152,6 +153,10 @@ class Promises:
                     item.add_marker(pytest.mark.xfail(reason=gap.reason, strict=False))
                     item.user_properties.append(("gap", gap.reason))
                     break
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.uncollected[str(report.longrepr)] = None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: _group(item) != SMOKE)
@@ -203,6 +208,9 @@ class Promises:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         out, results = terminalreporter, [r for r in self.results.values() if r.status]
+        if self.config.getoption("tbstyle") == "no":  # pytest keeps silent about these as well
+            for said in self.uncollected:
+                out.line(said, red=True)
         if results or lost(self.config):
             out.section("promises kept")
         if results:

@@ -184,11 +184,13 @@ def gaps_told(gaps: Sequence[Gap], results: Sequence[Result]) -> Iterator[Lines]
     for gap in gaps:
         about = [r for r in results if r.status and gap.about(title(r.test))]
         for name in dict.fromkeys(r.backend for r in about):
-            here = [r for r in about if r.backend == name]
-            if still := [r for r in here if r.status == "known"]:
-                yield Lines([f"KNOWN on {name}: {_names(still, NAMED)} ({gap.reason})"], red=False)
-            if closed := [r for r in here if r.status == "kept"]:
-                yield Lines([f"NO LONGER A GAP on {name}: {_names(closed, len(closed))} (line {gap.line})"], red=False)
+            still = [r for r in about if r.backend == name and r.status == "known"]
+            kept = [r for r in about if r.backend == name and r.status == "kept"]
+            if still:
+                others = f"; of line {gap.line}, {len(kept)} more are kept" if kept else ""
+                yield Lines([f"KNOWN on {name}: {_names(still, NAMED)} ({gap.reason}{others})"], red=False)
+            elif kept:
+                yield Lines([f"NO LONGER A GAP on {name}: {_names(kept, NAMED)} (line {gap.line})"], red=False)
         if not about:
             yield Lines([f"Known gaps, line {gap.line}: {gap.pattern!r} is about no promise of this run"], red=False)
 
