@@ -14,6 +14,14 @@ LARGE = ((2, 1, 3, 2), (1, 2, 1, 3, 2), (2, 1, 2, 1, 3, 1), (1, 2, 1, 2, 1, 2, 2
          (1, 2, 1, 1, 2, 1, 2, 1, 2))  # fmt: skip
 
 
+class WrongAnswer(AssertionError):
+    """cause: what is wrong, whatever the arguments were; the report has one block for it."""
+
+    def __init__(self, op: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = f"wrong answer of {op}"
+
+
 def sample(shape: tuple[int, ...], dtype: str = "int32", first: int = 1) -> np.ndarray:
     """1, 2, 3, ... in row-major order (the X of the crate's tests); bool: true where not divisible by 3."""
     x = np.arange(first, first + int(np.prod(shape, dtype=int))).reshape(shape)
@@ -61,7 +69,7 @@ def expect(backend: Any, want: Any, op: str, *args: Any, atol: float = 0.0) -> N
     for g, w in pairs:
         wrong = wrong or difference(backend, np.asarray(backend.get(g)), w, atol)
     if wrong:
-        raise AssertionError(f"{repro(op, *args)} gave {wrong}; NumPy says {short(want)}")
+        raise WrongAnswer(op, f"{repro(op, *args)} gave {wrong}; NumPy says {short(want)}")
 
 
 def difference(backend: Any, got: np.ndarray, want: np.ndarray, atol: float = 0.0) -> str | None:

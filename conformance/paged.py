@@ -75,7 +75,7 @@ class Memory:
         # Loose enough for a library that multiplies float32 with the precision of bfloat16.
         off = np.where(np.isnan(want) & np.isnan(got[:real]), 0, np.abs(got[:real] - want)).max(axis=(1, 2))
         bad = [f"token {t} of {rows}" for t in np.flatnonzero(~(off <= 0.02 * size)) if t >= sick]
-        assert not bad, f"attend differs from slow attention by up to {off[sick:].max():.3g} at {'; '.join(bad[:3])}"
+        assert not bad, f"attend differs from slow attention by up to {off[sick:].max():.3g} ({'; '.join(bad[:3])})"
 
     def attend(self, host: dict[str, np.ndarray], draw: Any, **special: Any) -> tuple[np.ndarray, ...]:
         """Queries, keys and values of the new tokens, made by draw(*shape), and what attention makes of them."""

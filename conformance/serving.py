@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, HibachiError
+from hibachi import AutoregressiveBatchInference, FeedforwardBatchInference, HibachiError, Item
 from hibachi.testing.toys import SumState
 
+PARTS = ["arrays and arithmetic", "paged attention"]  # the groups of promises about what an engine is made of
 PATIENCE = 60.0  # seconds until a test that hangs fails
+LOOK = 0.02  # seconds from one look at a stream to the next, while the engine is waited for
 BLOCK = 8  # positions in a cache block
 
 
@@ -20,6 +23,14 @@ BLOCK = 8  # positions in a cache block
 def toy(kind: Any, backend: Any) -> Any:
     """One model for all tests, so that a library that compiles its step compiles it once."""
     return kind(backend)
+
+
+def raise_error(stream: Any) -> None:
+    """Raise the error of a stream or an item that has ended, if it failed."""
+    if isinstance(stream, Item):
+        stream.result(0)
+    elif stream.error is not None:
+        raise stream.error
 
 
 class Gate:
@@ -39,9 +50,16 @@ class Gate:
             assert self._opened.wait(self._patience), "nobody opened the gate"
         return np.zeros(tokens.shape[0], bool)
 
-    def wait(self) -> None:
-        """Until the engine is held."""
-        assert self._reached.wait(self._patience), "the engine never came to this step"
+    def wait(self, stream: Any) -> None:
+        """Until the engine is held, in a step of this stream or item. Raises its error, if it ends before that."""
+        end = time.monotonic() + self._patience
+        while not self._reached.wait(LOOK):
+            if stream.finish_reason is not None and not self._reached.is_set():
+                raise_error(stream)
+                raise AssertionError(
+                    f"a stream ended with {stream.finish_reason!s} before the engine came to this step"
+                )
+            assert time.monotonic() < end, "the engine never came to this step"
 
     def open(self) -> None:
         self._opened.set()
@@ -93,7 +111,7 @@ class Serving:
         """The gate of a request that leaves with its first token, for which the engine waits."""
         gate = self.gate()
         self._kept.append(engine.run(prompt, max_new_tokens=1, stop=gate))
-        gate.wait()
+        gate.wait(self._kept[-1])
         return gate
 
     def together(self, engine: Any, prompts: Sequence[Any], **options: Any) -> list[Any]:
@@ -124,10 +142,11 @@ class Serving:
     def expect(self, stream: Any, items: Sequence[Any], ending: str = "length") -> None:
         """The stream gives these items and ends so. AssertionError: it does not."""
         got, end = self.read(stream)
-        why = f" ({stream.error})" if stream.error else ""
-        assert (got, end) == (list(items), ending), (
-            f"a stream gave {got} and ended with {end}{why}; expected {list(items)} and {ending}"
-        )
+        if (got, end) != (list(items), ending):
+            why = f" ({stream.error})" if stream.error else ""
+            raise AssertionError(
+                f"a stream gave {got} and ended with {end}{why}; expected {list(items)} and {ending}"
+            ) from stream.error
 
     def close(self) -> None:
         for gate in self._gates:

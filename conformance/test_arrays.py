@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hibachi import State
+from hibachi import Paged, State
 
 from .cases import expect, sample, samples
 
@@ -133,6 +133,19 @@ def test_scatter_rows_named_twice_leaves_the_others_alone(backend):
     x = sample((5, 3), "float32")
     got = backend.get(scattered(backend, x, [0, 3, 0], -x[:3]))
     np.testing.assert_array_equal(got[1:], [x[1], x[2], -x[1], x[4]])
+
+
+def test_write_cache_sets_the_named_positions_and_no_other(backend):
+    """Where a paged cache is laid out as by default: [blocks, block_size, kv_heads, dim]."""
+    for at in ([0], [11, 4, 7], [5, 6, 7, 8]):
+        halves = backend.make_cache(Paged(2, 5, 6), blocks=3, block_size=4, rows=1, dtype="float32")
+        if [tuple(getattr(half, "shape", ())) for half in halves] != [(3, 4, 2, 5), (3, 4, 2, 6)]:
+            return  # the backend's own layout, in which nobody else looks
+        for half, dim in zip(halves, (5, 6), strict=True):
+            rows, want = sample((len(at), 2, dim), "float32"), np.zeros((12, 2, dim), "float32")
+            want[at] = rows
+            got = backend.write_cache(half, backend.put(np.array(at, "int32")), backend.put(rows))
+            matches(backend, got, want.reshape(3, 4, 2, dim))
 
 
 # arithmetic
@@ -300,4 +313,7 @@ def test_free_memory_is_unknown_or_part_of_the_total(backend):
 def test_a_backend_says_its_name_and_the_version_of_its_library(backend):
     assert isinstance(backend.name, str) and backend.name
     versions = backend.versions()
-    assert versions.get("library") and all(isinstance(v, str) for v in versions.values())
+    for key in ("library", "device"):  # both stand in every fingerprint
+        assert versions.get(key), f"versions() has no {key!r}: {versions}"
+    assert all(isinstance(v, str) for v in versions.values())
+    assert versions["library"] in backend.fingerprint()

@@ -4,7 +4,7 @@ import pytest
 
 from .paged import Memory, Row
 
-pytestmark = pytest.mark.promise("paged attention")
+pytestmark = pytest.mark.promise("paged attention", parts=["arrays and arithmetic"])
 
 
 def test_attend_equals_slow_attention_on_a_prompt(backend):

@@ -10,7 +10,9 @@ import pytest
 from hibachi import SamplingParams, StopRule
 from hibachi.testing.toys import Count, Halve, SumLogits, SumTokens, Toy, expected
 
-pytestmark = pytest.mark.promise("continuous batching")
+from .serving import PARTS
+
+pytestmark = pytest.mark.promise("continuous batching", parts=PARTS)
 
 PROMPTS = [1, 2], [3, 3, 1, 5, 8], [6], [2, 5, 1]
 FRAMES = [[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1]], [[0, 2, 6], [3, 1, 5]]  # tokens of three codes
@@ -47,7 +49,7 @@ def join(serve, first, second):
             model = kind(serve.backend)
             engine, gate = serve(model, padding_token=padding), serve.gate(step=3)
             running = engine.run(first, max_new_tokens=6, stop=gate)
-            gate.wait()
+            gate.wait(running)
             joiner = engine.run(second, max_new_tokens=4)
             gate.open()
             serve.expect(running, expected(first, 6))
@@ -194,7 +196,7 @@ def test_the_engine_counts_what_waits_and_runs(serve):
     engine = serve(Count(serve.backend), max_batch_size=2)
     gate = serve.gate(step=2)
     first = engine.run(np.full((3, 10), 5), max_new_tokens=4, stop=gate)
-    gate.wait()
+    gate.wait(first)
     others = [engine.run(np.full((n, 10), 5), max_new_tokens=2) for n in (1, 2)]
     stats = engine.stats()
     assert (stats.running, stats.prompt_tokens, stats.new_tokens, stats.finished) == (1, 3, 1, 0)
@@ -213,7 +215,7 @@ def test_a_cancelled_request_gives_its_row_to_the_next(serve):
         engine = serve(model, max_batch_size=1)
         gate = serve.gate(step=2)
         running = engine.run([1, 2], stop=gate)
-        gate.wait()
+        gate.wait(running)
         waiting = engine.run([6], max_new_tokens=3)
         running.close()
         gate.open()
@@ -503,7 +505,7 @@ def doubled(serve, items, **options):
     model = Double(serve.gate())
     engine = serve.single(model, **options)
     first = engine.run(np.zeros(1))
-    model.gate.wait()
+    model.gate.wait(first)
     results = [engine.run(item) for item in items]
     model.gate.open()
     assert serve.host(first.result(serve.patience)) == [0.0]

@@ -13,9 +13,9 @@ import pytest
 from hibachi import PromptTooLong, Terms
 from hibachi.testing.toys import SURE, VOCAB, SumBoth, SumFrames, SumPaged, SumState, expected, one_hot
 
-from .serving import BLOCK
+from .serving import BLOCK, PARTS
 
-pytestmark = pytest.mark.promise("paged and recurrent cache")
+pytestmark = pytest.mark.promise("paged and recurrent cache", parts=PARTS)
 
 LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # sum 61
 PROMPTS = [1, 2], LONG, [6], [*LONG[:5], 8], [2, 5, 1]
@@ -34,7 +34,7 @@ def held_at(serve, engine, prompt, step, **options):
     """A request, and the gate that holds the engine in this step of it."""
     gate = serve.gate(step)
     stream = engine.run(prompt, stop=gate, **options)
-    gate.wait()
+    gate.wait(stream)
     return stream, gate
 
 
@@ -245,7 +245,7 @@ def cancel_within_the_prompt(serve, kind, prompt):
     other = engine.run([6], max_new_tokens=4, stop=second)
     given_up = engine.run(prompt, max_new_tokens=3)
     first.open()
-    second.wait()
+    second.wait(other)
     given_up.close()
     short, long = (engine.run(each, max_new_tokens=3) for each in ([1, 2], LONG))
     second.open()

@@ -14,7 +14,7 @@ from hibachi import Paged, StepInputs
 
 from .paged import Row, step_inputs
 
-pytestmark = pytest.mark.promise("the same bits in every batch")
+pytestmark = pytest.mark.promise("the same bits in every batch", parts=["arrays and arithmetic"])
 
 COMPANY = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 16, 17, 31, 33, 64, 70)
 FEW = (1, 3, 8)  # where every number of rows is compiled

@@ -21,10 +21,11 @@ from hibachi import (
 )
 from hibachi.testing.toys import Count, Halve, SumLogits, SumTokens, expected
 
-pytestmark = pytest.mark.promise("faults stay alone")
+from .serving import PARTS
 
-PAD = 7
-POISON = 0  # the sums of these prompts never lead to it
+pytestmark = pytest.mark.promise("faults stay alone", parts=PARTS)
+
+PAD, POISON = 7, 0  # the sums of these prompts never lead to POISON
 PROMPTS = [1, 2], [3, 3, 1, 5, 8], [6], [2, 5, 1], [8, 5], [1, 2, 5], [5, 1, 1, 5, 1], [2]
 
 
@@ -261,7 +262,7 @@ def test_an_engine_that_fails_tells_every_stream(serve):
     engine = serve(model, max_batch_size=1)
     gate = serve.gate(step=2)
     running = engine.run([1], stop=gate)
-    gate.wait()
+    gate.wait(running)
     waiting = engine.run([5])
     model.spoil = lambda out: abort(serve.backend.get(out))
     serve.backend.fatal = lambda error: isinstance(error, Abort)
@@ -369,7 +370,7 @@ def test_whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody(serve):
         first, second = serve.hold(engine, [0]), serve.gate(step=2)
         other, held = engine.run([40], max_new_tokens=6, stop=second), [engine.run([10])]
         first.open()
-        second.wait()
+        second.wait(other)
         leave(held)
         waiting = engine.run([20], max_new_tokens=3)
         second.open()
@@ -400,7 +401,7 @@ def test_a_bad_prompt_is_refused_at_the_call_and_touches_nobody(serve):
         engine = serve(kind(serve.backend), padding_token=PAD)
         gate = serve.gate(step=2)
         running = engine.run([1, 2], max_new_tokens=4, stop=gate)
-        gate.wait()
+        gate.wait(running)
         for prompt in (*anywhere, *more):
             refuses(InvalidRequest, engine.run, prompt, max_new_tokens=2)
         for n in (64, 65, 1000):
@@ -549,7 +550,7 @@ def divided(serve, model, inputs):
     """The items of inputs that queued while the model computed a first one, and the engine."""
     engine = serve.single(model, max_batch_size=8)
     first = engine.run(np.ones(1, "float32"))
-    model.gate.wait()
+    model.gate.wait(first)
     items = [engine.run(np.array(x, "float32")) for x in inputs]
     model.gate.open()
     assert endings(serve, [first]) == [[1.0]]
@@ -590,7 +591,7 @@ def test_a_single_input_may_be_cancelled_and_closing_ends_the_others(serve):
     model = Divide(serve)
     engine = serve.single(model, max_batch_size=1)
     first, given_up, waiting = (engine.run(np.full(1, n, "float32")) for n in (1, 2, 4))
-    model.gate.wait()
+    model.gate.wait(first)
     given_up.cancel()
     model.gate.open()
     assert endings(serve, [first, given_up, waiting]) == [[1.0], RequestError, [0.25]]
@@ -605,6 +606,6 @@ def test_a_single_input_may_be_cancelled_and_closing_ends_the_others(serve):
     model.spoil = close
     engine = serve.single(model, max_batch_size=1)
     items = [engine.run(np.full(1, n, "float32")) for n in (2, 4)]
-    model.gate.wait()
+    model.gate.wait(items[0])
     model.gate.open()
     assert endings(serve, items) == [[0.5], EngineClosed]

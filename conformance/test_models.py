@@ -8,9 +8,9 @@ import pytest
 from hibachi import ConfigError, SamplingParams
 from hibachi.testing.toys import Count, SumLogits, SumPaged, SumTokens, TinyDecoder, Toy, expected, tiny_weights
 
-from .serving import toy
+from .serving import PARTS, toy
 
-pytestmark = pytest.mark.promise("models")
+pytestmark = pytest.mark.promise("models", parts=PARTS)
 
 
 # the ladder

@@ -9,9 +9,9 @@ import pytest
 from hibachi import SamplingParams
 from hibachi.testing.toys import SURE, VOCAB, SumLogits, SumPaged, Toy, expected
 
-from .serving import toy
+from .serving import PARTS, toy
 
-pytestmark = pytest.mark.promise("sampling")
+pytestmark = pytest.mark.promise("sampling", parts=PARTS)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 # Tenths of the numbers 2 to 13 (the first token comes at position 2) of the SplitMix64 generators with these seeds.
@@ -43,8 +43,9 @@ TWO = [-1.0, -1.0, -1.0, 2.0, -1.0, 2.0, -1.0, -1.0]  # tokens 3 and 5 have 87 p
 
 def drawn(serve, engine, n, prompt=(1, 2), **params):
     """n tokens, sampled."""
-    items, ending = serve.read(engine.run(list(prompt), SamplingParams(max_tokens=n, **params)))
-    assert ending == "length", f"it ended with {ending}"
+    items, ending = serve.read(stream := engine.run(list(prompt), SamplingParams(max_tokens=n, **params)))
+    if ending != "length":
+        raise AssertionError(f"it ended with {ending}") from stream.error
     return items
 
 

@@ -18,4 +18,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         args.parser.error(suite.VERIFY)
-    return suite.main([*(f"--backend={name}" for name in args.backend), *args.rest])
+    return suite.main([*suite.words(args), *args.rest])

@@ -1,10 +1,12 @@
-"""The fixture `backend`, one test run per backend, and the table of promises kept."""
+"""The fixture `backend`, one test run per backend, and the report of promises kept."""
 
 from __future__ import annotations
 
-import textwrap
+import argparse
+import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,19 @@ import pytest
 from hibachi.errors import HibachiError
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import available, known, resolve, why_missing
+from hibachi.testing.causes import cause_of, places
+from hibachi.testing.gaps import Gap, read_gaps
+from hibachi.testing.journal import Journal, Replay, facts
+from hibachi.testing.report import Result, as_json, facts_of, gaps_told, table, told
 
 BACKENDS = pytest.StashKey[dict[str, ArrayBackend]]()
-WIDTH = 80
+JOURNAL = pytest.StashKey[Journal]()
+SMOKE = "smoke"  # the group whose promises come first: where one is broken, the rest of the backend is not run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("hibachi").addoption(
+    group = parser.getgroup("hibachi")
+    group.addoption(
         "--backend",
         action="append",
         default=[],
@@ -26,12 +34,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend to test: a registered name, package:object, or an array-API module; repeatable. "
         "Default: those of the ini option `hibachi_backends`, or every registered backend that loads.",
     )
+    group.addoption("--no-smoke", action="store_true", help="run everything, also where the smoke stage fails")
+    group.addoption("--known-gaps", metavar="FILE", help="promises that need not be kept: `name or glob # reason`")
+    group.addoption(
+        "--json", metavar="FILE", help="write what became of each promise as JSON; -: at the end of the run"
+    )
+    group.addoption("--hibachi-journal", metavar="FOLDER", help=argparse.SUPPRESS)  # see `watch`
     parser.addini("hibachi_backends", "backends to test unless --backend names others", type="args")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "promise(group): a promise of the conformance suite; one row per group")
-    config.pluginmanager.register(Promises(config))
+    config.addinivalue_line(
+        "markers",
+        "promise(group, parts=(), look=''): a promise of the conformance suite; one row per group. parts: groups about "
+        "what this one is made of. look: what to look at if it is broken, of the group 'smoke'",
+    )
+    try:
+        gaps = read_gaps(Path(file)) if (file := config.getoption("known_gaps")) else []
+    except HibachiError as e:
+        raise pytest.UsageError(str(e)) from None
+    folder = config.getoption("hibachi_journal")
+    if folder and not hasattr(config, "workerinput") and not config.getoption("numprocesses", None):
+        journal = config.stash[JOURNAL] = Journal(config, Path(folder))
+        config.pluginmanager.register(journal, "hibachi-journal")
+        config.pluginmanager.register(Replay(journal))
+    config.pluginmanager.register(Promises(config, gaps))
     if config.getoption("backend"):
         try:
             backends(config)
@@ -40,11 +67,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def backends(config: pytest.Config) -> dict[str, ArrayBackend]:
-    """The backends of this run by the name they were asked for; loaded when a test wants them, not before."""
+    """The backends of this run by the name they were asked for; loaded when a test wants them, not before.
+
+    Not those that an earlier process could not load, see `lost`.
+    """
     if BACKENDS not in config.stash:
         asked = config.getoption("backend") or config.getini("hibachi_backends") or available()
-        config.stash[BACKENDS] = {name: resolve(name) for name in asked}
+        journal = config.stash.get(JOURNAL, None)
+        found: dict[str, ArrayBackend] = {}
+        for name in asked:
+            if journal is not None:
+                if name in journal.lost:
+                    continue
+                journal.loading(name)
+            found[name] = resolve(name)
+        if journal is not None:
+            journal.write(own={name: places(backend) for name, backend in found.items()})
+            journal.loaded()
+        config.stash[BACKENDS] = found
     return config.stash[BACKENDS]
+
+
+def lost(config: pytest.Config) -> dict[str, str]:
+    """{backend: what became of the process that loaded it}."""
+    journal = config.stash.get(JOURNAL, None)
+    return {} if journal is None else {name: _lost(line) for name, line in journal.lost.items()}
+
+
+def _lost(line: dict[str, Any]) -> str:
+    return f"{line['how'].upper()} while it was loaded: {line['text']}" + "".join(
+        f", at {at}" for at in line["where"][:1]
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -52,7 +105,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     found = backends(metafunc.config)
-    if not found:
+    if not found and not lost(metafunc.config):
         why = " ".join(str(why_missing(name)) for name in known()) or "None is registered: is hibachi installed?"
         raise pytest.Collector.CollectError(f"No backend loads. {why}")
     metafunc.parametrize("backend", list(found.values()), ids=list(found), indirect=True)
@@ -69,80 +122,122 @@ def describe(config: pytest.Config) -> Iterator[str]:
     """One line per backend in use: its library and version."""
     found = config.stash.get(BACKENDS, {})
     for name, backend in found.items():
-        yield f"{name:{max(map(len, found))}}  {', '.join(getattr(backend, 'versions', dict)().values())}"
+        yield f"{name:{max(map(len, found))}}  {', '.join(facts_of(backend).values())}"
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    return [f"backend {line}" for line in describe(config)]
+    journal = config.stash.get(JOURNAL, None)
+    return [] if journal is not None and journal.resumed else [f"backend {line}" for line in describe(config)]
 
 
 class Promises:
-    """Counts the promises kept and broken, and prints them."""
+    """Notes the promises kept and broken, and reports them.
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.kept: dict[tuple[str, str], dict[str, bool]] = defaultdict(dict)  # (group, backend) -> {test: kept}
-        self.broken: list[tuple[str, str, str]] = []  # backend, test, why
-        self.skipped: set[str] = set()
+    gaps: promises that are known not to be kept; they are run, and do not fail.
+    """
+
+    def __init__(self, config: pytest.Config, gaps: list[Gap]) -> None:
+        self.config, self.gaps = config, gaps
+        self.results: dict[str, Result] = {}
+        self.unfit: dict[str, str] = {}  # backends that failed the smoke stage -> the stage
+        self.uncollected: dict[str, None] = {}  # what was said, each once, though every file fails alike
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if mark := item.get_closest_marker("promise"):
-            used = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+            used = _backend_of(item)
             names = [name for name, backend in self.config.stash.get(BACKENDS, {}).items() if backend is used]
-            item.user_properties.append(("promise", (mark.args[0], names[0] if names else "any")))
+            about = {"group": mark.args[0], "backend": names[0] if names else "any", **mark.kwargs}
+            item.user_properties.append(("promise", about))
+            for gap in self.gaps:
+                if gap.about(item.name.split("[")[0]):
+                    item.add_marker(pytest.mark.xfail(reason=gap.reason, strict=False))
+                    item.user_properties.append(("gap", gap.reason))
+                    break
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.uncollected[str(report.longrepr)] = None
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: _group(item) != SMOKE)
+        if lost(self.config) and not self.config.stash.get(BACKENDS, {}):
+            items.clear()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        name = facts(item).get("promise", {}).get("backend")
+        if (stage := self.unfit.get(name)) and not self.config.getoption("no_smoke"):
+            why = f"{name} fails in the smoke stage: {stage}"
+            item.user_properties.append(("unrun", why))
+            pytest.skip(why)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.excinfo is not None and (report.failed or hasattr(report, "wasxfail")) and _group(item) is not None:
+            used = _backend_of(item)
+            cause = cause_of(call.excinfo.value, [] if used is None else places(used))
+            report.user_properties.append(("cause", list(cause)))
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return ("not run", "", "") if report.skipped and "unrun" in facts(report) else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        named: Any = dict(report.user_properties).get(
-            "promise"
-        )  # (group, backend), as a list where it crossed processes
-        group: tuple[str, str] | None = None if named is None else (named[0], named[1])
-        if report.skipped:
-            self.skipped.add(report.nodeid)
-        if group is None or report.nodeid in self.skipped:
-            if group is not None:
-                self.kept.get(group, {}).pop(report.nodeid, None)  # that its setup passed means nothing
+        about = facts(report).get("promise")
+        if about is None:
             return
-        tests = self.kept[group]
-        tests[report.nodeid] = tests.get(report.nodeid, True) and report.passed
-        if report.failed:
-            self.broken.append((group[1], report.nodeid, reason(report)))
+        result = self.results.setdefault(report.nodeid, Result(report.nodeid, **about))
+        result.take(report)
+        if result.group == SMOKE and result.status in ("broken", "hung", "crashed"):
+            self.unfit.setdefault(result.backend, result.title)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if lost(self.config) and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if (file := self.config.getoption("json")) and file != "-" and not hasattr(self.config, "workerinput"):
+            Path(file).write_text(self._json() + "\n", encoding="utf-8")
+
+    def _json(self) -> str:
+        found = self.config.stash.get(BACKENDS, None)
+        return json.dumps(as_json(list(self.results.values()), found or {}, lost(self.config)), indent=1)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if not self.kept:
-            return
-        out = terminalreporter
-        out.section("promises kept")
-        for line in table(self.kept):
-            out.line(line)
-        for name, test, why in self.broken:
+        out, results = terminalreporter, [r for r in self.results.values() if r.status]
+        if self.config.getoption("tbstyle") == "no":  # pytest keeps silent about these as well
+            for said in self.uncollected:
+                out.line(said, red=True)
+        if results or lost(self.config):
+            out.section("promises kept")
+        if results:
+            kept: dict[tuple[str, str], list[str]] = defaultdict(list)
+            for r in results:
+                kept[r.group, r.backend].append(r.status)
+            for line in table(kept):
+                out.line(line)
+        for name, why in lost(self.config).items():
             out.line("")
-            out.line(f"BROKEN on {name}: {title(test)}", red=True)
-            out.line(textwrap.fill(why, WIDTH, max_lines=4, initial_indent="  ", subsequent_indent="  "))
-            out.line(f"  {test}")
+            out.line(f"LOST {name}: {why}", red=True)
+        names = dict.fromkeys(r.backend for r in results)
+        blocks = [block for name in names for block in told([r for r in results if r.backend == name], SMOKE)]
+        for block in [*blocks, *gaps_told(self.gaps, results)]:
+            out.line("")
+            out.line(block.lines[0], red=block.red)
+            for line in block.lines[1:]:
+                out.line(line)
+        if self.config.getoption("json") == "-":
+            out.line(self._json())
 
 
-def title(test: str) -> str:
-    """conformance/test_x.py::test_pop_removes_one[numpy] -> pop removes one"""
-    return test.split("::")[-1].split("[")[0].removeprefix("test_").replace("_", " ")
+def _backend_of(item: pytest.Item) -> ArrayBackend | None:
+    callspec: Any = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("backend")
 
 
-def reason(report: pytest.TestReport) -> str:
-    """First line of what the failing test said."""
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr).removeprefix("AssertionError: ").strip().split("\n")[0]
-
-
-def table(kept: dict[tuple[str, str], dict[str, bool]]) -> Iterator[str]:
-    """A row per group, a column per backend, no wider than a terminal: many backends make several tables."""
-    groups = list(dict.fromkeys(group for group, _ in kept))
-    names = list(dict.fromkeys(name for _, name in kept))
-    label, cell = max(map(len, groups)), max(8, *map(len, names))
-    columns = max(1, (WIDTH - label) // (cell + 2))
-    for first in range(0, len(names), columns):
-        some = names[first : first + columns]
-        yield ""
-        yield " " * label + "".join(f"  {name:>{cell}}" for name in some)
-        for group in groups:
-            counts = [list(kept.get((group, name), {}).values()) for name in some]
-            cells = [f"{sum(c)}/{len(c)}" if c else "-" for c in counts]
-            yield f"{group:{label}}" + "".join(f"  {text:>{cell}}" for text in cells)
+def _group(item: pytest.Item) -> str | None:
+    found: str | None = facts(item).get("promise", {}).get("group")
+    return found

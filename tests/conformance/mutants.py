@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from conformance.serving import Serving
 from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend
 from hibachi.shapes import CallShapes
 
@@ -371,6 +372,34 @@ ARRAYS = [
            compile=lambda b, fn, donate=(): lambda memory, x: (memory, x)),
     broken("free_memory_is_unknown_or_part_of_the_total", "names the total first", memory=lambda b: (2, 1)),
     broken("a_backend_says_its_name_and_the_version_of_its_library", "says nothing", versions=lambda b: {}),
+    broken("a_backend_says_its_name_and_the_version_of_its_library", "names no device",
+           versions=lambda b: {"library": "numpy 2"}),
+    broken("write_cache_sets_the_named_positions_and_no_other", "drops the last one",
+           write_cache=lambda b, cache, slot, rows: b.write_cache(cache, slot[:-1], rows[:-1])),
+    broken("write_cache_sets_the_named_positions_and_no_other", "writes to block 0 only",
+           write_cache=lambda b, cache, slot, rows: b.write_cache(cache, slot % cache.shape[1], rows)),
+]  # fmt: skip
+
+
+# ---- the first stage ---------------------------------------------------------------------------------------
+
+
+def stage(promise: str, breaks: str, **operations: Any) -> Mutant:
+    """As `broken`, also for what is tried on an engine."""
+    mutant = broken(promise, breaks, **operations)
+    return mutant._replace(fixtures={**mutant.fixtures, "serve": Serving(mutant.fixtures["backend"])})
+
+
+SMOKE = [
+    stage("an_array_can_be_put", "gives lists", put=lambda b, a, dtype=None: a.tolist()),
+    stage("it_comes_back", "comes back from the end", get=lambda b, t: b.get(t)[::-1]),
+    stage("it_comes_back", "comes back as a list", get=lambda b, t: t.tolist()),
+    stage("a_model_computes_an_input", "cannot copy", copy=never),
+    stage("a_model_computes_an_input", "gives lists", copy=lambda b, t: t.tolist()),
+    stage("an_engine_takes_a_step_at_level_0", "cannot copy", copy=never),
+    stage("an_engine_takes_a_step_at_level_1", "cannot draw", fetch=never),
+    stage("an_engine_takes_a_step_at_level_2", "cannot attend", attend=never),
+    stage("an_engine_takes_a_step_at_level_2", "has no cache", make_cache=never),
 ]  # fmt: skip
 
 
@@ -508,4 +537,4 @@ KERNELS = [
             attend=lambda _, *args, **special: NumpyBackend().attend(*args, **special)),
 ]  # fmt: skip
 
-MUTANTS = [*OPERATIONS, *REFUSALS, *ARRAYS, *ATTENTION, *KERNELS]
+MUTANTS = [*OPERATIONS, *REFUSALS, *ARRAYS, *SMOKE, *ATTENTION, *KERNELS]
