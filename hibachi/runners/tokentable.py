@@ -168,7 +168,7 @@ class TokenTable:
 
     def window(self, rows: Any, lengths: Any, width: int) -> HostArray:
         """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them."""
-        if not (self._long and self._before[rows].any()):
+        if width <= self.width and not (self._long and self._before[rows].any()):
             out: HostArray = self.values[rows, :width]
             for i in np.flatnonzero(lengths != width).tolist():
                 out[i, width - lengths[i] :] = self.values[rows[i], : lengths[i]]

@@ -22,6 +22,7 @@ BASE = 8  # rows of a call that others are compared with
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 FIRST = 13, 45  # tokens of the longest row of the first trials
 MOST_ROWS = 32  # texts of a trial
+MOST_TOKENS = 2**15  # of a call that is tried: others wait meanwhile. Longer rows are alone
 
 Ask = Callable[[list[HostArray], int, int], HostArray]
 """(prompts [length, *tok], width, rows) -> an output [n, ...] for each prompt, from one call with so many rows."""
@@ -64,7 +65,11 @@ class Trials:
     def _try(self, width: int) -> Traceless | None:
         """None: even in calls of one shape, a row's bits depend on the others."""
         base = self._rows if self._one else min(BASE, self._rows)
-        sizes = [base] if self._one else [n for n in SIZES if n <= self._rows or n == base]
+        if base * width > MOST_TOKENS:
+            return Traceless((1,), False)
+        sizes = [base]
+        if not self._one:
+            sizes = sorted({base, *(n for n in SIZES if n <= self._rows and n * width <= MOST_TOKENS)})
         padded, joined = self._grouping.padded, [w for w, known in self._known.items() if known.joined and w < width]
         texts = self._texts(width, min(2 * max(sizes[-1], base), MOST_ROWS), [*joined, width])
         want = self._outputs(texts, width, base, 0)

@@ -112,6 +112,7 @@ class WholeRunner(BaseRunner):
 
     def _asked_for(self, prompts: list[HostArray], width: int, rows: int, *, padding: HostArray | None) -> HostArray:
         """An output for each prompt, from one call: see `Ask`."""
+        self.tally.compiles = True  # it may take as long as that does
         lengths = np.array([len(p) for p in prompts] + [len(prompts[-1])] * (rows - len(prompts)), np.int32)
         batch = np.empty((rows, width, *prompts[0].shape[1:]), prompts[0].dtype)
         for i, n in enumerate(lengths.tolist()):

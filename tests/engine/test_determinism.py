@@ -161,22 +161,32 @@ def test_padding_that_is_not_finite_reaches_nobody():
     assert said[0] == said[1]
 
 
-def test_models_without_a_cache_are_shown_one_row_at_a_time():
-    class Sizes:
-        max_model_len = 20
-        seen: list[int] = []  # noqa: RUF012
+class Seen:
+    """Level 0. mixes: the rows of a call change each other, though not the tokens of the test."""
 
-        def forward(self, tokens):
-            self.seen.append(len(tokens))
-            return tokens[:, -1] + 1
+    max_model_len = 20
 
-    for deterministic, most in ((True, 1), (None, 3)):
-        Sizes.seen.clear()
-        with AutoregressiveBatchInference(Sizes(), deterministic=deterministic) as e:
-            streams = [e.run(np.array([[1], [2]]), max_new_tokens=5) for _ in range(3)]
-            assert [[int(t[0]) for t in s.collect()] for s in streams] == [[3, 4, 5, 6, 7]] * 3
-            assert e.deterministic is bool(deterministic) and e.selfcheck() == 0
-        assert max(Sizes.seen) == most or (most > 1 and max(Sizes.seen) > 1)
+    def __init__(self, mixes):
+        self.mixes, self.seen = mixes, []
+
+    def forward(self, tokens):
+        self.seen.append(len(tokens))
+        out = tokens[:, -1] + 1.0
+        return out + 1e-12 * tokens.sum() if self.mixes and len(tokens) > 1 else out
+
+
+@pytest.mark.parametrize(
+    "mixes, deterministic, most", [(False, True, 3), (True, True, 1), (False, None, 3), (True, False, 3)]
+)
+def test_models_without_a_cache_share_calls_where_that_leaves_no_trace(mixes, deterministic, most):
+    model = Seen(mixes)
+    with AutoregressiveBatchInference(model, deterministic=deterministic, max_batch_size=3) as e:
+        e.run(np.array([[0.0], [2.0]]), max_new_tokens=2).collect()
+        model.seen.clear()
+        streams = [e.run(np.array([[1.0], [2.0]]), max_new_tokens=12) for _ in range(3)]
+        assert [[round(float(t[0])) for t in s.collect()] for s in streams] == [[*range(3, 15)]] * 3
+        assert e.deterministic is bool(deterministic)
+    assert max(model.seen) == most
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
