@@ -164,7 +164,7 @@ def test_padding_that_is_not_finite_reaches_nobody():
 class Seen:
     """Level 0. mixes: the rows of a call change each other, though not the tokens of the test."""
 
-    max_model_len = 20
+    max_model_len = 16
 
     def __init__(self, mixes):
         self.mixes, self.seen = mixes, []
