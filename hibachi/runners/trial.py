@@ -100,13 +100,15 @@ class Trials:
         return back
 
     def _texts(self, width: int, n: int, widths: list[int]) -> list[HostArray]:
-        """n rows, each another, out of prompts, repeated and shifted; of several lengths if they may be padded."""
+        """n rows out of prompts, repeated and shifted, or their tokens in any order; of several lengths if padded."""
         random, texts, grouping = np.random.default_rng(width), [], self._grouping
         for i in range(n):
             own = width
             if grouping.padded and i % 3:
                 own = int(random.integers(1, min(widths[i % len(widths)], grouping.longest) + 1))
             prompt = np.roll(self._prompts[i % len(self._prompts)], -(i // len(self._prompts)), axis=0)
+            if i % 2:
+                prompt = prompt[random.integers(0, len(prompt), own)]
             texts.append(np.resize(prompt, (own, *prompt.shape[1:])))
         return texts
 
