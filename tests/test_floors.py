@@ -15,7 +15,7 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request options installed shapes tensor plan decode model streams"
+BELOW_ENGINE = "errors request options installed named shapes tensor plan decode model streams"
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
@@ -34,7 +34,10 @@ RULES = {
     "hibachi/options.py": Rule("errors", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),
-    "hibachi/tensor": Rule("errors installed shapes tensor", third_party="numpy array_api_compat typing_extensions"),
+    "hibachi/named.py": Rule("errors", third_party=""),
+    "hibachi/tensor": Rule(
+        "errors installed named shapes tensor", third_party="numpy array_api_compat typing_extensions"
+    ),
     "hibachi/plan": Rule(
         "errors request installed shapes plan",
         not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",

@@ -33,9 +33,10 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
-from hibachi.lm.named import is_named, model_named
+from hibachi.lm.named import model_named
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
+from hibachi.named import is_named
 from hibachi.sim.plot import check_format, seconds
 
 _WORDS = {

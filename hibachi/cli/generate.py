@@ -14,7 +14,8 @@ from hibachi.cli.options import model_arguments, open_model, sampling, sampling_
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import InvalidRequest
-from hibachi.lm.named import is_named, model_named
+from hibachi.lm.named import model_named
+from hibachi.named import is_named
 from hibachi.request import SamplingParams
 
 

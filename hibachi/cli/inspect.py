@@ -13,10 +13,11 @@ import math
 from typing import Any
 
 from hibachi.engine.build import level_of
-from hibachi.lm.named import is_named, model_named, place
+from hibachi.lm.named import model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
+from hibachi.named import is_named, place
 from hibachi.tensor.discover import known, load, why_missing
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import ConfigError, HibachiError
-from hibachi.lm.named import is_named, model_named, object_named
+from hibachi.lm.named import model_named
 from hibachi.model.registry import load_model
+from hibachi.named import is_named, object_named
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.verify.report import verify

@@ -26,10 +26,10 @@ def check_ids(prompt: HostArray, vocab: int) -> None:
         )
 
 
-def checked(request: Request, prompt: HostArray, facts: Facts) -> Request:
+def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     """The request with its prompt, its parameters and its limit of new tokens as the engine takes them.
 
-    prompt: [n, *token] on the host, of the engine's kind; zeros, where embeddings are given. Raises InvalidRequest,
+    prompt: [n, *token], as its runner wants it; zeros, where embeddings are given. Raises InvalidRequest,
     PromptTooLong or UnsupportedOperation.
     """
     params, limit, vocab = request.params, request.max_new_tokens, facts.vocab_size
@@ -54,7 +54,7 @@ def checked(request: Request, prompt: HostArray, facts: Facts) -> Request:
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
     limit = None if limit is None else int(limit)
-    facts.limits.fit(len(prompt), limit)
+    facts.limits.fit(n, limit)
     return replace(request, prompt=prompt, params=params, max_new_tokens=limit, terms=as_terms(request.terms))
 
 

@@ -305,11 +305,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             embeds = embeddings(given, prompt, size, type(self.model).__name__)
             prompt = np.zeros(len(embeds), np.int32)  # no tokens, but as many positions
         built = self._ready(prompt)
-        host, kind = built.prompts.taken(prompt)
+        host, kind, n = built.prompts.taken(prompt)
         fitted = built.prompts.fitted(kind)
-        request, now = checked(request, host, built.facts), time.monotonic()
+        request, now = checked(request, host, n, built.facts), time.monotonic()
         params, terms = request.params, request.terms
-        seq = Seq(len(host), request.max_new_tokens, priority=terms.priority, tenant=terms.tenant)
+        seq = Seq(n, request.max_new_tokens, priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         scored = params is not None and params.prompt_logprobs is not None

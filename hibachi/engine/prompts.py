@@ -35,8 +35,8 @@ class Prompts(Protocol):
 
     kind: Kind | None
 
-    def taken(self, prompt: Any) -> tuple[Any, Kind]:
-        """A copy of a prompt [n, *tok], n >= 1, where its runner wants it, and its kind. Raises InvalidRequest."""
+    def taken(self, prompt: Any) -> tuple[Any, Kind, int]:
+        """A copy of a prompt [n, *tok], n >= 1, where its runner wants it, its kind, and n. Raises InvalidRequest."""
         ...
 
     def fitted(self, kind: Kind) -> Fitted:
@@ -73,7 +73,7 @@ class HostPrompts:
         if self.kind is not None:
             self.fitted(self.kind)
 
-    def taken(self, prompt: Any) -> tuple[HostArray, Kind]:
+    def taken(self, prompt: Any) -> tuple[HostArray, Kind, int]:
         host = self.host(prompt)
         if host.ndim == 0:
             raise InvalidRequest(
@@ -104,7 +104,7 @@ class HostPrompts:
                     f"The tokens are {own.dtype} here, which cannot hold {value}, token {i} of the prompt. Send "
                     f"smaller numbers, or take a token= or a backend of a wider dtype."
                 )
-        return tokens, own
+        return tokens, own, len(tokens)
 
     def _kept(self, dtype: Any) -> Any:
         """What the library makes of a dtype: some have no integers of 64 bits."""
@@ -176,7 +176,7 @@ class NinePrompts:
             self.kind = Kind(self._shape(token, "token"), _dtype(token))
             self.fitted(self.kind)
 
-    def taken(self, prompt: Any) -> tuple[Any, Kind]:
+    def taken(self, prompt: Any) -> tuple[Any, Kind, int]:
         shape = self._shape(prompt, "prompt")
         if not shape or not shape[0]:
             raise InvalidRequest(
@@ -189,7 +189,7 @@ class NinePrompts:
                 f"{kind.shape} and {kind.dtype}. A prompt is one sequence, without a dimension for the batch."
             )
         try:
-            return self._ops.repeat(prompt, BATCH_DIM, 1), kind  # a copy: the caller's may change
+            return self._ops.repeat(prompt, BATCH_DIM, 1), kind, shape[0]  # a copy: the caller's may change
         except Exception as e:
             raise InvalidRequest(f"A prompt must be an array of {self._name}; its copy failed: {text_of(e)}.") from e
 

@@ -9,10 +9,11 @@ from hibachi.engine.build import level_of
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError
 from hibachi.lm.llm import LLM
-from hibachi.lm.named import is_named, model_named
+from hibachi.lm.named import model_named
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
+from hibachi.named import is_named
 from hibachi.options import check_options
 from hibachi.request import SamplingParams
 from hibachi.tensor.discover import resolve
@@ -22,7 +23,7 @@ _OF_FILES = ("device", "quantization", "autotune", "deterministic")
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:
-    """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.lm.named`)."""
+    """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.named`)."""
     return OwnTexts(model, **options) if is_own(model) else LLM(model, **options)
 
 

@@ -322,7 +322,7 @@ class RemoteEngine(Closing):
             if prompt.ndim != 1 or not len(prompt):
                 raise InvalidRequest(f"A prompt must hold at least one token id; got shape {prompt.shape}.")
             check_ids(prompt, facts.vocab_size or MOST_IDS)
-        sent = checked(request, prompt, facts)
+        sent = checked(request, prompt, len(prompt), facts)
         sent = replace(sent, prompt=None if embeds is not None else prompt, embeds=embeds)
         return PackedRequest(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
 

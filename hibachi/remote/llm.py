@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Unpack
 
 from hibachi.errors import ConfigError
-from hibachi.lm.named import look_here
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import pooling_of
+from hibachi.named import look_here
 from hibachi.options import check_options
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Pooling, SamplingParams

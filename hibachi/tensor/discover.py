@@ -10,6 +10,7 @@ from typing import Any
 
 from hibachi.errors import BackendNotFound, BackendNotInstalled, ConfigError, HibachiError
 from hibachi.installed import entry_points
+from hibachi.named import object_named
 from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.backends"
@@ -50,12 +51,18 @@ def load(name: str, *, device: Any = None) -> ArrayBackend:
 
 def _start(name: str, make: Any, device: Any) -> ArrayBackend:
     """The backend that `make(device=device)` returns; `make()` without a device."""
+    backend = _made(name, make, device)
+    if isinstance(backend, ArrayBackend):
+        return backend
+    raise BackendNotFound(f"{name!r} must give a hibachi.ArrayBackend; got {type(backend).__qualname__}.")
+
+
+def _made(name: str, make: Any, device: Any) -> Any:
     try:
         backend = make() if device is None else make(device=device)
-        if isinstance(backend, ArrayBackend):
-            if device is not None:
-                backend.zeros((1,), "float32")  # some libraries look for a device when they first use it
-            return backend
+        if isinstance(backend, ArrayBackend) and device is not None:
+            backend.zeros((1,), "float32")  # some libraries look for a device when they first use it
+        return backend
     except HibachiError:
         raise
     except Exception as e:
@@ -64,7 +71,6 @@ def _start(name: str, make: Any, device: Any) -> ArrayBackend:
             f"Backend {name!r} does not start{where}: {type(e).__name__}: {e}. "
             f"{'Look into its installation' if device is None else 'Leave the device out, or name one that is there'}."
         ) from e
-    raise BackendNotFound(f"{name!r} must give a hibachi.ArrayBackend; got {type(backend).__qualname__}.")
 
 
 def available() -> list[str]:
@@ -103,13 +109,34 @@ def backend_for(array: Any) -> ArrayBackend:
 
 
 def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
-    """A backend from NAME, `package:object` (a backend, its class or factory) or the name of an array-API module.
+    """A backend from NAME, `package:object` or `file.py:object` (a backend, its class or factory), or the name of an
+    array-API module.
 
     Raises like `load`.
     """
     if spec in _found():
         return load(spec, device=device)
-    module, _, attribute = spec.partition(":")
+    found, named = _object(spec)
+    if named:
+        return _start(spec, found if callable(found) else lambda: found, device)
+    if not hasattr(found, "__array_api_version__") and not hasattr(found, "permute_dims"):
+        raise BackendNotFound(f"Module {spec!r} does not follow the array API. Known backends: {', '.join(known())}.")
+    return _start(spec, partial(ArrayBackend, found), device)
+
+
+def resolve_any(spec: str) -> Any:
+    """Like `resolve`, but an object by name may be anything, such as one with the nine operations only."""
+    if spec not in _found() and ":" in spec:
+        found, _ = _object(spec)
+        return _made(spec, found, None) if callable(found) else found
+    return resolve(spec)
+
+
+def _object(spec: str) -> tuple[Any, bool]:
+    """A module, or an object in one, and which of the two."""
+    module, _, attribute = spec.rpartition(":") if ":" in spec else (spec, "", "")
+    if module.endswith(".py"):
+        return object_named(spec), True
     try:
         found: Any = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as e:  # the others: a name like ".x" or ""
@@ -120,8 +147,4 @@ def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
         if not hasattr(found, part):
             raise BackendNotFound(f"Module {module!r} has no attribute {attribute!r}.")
         found = getattr(found, part)
-    if attribute:
-        return _start(spec, found if callable(found) else lambda: found, device)
-    if not hasattr(found, "__array_api_version__") and not hasattr(found, "permute_dims"):
-        raise BackendNotFound(f"Module {spec!r} does not follow the array API. Known backends: {', '.join(known())}.")
-    return _start(spec, partial(ArrayBackend, found), device)
+    return found, bool(attribute)

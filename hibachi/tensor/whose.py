@@ -11,7 +11,7 @@ import numpy as np
 
 from hibachi.errors import BackendError, ConfigError
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.discover import backend_for, resolve, resolve_any
 from hibachi.tensor.nine import NineBackend, as_backend
 
 MOST_LOOKED_AT = 10_000  # objects inside a model
@@ -26,7 +26,7 @@ def named_backend(backend: Any, model: Any) -> ArrayBackend | NineBackend | None
     if backend is None:
         backend = getattr(model, "backend", None)
     if isinstance(backend, str):
-        return resolve(backend)
+        return as_backend(resolve_any(backend))
     return None if backend is None else as_backend(backend)
 
 

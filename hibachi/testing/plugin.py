@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -13,12 +14,16 @@ import pytest
 
 from hibachi.errors import HibachiError
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import available, known, resolve, why_missing
+from hibachi.tensor.discover import available, known, resolve_any, why_missing
+from hibachi.tensor.nine import NineBackend
 from hibachi.testing.causes import cause_of, places
 from hibachi.testing.gaps import Gap, read_gaps
 from hibachi.testing.journal import Journal, Replay, facts
+from hibachi.testing.nine import NineHandle, besides
 from hibachi.testing.report import Result, as_json, facts_of, gaps_told, table, told
 
+WIDTH = 80
+OF_NINE = "test_tensors", "test_invalid", "test_nine"
 BACKENDS = pytest.StashKey[dict[str, ArrayBackend]]()
 JOURNAL = pytest.StashKey[Journal]()
 SMOKE = "smoke"  # the group whose promises come first: where one is broken, the rest of the backend is not run
@@ -80,12 +85,17 @@ def backends(config: pytest.Config) -> dict[str, ArrayBackend]:
                 if name in journal.lost:
                     continue
                 journal.loading(name)
-            found[name] = resolve(name)
+            found[name] = _judged(name)
         if journal is not None:
             journal.write(own={name: places(backend) for name, backend in found.items()})
             journal.loaded()
         config.stash[BACKENDS] = found
     return config.stash[BACKENDS]
+
+
+def _judged(name: str) -> Any:
+    found = resolve_any(name)
+    return found if isinstance(found, ArrayBackend) else NineHandle(NineBackend(found))
 
 
 def lost(config: pytest.Config) -> dict[str, str]:
@@ -116,6 +126,18 @@ def backend(request: pytest.FixtureRequest) -> ArrayBackend:
     """The backend under test."""
     found: ArrayBackend = request.param
     return found
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a backend with the nine operations, what they can promise is judged."""
+    mine: list[pytest.Item] = []
+    gone: list[pytest.Item] = []
+    for item in items:
+        held = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        (gone if isinstance(held, NineHandle) and item.path.stem not in OF_NINE else mine).append(item)
+    if gone:
+        items[:] = mine
+        config.hook.pytest_deselected(items=gone)
 
 
 def describe(config: pytest.Config) -> Iterator[str]:
@@ -219,6 +241,10 @@ class Promises:
                 kept[r.group, r.backend].append(r.status)
             for line in table(kept):
                 out.line(line)
+        for name, held in self.config.stash.get(BACKENDS, {}).items():
+            if isinstance(held, NineHandle):
+                out.line("")
+                out.line(textwrap.fill(f"{name} has the nine operations, {besides()}", WIDTH))
         for name, why in lost(self.config).items():
             out.line("")
             out.line(f"LOST {name}: {why}", red=True)

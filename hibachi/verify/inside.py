@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.lm.named import place
+from hibachi.named import place
 from hibachi.tensor.array_backend import ArrayBackend
 
 DEPTH = 8

@@ -203,8 +203,8 @@ def arrays_only(admit: Any, prompt: Any) -> Any:
 
 
 def keep_a_reference(admit: Any, prompt: Any) -> Any:
-    _, kind = admit(prompt)
-    return np.asarray(prompt), kind
+    _, kind, n = admit(prompt)
+    return np.asarray(prompt), kind, n
 
 
 class Sharing(NumpyBackend):

@@ -11,7 +11,8 @@ import pytest
 from hibachi import ConfigError, load
 from hibachi.engine.autoregressive import level_of
 from hibachi.errors import BackendNotFound
-from hibachi.lm.named import is_named, model_named, object_named, place
+from hibachi.lm.named import model_named
+from hibachi.named import is_named, object_named, place
 
 PROGRAM = """
 from dataclasses import dataclass

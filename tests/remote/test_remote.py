@@ -25,8 +25,8 @@ from hibachi.errors import (
     PromptTooLong,
     QueueFull,
 )
-from hibachi.lm.named import object_named
 from hibachi.lm.own import is_own, open_texts
+from hibachi.named import object_named
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish, Terms
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from hibachi import load
-from hibachi.lm.named import object_named
+from hibachi.named import object_named
 from hibachi.testing import toys
 
 ROOT = Path(__file__).parents[2]
