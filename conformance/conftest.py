@@ -2,6 +2,7 @@ import pytest
 
 from hibachi import UnsupportedOperation
 
+from .nine import Nine
 from .serving import Serving
 
 
@@ -9,6 +10,11 @@ from .serving import Serving
 def serve(backend):
     with Serving(backend) as serving:
         yield serving
+
+
+@pytest.fixture
+def nine(serve):
+    return Nine(serve)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,48 +1,14 @@
 """Level 0 and feed-forward run on the nine operations alone: engines get an object that has nothing else."""
 
-import threading
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, InvalidRequest, StopRule
-from hibachi.tensor.nine import OPERATIONS
+from hibachi import ConfigError, InvalidRequest, StopRule
 from hibachi.testing.toys import expected
 
-from .serving import Serving
+from .nine import OPERATIONS, Host
 
 pytestmark = pytest.mark.promise("nine operations alone")
-
-
-class Only:
-    """The nine operations of a backend, counted, and its name."""
-
-    def __init__(self, backend):
-        self.name, self.calls = backend.name, Counter[str]()
-        for name in OPERATIONS:
-            setattr(self, name, self._counted(name, getattr(backend, name)))
-
-    def _counted(self, name, operation):
-        def call(*args):
-            self.calls[name] += 1
-            return operation(*args)
-
-        return call
-
-
-class Host:
-    """A model that computes on the host. step: (host tokens) -> host output."""
-
-    def __init__(self, backend, step):
-        self.backend, self.step = backend, step
-        self.shown = []
-
-    def forward(self, tokens):
-        host = np.array(self.backend.get(tokens))
-        self.shown.append(host.shape)
-        with np.errstate(invalid="ignore"):
-            return self.backend.put(self.step(host).astype(host.dtype))
 
 
 def total(tokens):
@@ -51,40 +17,6 @@ def total(tokens):
 
 def last(tokens):
     return tokens[:, -1] + 1
-
-
-@pytest.fixture
-def nine(backend):
-    with Serving(backend) as serving:
-        yield Nine(serving)
-
-
-class Nine:
-    def __init__(self, serving):
-        self.serving, self.backend, self.ops = serving, serving.backend, Only(serving.backend)
-
-    def engine(self, step, **options):
-        """options: tokens among them are numbers or lists."""
-        options = {n: self.put(v) if n.endswith("token") else v for n, v in options.items()}
-        self.model = Host(self.backend, step)
-        return self.serving(self.model, **{"backend": self.ops} | options)
-
-    def put(self, tokens, dtype=None):
-        return self.backend.put(np.array(tokens, dtype or ("float32" if "." in str(tokens) else "int32")))
-
-    def run(self, engine, *prompts, **options):
-        """Streams of prompts that are queued while the engine is held, so that all are in its next step."""
-        held = threading.Event()
-        first = engine.run(
-            self.put([3]), max_new_tokens=1, stop=lambda t: (held.wait(self.serving.patience) and False) or [False]
-        )
-        streams = [engine.run(self.put(p) if isinstance(p, list) else p, **options) for p in prompts]
-        held.set()
-        self.serving.read(first)
-        return streams
-
-    def read(self, streams):
-        return [self.serving.read(s) for s in streams]
 
 
 PROMPTS = [1, 2], [3, 3, 1, 5, 8], [6], [2, 5, 1]
@@ -186,11 +118,12 @@ def test_a_model_may_write_into_what_it_is_shown_and_use_its_output_again(nine):
 
 def test_who_leaves_disturbs_nobody_and_a_row_is_used_again(nine):
     """H-33, H-36."""
-    engine = nine.engine(total, max_batch_size=2)
-    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], max_new_tokens=30)
+    engine = nine.engine(total, max_batch_size=3)
+    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], [5, 5], max_new_tokens=30)
+    assert nine.serving.host(next(streams[1])) == 5
     streams[1].close()
-    got = nine.read([streams[0], streams[2]])
-    assert got == [(expected([1, 2], 30), "length"), (expected([4, 4], 30), "length")]
+    got = nine.read([streams[0], *streams[2:]])
+    assert got == [(expected(p, 30), "length") for p in ([1, 2], [4, 4], [5, 5])]
 
 
 def test_inputs_of_a_feedforward_model_are_joined_by_shape(nine):
@@ -220,7 +153,7 @@ def test_higher_levels_are_refused_with_what_they_need(nine):
             raise AssertionError
 
     with pytest.raises(ConfigError, match=r"level 1.*hibachi\.ArrayBackend"):
-        AutoregressiveBatchInference(Logits(), backend=nine.ops)
+        nine.serving(Logits(), backend=nine.ops)
     with pytest.raises(ConfigError, match="8 of the nine"):
         del nine.ops.pop
-        FeedforwardBatchInference(Host(nine.backend, total), backend=nine.ops)
+        nine.serving.single(Host(nine.backend, total), backend=nine.ops)

@@ -13,6 +13,7 @@ from typing import Any
 import array_api_strict
 import numpy as np
 
+from conformance.nine import OPERATIONS as NINE
 from conformance.serving import Serving
 from hibachi import (
     ArrayBackend,
@@ -29,6 +30,7 @@ from hibachi import (
     PromptTooLong,
     State,
 )
+from hibachi.runners.groups import Alone
 from hibachi.runners.runner import Outcome
 from hibachi.streams.channel import Channel
 
@@ -993,4 +995,58 @@ MODELS = [
     decoding("forgets the weights of the norms", rms_norm=lambda b, x, w, eps: b.rms_norm(x, w * 0 + 1, eps)),
 ]  # fmt: skip
 
-ENGINES = [*BATCHING, *ENDINGS, *FEEDFORWARD, *FAULTS, *CACHES, *SAMPLING, *MODELS]
+
+def others_ops(**operations: Any) -> Any:
+    """Changes what a runner over nine operations asks; an operation gets the honest ones first."""
+
+    def change(engine: Any) -> None:
+        honest = engine.runner._ops
+        mine = {name: partial(operation, honest) for name, operation in operations.items()}
+        engine.runner._ops = SimpleNamespace(**{"name": "mutant"} | {n: getattr(honest, n) for n in NINE} | mine)
+
+    return change
+
+
+def nobody_is_strange(run: Any, plan: Any) -> Any:
+    outcome = run(plan)
+    outcome.faults.clear()
+    return outcome
+
+
+def items_backwards(run: Any, plan: Any) -> Any:
+    outcome = run(plan)
+    for p in outcome.parts:
+        p.items = p.items[::-1]
+    return outcome
+
+
+def all_alone(engine: Any) -> None:
+    engine.runner.grouping = replace(engine.runner.grouping, known=Alone())
+
+
+NINES = [
+    mutant("rows_of_equal_length_go_together_and_nothing_is_padded", "shows them one by one", all_alone),
+    runner("shorter_rows_are_padded_in_front_and_trimmed_when_the_longest_leaves", "pads behind",
+           _wide=lambda wide, rows, width, job: np.roll(wide(rows, width, job), 1, axis=1)),
+    runner("shorter_rows_are_padded_in_front_and_trimmed_when_the_longest_leaves", "pads more each time",
+           _gathered=lambda gathered, ends, width: gathered(ends, width + 9)),
+    mutant("the_engine_asks_for_each_of_the_nine_and_for_nothing_else", "has a way of its own to take rows out",
+           others_ops(pop=lambda ops, t, dim, i: np.delete(t, i, dim))),
+    prompts("a_stop_token_may_be_left_out_and_requests_bring_rules_of_their_own", "ignores them",
+            stop=lambda stop, kind, given, params: stop(kind, None, params)),
+    prompts("tokens_of_several_kinds_share_an_engine_and_no_call", "makes all of them integers",
+            taken=lambda taken, prompt: taken(prompt.astype("int32"))),
+    runner("nan_ends_its_own_row", "takes it for a number", run=nobody_is_strange),
+    runner("a_model_that_raises_ends_the_guilty_request_alone", "blames everybody in the batch", run=blame_everybody),
+    mutant("a_model_may_write_into_what_it_is_shown_and_use_its_output_again", "copies nothing",
+           others_ops(repeat=lambda ops, t, dim, times: t if times == 1 else ops.repeat(t, dim, times))),
+    mutant("who_leaves_disturbs_nobody_and_a_row_is_used_again", "takes out the row beside",
+           others_ops(pop=lambda ops, t, dim, i: ops.pop(t, dim, (i + 1) % len(t)))),
+    runner("inputs_of_a_feedforward_model_are_joined_by_shape", "mixes up who gets what", run=items_backwards),
+    prompts("what_is_no_array_of_the_backend_is_refused_at_the_call", "takes lists",
+            taken=lambda taken, prompt: taken(np.array(prompt, "int32") if isinstance(prompt, list) else prompt)),
+    face("higher_levels_are_refused_with_what_they_need", "takes another backend then",
+         __init__=lambda init, *a, backend=None, **options: init(*a, backend="numpy", **options)),
+]  # fmt: skip
+
+ENGINES = [*NINES, *BATCHING, *ENDINGS, *FEEDFORWARD, *FAULTS, *CACHES, *SAMPLING, *MODELS]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.nine import Nine
 from conformance.serving import Serving
 from hibachi import HibachiError, NumpyBackend
 
@@ -30,6 +31,7 @@ def run(promise, fixtures=()):
     with ExitStack() as stack:
         given = {name: make() for name, make in HONEST.items()} | dict(fixtures)
         stack.enter_context(given["serve"])
+        given["nine"] = Nine(given["serve"])
         PROMISES[promise](**{name: given[name] for name in inspect.signature(PROMISES[promise]).parameters})
 
 
