@@ -88,6 +88,7 @@ def build(
 
     check: tries a new runner, and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
+    settle_model(plan.model, backend)
     table = TokenTable(plan.rows, shape, dtype)
     vocab = plan.vocab_size
     sampler = RowSampler(backend, plan.rows, vocab, table) if vocab is not None else None
@@ -222,6 +223,12 @@ def find_backend(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | None:
         return found
     native = [a for a in (*arrays, *leaves(getattr(model, "params", None))) if hasattr(a, "dtype")]
     return backend_for(native[0]) if native else None
+
+
+def settle_model(model: Any, backend: ArrayBackend) -> None:
+    """Arrays that a lazy library has put off are computed here, as the engine's thread may not be able to: those in the
+    model's `params`, its attributes, and in the model itself if it is a dict, as MLX's modules are."""
+    backend.settle([getattr(model, "params", None), getattr(model, "__dict__", None), model])
 
 
 def has_hidden(model: Any) -> bool:

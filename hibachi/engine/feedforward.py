@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import given_backend
+from hibachi.engine.build import given_backend, settle_model
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
@@ -82,6 +82,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
             if self._worker is not None:
                 return self._worker
             self._check_open()
+            settle_model(self._model, backend)
             n = self.max_batch_size
             self._worker = self._serve(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend))
             return self._worker

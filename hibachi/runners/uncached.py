@@ -161,6 +161,8 @@ class FeedforwardRunner(BaseRunner):
                 out = self.wait(self.model.forward(x))
             check_output(out, self.backend, (len(idx), *(None,) * (len(getattr(out, "shape", ())) - 1)), self.name)
             out = self.backend.copy(out)  # the memory is the model's, which may write its next output there
+            with self.tally:
+                self.backend.settle([out])
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
             xp = self.backend.xp

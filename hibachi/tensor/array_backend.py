@@ -518,6 +518,14 @@ class ArrayBackend:
 
     # ---- execution ---------------------------------------------------------------------------------------------
 
+    def settle(self, arrays: Sequence[Array]) -> None:
+        """Compute what a lazy library has put off; the default does nothing.
+
+        Called in the engine's thread on what leaves it or stays from step to step: outputs that streams will hand to
+        their readers, and caches after a step. Called on the arrays of a model as well, in the thread that starts an
+        engine. arrays: as they are, or in lists, tuples and dicts; what is no array of this library is passed over.
+        """
+
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""
         return fn
