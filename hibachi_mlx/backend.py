@@ -29,6 +29,7 @@ class MlxBackend(ArrayBackend):
     """
 
     name = "mlx"
+    asynchronous = True
 
     def __init__(self, device: Any = None) -> None:
         where = mx.Device(getattr(mx, device), 0) if device in ("cpu", "gpu") else device

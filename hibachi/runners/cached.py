@@ -181,10 +181,12 @@ class CachedRunner(BaseRunner):
                 with self.tally:
                     drawn = sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
+                    if not len(idx):
+                        self.backend.settle(memory.cache)  # as below in `_forward`
         except BaseException as e:
             if not memory.donating:
                 memory.cache = held
-            elif not self.backend.usable(memory.cache):
+            if not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
         ids = drawn[0] if drawn else None
@@ -241,7 +243,7 @@ class CachedRunner(BaseRunner):
         except BaseException as e:
             if not memory.donating:
                 memory.cache = before  # what an asynchronous call returned may be its error
-            elif not self.backend.usable(memory.cache):
+            if not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
 
