@@ -32,9 +32,14 @@ class MlxBackend(ArrayBackend):
     asynchronous = True
 
     def __init__(self, device: Any = None) -> None:
-        where = mx.Device(getattr(mx, device), 0) if device in ("cpu", "gpu") else device
+        kinds = {"cpu": mx.cpu, "gpu": mx.gpu}
+        where = kinds.get(device, device) if isinstance(device, str) else device
+        where = mx.Device(where, 0) if isinstance(where, mx.DeviceType) else where
         if where is not None and not (isinstance(where, mx.Device) and mx.is_available(where)):
-            raise ConfigError(f"MLX here has the devices {_devices()}; got {device!r}. Leave it out, or take one of them.")
+            here = " and ".join(repr(name) for name, kind in kinds.items() if mx.is_available(kind))
+            raise ConfigError(
+                f"Here MLX has {here}; got the device {device!r}. Leave it out, or name one that is there."
+            )
         super().__init__(array_api, device=where)
         self._gpu: bool = (where or mx.default_device()).type == mx.gpu
         # CUDA's kernel adds -inf to the scores that are hidden, so that NaN stays NaN; the others replace them.
@@ -118,9 +123,8 @@ class MlxBackend(ArrayBackend):
         kt, vt = (mx.take(c, table, axis=0).reshape(tiles, span, *c.shape[2:]).swapaxes(1, 2) for c in cache)
         at, seen = mx.take(x.pos, x.tile_q)[:, None, :, None], mx.arange(span, dtype=mx.int32)
         visible = seen <= at if window is None else (seen <= at) & (seen > at - window)
-        out = mx.fast.scaled_dot_product_attention(
-            mx.take(q, x.tile_q, axis=0).swapaxes(1, 2), kt, vt, scale=dim**-0.5 if scale is None else scale, mask=visible
-        )
+        qt, scale = mx.take(q, x.tile_q, axis=0).swapaxes(1, 2), dim**-0.5 if scale is None else scale
+        out = mx.fast.scaled_dot_product_attention(qt, kt, vt, scale=scale, mask=visible)
         return mx.take(out.swapaxes(1, 2).reshape(tiles * tile, heads, v.shape[2]), x.tile_of, axis=0), cache
 
     # ---- math --------------------------------------------------------------------------------------------------
@@ -193,7 +197,3 @@ class MlxBackend(ArrayBackend):
     def versions(self) -> dict[str, str]:
         device = mx.device_info(self.device or mx.default_device()).get("device_name", "unknown")
         return {"library": f"mlx {mx.__version__}", "device": f"{'gpu' if self._gpu else 'cpu'} ({device})"}
-
-
-def _devices() -> str:
-    return " and ".join(repr(name) for name in ("cpu", "gpu") if mx.is_available(mx.Device(getattr(mx, name), 0)))
