@@ -42,8 +42,7 @@ class MlxBackend(ArrayBackend):
             )
         super().__init__(array_api, device=where)
         self._gpu: bool = (where or mx.default_device()).type == mx.gpu
-        # CUDA's kernel adds -inf to the scores that are hidden, so that NaN stays NaN; the others replace them.
-        self._fused: bool = not (self._gpu and mx.cuda.is_available())
+        self._cuda: bool = self._gpu and mx.cuda.is_available()
 
     @classmethod
     @override
@@ -113,7 +112,9 @@ class MlxBackend(ArrayBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
-        if softcap is not None or not self._fused:
+        # MLX's own gives hidden positions the lowest number of the dtype as a score, and in float16 a sum that overflows
+        # is lower. With CUDA it adds -inf to their scores, and NaN stays NaN.
+        if softcap is not None or q.dtype == mx.float16 or self._cuda:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         k, v = self.storable(k, v, cache[1].dtype)
         cache = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)

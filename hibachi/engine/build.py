@@ -226,9 +226,20 @@ def find_backend(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | None:
 
 
 def settle_model(model: Any, backend: ArrayBackend) -> None:
-    """Arrays that a lazy library has put off are computed here, as the engine's thread may not be able to: those in the
-    model's `params`, its attributes, and in the model itself if it is a dict, as MLX's modules are."""
-    backend.settle([getattr(model, "params", None), getattr(model, "__dict__", None), model])
+    """What a lazy library has put off of a model is computed here, as the engine's thread may not be able to: arrays
+    in its `params`, in its attributes, and in the model itself if it is a dict, as MLX's modules are."""
+    if type(backend).settle is ArrayBackend.settle:
+        return
+    arrays, seen = list[Any](), set[int]()
+    todo = [getattr(model, "params", None), getattr(model, "__dict__", None), model]
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, (dict, list, tuple)):
+            arrays += [value] if backend.owns(value) else []
+        elif id(value) not in seen:  # they may hold one another
+            seen.add(id(value))
+            todo += value.values() if isinstance(value, dict) else value
+    backend.settle(arrays)
 
 
 def has_hidden(model: Any) -> bool:

@@ -527,7 +527,7 @@ class ArrayBackend:
 
         Called in the engine's thread on what leaves it or stays from step to step: outputs that streams will hand to
         their readers, and caches after a step. Called on the arrays of a model as well, in the thread that starts an
-        engine. arrays: as they are, or in lists, tuples and dicts; what is no array of this library is passed over.
+        engine. arrays: as they are, or in tuples, as the layers of a cache are.
         """
 
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
