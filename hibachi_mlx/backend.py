@@ -112,8 +112,8 @@ class MlxBackend(ArrayBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> tuple[Array, LayerCache]:
-        # MLX's own gives hidden positions the lowest number of the dtype as a score, and in float16 a sum that overflows
-        # is lower. With CUDA it adds -inf to their scores, and NaN stays NaN.
+        # MLX's own gives hidden positions the lowest number of the dtype as a score; in float16 a sum that overflows is
+        # lower. With CUDA it adds -inf to their scores, and NaN stays NaN.
         if softcap is not None or q.dtype == mx.float16 or self._cuda:
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
         k, v = self.storable(k, v, cache[1].dtype)
