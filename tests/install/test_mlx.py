@@ -14,7 +14,7 @@ from ..model.test_agreement import CASES, NEW, PROMPTS, make
 from ..model.test_agreement import run as greedy
 from .venvs import ROOT, environment, run
 
-pytestmark = pytest.mark.install
+pytestmark = [pytest.mark.install, pytest.mark.xdist_group("mlx")]  # what is installed once, serves all
 
 # For each folder: greedy tokens, and the log-probabilities of all before each of them.
 SAY = """
