@@ -88,7 +88,6 @@ def build(
 
     check: tries a new runner, and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
-    settle_model(plan.model, backend)
     table = TokenTable(plan.rows, shape, dtype)
     vocab = plan.vocab_size
     sampler = RowSampler(backend, plan.rows, vocab, table) if vocab is not None else None

@@ -59,11 +59,15 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         )
         self._model = model
         self._backend = given_backend(backend, model)
+        if self._backend is not None:
+            settle_model(model, self._backend)
 
     def run(self, item: T | Sequence[Any] | HostArray) -> Item[T]:
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
-            self._backend = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
+            found = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
+            settle_model(self._model, found)
+            self._backend = found
         try:
             host = np.array(self._backend.get(item) if self._backend.owns(item) else item)  # a copy: it may change
         except ValueError as e:
@@ -82,7 +86,6 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
             if self._worker is not None:
                 return self._worker
             self._check_open()
-            settle_model(self._model, backend)
             n = self.max_batch_size
             self._worker = self._serve(Scheduler(Limits(n, n, 1, 2)), FeedforwardRunner(self._model, backend))
             return self._worker

@@ -107,12 +107,42 @@ def test_a_model_when_an_engine_starts_in_the_thread_that_starts_it(lazy):
 
     model = Held(lazy)
     model.params = {"w": np.ones(1)}
-    with AutoregressiveBatchInference(model, backend=lazy, max_model_len=16) as engine:
-        list(engine.run([1], max_new_tokens=1))
+    AutoregressiveBatchInference(model, backend=lazy, max_model_len=16).close()
     here = {id(value) for value, thread in lazy.settled if thread is threading.current_thread()}
     layers = model.layers
     wanted = [model.table, layers[0]["weight"], layers[1][0], model.params["w"]]
     assert {id(value) for value in wanted} <= here
+
+
+def test_a_model_of_one_pass_when_an_engine_starts(lazy):
+    class Held(Toy):
+        def forward(self, x):
+            return x * self.scale
+
+    model = Held(lazy)
+    model.scale = np.ones(1)
+    FeedforwardBatchInference(model).close()
+    assert [value is model.scale for value, _ in lazy.settled] == [True]
+
+
+@pytest.mark.parametrize("engine", [AutoregressiveBatchInference, FeedforwardBatchInference])
+def test_a_model_whose_library_the_first_request_tells(lazy, monkeypatch, engine):
+    module = "autoregressive" if engine is AutoregressiveBatchInference else "feedforward"
+    monkeypatch.setattr(f"hibachi.engine.{module}.backend_for", lambda array: lazy)
+
+    class Held:
+        def __init__(self):
+            self.one = np.ones(1, int)
+
+        def forward(self, tokens):
+            return tokens[:, -1] + self.one
+
+    model = Held()
+    with engine(model, **({"max_model_len": 4} if module == "autoregressive" else {})) as e:
+        assert not lazy.settled
+        stream = e.run(np.ones(2, int))
+        assert lazy.settled[0][0] is model.one and lazy.settled[0][1] is threading.current_thread()
+        stream.close() if module == "autoregressive" else stream.result()
 
 
 def test_a_model_that_is_a_dict(lazy):

@@ -207,6 +207,11 @@ def test_a_model_that_was_made_lazily_needs_nothing(mlx):
         assert len(list(engine.run([1, 2], GREEDY))) == 14
 
 
+def test_requests_come_from_any_thread():
+    with AutoregressiveBatchInference(Table(), max_model_len=4, backend="mlx") as engine:
+        assert elsewhere(lambda: [int(token) for token in engine.run(mx.array([1, 2]))]) == [6, 8]
+
+
 def test_outputs_are_read_in_any_thread():
     with FeedforwardBatchInference(Network()) as engine:
         items = [engine.run(mx.ones((8,)) * i) for i in range(3)]
