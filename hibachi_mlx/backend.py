@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import local
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +21,17 @@ from hibachi.errors import ConfigError
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import StepInputs
 from hibachi_mlx import array_api
+
+_call = local()
+"""donated: the call that this thread is in was given its cache for good."""
+
+
+def _donated(fn: Callable[..., Any], *args: Any) -> Any:
+    _call.donated = True
+    try:
+        return fn(*args)
+    finally:
+        _call.donated = False
 
 
 class MlxBackend(ArrayBackend):
@@ -89,15 +102,17 @@ class MlxBackend(ArrayBackend):
 
     @override
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
-        dst[idx] = src
-        return dst
+        new = dst[...]  # its memory is written to, if nobody holds `dst` any more when this is computed
+        new[idx] = src
+        return new
 
     # ---- cache and attention -----------------------------------------------------------------------------------
 
     @override
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
-        cache[slot // cache.shape[1], slot % cache.shape[1]] = rows  # nothing else holds this memory: no copy is made
-        return cache
+        new = cache if getattr(_call, "donated", False) else cache[...]
+        new[slot // cache.shape[1], slot % cache.shape[1]] = rows
+        return new
 
     @override
     def attend(
@@ -163,6 +178,11 @@ class MlxBackend(ArrayBackend):
         return mx.argmax(x, axis=-1).astype(mx.int32), mx.max(x, axis=-1)
 
     # ---- execution ---------------------------------------------------------------------------------------------
+
+    @override
+    def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """Not compiled; but if it is given its cache for good, it writes where that lies, whoever holds it."""
+        return partial(_donated, fn) if donate else fn
 
     @override
     def settle(self, arrays: Sequence[Array]) -> None:

@@ -186,7 +186,7 @@ class CachedRunner(BaseRunner):
         except BaseException as e:
             if not memory.donating:
                 memory.cache = held
-            if not self.backend.usable(memory.cache):
+            elif not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
         ids = drawn[0] if drawn else None
@@ -243,7 +243,7 @@ class CachedRunner(BaseRunner):
         except BaseException as e:
             if not memory.donating:
                 memory.cache = before  # what an asynchronous call returned may be its error
-            if not self.backend.usable(memory.cache):
+            elif not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
 

@@ -2,6 +2,8 @@
 
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +17,13 @@ from hibachi import (  # noqa: E402
     AutoregressiveBatchInference,
     ConfigError,
     FeedforwardBatchInference,
+    ModelError,
     Paged,
     SamplingParams,
     StepInputs,
 )
 from hibachi.plan.lower import lower  # noqa: E402
-from hibachi.testing.toys import SumPaged, TinyDecoder, tiny_weights  # noqa: E402
+from hibachi.testing.toys import SumPaged, TinyDecoder, expected, tiny_weights  # noqa: E402
 from hibachi_mlx import MlxBackend, array_api  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -124,8 +127,11 @@ def test_sorting_is_stable_in_both_directions(descending):
 def test_what_was_read_stays_as_it_was(mlx):
     t = mlx.zeros((4,), "float32")
     host = mlx.get(t)
-    mlx.settle([mlx.scatter_rows(t, mlx.put(np.array([1])), mx.ones(1))])
-    assert not host.any() and mlx.get(t).tolist() == [0, 1, 0, 0]
+    other = mlx.scatter_rows(t, mlx.put(np.array([1])), mx.ones(1))
+    assert mlx.get(other).tolist() == [0, 1, 0, 0] and not mlx.get(t).any()
+    t[mx.array([2])] = 1.0
+    mlx.settle([t])
+    assert not host.any() and mlx.get(t).tolist() == [0, 0, 1, 0]
 
 
 def test_what_is_made_in_one_thread_is_used_in_another(mlx):
@@ -160,13 +166,16 @@ def test_scores_that_overflow_show_nobody_what_others_left(mlx, dtype):
     assert np.isnan(got) if dtype == "float16" else got == 3
 
 
-def test_a_cache_is_written_where_it_lies(mlx):
+def test_a_cache_that_was_given_for_good_is_written_where_it_lies(mlx):
     (keys, _) = mlx.make_cache(Paged(8, 64, 64), blocks=512, block_size=16, rows=1, dtype="float32")
     slot, rows = mlx.put(np.array([33, 70], np.int32)), mx.ones((2, 8, 64))
     mx.eval(rows)
+    kept = mlx.compile(mlx.write_cache)(keys, slot, rows)
+    assert (float(keys.sum()), float(kept.sum())) == (0, 2 * 8 * 64)
+    del kept
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    new = mlx.write_cache(keys, slot, rows)
+    new = mlx.compile(mlx.write_cache, donate=(0,))(keys, slot, rows)
     mlx.settle([new])
     assert mx.get_peak_memory() < before + keys.nbytes / 2
     assert new is keys and float(keys.sum()) == 2 * 8 * 64
@@ -226,6 +235,34 @@ def test_a_long_prompt_leaves_nothing_put_off(mlx, overlap):
         list(engine.run([1] * 50, GREEDY))
         for half in engine.core.runner.memory.cache[0]:
             assert isinstance(elsewhere(lambda half=half: mlx.get(half)), np.ndarray)
+
+
+class Poisoned(SumPaged):
+    """What the token BAD leads to cannot be computed, which comes up only when it is."""
+
+    BAD = 9
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        zero = elsewhere(lambda: mx.zeros((1,), dtype=mx.int32) + 0)  # of a thread that has gone
+        self.late = SimpleNamespace(zero=zero)  # where `settle` does not find it
+
+    def step(self, params, cache, x):
+        if self.BAD in self.backend.get(x.tok):
+            x = replace(x, tok=x.tok + self.late.zero)
+        return super().step(params, cache, x)
+
+
+def test_a_step_that_cannot_be_computed_leaves_nothing_behind(mlx):
+    """The first one costs the cache; then it is kept."""
+    prompts = [[1, 2], [3], [1, Poisoned.BAD], [4, 4, 4]]
+    params = SamplingParams(temperature=0, max_tokens=3)
+    with AutoregressiveBatchInference(Poisoned(mlx), backend=mlx, max_model_len=16, prefix_cache=False) as engine:
+        for _ in range(3):
+            streams = [engine.run(prompt, params) for prompt in prompts]
+            with pytest.raises(ModelError, match="There is no Stream"):
+                list(streams.pop(2))
+            assert [list(s) for s in streams] == [expected(p, 3) for p in prompts if Poisoned.BAD not in p]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
