@@ -17,7 +17,7 @@ from typing_extensions import TypeVar, Unpack
 from hibachi.engine.admission import check_ids, check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, has_hidden, level_of, settle_model
+from hibachi.engine.build import NO_LIMIT, Built, Plan, build, find_backend, first_backend, has_hidden, level_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
@@ -175,10 +175,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._stoppers: WeakValueDictionary[StopRule, Stopper] = WeakValueDictionary()
         if padding_token is not None:
             _check_padding(self._host(padding_token), padding_token)
-        if self._backend is not None:
-            settle_model(model, self._backend)
-            if self._plan.vocab_size is not None:
-                self._build(self._backend, (), np.int32 if self._level == 2 else np.int64)
+        if self._backend is not None and self._plan.vocab_size is not None:
+            self._build(self._backend, (), np.int32 if self._level == 2 else np.int64)
 
     def _decide(self, deterministic: bool | None) -> bool:
         """Is the batch to leave no trace in anybody's bits? Raises ConfigError, UnsupportedOperation."""
@@ -347,9 +345,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     def _admit_prompt(self, prompt: Any) -> tuple[Built, HostArray]:
         """Check a prompt; returns it on the host, of the engine's kind of token, and what serves it."""
         if self._backend is None:
-            found = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
-            settle_model(self.model, found)
-            self._backend = found
+            self._backend = first_backend(prompt, self.model)
         host = self._host(prompt)
         if host.ndim == 0:
             raise InvalidRequest(

@@ -217,11 +217,22 @@ def given_backend(backend: Any, model: Any) -> ArrayBackend | None:
 
 
 def find_backend(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | None:
-    """`given_backend`, else that of the first native array among these and the model's parameters."""
-    if (found := given_backend(backend, model)) is not None:
-        return found
-    native = [a for a in (*arrays, *leaves(getattr(model, "params", None))) if hasattr(a, "dtype")]
-    return backend_for(native[0]) if native else None
+    """`given_backend`, else that of the first native array among these and the model's parameters. The model is
+    settled."""
+    found = given_backend(backend, model)
+    if found is None:
+        native = [a for a in (*arrays, *leaves(getattr(model, "params", None))) if hasattr(a, "dtype")]
+        found = backend_for(native[0]) if native else None
+    if found is not None:
+        settle_model(model, found)
+    return found
+
+
+def first_backend(prompt: Any, model: Any) -> ArrayBackend:
+    """Where nothing else told: the backend of the first request's prompt. The model is settled."""
+    found = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
+    settle_model(model, found)
+    return found
 
 
 def settle_model(model: Any, backend: ArrayBackend) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import given_backend, settle_model
+from hibachi.engine.build import first_backend, given_backend, settle_model
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.worker import Worker
 from hibachi.errors import ConfigError, InvalidRequest
@@ -25,7 +25,6 @@ from hibachi.runners.uncached import FeedforwardRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, native_row
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.discover import backend_for, resolve
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 
@@ -65,9 +64,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     def run(self, item: T | Sequence[Any] | HostArray) -> Item[T]:
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
-            found = backend_for(item) if hasattr(item, "dtype") else resolve("numpy")
-            settle_model(self._model, found)
-            self._backend = found
+            self._backend = first_backend(item, self._model)
         try:
             host = np.array(self._backend.get(item) if self._backend.owns(item) else item)  # a copy: it may change
         except ValueError as e:

@@ -1,6 +1,7 @@
 """What a lazy library has put off is computed before it leaves the engine's thread: `ArrayBackend.settle`."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,10 +126,11 @@ def test_a_model_of_one_pass_when_an_engine_starts(lazy):
     assert [value is model.scale for value, _ in lazy.settled] == [True]
 
 
-@pytest.mark.parametrize("engine", [AutoregressiveBatchInference, FeedforwardBatchInference])
+@pytest.mark.parametrize(
+    "engine", [partial(AutoregressiveBatchInference, max_model_len=4), FeedforwardBatchInference], ids=["tokens", "one"]
+)
 def test_a_model_whose_library_the_first_request_tells(lazy, monkeypatch, engine):
-    module = "autoregressive" if engine is AutoregressiveBatchInference else "feedforward"
-    monkeypatch.setattr(f"hibachi.engine.{module}.backend_for", lambda array: lazy)
+    monkeypatch.setattr("hibachi.engine.build.backend_for", lambda array: lazy)
 
     class Held:
         def __init__(self):
@@ -138,11 +140,10 @@ def test_a_model_whose_library_the_first_request_tells(lazy, monkeypatch, engine
             return tokens[:, -1] + self.one
 
     model = Held()
-    with engine(model, **({"max_model_len": 4} if module == "autoregressive" else {})) as e:
+    with engine(model) as e:
         assert not lazy.settled
-        stream = e.run(np.ones(2, int))
+        e.run(np.ones(2, int))
         assert lazy.settled[0][0] is model.one and lazy.settled[0][1] is threading.current_thread()
-        stream.close() if module == "autoregressive" else stream.result()
 
 
 def test_a_model_that_is_a_dict(lazy):
