@@ -3,7 +3,7 @@
 wheel from a checkout               hibachi @ file:///...     the core above us
 editable, sdist, pip's own clone    hibachi==<our version>    whichever core the same command installs
 
-hibachi_torch and hibachi_jax have a copy each: pip builds a package from its own folder, and shows it no other.
+Each of our backends has a copy: pip builds a package from its own folder, and shows it no other.
 """
 
 import os

@@ -19,7 +19,8 @@ BELOW_ENGINE = "errors request options installed named shapes tensor plan decode
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
-LIBRARIES = {"torch", "jax", "jaxlib", "hibachi_torch", "hibachi_jax"}  # the core follows entry points instead
+# The core follows entry points instead.
+LIBRARIES = {"torch", "jax", "jaxlib", "mlx", "hibachi_torch", "hibachi_jax", "hibachi_mlx"}
 
 
 class Rule(NamedTuple):
@@ -74,6 +75,7 @@ RULES = {
         "errors shapes tensor decode model",
         third_party="numpy jax jaxlib array_api_compat typing_extensions hibachi_jax",
     ),
+    "hibachi_mlx": Rule("errors tensor", third_party="numpy mlx typing_extensions hibachi_mlx"),
     "conformance": Rule("testing public", third_party="numpy pytest"),
 }
 BUILD_FILES = {"hatch_build.py"}
@@ -141,7 +143,7 @@ def violations(path: str, source: str) -> list[str]:
 
 
 def files() -> list[str]:
-    tops = ("hibachi", "hibachi_torch", "hibachi_jax", "conformance")
+    tops = ("hibachi", "hibachi_torch", "hibachi_jax", "hibachi_mlx", "conformance")
     found = [p for top in tops for p in (ROOT / top).rglob("*.py")]
     return sorted(str(p.relative_to(ROOT)) for p in found if p.name not in BUILD_FILES and "build" not in p.parts)
 
@@ -180,6 +182,8 @@ def test_every_rule_is_about_files_that_exist():
         ("hibachi_torch/x.py", "from hibachi import Paged"),
         ("hibachi_torch/x.py", "import jax"),
         ("hibachi_jax/x.py", "import hibachi_torch"),
+        ("hibachi_mlx/x.py", "import jax"),
+        ("hibachi/tensor/x.py", "import mlx.core as mx"),
         ("conformance/x.py", "from hibachi.tensor.layout import Paged"),
         ("conformance/x.py", "from hibachi import _logging"),
         ("conformance/x.py", "from hibachi import engine"),

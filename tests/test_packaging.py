@@ -1,4 +1,4 @@
-"""The three distributions: what they say of themselves, and what is inside what we build."""
+"""The four distributions: what they say of themselves, and what is inside what we build."""
 
 import re
 import subprocess
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"hibachi": ROOT, "hibachi-torch": ROOT / "hibachi_torch", "hibachi-jax": ROOT / "hibachi_jax"}
+BACKENDS = "torch", "jax", "mlx"
+FOLDERS = {"hibachi": ROOT} | {f"hibachi-{name}": ROOT / f"hibachi_{name}" for name in BACKENDS}
 PROJECTS = {name: tomllib.loads((folder / "pyproject.toml").read_text()) for name, folder in FOLDERS.items()}
 
 
@@ -64,13 +65,12 @@ def releases(tmp_path_factory):
 # What the project files say
 
 
-def test_the_three_versions_are_one():
+def test_the_four_versions_are_one():
     assert len({project["project"]["version"] for project in PROJECTS.values()}) == 1
 
 
 def test_the_backends_are_built_by_the_same_code():
-    torch, jax = (FOLDERS[f"hibachi-{name}"] / "hatch_build.py" for name in ("torch", "jax"))
-    assert torch.read_bytes() == jax.read_bytes()
+    assert len({(FOLDERS[f"hibachi-{name}"] / "hatch_build.py").read_bytes() for name in BACKENDS}) == 1
 
 
 def test_the_core_needs_three_packages():
@@ -80,7 +80,7 @@ def test_the_core_needs_three_packages():
 
 def test_requirements_have_a_lower_bound_and_no_upper_one():
     lists = [PROJECTS["hibachi"]["project"]["dependencies"], *settings("hibachi")["extras"].values()]
-    lists += [settings("hibachi-torch")["needs"], settings("hibachi-jax")["needs"]]
+    lists += [settings(f"hibachi-{name}")["needs"] for name in BACKENDS]
     needs = [need for listed in lists for need in listed]
     assert [need for need in needs if not re.fullmatch(r"[\w-]+(\[[\w,]+\])?>=[\d.]+", need)] == []
 
@@ -91,6 +91,7 @@ def test_our_backends_are_entry_points_of_the_core_only():
         "numpy": "hibachi.tensor.numpy_backend:NumpyBackend",
         "torch": "hibachi_torch:TorchBackend",
         "jax": "hibachi_jax:JaxBackend",
+        "mlx": "hibachi_mlx:MlxBackend",
     }
     assert [name for name, project in PROJECTS.items() if "entry-points" in project["project"]] == ["hibachi"]
 
@@ -116,7 +117,7 @@ def test_an_install_by_bare_name_is_recognised(text, forbidden):
 
 
 def test_no_text_says_to_install_by_bare_name():
-    folders = ["docs", "deploy", "examples", "benchmarks", "hibachi", "hibachi_torch", "hibachi_jax"]
+    folders = ["docs", "deploy", "examples", "benchmarks", "hibachi", *(f"hibachi_{name}" for name in BACKENDS)]
     files = [*ROOT.glob("*.md"), *(f for folder in folders for f in (ROOT / folder).rglob("*"))]
     kinds = {".md", ".py", ".ipynb", ".html", ".yaml", ".yml", ""}
     texts = {f: f.read_text() for f in files if f.is_file() and f.suffix in kinds}
@@ -124,7 +125,8 @@ def test_no_text_says_to_install_by_bare_name():
 
 
 def test_importing_the_core_imports_no_array_library_but_numpy():
-    code = "import sys, hibachi; print({'torch', 'jax', 'hibachi_torch', 'hibachi_jax'} & sys.modules.keys())"
+    names = {*BACKENDS, *(f"hibachi_{name}" for name in BACKENDS)}
+    code = f"import sys, hibachi; print({names} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -143,7 +145,7 @@ def test_the_core_wheel_holds_the_suite_and_the_data_and_no_backend(releases):
     assert any(name.endswith("/licenses/LICENSE") for name in files)
 
 
-@pytest.mark.parametrize("name", ["hibachi-torch", "hibachi-jax"])
+@pytest.mark.parametrize("name", [f"hibachi-{name}" for name in BACKENDS])
 def test_a_backend_wheel_holds_its_package_only(releases, name):
     package = name.replace("-", "_")
     files = {file for file in releases[name].files if ".dist-info/" not in file}
@@ -154,7 +156,7 @@ def test_a_backend_wheel_holds_its_package_only(releases, name):
 
 def test_releases_name_each_other_by_version(releases):
     core = releases["hibachi"]
-    for extra in ("torch", "jax"):
+    for extra in BACKENDS:
         assert f"hibachi-{extra}=={core.version}; extra == '{extra}'" in core.needs
         assert f"hibachi=={core.version}" in releases[f"hibachi-{extra}"].needs
 

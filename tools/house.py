@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("hibachi", "hibachi_torch", "hibachi_jax", "conformance")
+PACKAGES = ("hibachi", "hibachi_torch", "hibachi_jax", "hibachi_mlx", "conformance")
 SELF = {"self", "cls"}
 PUBLIC_NAMES = {"_replace", "_asdict", "_make", "_fields"}  # of named tuples, whose names begin so
 
@@ -50,7 +50,7 @@ class File:
 
 
 def files(root: Path = ROOT) -> list[File]:
-    """Of the three packages and the conformance suite; what builds or tests them apart."""
+    """Of the four packages and the conformance suite; what builds or tests them apart."""
     out = []
     for top in PACKAGES:
         for path in sorted((root / top).rglob("*.py")):

@@ -363,7 +363,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if self._built is not None:
             return self._built
         if self._backend is None:
-            self._backend = prompt_backend(prompt)
+            self._backend = prompt_backend(prompt, self.model)
         return self._build(self._backend)
 
     def _build(self, backend: ArrayBackend | NineBackend) -> Built:

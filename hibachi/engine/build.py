@@ -114,7 +114,7 @@ def build(
             plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic
         )
         if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(plan.model.logits):
-            whole.settle(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
+            whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
         deterministic = whole.deterministic
     facts = _facts(plan, scheduler, backend, bool(deterministic))
     return Built(facts, scheduler, runner, prompts, size if plan.prefix_cache else 0)

@@ -68,7 +68,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     def run(self, item: T | Sequence[Any] | HostArray) -> Item[T]:
         """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
         if self._backend is None:
-            self._backend = prompt_backend(item)
+            self._backend = prompt_backend(item, self._model)
         if isinstance(self._backend, NineBackend):
             given, kind = NinePrompts(self._backend, token=None, stop_token=None, padding_token=None).given(item)
         else:

@@ -190,6 +190,8 @@ class CachedRunner(BaseRunner):
                 with self.tally:
                     drawn = sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
+                    if not len(idx):
+                        self.backend.settle(memory.cache)  # as below in `_forward`
         except BaseException as e:
             if not memory.donating:
                 memory.cache = held
@@ -243,7 +245,10 @@ class CachedRunner(BaseRunner):
         try:
             with self.backend.guard():
                 run = self._recurrent if memory.states else self._paged
-                return run(plan, call, idx, rows, start, q, emit)
+                part = run(plan, call, idx, rows, start, q, emit)
+                with self.tally:
+                    self.backend.settle(memory.cache)  # of a chunk of a prompt, no output has asked for it
+                return part
         except BaseException as e:
             if not memory.donating:
                 memory.cache = before  # what an asynchronous call returned may be its error

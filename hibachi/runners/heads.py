@@ -190,6 +190,7 @@ class Pooled:
             if job.unit:
                 rounded[i] = unit(rounded[i])
         batch = self._backend.put(rounded)
+        self._backend.settle([batch])
         return Part(idx, np.zeros(len(idx), np.int32), batch, np.ones(len(idx), bool), bad)
 
     def _sum(self, plan: StepPlan, of: Outputs, host: Any) -> Any:

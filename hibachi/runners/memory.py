@@ -73,6 +73,7 @@ class Memory:
             self.kept = [
                 self._copy(kept, slots, self.cache[i], rows) for i, kept in zip(self.states, self.kept, strict=True)
             ]
+            self.backend.settle(self.kept)
 
     def _places(self, pairs: list[tuple[int, int]]) -> tuple[Array, Array]:
         """Rows and checkpoints on the device, in few shapes."""

@@ -339,6 +339,7 @@ def token_part(
     with tally:
         # A copy, as the memory is the model's, which may write its next output there.
         batch = backend.copy(out if out.shape[0] == n else out[:n, ...])
+        backend.settle([batch])
         returned = backend.get(batch)
     tokens, faults = returned, dict[int, HibachiError]()
     if returned.dtype != dtype:
@@ -375,10 +376,14 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
     for p in parts:
         logprobs.update({offset + i: lp for i, lp in p.logprobs.items()})
         offset += len(p.idx) if p.counts is None else int(p.counts.sum())
+    batch = None
+    if parts[0].batch is not None:
+        batch = backend.xp.concat([p.batch for p in parts], axis=0)
+        backend.settle([batch])
     return Part(
         idx=np.concatenate([p.idx for p in parts]),
         tokens=np.concatenate([p.tokens for p in parts if p.tokens is not None]),
-        batch=None if parts[0].batch is None else backend.xp.concat([p.batch for p in parts], axis=0),
+        batch=batch,
         stopped=np.concatenate([p.stopped for p in parts]),
         bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),
         counts=np.concatenate([np.ones(len(p.idx), np.intp) if p.counts is None else p.counts for p in parts])

@@ -58,11 +58,11 @@ class WholeRunner(BaseRunner):
         grouping: Grouping,
         deterministic: bool | None,
     ) -> None:
-        """rows: most that there may be at once. deterministic: True: one row a call unless `settle` finds better. None:
-        as `settle` finds it."""
+        """rows: most that there may be at once. deterministic: True: one row a call, unless `try_calls` finds better.
+        None: as `try_calls` finds it."""
         super().__init__(backend, tables)
         self._rows, self.sampler, self.grouping = rows, sampler, grouping
-        self._asked, self._settled = bool(deterministic), deterministic is False
+        self._asked, self._tried = bool(deterministic), deterministic is False
         self.forward: Any = model.logits if sampler else model.forward
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
@@ -89,9 +89,9 @@ class WholeRunner(BaseRunner):
         """Does nobody's company change a bit?"""
         return self.grouping.known is not None
 
-    def settle(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
+    def try_calls(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
         """Try on tokens like these whether rows can share calls without a trace, and do so from now on."""
-        self._settled = True
+        self._tried = True
         compiled = self.backend.shapes.compiled
         if self._rows == 1:
             self.grouping = self._alone
@@ -126,10 +126,10 @@ class WholeRunner(BaseRunner):
             return self.backend.get(self.backend.copy(out))[: len(prompts)]
 
     def run(self, plan: StepPlan) -> Outcome:
-        if not self._settled and plan.emit.any():
+        if not self._tried and plan.emit.any():
             jobs = [seq.owner for seq in plan.seqs]
             mine = [job for job in jobs if job.kind == jobs[0].kind]
-            self.settle([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
+            self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
@@ -224,6 +224,8 @@ class FeedforwardRunner(BaseRunner):
                 out = self.wait(self.model.forward(x))
             check_output(out, self.backend, (len(idx), *(None,) * (len(getattr(out, "shape", ())) - 1)), self.name)
             out = self.backend.copy(out)  # the memory is the model's, which may write its next output there
+            with self.tally:
+                self.backend.settle([out])
         bad = None
         if self.backend.xp.isdtype(out.dtype, ("real floating", "complex floating")):
             xp = self.backend.xp

@@ -455,13 +455,17 @@ class ArrayBackend(Library):
         a weight from `put_weight`, [inner, hidden] and [hidden, inner / 2 or inner]; act: between the two.
         """
         y = self.xp.zeros_like(x)
+        choice = None if self.shapes.compiled else self.get(chosen)  # once, as a device is waited for
         for e, (w_in, w_out) in enumerate(zip(into, out, strict=True)):
+            rows = None if choice is None else np.flatnonzero((choice == e).any(axis=-1)).astype(np.int32)
+            if rows is not None and not len(rows):
+                continue
             share = self.xp.where(chosen == e, weights, self.xp.zeros_like(weights))
             share = self.xp.astype(self.xp.sum(share, axis=-1, keepdims=True), x.dtype, copy=False)  # 0: not chosen
-            if self.shapes.compiled:
+            if rows is None:
                 y = y + self.linear(act(self.linear(x, w_in)), w_out) * share
-            elif len(rows := np.flatnonzero(self.get(share))):  # only the tokens that chose it
-                rows = self.put(rows.astype(np.int32))
+            else:  # only the tokens that chose it
+                rows = self.put(rows)
                 part = self.linear(act(self.linear(self.take(x, rows), w_in)), w_out) * self.take(share, rows)
                 y = self.scatter_rows(y, rows, self.take(y, rows) + part)
         return y
@@ -504,6 +508,14 @@ class ArrayBackend(Library):
         return state, self.xp.stack(outputs)
 
     # ---- execution ---------------------------------------------------------------------------------------------
+
+    def settle(self, arrays: Sequence[Array]) -> None:
+        """Compute what a lazy library has put off; the default does nothing.
+
+        Called in the engine's thread on what leaves it or stays from step to step: outputs that streams will hand to
+        their readers, and caches after a step. Called on the arrays of a model as well, in the thread that starts an
+        engine. arrays: as they are, or in tuples, as the layers of a cache are.
+        """
 
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """`fn`, perhaps compiled per shape; arguments at positions `donate` may be overwritten."""

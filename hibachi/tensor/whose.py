@@ -34,11 +34,15 @@ def backend_of(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | NineBac
     """`named_backend`, else the library of the model's parameters, of its buffers, of arrays that it holds, and of
     `arrays`, in this order; None: that of the first prompt decides.
 
-    NumPy's arrays say nothing, as models of all libraries hold some. Raises ConfigError for weights without data.
+    NumPy's arrays say nothing, as models of all libraries hold some. The model is settled. Raises ConfigError for
+    weights without data.
     """
     if (found := named_backend(backend, model)) is not None:
+        settle_model(model, found)
         return found
     for array in chain(_registered(model, "parameters"), _registered(model, "buffers"), held(model), held(arrays)):
+        if isinstance(array, np.ndarray):
+            continue
         try:
             library = backend_for(array)
         except BackendError:
@@ -48,13 +52,23 @@ def backend_of(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | NineBac
                 f"{type(model).__name__} must have its weights on a device; got arrays {why} ({library!r}). Load the "
                 f"weights, or move the model to where they can be computed with."
             )
+        settle_model(model, library)
         return library
     return None
 
 
-def prompt_backend(prompt: Any) -> ArrayBackend:
-    """Where nothing else tells: the library of a prompt, NumPy for lists. Raises BackendNotFound."""
-    return backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
+def prompt_backend(prompt: Any, model: Any) -> ArrayBackend:
+    """Where nothing else tells: the library of a prompt, NumPy for lists. The model is settled. Raises
+    BackendNotFound."""
+    found = backend_for(prompt) if hasattr(prompt, "dtype") else resolve("numpy")
+    settle_model(model, found)
+    return found
+
+
+def settle_model(model: Any, backend: ArrayBackend | NineBackend) -> None:
+    """What a lazy library has put off of a model's arrays is computed here: the engine's thread may not be able to."""
+    if isinstance(backend, ArrayBackend) and type(backend).settle is not ArrayBackend.settle:
+        backend.settle([array for array in held([model]) if backend.owns(array)])
 
 
 def _registered(model: Any, name: str) -> Iterator[Any]:
@@ -68,7 +82,7 @@ def _registered(model: Any, name: str) -> Iterator[Any]:
 
 
 def held(thing: Any) -> Iterator[Any]:
-    """Arrays of other libraries than NumPy inside an object: in its attributes, and in lists and dictionaries there."""
+    """Arrays inside an object: in its attributes, and in lists and dictionaries there, however deep."""
     seen, layer = {id(thing)}, [thing]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -85,12 +99,13 @@ def held(thing: Any) -> Iterator[Any]:
         layer = below
 
 
-_DULL = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, np.generic)
+_DULL = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.generic)
 
 
 def _inside(thing: Any) -> Iterator[Any]:
     if isinstance(thing, Mapping):
         yield from list(thing.values())
+        yield from list(getattr(thing, "__dict__", {}).values())
     elif isinstance(thing, (list, tuple, set, frozenset)):
         yield from list(thing)
     elif isinstance(thing, MethodType):

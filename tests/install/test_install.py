@@ -67,6 +67,7 @@ def environment(tmp_path):
         (["."], ["numpy"]),
         ([".[torch]"], ["numpy", "torch"]),
         ([".[jax]"], ["jax", "numpy"]),
+        ([".[mlx]"], ["mlx", "numpy"]),
         (["./hibachi_torch"], ["numpy", "torch"]),
         (["--editable", ".[torch,jax,test]"], ["jax", "numpy", "torch"]),
     ],
@@ -76,7 +77,7 @@ def test_install(environment, checkout, arguments, backends):
     environment.pip(*arguments, cwd=checkout)
     seen = environment.look()
     assert sorted(seen["backends"]) == backends
-    for name in {"torch", "jax"} & set(backends):
+    for name in {"torch", "jax", "mlx"} & set(backends):
         environment.run("-c", f"import hibachi_{name}")
     if "--editable" in arguments:
         for package in ("hibachi", "hibachi_torch", "hibachi_jax"):
