@@ -16,7 +16,7 @@ from typing_extensions import TypeVar, Unpack
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, Built, Plan, build, has_hidden, level_of
+from hibachi.engine.build import NO_LIMIT, UNSTATED, Built, Plan, build, has_hidden, level_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
@@ -53,10 +53,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
     `forward` (level 0, `Autoregressive`); the highest it has is used.
     stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop=)`.
+    token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None: each request has
+    its own kind; those of different kinds share no call.
     padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None: only rows of equal
-    length share a forward pass, and nothing is padded.
+    length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
     max_batch_size: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
-    model's own `max_model_len`.
+    model's own `max_model_len`, else, with a stop_token, 2**20.
     max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
     None: what suits the backend, 16 or more.
     cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
@@ -71,9 +73,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     max_prefill_tokens: tokens of prompts computed in a step; None: what max_batch_tokens leaves.
     max_waiting, pause_after, restart, stall_after, record, overlap: see `BatchInference`.
     deterministic: who shares the batch never changes a bit. Level 2: on a backend's kernels for that
-    (`backend.invariant()`, on which the model must have been made); levels 0 and 1: one row a call. None: as the model
-    was made. At level 2, `selfcheck` tries it when the engine is made. See docs/determinism.md.
-    backend: a name, a backend, or None: the model's `backend`, else that of the first array seen.
+    (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
+    Levels 0 and 1: rows share calls between which no bit differs, which is tried on the model, at level 0 with the
+    first prompt; one row a call where there are none. None: level 2 as the model was made, level 1 if it works when it
+    is tried (not where each shape is compiled), level 0 no. See docs/determinism.md.
+    backend: a name, a backend, an object with the nine operations (level 0), or None: the model's `backend`, else that
+    of its parameters, its buffers, other arrays that it holds (NumPy's apart), else of the first prompt.
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
@@ -152,7 +157,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
         if self._level == 2 and limit is None:
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
-        self.max_model_len: int | Any = NO_LIMIT if limit is None else limit
+        self.max_model_len: int | Any = UNSTATED if limit is None else limit
         self._plan = Plan(
             model=model,
             level=self._level,

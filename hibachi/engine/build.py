@@ -35,6 +35,7 @@ from hibachi.tensor.library import Library
 from hibachi.tensor.nine import NineBackend
 
 NO_LIMIT = 2**31 - 2
+UNSTATED = 2**20  # tokens of a request, where a stop token is all that ends it
 DEFAULT_CACHE_BYTES = 2**30
 CHECKPOINTS = 2  # recurrent states kept for each row
 CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next

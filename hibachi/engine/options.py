@@ -33,6 +33,7 @@ class BatchOptions(EngineOptions, total=False):
     """All of `AutoregressiveBatchInference`."""
 
     stop_token: Any
+    token: Any
     padding_token: Any
     backend: str | Backend[Any] | None
     dtype: str

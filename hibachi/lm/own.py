@@ -19,7 +19,7 @@ from hibachi.request import SamplingParams
 from hibachi.tensor.discover import resolve
 from hibachi.tensor.whose import backend_of
 
-_OF_FILES = ("device", "quantization", "autotune", "deterministic")
+_OF_FILES = ("device", "quantization", "autotune")
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:
@@ -59,8 +59,11 @@ class OwnTexts(Texts):
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
         library: Any = backend_of(backend, made) or resolve("numpy")
+        deterministic = options.get("deterministic")
         others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
-        engine = AutoregressiveBatchInference(made, backend=library, dtype=dtype or "float32", **others)
+        engine = AutoregressiveBatchInference(
+            made, backend=library, dtype=dtype or "float32", deterministic=deterministic, **others
+        )
         super().__init__(
             engine,
             self.portable_tokenizer,

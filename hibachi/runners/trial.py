@@ -78,14 +78,14 @@ class Trials:
                 return None
         same = tuple(n for n in sizes if n == base or _equal(self._outputs(texts, width, n, n // 2), want))
         if len(same) < len(sizes):
-            log.info("width %d: calls of %s rows give other bits than those of %d", width, {*sizes} - {*same}, base)
+            log.debug("width %d: calls of %s rows give other bits than those of %d", width, {*sizes} - {*same}, base)
         together = padded and not self._one
         if together:
             for other in joined:
                 mine = [i for i, text in enumerate(texts) if len(text) <= other]
                 if mine and not _equal(self._outputs([texts[i] for i in mine], other, base, 0), want[mine]):
                     together = False
-                    log.info("a width of %d gives other bits than one of %d", width, other)
+                    log.debug("a width of %d gives other bits than one of %d", width, other)
                     break
         return Traceless(same, together)
 

@@ -1,0 +1,113 @@
+"""The kind of a token, its shape and dtype, belongs to its request."""
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import AutoregressiveBatchInference, ConfigError, InvalidRequest, SamplingParams
+
+from .models import ints
+
+
+class Next:
+    """Level 0. Notes what each call is shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def forward(self, tokens):
+        self.shown.append((tokens.shape, tokens.dtype))
+        return tokens[:, -1] + 1
+
+
+@pytest.fixture
+def engine(serve):
+    return lambda **options: serve(Next(), **options)
+
+
+def test_real_numbers_before_integers_harm_nobody(engine):
+    one = engine()
+    assert [float(t) for t in one.run([1.0, 2.5], max_new_tokens=2).collect()] == [3.5, 4.5]
+    assert ints(one.run([1, 2], max_new_tokens=2).collect()) == [3, 4]
+    assert {dtype for _, dtype in one.model.shown} == {np.dtype(float), np.dtype(int)}
+
+
+def test_requests_of_several_kinds_never_share_a_call(engine):
+    one = engine(max_batch_size=8)
+    prompts = [[1, 2], [3.0, 4.0], [[1, 2], [3, 4]], [5, 6], np.array([7, 8], np.int16), [7.0, 8.0]]
+    streams = [one.run(prompt, max_new_tokens=30) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        last = np.asarray(prompt)[-1]
+        assert [np.asarray(t).tolist() for t in stream.collect()] == [(last + i).tolist() for i in range(1, 31)]
+    kinds = {(shape[2:], str(dtype)) for shape, dtype in one.model.shown}
+    assert kinds == {((), "int64"), ((), "float64"), ((2,), "int64"), ((), "int16")}
+
+
+def test_tables_of_kinds_that_nobody_has_any_more_are_dropped(engine):
+    one = engine(max_batch_size=2)
+    for n in range(1, 40):
+        one.run(np.zeros((2, n), int), max_new_tokens=1).collect()
+    assert len(one._built.runner.tables._tables) <= 3
+
+
+def test_stop_and_padding_tokens_must_fit(engine):
+    one = engine(stop_token=np.array([9, 9]), padding_token=np.zeros((1, 2), int))
+    assert [t.tolist() for t in one.run([[7, 7]]).collect()] == [[8, 8], [9, 9]]
+    for prompt, why in (([1, 2], r"padding token must have the shape of one token, \(\)"), ([[1]], "padding token")):
+        with pytest.raises(InvalidRequest, match=why):
+            one.run(prompt)
+    assert [t.tolist() for t in one.run([[8, 8]]).collect()] == [[9, 9]]
+
+
+def test_token_fixes_the_kind_for_all(engine):
+    one = engine(token=0)
+    assert ints(one.run(np.array([5], np.int16), max_new_tokens=1).collect()) == [6]
+    for prompt in ([[1, 2]], [1.5], [[1], [2]]):
+        with pytest.raises(InvalidRequest, match=r"takes prompts of tokens of shape \(\) and int64; got"):
+            one.run(prompt)
+    frames = engine(token=np.zeros(3, np.float32))
+    assert frames.run([[1, 2, 3.5]], max_new_tokens=1).collect()[0].tolist() == [2, 3, 4.5]
+    with pytest.raises(InvalidRequest, match="without a dimension for the batch"):
+        frames.run([1.0])
+    with pytest.raises(ConfigError, match="token must be one token"):
+        engine(token="a")
+    with pytest.raises(InvalidRequest, match="stop token"):
+        engine(token=0, stop_token=[1, 2])
+
+
+def test_a_batch_in_place_of_a_prompt_is_told_to_a_model_of_ids():
+    why = r"takes prompts of token ids.* one sequence"
+    with hibachi.LLM("tiny", max_batch_size=2) as llm, pytest.raises(InvalidRequest, match=why):
+        llm.engine.run([[1, 2]], SamplingParams(max_tokens=1))
+
+
+def test_a_stop_token_without_a_limit_has_a_bound():
+    with AutoregressiveBatchInference(Next(), stop_token=3) as engine:
+        assert engine.max_model_len == 2**20
+        assert ints(engine.run([1]).collect()) == [2, 3]
+
+
+def test_kinds_of_a_cached_model_that_returns_tokens(serve):
+    """Level 2: the calls are apart, and so is what may be shared."""
+
+    class Sums:
+        params, vocab_size, max_model_len = None, None, 64
+
+        def __init__(self):
+            self.backend, self.shown = hibachi.NumpyBackend(), []
+
+        def cache_spec(self):
+            return [hibachi.State(shape=(1,))]
+
+        def step(self, params, cache, x):
+            self.shown.append(x.tok.shape[1:])
+            tokens = x.tok.reshape(len(cache[0]), -1, *x.tok.shape[1:])
+            return tokens[:, -1] + 1, cache
+
+    model = Sums()
+    engine = serve(model, backend=None, max_batch_size=4)
+    streams = [engine.run(p, max_new_tokens=3) for p in ([1, 2], [[1, 2]], [4], [[3, 3]])]
+    assert [[np.asarray(t).tolist() for t in s.collect()] for s in streams] == [
+        [3, 4, 5], [[2, 3], [3, 4], [4, 5]], [5, 6, 7], [[4, 4], [5, 5], [6, 6]],
+    ]  # fmt: skip
+    assert {*model.shown} == {(), (2,)}
