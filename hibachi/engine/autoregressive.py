@@ -76,7 +76,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share calls between which no bit differs, which is tried on the model, at level 0 with the
     first prompt; one row a call where there are none. None: level 2 as the model was made, level 1 if it works when it
-    is tried (not where each shape is compiled), level 0 no. See docs/determinism.md.
+    is tried (not where each shape is compiled, nor if the model's attribute `deterministic` is False), level 0 no. See
+    docs/determinism.md.
     backend: a name, a backend, an object with the nine operations (level 0), or None: the model's `backend`, else that
     of its parameters, its buffers, other arrays that it holds (NumPy's apart), else of the first prompt.
 
@@ -192,6 +193,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         Raises ConfigError, UnsupportedOperation.
         """
         if self._level < 2:
+            if deterministic is None and getattr(self.model, "deterministic", None) is False:
+                return False
             known = self._level == 1 and not (self._backend is not None and self._backend.shapes.compiled)
             return deterministic if deterministic is not None or known else False
         own = getattr(self.model, "backend", None)

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 
 from hibachi.errors import (
+    BackendError,
     DeadlineExceeded,
     HibachiError,
     InternalError,
@@ -17,7 +18,7 @@ from hibachi.errors import (
 )
 from hibachi.plan.sequence import Seq
 
-OURS = ("hibachi.engine", "hibachi.plan", "hibachi.decode")
+OURS = ("hibachi.engine", "hibachi.runners", "hibachi.plan", "hibachi.decode")
 MOST_TEXT = 4000  # characters of a traceback that are kept
 
 
@@ -46,7 +47,7 @@ def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:
 
 def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
     """The error that ends a request of which one call raised `error`. theirs: what the model raised last."""
-    if isinstance(error, (ModelFault, InvalidRequest)):  # ours, about the model or a stop predicate
+    if isinstance(error, (ModelFault, InvalidRequest, BackendError)):  # ours, about what is somebody else's
         drop_frames(error)
         return error
     if theirs.raised is not error and _ended_in_ours(error):

@@ -10,15 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from hibachi.errors import ConfigError, InvalidModelOutput, InvalidRequest, text_of
+from hibachi.errors import (
+    BackendError,
+    ConfigError,
+    HibachiError,
+    InvalidModelOutput,
+    InvalidRequest,
+    InvalidTensorOperation,
+    text_of,
+)
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
+from hibachi.runners.faults import Theirs
 from hibachi.runners.groups import Call, Grouping
 from hibachi.runners.job import Job
 from hibachi.runners.runner import BaseRunner, Outcome, Part, isolate, jobs_of
@@ -88,16 +98,18 @@ class NineRunner(BaseRunner):
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=len(self._kinds) > 1):
-            outcome += isolate(lambda idx: self._call(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+            run = partial(blamed, self.theirs, self.backend.name, partial(self._call, plan, call))
+            outcome += isolate(run, call.idx, self.backend, self.theirs)
         return outcome
 
-    def _call(self, plan: StepPlan, idx: Any, call: Call) -> Part:
+    def _call(self, plan: StepPlan, call: Call, idx: Any) -> Part:
         ops = self._ops
         places = dict(zip(jobs_of(plan, idx), idx.tolist(), strict=True))
         ends = dict(zip(places, plan.end[idx].tolist(), strict=True))
         with self.backend.guard():
-            kept = self._gathered(ends, call.width if self.grouping.known else max(ends.values()))
-            n, shape = len(kept.jobs), ops.shape(kept.array)
+            width = call.width if self.grouping.known else max(ends.values())
+            kept = self._gathered(ends, width)
+            n, shape = len(kept.jobs), tuple(ops.shape(kept.array))
             # A copy, as the model may write into what it is shown.
             shown, extra = ops.repeat(kept.array, BATCH_DIM, 1), call.rows - n if self.grouping.known else 0
             if extra:
@@ -113,9 +125,12 @@ class NineRunner(BaseRunner):
             out = copied(ops, out, (n + extra, *shape[2:]), self.name)
             out = ops.slice(out, BATCH_DIM, 0, n) if extra else out
             kept.grown = None
-            kept.next, kept.grown = out, self._grown(Kept(kept.array, [], [], out))
+            grown = self._grown(Kept(kept.array, [], [], out))
+            longer = (n, shape[SEQ_DIM] + 1, *shape[2:])
+            agreed(tuple(ops.shape(grown)) == longer, "unsqueeze and cat", longer, ops.shape(grown))
+            kept.next, kept.grown = out, grown
             stopped, bad = stopped_rows(ops, out, kept.jobs), strange_rows(ops, out, n)
-            items = ops.vectorize_dim(out, BATCH_DIM)
+            items = apart(ops, out, n)
         return Part(np.array([places[job] for job in kept.jobs]), None, None, stopped, bad, items=items)
 
     # ---- what a call is shown ----------------------------------------------------------------------------------
@@ -134,6 +149,8 @@ class NineRunner(BaseRunner):
             arrays.append(self._wide(rows, width, mine[0]))
             jobs += mine
         array = arrays[0] if len(arrays) == 1 else self._ops.cat(arrays, BATCH_DIM)
+        shape, wanted = tuple(self._ops.shape(array)), f"{len(jobs)} rows of {width} tokens"
+        agreed(shape[:2] == (len(jobs), width), "cat, repeat, slice or pop", wanted, shape)
         self._leave(parts)
         found = Kept(array, jobs, [ends[job] for job in jobs])
         for i, job in enumerate(jobs):
@@ -198,7 +215,8 @@ class NineFeedforwardRunner(BaseRunner):
     def run(self, plan: StepPlan) -> Outcome:
         outcome = Outcome([], {})
         for call in Grouping(padded=True).calls(plan, kinds=True):
-            outcome += isolate(lambda idx: self._call(plan, idx), call.idx, self.backend, self.theirs)
+            run = partial(blamed, self.theirs, self.backend.name, partial(self._call, plan))
+            outcome += isolate(run, call.idx, self.backend, self.theirs)
         return outcome
 
     def _call(self, plan: StepPlan, idx: Any) -> Part:
@@ -209,7 +227,7 @@ class NineFeedforwardRunner(BaseRunner):
             with self.tally, self.theirs:
                 out = self.wait(self._model.forward(x))
             out = copied(ops, out, (n, None), self.name)
-            bad, items = strange_rows(ops, out, n), ops.vectorize_dim(out, BATCH_DIM)
+            bad, items = strange_rows(ops, out, n), apart(ops, out, n)
         return Part(idx, None, None, np.ones(n, bool), bad, items=items)
 
     @override
@@ -233,6 +251,37 @@ def taken(ops: Any, array: Array, places: Sequence[int], n: int) -> Array:
     return slices[0] if len(slices) == 1 else ops.cat(slices, BATCH_DIM)
 
 
+def blamed(theirs: Theirs, name: str, call: Callable[[Any], Part], idx: Any) -> Part:
+    """`call(idx)`; what an operation raises is an error of the backend, and not of the model or ours."""
+    try:
+        return call(idx)
+    except MemoryError:
+        raise
+    except Exception as e:
+        if theirs.raised is e or (isinstance(e, HibachiError) and not isinstance(e, InvalidTensorOperation)):
+            raise
+        raise BackendError(
+            f"The backend {name} raised {text_of(e)} while it moved tokens. `hibachi conformance` tells what is wrong "
+            f"with it."
+        ) from e
+
+
+def agreed(fine: bool, operations: str, expected: Any, got: Any) -> None:
+    """Raise BackendError if an operation did not do what it should."""
+    if not fine:
+        raise BackendError(
+            f"The backend's {operations} gave shape {got}; expected {expected}. `hibachi conformance` tells what is "
+            f"wrong with it."
+        )
+
+
+def apart(ops: Any, out: Array, n: int) -> list[Any]:
+    """The rows of out [n, ...], one by one."""
+    items = list(ops.vectorize_dim(out, BATCH_DIM))
+    agreed(len(items) == n, "vectorize_dim", f"a list of {n}", f"a list of {len(items)}")
+    return items
+
+
 def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> Array:
     """A copy of what the model returned, if it is an array of the backend and of this shape; None: any rest of it.
 
@@ -248,7 +297,9 @@ def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> A
     if not (shape[:1] == expected[:1] if expected[1:] == (None,) else shape == expected):
         want = f"({expected[0]}, any)" if expected[1:] == (None,) else expected
         raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
-    return ops.repeat(out, BATCH_DIM, 1)  # the memory is the model's, which may write its next output there
+    out = ops.repeat(out, BATCH_DIM, 1)  # the memory is the model's, which may write its next output there
+    agreed(tuple(ops.shape(out)) == shape, "repeat", shape, ops.shape(out))
+    return out
 
 
 def strange_rows(ops: Any, out: Array, n: int) -> Any:

@@ -195,6 +195,8 @@ def test_infinite_tokens(batch):
 class NanLogits(SumLogits):
     """The logits of a row that holds the poison are NaN."""
 
+    deterministic = False  # no calls but those of requests
+
     def logits(self, tokens, lengths):
         out = super().logits(tokens, lengths)
         out[(tokens == POISON).any(axis=1)] = np.nan

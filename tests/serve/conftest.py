@@ -47,6 +47,8 @@ class Slow:
         encode = staticmethod(lambda text: list(text.encode()))
         decode = staticmethod(lambda ids: bytes(ids).decode("latin-1"))
 
+    deterministic = False  # no calls but those of requests
+
     def logits(self, tokens, lengths):
         time.sleep(0.05)
         return np.eye(256, dtype=np.float32)[(tokens[:, -1] + 1) % 256] * 10
@@ -65,6 +67,8 @@ class Gated:
     class tokenizer:
         encode = staticmethod(lambda text: list(text.encode()))
         decode = staticmethod(lambda ids: bytes(ids).decode("latin-1"))
+
+    deterministic = False  # no calls but those of requests
 
     def logits(self, tokens, lengths):
         if self.pipe is None:
