@@ -53,10 +53,15 @@ class Nine:
 
     def run(self, engine, *prompts, **options):
         """Streams of prompts that are queued while the engine is held, so that all are in its next step."""
-        held = threading.Event()
-        first = engine.run(
-            self.put([3]), max_new_tokens=1, stop=lambda t: (held.wait(self.serving.patience) and False) or [False]
-        )
+        reached, held = threading.Event(), threading.Event()
+
+        def hold(tokens):
+            reached.set()
+            held.wait(self.serving.patience)
+            return [False]
+
+        first = engine.run(self.put([3]), max_new_tokens=1, stop=hold)
+        assert reached.wait(self.serving.patience), "the engine took no step"
         streams = [engine.run(self.put(p) if isinstance(p, list) else p, **options) for p in prompts]
         held.set()
         self.serving.read(first)
