@@ -1,5 +1,7 @@
 """Level 0 and feed-forward run on the nine operations alone: engines get an object that has nothing else."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -119,9 +121,19 @@ def test_a_model_may_write_into_what_it_is_shown_and_use_its_output_again(nine):
 def test_who_leaves_disturbs_nobody_and_a_row_is_used_again(nine):
     """H-33, H-36."""
     engine = nine.engine(total, max_batch_size=3)
-    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], [5, 5], max_new_tokens=30)
-    assert nine.serving.host(next(streams[1])) == 5
+    third, closed, steps = threading.Event(), threading.Event(), []
+
+    def wait(tokens):
+        steps.append(tokens)
+        if len(steps) == 3:
+            third.set()
+            closed.wait(nine.serving.patience)
+        return [False] * nine.ops.shape(tokens)[0]
+
+    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], [5, 5], max_new_tokens=30, stop=wait)
+    assert third.wait(nine.serving.patience), "the engine never took three steps"
     streams[1].close()
+    closed.set()
     got = nine.read([streams[0], *streams[2:]])
     assert got == [(expected(p, 30), "length") for p in ([1, 2], [4, 4], [5, 5])]
 
