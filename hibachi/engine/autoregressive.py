@@ -224,12 +224,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self.deterministic
 
     def selfcheck(self) -> int:
-        """Compute a few random prompts alone and beside others; returns how many outputs agreed in every bit.
+        """Compute a few prompts alone and beside others; returns how many outputs agreed in every bit.
 
-        With a cache of its own, at any time. A deterministic engine does so when it is made. 0: nothing to compare, as
-        the model returns tokens, not logits, or has no cache. Raises NotDeterministic with the first difference.
+        At any time: with a cache of its own, or at levels 0 and 1 as was tried before the first step. A deterministic
+        engine does so when it is made. 0: nothing to compare: no request has come, rows are alone, or the model has a
+        cache and returns tokens, not logits. Raises NotDeterministic with the first difference.
         """
         runner = None if self._built is None else self._built.runner
+        if isinstance(runner, WholeRunner):
+            return runner.selfcheck()
         return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
 
     # ---- requests ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hibachi.errors import text_of
+from hibachi.errors import NotDeterministic, text_of
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Grouping, Traceless
 from hibachi.tensor.array_backend import HostArray
@@ -50,6 +50,19 @@ class Trials:
                     return False
                 self._known[width] = found
         return True
+
+    def again(self) -> int:
+        """The first trials once more, on nothing that is known; returns how many outputs were compared.
+
+        Raises NotDeterministic, and what the model raises.
+        """
+        fresh = Trials(self._ask, self._prompts, self._grouping, self._rows, one=self._one)
+        if not fresh.begin():
+            raise NotDeterministic(
+                "Who shares a call changes the bits of a row: expected the same outputs in other places and beside "
+                "others; they differ. Pass deterministic=False, or see `hibachi verify` for what depends on the batch."
+            )
+        return fresh.compared
 
     def of(self, width: int) -> Traceless:
         if (known := self._known.get(width)) is None:

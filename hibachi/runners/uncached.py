@@ -89,6 +89,11 @@ class WholeRunner(BaseRunner):
         """Does nobody's company change a bit?"""
         return self.grouping.known is not None
 
+    def selfcheck(self) -> int:
+        """`Trials.again`; 0: nothing was tried, or rows are alone."""
+        known = self.grouping.known
+        return known.again() if isinstance(known, Trials) else 0
+
     def try_calls(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
         """Try on tokens like these whether rows can share calls without a trace, and do so from now on."""
         self._tried = True

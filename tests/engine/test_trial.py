@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hibachi import AutoregressiveBatchInference, SamplingParams
+from hibachi import AutoregressiveBatchInference, NotDeterministic, SamplingParams
 from hibachi.runners.groups import Alone, Grouping, Traceless, bucket
 from hibachi.runners.trial import Trials
 
@@ -126,7 +126,7 @@ def test_alone_in_company_and_staggered_all_bits_are_equal(padding):
         return [(s.collect()[-10:], s.logprobs) for s in streams]
 
     with AutoregressiveBatchInference(Rnn(), padding_token=padding, backend="numpy", max_batch_size=8) as engine:
-        assert engine.deterministic and engine.facts.deterministic
+        assert engine.deterministic and engine.facts.deterministic and engine.selfcheck() > 50
         alone = [said(engine, [p])[0] for p in prompts]
         assert said(engine, prompts) == alone and said(engine, prompts, wait=True) == alone
 
@@ -139,11 +139,27 @@ def test_a_model_that_mixes_rows_is_served_without_the_promise_or_one_row_a_call
 
     with AutoregressiveBatchInference(Mixed(), backend="numpy") as engine:
         assert not engine.deterministic and "deterministic=False for Mixed.logits" in caplog.text
+        assert engine.selfcheck() == 0
     with AutoregressiveBatchInference(Mixed(), backend="numpy", deterministic=True) as engine:
         assert engine.deterministic
         streams = [engine.run([1, 2, n], GREEDY) for n in range(4)]
         together = [s.collect() for s in streams]
         assert together == [engine.run([1, 2, n], GREEDY).collect() for n in range(4)]
+
+
+def test_what_has_begun_to_depend_on_the_batch_is_found():
+    class Later(Rnn):
+        mixes = False
+
+        def logits(self, tokens, lengths):
+            out = super().logits(tokens, lengths)
+            return out + self.mixes * out.mean()
+
+    model = Later()
+    with AutoregressiveBatchInference(model, backend="numpy") as engine:
+        model.mixes = True
+        with pytest.raises(NotDeterministic, match="Who shares a call changes the bits"):
+            engine.selfcheck()
 
 
 def test_a_model_that_fails_when_it_is_tried_is_served(caplog):
