@@ -88,9 +88,7 @@ class InvariantTorchBackend(TorchBackend):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
-        plain = self.put(w, dtype)
-        packs = plain.dtype == torch.float32 or (plain.dtype == torch.bfloat16 and _bfloat16())
-        return Weight(plain) if packs and torch.backends.mkldnn.is_available() else plain
+        return weight_of(self.put(w, dtype))
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
@@ -177,6 +175,12 @@ class InvariantTorchBackend(TorchBackend):
         return (f / torch.neg(f).exp_().add_(1)).to(x.dtype)  # exp may be inf, and x / inf is the right answer
 
 
+def weight_of(plain: Array) -> Array:
+    """A matrix [out, in] as `InvariantTorchBackend.linear` takes it: for oneDNN, if it multiplies this dtype."""
+    packs = plain.dtype == torch.float32 or (plain.dtype == torch.bfloat16 and _bfloat16())
+    return Weight(plain) if packs and torch.backends.mkldnn.is_available() else plain
+
+
 def _bfloat16() -> bool:
     """Has the processor instructions that oneDNN multiplies bfloat16 with?"""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -193,7 +197,7 @@ def _multiply(rows: Array, w: Weight, b: Array | None) -> Array:
     n = len(rows)
     fill = 2 - n  # long sums of a single row are made in other pieces
     if w.dtype == torch.bfloat16 and _amx():
-        fill = 0 if w.shape[0] >= COLUMNS * torch.get_num_threads() else TILE - n
+        fill = 2 - n if w.shape[0] >= COLUMNS * torch.get_num_threads() else TILE - n
     if n == fill == 1:
         some = rows.expand(2, -1).contiguous()  # in a third of the time that F.pad takes
     else:
