@@ -103,7 +103,7 @@ class InvariantTorchBackend(TorchBackend):
             tiles = w.dtype == torch.bfloat16 and _amx() and len(rows) > TILE
             y = torch.cat([_multiply(t, w, b) for t in rows.split(TILE)]) if tiles else _multiply(rows, w, b)
         else:
-            y = _padded(rows, PADDED, lambda padded: F.linear(padded, w, b))
+            y = padded(rows, PADDED, lambda some: F.linear(some, w, b))
         return y.view(*x.shape[:-1], -1)
 
     @override
@@ -136,7 +136,7 @@ class InvariantTorchBackend(TorchBackend):
         if q.dtype == torch.bfloat16 and FEW * unit * min(dim, vt.shape[-1]) <= ONEDNN_FROM:
             qt, kt, vt = qt.float(), kt.float(), vt.float()
         many = FEW if dim <= PIECE else PADDED
-        scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
+        scores = padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
         scores = scores * (dim**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -151,7 +151,7 @@ class InvariantTorchBackend(TorchBackend):
                 out = out + rows[..., i : i + PIECE] @ vt[..., i : i + PIECE, :]
             return out
 
-        out = _padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
+        out = padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
         out = out.reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
 
@@ -205,7 +205,7 @@ def _multiply(rows: Array, w: Weight, b: Array | None) -> Array:
     return torch.ops.mkldnn._linear_pointwise(some, w.packed(), b, "none", [], "")[:n]
 
 
-def _padded(rows: Array, many: int, f: Callable[[Array], Array]) -> Array:
+def padded(rows: Array, many: int, f: Callable[[Array], Array]) -> Array:
     """f(rows) for a function of each row of [..., rows, dim], called with a multiple of `many` rows."""
     n = rows.shape[-2]
     fill = -n % many
