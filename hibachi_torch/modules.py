@@ -197,6 +197,7 @@ class _Layer:
     def run(self, x: Tensor, h: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, B, in], h and c [B, hidden] with B >= 2 to the outputs [T, B, hidden] and the last h and c."""
         dtype, out = x.dtype, []
+        narrow = dtype != torch.float32
         xs = _BACKEND.linear(x, self.w_in, self.b_in).float()
         w, b = self.w_state, self.b_state
         packed = w.packed() if isinstance(w, Weight) and dtype == torch.float32 else None
@@ -206,8 +207,11 @@ class _Layer:
             for at in xs.unbind(0):
                 y = _BACKEND.linear(h, w, b).float() if product is None else product(h, packed, b, "none", [], "")
                 i, f, o, g = y.add_(at).tanh_().mul_(scale).add_(shift).chunk(4, 1)
-                c = (f * c).add_(i * g).to(dtype).float()
-                h = torch.tanh(c).mul_(o).to(dtype)
+                c = (f * c).add_(i * g)
+                if narrow:
+                    c = c.to(dtype).float()
+                h = torch.tanh(c).mul_(o)
+                h = h.to(dtype) if narrow else h
                 out.append(h)
             c = c.to(dtype)
         else:
@@ -217,7 +221,8 @@ class _Layer:
                 first, last = y.split((2 * n, n), 1)
                 r, z = (first + gates).tanh_().add_(1).mul_(0.5).chunk(2, 1)
                 fresh = (r * last).add_(new).tanh_()
-                h = (h.float() - fresh).mul_(z).add_(fresh).to(dtype)
+                h = (h - fresh).mul_(z).add_(fresh)
+                h = h.to(dtype) if narrow else h
                 out.append(h)
         return torch.stack(out) if len(out) > 1 else h[None], h, c
 

@@ -109,6 +109,7 @@ def differing(f, x):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the plain encoder uses
 @pytest.mark.parametrize("name", KINDS)
 def test_a_swapped_module_computes_what_it_did(name):
     module, call, x = made(name)
