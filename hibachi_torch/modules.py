@@ -284,7 +284,8 @@ class _Recurrent(_Packs, nn.RNNBase):
         return x.transpose(0, 1) if self.batch_first else x, last
 
     def _flat_dtype(self) -> torch.dtype:
-        return getattr(self, self._flat_weights_names[0]).dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype = getattr(self, self._flat_weights_names[0]).dtype
+        return dtype
 
 
 class InvariantLSTM(_Recurrent, nn.LSTM):
@@ -449,7 +450,8 @@ class InvariantTransformerEncoderLayer(nn.TransformerEncoderLayer):
                 x = x + self._sa_block(self.norm1(x), *masks, is_causal=is_causal)
                 return x + self._ff_block(self.norm2(x))
             x = self.norm1(x + self._sa_block(x, *masks, is_causal=is_causal))
-            return self.norm2(x + self._ff_block(x))  # type: ignore[no-any-return]
+            y: Tensor = self.norm2(x + self._ff_block(x))
+            return y
 
 
 _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
