@@ -292,7 +292,7 @@ class InvariantLSTM(_Recurrent, nn.LSTM):
     """nn.LSTM, without packed sequences and projections."""
 
     @override
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # packed sequences are refused
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         with torch.no_grad():
@@ -303,7 +303,9 @@ class InvariantGRU(_Recurrent, nn.GRU):
     """nn.GRU, without packed sequences."""
 
     @override
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]  # packed sequences are refused
+        self, input: Tensor, hx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             out, (h,) = self._run(input, None if hx is None else (hx,))
             return out, h
