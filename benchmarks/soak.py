@@ -22,7 +22,7 @@ import torch
 
 import hibachi
 from hibachi import DeadlineExceeded, ModelError, NonFiniteOutput, QueueFull, SamplingParams, Terms
-from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.invariant_backend import InvariantTorchBackend
 
 ROWS, BLOCKS, BLOCK_SIZE = 8, 22, 16
 BEGINNINGS = (

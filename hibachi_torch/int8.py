@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.tensor.array_backend import Array, HostArray
-from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.invariant_backend import InvariantTorchBackend
 
 _LARGEST = 127
 _MULTIPLE = 64  # of columns

@@ -12,7 +12,7 @@ from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda import CudaTorchBackend
 from hibachi_torch.int8 import Int8WeightsTorchBackend
-from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.invariant_backend import InvariantTorchBackend
 from hibachi_torch.libraries import libraries
 from hibachi_torch.native import int8 as native_int8
 from hibachi_torch.native.backend import ApartTorchBackend, NativeTorchBackend

@@ -13,7 +13,7 @@ from typing_extensions import override
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.invariant_backend import InvariantTorchBackend
 from hibachi_torch.native.build import library
 from hibachi_torch.native.memory import Slabs, zeros
 from hibachi_torch.native.program import ACTIVATIONS, Program, program

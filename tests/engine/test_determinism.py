@@ -20,7 +20,7 @@ from hibachi import (
 from hibachi.model.files import TINY
 from hibachi.tensor.numpy_backend import InvariantNumpyBackend
 from hibachi_torch import TorchBackend
-from hibachi_torch.invariant import InvariantTorchBackend
+from hibachi_torch.invariant_backend import InvariantTorchBackend
 
 from .sampling import Row, Rows
 

@@ -88,9 +88,7 @@ class InvariantTorchBackend(TorchBackend):
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
-        plain = self.put(w, dtype)
-        packs = plain.dtype == torch.float32 or (plain.dtype == torch.bfloat16 and _bfloat16())
-        return Weight(plain) if packs and torch.backends.mkldnn.is_available() else plain
+        return weight_of(self.put(w, dtype))
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
@@ -105,7 +103,7 @@ class InvariantTorchBackend(TorchBackend):
             tiles = w.dtype == torch.bfloat16 and _amx() and len(rows) > TILE
             y = torch.cat([_multiply(t, w, b) for t in rows.split(TILE)]) if tiles else _multiply(rows, w, b)
         else:
-            y = _padded(rows, PADDED, lambda padded: F.linear(padded, w, b))
+            y = padded(rows, PADDED, lambda some: F.linear(some, w, b))
         return y.view(*x.shape[:-1], -1)
 
     @override
@@ -138,7 +136,7 @@ class InvariantTorchBackend(TorchBackend):
         if q.dtype == torch.bfloat16 and FEW * unit * min(dim, vt.shape[-1]) <= ONEDNN_FROM:
             qt, kt, vt = qt.float(), kt.float(), vt.float()
         many = FEW if dim <= PIECE else PADDED
-        scores = _padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
+        scores = padded(qt.reshape(tiles, kv_heads, group * tile, dim), many, lambda rows: rows @ kt).float()
         scores = scores * (dim**-0.5 if scale is None else scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -153,7 +151,7 @@ class InvariantTorchBackend(TorchBackend):
                 out = out + rows[..., i : i + PIECE] @ vt[..., i : i + PIECE, :]
             return out
 
-        out = _padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
+        out = padded(weights, FEW, multiply)[..., :v_dim].to(v.dtype)
         out = out.reshape(tiles, kv_heads, group, tile, -1).permute(0, 3, 1, 2, 4)
         return self.take(out.reshape(tiles * tile, q.shape[1], -1), x.tile_of), (keys, values)
 
@@ -177,6 +175,12 @@ class InvariantTorchBackend(TorchBackend):
         return (f / torch.neg(f).exp_().add_(1)).to(x.dtype)  # exp may be inf, and x / inf is the right answer
 
 
+def weight_of(plain: Array) -> Array:
+    """A matrix [out, in] as `InvariantTorchBackend.linear` takes it: for oneDNN, if it multiplies this dtype."""
+    packs = plain.dtype == torch.float32 or (plain.dtype == torch.bfloat16 and _bfloat16())
+    return Weight(plain) if packs and torch.backends.mkldnn.is_available() else plain
+
+
 def _bfloat16() -> bool:
     """Has the processor instructions that oneDNN multiplies bfloat16 with?"""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -193,7 +197,7 @@ def _multiply(rows: Array, w: Weight, b: Array | None) -> Array:
     n = len(rows)
     fill = 2 - n  # long sums of a single row are made in other pieces
     if w.dtype == torch.bfloat16 and _amx():
-        fill = 0 if w.shape[0] >= COLUMNS * torch.get_num_threads() else TILE - n
+        fill = 2 - n if w.shape[0] >= COLUMNS * torch.get_num_threads() else TILE - n
     if n == fill == 1:
         some = rows.expand(2, -1).contiguous()  # in a third of the time that F.pad takes
     else:
@@ -201,7 +205,7 @@ def _multiply(rows: Array, w: Weight, b: Array | None) -> Array:
     return torch.ops.mkldnn._linear_pointwise(some, w.packed(), b, "none", [], "")[:n]
 
 
-def _padded(rows: Array, many: int, f: Callable[[Array], Array]) -> Array:
+def padded(rows: Array, many: int, f: Callable[[Array], Array]) -> Array:
     """f(rows) for a function of each row of [..., rows, dim], called with a multiple of `many` rows."""
     n = rows.shape[-2]
     fill = -n % many
