@@ -1,0 +1,148 @@
+"""Backends of nine operations at their worst, beside requests that must not notice."""
+
+import importlib.util
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hibachi import AutoregressiveBatchInference, BackendError, FeedforwardBatchInference, HibachiError, InvalidRequest
+
+from ..engine.models import ints
+
+spec = importlib.util.spec_from_file_location("nine_numpy", Path(__file__).parents[2] / "examples" / "nine_numpy.py")
+nine_numpy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(nine_numpy)
+Nine, Next = nine_numpy.Nine, nine_numpy.Next
+
+
+def wrong(operation, change, when=lambda *args: True, times=10**9):
+    """A backend whose operation gives change(result), where `when(result, *args)` says so, so many times."""
+    left = [times]
+
+    def broken(self, *args):
+        out = getattr(Nine, operation)(self, *args)
+        if left[0] and when(out, *args):
+            left[0] -= 1
+            return change(out)
+        return out
+
+    return type("Wrong", (Nine,), {operation: broken})()
+
+
+def boom(out):
+    raise RuntimeError("the library is in a bad mood")
+
+
+def said(engine, *prompts):
+    """What each stream gives, or the error that ends it."""
+    streams = [engine.run(np.array(p), max_new_tokens=4) for p in prompts]
+    out = []
+    for stream in streams:
+        try:
+            out.append(ints(stream.collect()))
+        except HibachiError as e:
+            out.append(e)
+    return out
+
+
+HAS_SEVENTY = lambda out, *_: isinstance(out, np.ndarray) and (out == 70).any()  # noqa: E731 (read as a table)
+
+
+@pytest.mark.parametrize(
+    "nine",
+    [
+        wrong("cat", boom, HAS_SEVENTY),
+        wrong("cat", lambda out: out[0], HAS_SEVENTY),
+        wrong("cat", lambda out: out[:, :-1], HAS_SEVENTY),
+        wrong("repeat", boom, HAS_SEVENTY),
+        wrong("repeat", lambda out: out[..., None], HAS_SEVENTY),
+        wrong("unsqueeze", lambda out: out[0], HAS_SEVENTY),
+    ],
+    ids=["raises", "a rank less", "a token less", "a copy raises", "a rank more", "no new axis"],
+)
+def test_the_step_of_whom_an_operation_fails_for_ends_and_others_live(nine):
+    with AutoregressiveBatchInference(Next(), backend=nine, max_model_len=40) as engine:
+        one, bad, two = said(engine, [1, 2], [67, 68], [3, 4])
+        assert one == [3, 4, 5, 6] and two == [5, 6, 7, 8]
+        assert isinstance(bad, BackendError) and "hibachi conformance" in str(bad)
+        assert said(engine, [5]) == [[6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("operation", ["cat", "repeat", "vectorize_dim", "eq", "idx_where_all_true", "shape"])
+def test_an_operation_that_fails_once_harms_nobody(operation):
+    backend = wrong(operation, boom, times=0)
+    with AutoregressiveBatchInference(Next(), backend=backend, max_model_len=40) as engine:
+        assert said(engine, [1, 2]) == [[3, 4, 5, 6]]
+    later = []
+    backend = wrong(
+        operation, boom, lambda *_: threading.current_thread().name == "hibachi-engine" and len(later) > 0, 1
+    )
+    with AutoregressiveBatchInference(Next(), backend=backend, max_model_len=40) as engine:
+        later.append(1)
+        assert said(engine, [1, 2], [3, 4], [5, 6]) == [[3, 4, 5, 6], [5, 6, 7, 8], [7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    "nine",
+    [
+        wrong("vectorize_dim", lambda out: out[:-1]),
+        wrong("idx_where_all_true", lambda out: [*out, 99]),
+        wrong("idx_where_all_true", lambda out: None),
+        wrong("shape", lambda out: 3),
+    ],
+)
+def test_an_operation_that_is_always_wrong_is_named(nine):
+    with AutoregressiveBatchInference(Next(), backend=nine, max_model_len=40) as engine:
+        try:
+            (found,) = said(engine, [1, 2])
+        except InvalidRequest as e:
+            found = e
+        assert isinstance(found, BackendError | InvalidRequest) and engine.health().state != "failed"
+
+
+def test_one_whose_operation_hangs_is_let_go():
+    let = threading.Event()
+    backend = wrong("cat", lambda out: let.wait(60) and out)
+    engine = AutoregressiveBatchInference(Next(), backend=backend, max_model_len=40, stall_after=0.2)
+    try:
+        stream = engine.run(np.array([1, 2]))
+        end = time.monotonic() + 20
+        while engine.health().state != "stalled":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        engine.close(timeout=0.3)
+        assert stream.finish_reason == "closed"
+    finally:
+        let.set()
+
+
+def test_a_prompt_of_another_library_is_refused_at_the_call():
+    for make in (AutoregressiveBatchInference, FeedforwardBatchInference):
+        options = {"max_model_len": 40} if make is AutoregressiveBatchInference else {}
+        with (
+            make(Next(), backend=Nine(), **options) as engine,
+            pytest.raises(InvalidRequest, match="must be an array of nine_numpy"),
+        ):
+            engine.run(torch.tensor([1, 2]))
+
+
+def test_nan_and_errors_in_feed_forward_end_their_own_request():
+    class Root:
+        def forward(self, x):
+            if (x == 7).any():
+                raise RuntimeError("not seven")
+            return x / np.where(x == 0, np.nan, x)
+
+    with FeedforwardBatchInference(Root(), backend=Nine()) as engine:
+        items = [engine.run(np.array([value])) for value in (1.0, 0.0, 7.0, 2.0)]
+        found = []
+        for item in items:
+            try:
+                found.append(item.result(20).tolist())
+            except HibachiError as e:
+                found.append(type(e).__name__)
+        assert found == [[1.0], "NonFiniteOutput", "ModelError", [1.0]]
