@@ -40,7 +40,7 @@ PROMPTS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
+    parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
     deterministic_argument(parser)
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
     parser.add_argument("--plain", action="store_true", help="no live view, as when the output is piped")

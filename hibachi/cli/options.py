@@ -18,7 +18,7 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or tiny, which ships (default)",
     )
-    add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: numpy)")
+    add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: float32, or as measured: see --autotune)")
     quantization_argument(parser)

@@ -34,7 +34,7 @@ USAGE = 2
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help="pkg:Class, file.py:Class, a folder, a file, or tiny")
-    add("--backend", metavar="NAME", help="numpy, torch, jax or another (default: the model's own, else numpy)")
+    add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: the model's own, else numpy)")
     add("--deterministic", action="store_true", help="make the model on deterministic kernels; rounding is a fault")
     add("--exact", action="store_true", help="a difference by rounding is a fault, too")
     add("--tolerance", type=float, metavar="X", help="what is rounding, relative to the largest output (by dtype)")

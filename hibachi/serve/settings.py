@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": (
         Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
         Setting("served-model-name", texts("NAME"), None, "names that requests may call it", "as --model says"),
-        Setting("backend", text("NAME"), None, "numpy, torch, jax or another", "numpy"),
+        Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another", "numpy"),
         Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
         Setting("dtype", text("NAME"), None, "to compute in", "float32, or what was measured to be faster"),
         Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),

@@ -32,7 +32,7 @@ def parsed(text: str) -> Iterator[dict[str, Any]]:
 
 def facts(of: pytest.Item | pytest.TestReport) -> dict[str, Any]:
     """What the plugin has noted on a promise."""
-    return dict(of.user_properties)
+    return dict(getattr(of, "user_properties", ()))  # a report of a file that was skipped has none
 
 
 class Journal:

@@ -25,6 +25,7 @@ COVERED = {
     "feedforward",
     "llm_stream",
     "music_codebooks",
+    "nine_numpy",
     "paged_attention",
     "recurrent_state",
     "served_letters",
@@ -67,6 +68,10 @@ def test_custom_numpy_samples_the_same_events_in_a_batch_and_alone(tmp_path):
     out = run("custom_numpy", cwd=tmp_path)
     assert "the same events when run alone: 5 of 5" in out
     assert out.count("> discharge") == 5
+
+
+def test_nine_numpy_counts_up(tmp_path):
+    assert run("nine_numpy", cwd=tmp_path).strip() == "[[6, 7, 8, 9], [7, 8, 9]]"
 
 
 def test_custom_torch_recites_the_rest_of_each_line(tmp_path):
