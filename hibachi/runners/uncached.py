@@ -13,11 +13,13 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import text_of
+from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Alone, Call, Grouping
+from hibachi.runners.grown import Grown
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -67,6 +69,7 @@ class WholeRunner(BaseRunner):
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
         self.wait: Awaiter = Awaiter()
+        self._grown = Grown(backend, useful=sampler is None)
         if deterministic:
             self.grouping = self._alone
 
@@ -77,6 +80,14 @@ class WholeRunner(BaseRunner):
     @override
     def interrupt(self) -> None:
         self.wait.interrupt()
+
+    @override
+    def adopt(self, scheduler: Scheduler) -> None:
+        self._grown.clear()
+
+    @override
+    def rebuild(self, *, keep: bool) -> None:
+        self._grown.clear()
 
     @override
     def admit(self, seq: Seq) -> None:
@@ -135,6 +146,7 @@ class WholeRunner(BaseRunner):
             jobs = [seq.owner for seq in plan.seqs]
             mine = [job for job in jobs if job.kind == jobs[0].kind]
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
+        self._grown.begin()
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
@@ -147,11 +159,14 @@ class WholeRunner(BaseRunner):
         assert kind is not None  # of all: rows of different kinds share no call
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths, call)
-            shown = self.backend.put(self._batch(shown_rows, shown_lengths, width, jobs[0].padding))
+            seqs = [job.seq for job in jobs]
+            shown = self._grown.tokens(seqs, shown_lengths, width)
+            if shown is None:
+                shown = self.backend.put(self._batch(shown_rows, shown_lengths, width, jobs[0].padding))
             shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
             with self.tally, self.theirs:
-                out = self.wait(self._call(shown, shown_lengths))
+                out = self.wait(self._call(self.backend.copy(shown) if self._grown.useful else shown, shown_lengths))
             if self.sampler:
                 expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
                 logits = check_output(out, self.backend, expected, self.name, kind="logits")
@@ -159,6 +174,7 @@ class WholeRunner(BaseRunner):
                     drawn = self.sampler.draw(logits, jobs, rows, lengths)
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
             check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
+            self._grown.keep(seqs, shown, out, shown_lengths)
             return token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
 
     def _call(self, tokens: Array, lengths: Any) -> Any:

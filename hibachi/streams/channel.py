@@ -17,6 +17,8 @@ from hibachi.errors import EngineError
 from hibachi.request import Finish
 from hibachi.streams.loops import LoopEvent, LoopFuture, Wakeups, loop_future
 
+NOTICED = 1.0  # seconds until a thread that waits notices a signal that came just before it began to
+
 T = TypeVar("T")
 Waiter = threading.Event | LoopFuture | LoopEvent
 
@@ -169,7 +171,8 @@ class Channel(Generic[T]):
         try:
             if self.finish is None:
                 self.check_thread()
-                event.wait()
+                while not event.wait(NOTICED):
+                    pass
         finally:
             self.unlisten(event)
 
@@ -207,8 +210,10 @@ class Channel(Generic[T]):
             while not self.ready:
                 event.clear()
                 self.listen(event)
-                left = None if deadline is None else deadline - time.monotonic()
-                if not self.ready and not event.wait(left):
+                if self.ready:
+                    break
+                event.wait(NOTICED if deadline is None else min(NOTICED, deadline - time.monotonic()))
+                if deadline is not None and time.monotonic() >= deadline:
                     return self.ready
         finally:
             self.unlisten(event)

@@ -57,4 +57,5 @@ def test_an_interrupt_ends_the_program(way):
         _, err = program.communicate(timeout=PATIENCE)
     finally:
         program.kill()
+        program.communicate()
     assert err.strip().endswith("KeyboardInterrupt") and "Exception ignored" not in err, err
