@@ -162,3 +162,8 @@ def next_power(n: int, least: int) -> int:
     while size < n:
         size *= 4
     return size
+
+
+def size_for(left: int, sizes: tuple[int, ...]) -> int:
+    """Of the next call, where so many are left: the largest that becomes more than half full, else the first."""
+    return max(n for n in sizes if n == sizes[0] or 2 * left > n)

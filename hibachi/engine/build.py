@@ -38,6 +38,7 @@ NO_LIMIT = 2**31 - 2
 UNSTATED = 2**20  # tokens of a request, where a stop token is all that ends it
 DEFAULT_CACHE_BYTES = 2**30
 CHECKPOINTS = 2  # recurrent states kept for each row
+STATES_AT_ONCE = 64  # rows of a call of a recurrent model where calls have few sizes: each is computed in full
 CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next
 
 
@@ -179,6 +180,9 @@ def cached_runner(
     head: Head = Sampled(sampler, tables.of(IDS), tally, name) if sampler else Tokens(backend, tally, name)
     runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally)
     if sizes := runner.inputs.shapes.sizes:
+        if runner.memory.states:  # one token of each row: no call is larger than the batch
+            most = min(1 << (scheduler.limits.rows - 1).bit_length(), STATES_AT_ONCE)
+            sizes = (sizes[0], most) if most > sizes[0] else sizes[:1]
         sizes = (sizes[0], *(size for size in sizes[1:] if same_bits(runner, sizes[0], size)))
         runner.inputs.shapes = replace(runner.inputs.shapes, sizes=sizes)
     return runner

@@ -36,6 +36,7 @@ from hibachi.runners.runner import (
 )
 from hibachi.runners.sampler import Drawn
 from hibachi.runners.tokentable import Kind, Tables
+from hibachi.shapes import size_for
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import StepInputs
 
@@ -310,7 +311,7 @@ class CachedRunner(BaseRunner):
             ends = np.cumsum(each, dtype=np.int32)
             done, total = 0, int(ends[-1])
             while done < total:
-                size = max(n for n in some if n == some[0] or 2 * (total - done) > n)  # at least half full
+                size = size_for(total - done, some)
                 skipped = np.clip(done - (ends - each), 0, each)
                 n = np.clip(done + size - (ends - each), 0, each) - skipped
                 mine = np.flatnonzero(n)
@@ -362,7 +363,8 @@ class CachedRunner(BaseRunner):
             piece = 1 << (min(int(left.max()), most).bit_length() - 1)
             mine = np.flatnonzero(left >= piece)
             if sizes:  # one token a row, as rows of one call must have equally many, in one shape
-                piece, mine = 1, np.flatnonzero(left)[: sizes[0]]
+                piece, mine = 1, np.flatnonzero(left)
+                mine = mine[: size_for(len(mine), sizes[:1] if self.inputs.embeds else sizes)]
             last = emit[mine] & (left[mine] == piece)
             each = np.full(len(mine), piece, np.int32)
             x = self.inputs.packed(rows[mine], at[mine], each, last)

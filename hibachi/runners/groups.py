@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hibachi.plan.step import StepPlan
+from hibachi.shapes import size_for
 
 STEP = 16  # positions: widths are multiples of it, from 256 on of an eighth of the power of two below
 
@@ -97,8 +98,7 @@ class Grouping:
 def _cut(idx: Any, width: int, sizes: tuple[int, ...]) -> list[Call]:
     calls, done = list[Call](), 0
     while done < len(idx):
-        left = len(idx) - done
-        size = max(n for n in sizes if n == sizes[0] or 2 * left > n)  # more than half full
+        size = size_for(len(idx) - done, sizes)
         calls.append(Call(idx[done : done + size], width, size))
         done += size
     return calls

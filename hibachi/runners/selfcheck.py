@@ -24,6 +24,7 @@ from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
 from hibachi.runners.runner import Part, check_output
 from hibachi.runners.tokentable import IDS, History, Tables
+from hibachi.shapes import CallShapes
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
 
@@ -155,17 +156,23 @@ def _vocab(runner: CachedRunner) -> int | None:
 def same_bits(runner: CachedRunner, few: int, many: int) -> bool:
     """Does one call of `many` tokens come to what calls of `few` come to, in all outputs and all that is cached?
 
-    If so, both programs are compiled now. No for a model with states, which cannot be padded, for one that returns
-    tokens itself, as we do not know which to give it, and for one that fails. Overwrites row 0 and the cache.
+    If so, both programs are compiled now. No for a model that returns tokens itself, as we do not know which to give
+    it, and for one that fails. Of a model with states, calls have one token of each row, and what is kept shows in the
+    outputs of later ones. Overwrites row 0 and the cache.
     """
     limits, vocab = runner.limits, _vocab(runner)
     room = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size)
-    if runner.memory.states or vocab is None or many > min(limits.budget, room):
+    if vocab is None or (not runner.memory.states and many > min(limits.budget, room)):
         return False
     shapes = runner.inputs.shapes
+    one: list[HostArray]
+    other: list[HostArray]
     try:
-        runner.inputs.shapes = replace(shapes, sizes=(few, many))
-        one, other = (_results(runner, vocab, many, size) for size in (many, few))
+        if runner.memory.states:
+            one, other = (_stepped(runner, vocab, replace(shapes, sizes=(size,))) for size in (many, few))
+        else:
+            runner.inputs.shapes = replace(shapes, sizes=(few, many))
+            one, other = (_results(runner, vocab, many, size) for size in (many, few))
     except Exception as e:  # the first request will fail likewise, and its caller be told
         log.info("%s failed when it was tried with %d tokens: %r", runner.name, many, e)
         return False
@@ -176,6 +183,13 @@ def same_bits(runner: CachedRunner, few: int, many: int) -> bool:
         return True
     log.info("%s: steps of %d tokens give other bits than steps of %d; only these are made", runner.name, many, few)
     return False
+
+
+def _stepped(runner: CachedRunner, vocab: int, shapes: CallShapes) -> list[HostArray]:
+    """The outputs of some texts that are stepped together, in calls of one shape."""
+    runner.inputs.shapes = shapes
+    found = _Probe(runner, vocab, take_cache=True).outputs(_texts(runner.limits, vocab), runner.limits.budget)
+    return [found[at] for at in sorted(found)]
 
 
 def _results(runner: CachedRunner, vocab: int, n: int, size: int) -> list[HostArray]:

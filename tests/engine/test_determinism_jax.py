@@ -17,6 +17,8 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import IDS, Tables
 from hibachi.tensor.layout import Paged, StepInputs
+from hibachi.testing.toys import SumState
+from hibachi.testing.toys import expected as summed_from
 from hibachi_jax import JaxBackend
 from hibachi_jax.invariant import STEP_TOKENS
 
@@ -206,6 +208,27 @@ def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, ei
     by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
     assert runner(tiny_eight, eight).inputs.shapes.sizes[0] == STEP_TOKENS
     assert runner(by_size, eight).inputs.shapes.sizes == (STEP_TOKENS,)
+
+
+@pytest.mark.parametrize("rows, most", [(4, None), (9, 16), (16, 16), (200, 64)])
+def test_rows_with_states_share_calls_as_large_as_the_batch_where_that_gives_the_same_bits(eight, rows, most):
+    summed = SumState(eight)
+    by_size = Altered(summed, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
+    larger = () if most is None else (most,)
+    assert runner(summed, eight, rows).inputs.shapes.sizes == (STEP_TOKENS, *larger)
+    assert runner(by_size, eight, rows).inputs.shapes.sizes == (STEP_TOKENS,)
+
+
+def test_the_larger_calls_are_made_when_more_than_half_full(eight):
+    seen = []
+    counted = Altered(SumState(eight), lambda logits, x: seen.append(x.tok.shape[0]) or logits)
+    with engine(counted, eight) as e:
+        seen.clear()
+        texts = [[1 + i % 5, 2, 3] for i in range(20)]
+        streams = [e.run(text, SamplingParams(temperature=0, max_tokens=4)) for text in texts]
+        for text, stream in zip(texts, streams, strict=True):
+            assert [int(t) for t in stream.collect()] == summed_from(text, 4)
+    assert set(seen) == {STEP_TOKENS, 32}
 
 
 @pytest.mark.slow
