@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from hibachi import AutoregressiveBatchInference, BackendError, FeedforwardBatchInference, HibachiError, InvalidRequest
+from hibachi import (
+    AutoregressiveBatchInference,
+    BackendError,
+    ConfigError,
+    FeedforwardBatchInference,
+    HibachiError,
+    InvalidRequest,
+)
+from hibachi.tensor.nine import OPERATIONS
 
 from ..engine.models import ints
 
@@ -146,3 +154,52 @@ def test_nan_and_errors_in_feed_forward_end_their_own_request():
             except HibachiError as e:
                 found.append(type(e).__name__)
         assert found == [[1.0], "NonFiniteOutput", "ModelError", [1.0]]
+
+
+def test_own_stop_tokens_are_those_of_the_engine_too_with_and_without_a_dimension_for_the_batch():
+    for token in (np.array(6), np.array([6])):
+        with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=token, max_model_len=40) as engine:
+            assert ints(engine.run(np.array([4])).collect()) == [5, 6]
+            assert ints(engine.run(np.array([4]), stop=np.array([5])).collect()) == [5]
+            assert ints(engine.run(np.array([4]), stop=np.array(9)).collect()) == [5, 6]
+
+
+class Double:
+    def forward(self, x):
+        return x + x
+
+
+def test_a_prompt_and_an_input_are_copied_once_and_whole():
+    taken = []
+    nine = wrong("repeat", lambda out: taken.append(out.shape) or out, lambda *_: not taken)
+    with AutoregressiveBatchInference(Next(), backend=nine, max_model_len=40) as engine:
+        prompt = np.array([1, 2, 3])
+        stream = engine.run(prompt, max_new_tokens=2)
+        prompt[:] = 50
+        assert ints(stream.collect()) == [4, 5]
+    assert taken == [(3,)]
+    taken.clear()
+    with FeedforwardBatchInference(Double(), backend=nine) as engine:
+        assert engine.run(np.array([1.0, 2.0])).result().tolist() == [2.0, 4.0]
+    assert taken == [(1, 2)]
+
+
+def test_kinds_without_end_are_forgotten():
+    with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=None, max_model_len=40) as engine:
+        for n in range(300):
+            engine.run(np.zeros((1, n + 1), int), max_new_tokens=1).collect()
+        assert len(engine._built.prompts._fitted) < 300
+
+
+def test_a_model_that_is_told_lengths_needs_put():
+    class Told(Next):
+        def forward(self, tokens, lengths):
+            return super().forward(tokens)
+
+    class Bare:
+        name = "bare"
+
+    for operation in OPERATIONS:
+        setattr(Bare, operation, getattr(Nine, operation))
+    with pytest.raises(ConfigError, match=r"Told.forward is told `lengths`.*Give it `put`"):
+        AutoregressiveBatchInference(Told(), backend=Bare(), max_model_len=40)

@@ -1,6 +1,7 @@
 """deterministic=True: what is promised, how it is checked on the loaded model, and what happens where it is false."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hibachi.tensor.numpy_backend import InvariantNumpyBackend
 from hibachi_torch import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 
+from .models import PATIENCE
 from .sampling import Row, Rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -167,9 +169,10 @@ class Seen:
     max_model_len = 16
 
     def __init__(self, mixes):
-        self.mixes, self.seen = mixes, []
+        self.mixes, self.seen, self.go = mixes, [], threading.Event()
 
     def forward(self, tokens):
+        assert self.go.wait(PATIENCE)
         self.seen.append(len(tokens))
         out = tokens[:, -1] + 1.0
         return out + 1e-12 * tokens.sum() if self.mixes and len(tokens) > 1 else out
@@ -180,10 +183,13 @@ class Seen:
 )
 def test_models_without_a_cache_share_calls_where_that_leaves_no_trace(mixes, deterministic, most):
     model = Seen(mixes)
+    model.go.set()
     with AutoregressiveBatchInference(model, deterministic=deterministic, max_batch_size=3) as e:
         e.run(np.array([[0.0], [2.0]]), max_new_tokens=2).collect()
         model.seen.clear()
+        model.go.clear()
         streams = [e.run(np.array([[1.0], [2.0]]), max_new_tokens=12) for _ in range(3)]
+        model.go.set()
         assert [[round(float(t[0])) for t in s.collect()] for s in streams] == [[*range(3, 15)]] * 3
         assert e.deterministic is bool(deterministic)
     assert max(model.seen) == most

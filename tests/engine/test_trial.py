@@ -8,7 +8,7 @@ import pytest
 
 from hibachi import AutoregressiveBatchInference, NotDeterministic, SamplingParams
 from hibachi.runners.groups import Alone, Grouping, Traceless, bucket
-from hibachi.runners.trial import Trials
+from hibachi.runners.trial import MOST_TOKENS, Trials
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=0)
 
@@ -196,3 +196,26 @@ def test_an_async_model_is_tried_in_the_engines_thread():
         assert not engine.deterministic
         engine.run([1, 2, 3], GREEDY).collect()
         assert engine.deterministic and model.threads == {"hibachi-engine"}
+
+
+def test_calls_of_more_than_is_ever_tried_are_made_one_by_one():
+    fake, found = trials(lambda rows, width, n, mixed: 0, rows=64, longest=10**5)
+    assert found.begin()
+    assert found.of(1024).sizes == (1, 2, 4, 8, 16, 32)  # 64 would be 65,536 tokens
+    assert found.of(8192) == Traceless((1,), False)
+    assert max(rows * width for rows, width in fake.calls) <= MOST_TOKENS
+
+
+def test_every_place_is_tried_beside_others():
+    """A model that lets the row in one place look at the others, wherever that place is."""
+    for place in range(8):
+
+        def peeks(prompts, width, rows, place=place):
+            sums = [float(p.sum()) for p in prompts]
+            if len(sums) > place:
+                sums[place] += 1e-9 * sum(sums)
+            return np.array(sums)
+
+        prompts = [np.random.default_rng(i).integers(0, 50, 40) for i in range(20)]
+        found = Trials(peeks, prompts, Grouping(padded=True, longest=100, known=Alone()), 8, one=False)
+        assert not found.begin()

@@ -8,7 +8,7 @@ import torch
 import hibachi
 from hibachi import AutoregressiveBatchInference, ConfigError, FeedforwardBatchInference, NumpyBackend
 from hibachi.tensor.nine import NineBackend
-from hibachi.tensor.whose import backend_of, prompt_backend
+from hibachi.tensor.whose import backend_of, leaves, prompt_backend
 
 
 class Model:
@@ -105,3 +105,17 @@ def test_a_module_of_torch_gets_tensors_whatever_the_prompt_is():
         prompts = [1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3])
         answers = [engine.run(prompt, greedy).collect() for prompt in prompts]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_leaves_stand_in_lists_and_dictionaries_however_deep():
+    assert leaves({"a": [1, (2, {"b": 3})], "c": 4}) == [1, 2, 3, 4]
+    assert leaves(5) == [5] and leaves([]) == []
+
+
+def test_a_method_of_another_meaning_and_a_class_tell_nothing():
+    class Named:
+        def parameters(self, of):
+            raise AssertionError("is not called")
+
+    assert name(None, Named()) is None
+    assert name(None, torch.nn.GRU) is None
