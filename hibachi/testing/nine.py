@@ -31,6 +31,23 @@ class NineHandle:
         self.versions: Callable[[], dict[str, str]] = backend.versions
         for name in OPERATIONS:
             setattr(self, name, getattr(self.ops, name))
+        self._check_get()
+
+    def _check_get(self) -> None:
+        """Raises ConfigError where NumPy cannot take the arrays."""
+        example = np.array([[1.5, -2.0, 0.0], [4.0, 5.0, 6.0]], np.float32)
+        try:
+            got = self.get(self.put(example))
+            if got.dtype == example.dtype and np.array_equal(got, example):
+                return
+            why = f"{got.dtype} of shape {got.shape}"
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+        raise ConfigError(
+            f"The suite must read arrays of {self.name}: expected numpy.asarray, or a method `get(array)` beside the "
+            f"nine operations, to give the numbers of {example.dtype} and shape {example.shape} that were put in; got "
+            f"{why}. Add `get`, which no engine calls."
+        )
 
     def put(self, a: Any, dtype: str | None = None) -> Any:
         a = np.array(a, dtype)  # a copy, as the library may take the memory

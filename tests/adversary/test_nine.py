@@ -15,8 +15,10 @@ from hibachi import (
     ConfigError,
     FeedforwardBatchInference,
     HibachiError,
+    InvalidModelOutput,
     InvalidRequest,
 )
+from hibachi.runners.nine import taken
 from hibachi.tensor.nine import OPERATIONS
 
 from ..engine.models import ints
@@ -203,3 +205,35 @@ def test_a_model_that_is_told_lengths_needs_put():
         setattr(Bare, operation, getattr(Nine, operation))
     with pytest.raises(ConfigError, match=r"Told.forward is told `lengths`.*Give it `put`"):
         AutoregressiveBatchInference(Told(), backend=Bare(), max_model_len=40)
+
+
+def test_any_rows_are_taken_in_order():
+    rows = np.arange(12).reshape(6, 2)
+    for chosen in range(1, 2**6):
+        places = [i for i in range(6) if chosen >> i & 1]
+        assert taken(Nine(), rows, places, 6).tolist() == rows[places].tolist()
+
+
+@pytest.mark.parametrize("answer", [None, (np.zeros(1),), [1], "x"])
+def test_an_answer_that_is_no_array_is_named(answer):
+    class Wrong(Next):
+        def forward(self, tokens):
+            return answer if 70 in tokens else super().forward(tokens)
+
+    with AutoregressiveBatchInference(Wrong(), backend=Nine(), max_model_len=40) as engine:
+        one, bad = said(engine, [1, 2], [69, 70])
+        assert one == [3, 4, 5, 6] and isinstance(bad, InvalidModelOutput) and "Wrong.forward must return" in str(bad)
+
+
+def test_rows_of_two_kinds_share_no_call():
+    shown = []
+
+    class Noting(Next):
+        def forward(self, tokens):
+            shown.append(tokens.dtype)
+            return super().forward(tokens)
+
+    with AutoregressiveBatchInference(Noting(), backend=Nine(), max_model_len=40) as engine:
+        streams = [engine.run(np.array([1, 2], dtype), max_new_tokens=20) for dtype in (np.int64, np.int32)]
+        assert [{t.dtype for t in stream.collect()} for stream in streams] == [{np.dtype("int64")}, {np.dtype("int32")}]
+    assert {*shown} == {np.dtype("int64"), np.dtype("int32")}

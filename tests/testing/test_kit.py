@@ -12,8 +12,10 @@ from conformance.cases import WrongAnswer
 from conformance.serving import Serving
 from hibachi import ModelError, NumpyBackend
 from hibachi.errors import ConfigError
+from hibachi.tensor.nine import OPERATIONS, NineBackend
 from hibachi.testing.causes import cause_of, frames, hung_at, normal, places
 from hibachi.testing.gaps import read_gaps
+from hibachi.testing.nine import NineHandle
 from hibachi.testing.run import pytest_words
 from hibachi.testing.toys import Count, SumPaged
 
@@ -353,3 +355,26 @@ def test_json_on_standard_output_is_alone_there(sick):
     status, said = sick("Faulty", arguments=("--json", "-", "-k", "pop"), stderr=subprocess.DEVNULL)
     assert status == 1
     assert json.loads(said)["backends"]["sick:Faulty"]["counts"] == {"kept": 5, "broken": 1}
+
+
+def test_a_backend_whose_arrays_numpy_cannot_take_is_told_to_have_get():
+    class Sealed:
+        def __init__(self, inside):
+            self.inside = inside
+
+    class Strange:
+        name = "strange"
+
+        def put(self, a):
+            return Sealed(a)
+
+        def shape(self, t):
+            return t.inside.shape
+
+    for operation in OPERATIONS:
+        if not hasattr(Strange, operation):
+            setattr(Strange, operation, lambda self, *args: None)
+    with pytest.raises(ConfigError, match=r"read arrays of strange.*got object of shape \(\). Add `get`"):
+        NineHandle(NineBackend(Strange()))
+    Strange.get = lambda self, t: t.inside
+    assert NineHandle(NineBackend(Strange())).get(Sealed(np.ones(2))).tolist() == [1, 1]
