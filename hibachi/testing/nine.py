@@ -79,6 +79,11 @@ def _maker(ops: Any) -> Callable[[Any], Any]:
                 return make
         except Exception as e:
             tried.append(f"{type(e).__name__}: {e}")
+    if tried and callable(getattr(ops, "put", None)):
+        raise ConfigError(
+            f"The suite must make arrays of {ops.name}: expected that its `put` takes a NumPy array of float32 and "
+            f"shape (2, 3); got {tried[0]}. Mend it, or what the library needs."
+        )
     why = f" ({tried[0]})" if tried else ""
     raise ConfigError(
         f"The suite must make arrays of {ops.name}: expected a method `put(numpy_array)` beside the nine operations, "

@@ -23,7 +23,7 @@ from hibachi.tensor.numpy_backend import InvariantNumpyBackend
 from hibachi_torch import TorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 
-from .models import PATIENCE
+from .models import PATIENCE, until
 from .sampling import Row, Rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -169,9 +169,10 @@ class Seen:
     max_model_len = 16
 
     def __init__(self, mixes):
-        self.mixes, self.seen, self.go = mixes, [], threading.Event()
+        self.mixes, self.seen, self.go, self.held = mixes, [], threading.Event(), False
 
     def forward(self, tokens):
+        self.held = not self.go.is_set()
         assert self.go.wait(PATIENCE)
         self.seen.append(len(tokens))
         out = tokens[:, -1] + 1.0
@@ -188,8 +189,11 @@ def test_models_without_a_cache_share_calls_where_that_leaves_no_trace(mixes, de
         e.run(np.array([[0.0], [2.0]]), max_new_tokens=2).collect()
         model.seen.clear()
         model.go.clear()
+        before = e.run(np.array([[9.0]]), max_new_tokens=1)  # holds up the engine, so that the others begin together
+        until(lambda: model.held)
         streams = [e.run(np.array([[1.0], [2.0]]), max_new_tokens=12) for _ in range(3)]
         model.go.set()
+        before.collect()
         assert [[round(float(t[0])) for t in s.collect()] for s in streams] == [[*range(3, 15)]] * 3
         assert e.deterministic is bool(deterministic)
     assert max(model.seen) == most
