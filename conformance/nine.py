@@ -1,6 +1,7 @@
 """What the promises about the nine operations alone are tried with."""
 
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -61,7 +62,11 @@ class Nine:
             return [False]
 
         first = engine.run(self.put([3]), max_new_tokens=1, stop=hold)
-        assert reached.wait(self.serving.patience), "the engine took no step"
+        until = time.monotonic() + self.serving.patience
+        while not reached.wait(0.05):
+            if first.error is not None:
+                raise first.error
+            assert time.monotonic() < until, "the engine took no step"
         streams = [engine.run(self.put(p) if isinstance(p, list) else p, **options) for p in prompts]
         held.set()
         self.serving.read(first)
