@@ -21,7 +21,7 @@ from typing import Any
 
 import hibachi
 from hibachi_torch.int8 import Int8WeightsTorchBackend
-from hibachi_torch.native.backend import NativeTorchBackend
+from hibachi_torch.native import NativeTorchBackend
 
 MOST = 0.01  # that int8 may be above bfloat16
 

@@ -42,6 +42,9 @@ class CallShapes:
     """Each step has exactly so many tokens, and at most so many rows; (): any number. With several sizes, rising, the
     engine looks when it starts whether the others give the same bits as the first with its model, and else does
     without them."""
+    pieces: tuple[int, ...] = (1,)
+    """Where there are sizes: how many tokens of each of its rows a call of a model with a `State` may take, rising
+    from 1. The engine looks which give the same bits with its model."""
     tiles: tuple[int, int] = (1, 32)
     """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
     any_width: bool = False
@@ -83,8 +86,9 @@ class CallShapes:
         if not (self.compiled or (decode and self.few == "decode")):
             return self._filled(real, longest if state else None)
         if self.sizes:
-            n = next(size for size in self.sizes if size >= real.tokens)
-            return fixed(n, n, blocks, 1)
+            each = longest if state else 1
+            n = next(size for size in self.sizes if size * each >= real.tokens)
+            return fixed(n * each, n, blocks, 1)
         tile = self.tiles[not decode]
         if state:
             rows = row_bucket(real.rows, rows)
@@ -140,7 +144,7 @@ class CallShapes:
 
 def fixed(tokens: int, rows: int, blocks: int, tile: int, outputs: int | None = None) -> StepShape:
     """The shape that holds any step of so many tokens and rows. outputs: as many as rows if None."""
-    tiles = rows if tile == 1 else tokens // tile + rows
+    tiles = max(tokens, rows) if tile == 1 else tokens // tile + rows
     return StepShape(tokens, rows, blocks, tiles, tile, rows if outputs is None else outputs)
 
 

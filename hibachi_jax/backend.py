@@ -6,7 +6,6 @@ On the CPU weights lie the other way round, and attention is of our own (`hibach
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,9 +61,8 @@ class Variants(Protocol):
 class JaxBackend(ArrayBackend):
     """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
 
-    native: on the CPU, kernels in C++ that are compiled once on this machine; where that fails, the log says why and
-    it goes without. They depend on the batch in no bit, so the backend is deterministic then. None: if the environment
-    variable HIBACHI_NATIVE is 1; and `hibachi.LLM` may choose them by timing, unless it is 0.
+    native: False: on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They depend
+    on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
 
     What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
     configured already or the environment variable HIBACHI_JAX_CACHE is 0.
@@ -75,12 +73,15 @@ class JaxBackend(ArrayBackend):
     immutable = True
     quantizations = ("int8",)
     native = False
-    """The kernels in C++ are used."""
+    """hibachi's kernels are used."""
     variants: ClassVar[Variants]
     """Set in `hibachi_jax/__init__.py`, which Python runs before any other module of this package."""
 
     def __new__(cls, device: Any = None, native: bool | None = None) -> JaxBackend:
         return object.__new__(cls.variants.starts_as(device, native) if cls is JaxBackend else cls)
+
+    def __getnewargs__(self) -> tuple[Any, bool]:
+        return self.device, self.native  # a copy is of the same class
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         self._kept = programs.keep()  # before anything is compiled
@@ -89,7 +90,7 @@ class JaxBackend(ArrayBackend):
         self.platform = (self.device or jax.devices()[0]).platform
         self._turns = self._loops = self.platform == "cpu"
         self.shapes = replace(self.shapes, any_width=self._loops)
-        self._undecided = native is None
+        self.undecided = native is None
 
     @classmethod
     @override
@@ -208,7 +209,7 @@ class JaxBackend(ArrayBackend):
 
     @override
     def candidates(self) -> Sequence[Candidate]:
-        return self.variants.candidates(self) if self._undecided else ()
+        return self.variants.candidates(self) if self.undecided else ()
 
     @override
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
@@ -262,18 +263,19 @@ class JaxBackend(ArrayBackend):
         return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
     @override
+    def suits(self, dtype: str, arch: Any) -> bool:
+        return dtype == "float32" or (self.platform != "cpu" and dtype in ("float16", "bfloat16"))
+
+    @override
     def remarks(self) -> list[str]:
         kept = self._kept or programs.configured("jax_compilation_cache_dir")
         where = kept if kept and programs.in_use() else f"nowhere ({programs.SWITCH}=0, or no folder to write to)"
         lines = [f"compiled programs are kept in: {where}"]
         if self.platform != "cpu":
             return lines
+        lines.append(f"hibachi's kernels: {'' if self.native else 'not in use here; '}{self.variants.native_state()}")
         if self.native:
-            return [*lines, f"native kernels: in use; {self.variants.native_state()}"]
-        used = "hibachi.LLM takes them where they are the fastest"
-        if os.environ.get("HIBACHI_NATIVE") == "0":
-            used = "not in use, as HIBACHI_NATIVE=0 is set"
-        lines.append(f"native kernels: {used}; {self.variants.native_state()}")
+            return lines
         return [*lines, "without them float32 is the dtype to take: XLA computes bfloat16 six times as slowly on a CPU"]
 
     @override

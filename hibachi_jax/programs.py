@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from hibachi.tensor.cachefolder import cache_folder
+from hibachi.cachefolder import cache_folder
 
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""

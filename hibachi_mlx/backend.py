@@ -57,6 +57,10 @@ class MlxBackend(ArrayBackend):
         self._gpu: bool = (where or mx.default_device()).type == mx.gpu
         self._cuda: bool = self._gpu and mx.cuda.is_available()
 
+    @override
+    def suits(self, dtype: str, arch: Any) -> bool:
+        return dtype == "float32" or (self._gpu and dtype in ("float16", "bfloat16"))
+
     @classmethod
     @override
     def for_array(cls, t: Any) -> MlxBackend | None:

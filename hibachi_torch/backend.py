@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,24 +33,26 @@ class Variants(Protocol):
 class TorchBackend(ArrayBackend):
     """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU.
 
-    native: on the CPU, kernels in C++ that are compiled once on this machine; where that fails, the log says why and
-    it goes without. They depend on the batch in no bit, so the backend is deterministic then. None: if the environment
-    variable HIBACHI_NATIVE is 1; and `hibachi.LLM` may choose them by timing, unless it is 0.
+    native: False: on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They depend
+    on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
     """
 
     name = "torch"
     native = False
-    """The kernels in C++ are used."""
+    """hibachi's kernels are used."""
     variants: ClassVar[Variants]
     """Set in `hibachi_torch/__init__.py`, which Python runs before any other module of this package."""
 
     def __new__(cls, device: Any = None, native: bool | None = None) -> TorchBackend:
         return object.__new__(cls.variants.starts_as(device, native) if cls is TorchBackend else cls)
 
+    def __getnewargs__(self) -> tuple[Any, bool]:
+        return self.device, self.native  # a copy is of the same class
+
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__(xp, device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         self._array_type = torch.Tensor
-        self._undecided = native is None
+        self.undecided = native is None
         self.prefers_invariant = self.device.type == "cpu" and type(self) is TorchBackend
         self.quantizations = ("int8",) if self.device.type == "cpu" else ()
 
@@ -159,7 +160,7 @@ class TorchBackend(ArrayBackend):
 
     @override
     def candidates(self) -> Sequence[Candidate]:
-        return self.variants.candidates(self) if self._undecided else ()
+        return self.variants.candidates(self) if self.undecided else ()
 
     @override
     def invariant(self) -> ArrayBackend:
@@ -222,10 +223,7 @@ class TorchBackend(ArrayBackend):
     def remarks(self) -> list[str]:
         if self.device.type != "cpu":
             return []
-        used = "in use" if self.native else "hibachi.LLM takes them where they are the fastest"
-        if not self.native and os.environ.get("HIBACHI_NATIVE") == "0":
-            used = "not in use, as HIBACHI_NATIVE=0 is set"
-        return [f"native kernels: {used}; {self.variants.native_state()}"]
+        return [f"hibachi's kernels: {'' if self.native else 'not in use here; '}{self.variants.native_state()}"]
 
     @override
     def versions(self) -> dict[str, str]:

@@ -63,6 +63,10 @@ class CudaTorchBackend(TorchBackend):
         self._spoiled: set[int] = set()
         self._slot: tuple[StepInputs[Array], Array] | None = None
 
+    @override
+    def suits(self, dtype: str, arch: Any) -> bool:
+        return dtype in ("float32", "float16", "bfloat16")
+
     @property
     @override
     def block_size(self) -> int:  # type: ignore[override]  # the base has an attribute

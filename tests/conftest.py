@@ -17,7 +17,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Which kernels are used is settled, unless a test asks for others: nothing is timed, nothing compiled on the side.
-os.environ.setdefault("HIBACHI_NATIVE", "0")
 os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
 
 # Threads that have nothing to do sleep instead of spinning, which costs the cores that others test on.

@@ -36,8 +36,10 @@ RULES = {
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),
     "hibachi/named.py": Rule("errors", third_party=""),
+    "hibachi/cachefolder.py": Rule("", third_party=""),
+    "hibachi/kernels": Rule("errors cachefolder kernels"),
     "hibachi/tensor": Rule(
-        "errors installed named shapes tensor", third_party="numpy array_api_compat typing_extensions"
+        "errors installed named shapes kernels tensor", third_party="numpy array_api_compat typing_extensions"
     ),
     "hibachi/plan": Rule(
         "errors request installed shapes plan",
@@ -46,7 +48,7 @@ RULES = {
     "hibachi/decode": Rule("errors request tensor decode"),
     "hibachi/model": Rule("errors request installed tensor model", third_party="numpy typing_extensions"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
-    "hibachi/tune": Rule("errors shapes tensor plan decode model tune"),
+    "hibachi/tune": Rule("errors cachefolder shapes tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
     "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
@@ -69,10 +71,11 @@ RULES = {
     "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule(
-        "errors shapes tensor decode model", third_party="numpy torch array_api_compat typing_extensions hibachi_torch"
+        "errors shapes kernels tensor decode model",
+        third_party="numpy torch array_api_compat typing_extensions hibachi_torch",
     ),
     "hibachi_jax": Rule(
-        "errors shapes tensor decode model",
+        "errors cachefolder shapes kernels tensor decode model",
         third_party="numpy jax jaxlib array_api_compat typing_extensions hibachi_jax",
     ),
     "hibachi_mlx": Rule("errors tensor", third_party="numpy mlx typing_extensions hibachi_mlx"),

@@ -205,11 +205,14 @@ def finite(p: float) -> float:
 # ---- others ------------------------------------------------------------------------------------------------------
 
 
-def models(names: Sequence[str], created: int, max_len: int | None, root: str) -> dict[str, Any]:
-    return {"object": "list", "data": [model(name, created, max_len, root) for name in names]}
+def models(
+    names: Sequence[str], created: int, max_len: int | None, root: str, numerics: str | None = None
+) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name, created, max_len, root, numerics) for name in names]}
 
 
-def model(name: str, created: int, max_len: int | None, root: str) -> dict[str, Any]:
+def model(name: str, created: int, max_len: int | None, root: str, numerics: str | None = None) -> dict[str, Any]:
+    """numerics: the name of the bits that it computes; replicas with one name give one answer."""
     return {
         "id": name,
         "object": "model",
@@ -218,6 +221,7 @@ def model(name: str, created: int, max_len: int | None, root: str) -> dict[str, 
         "root": root,
         "parent": None,
         "max_model_len": max_len,
+        "numerics": numerics,
     }
 
 

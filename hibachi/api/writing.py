@@ -36,8 +36,8 @@ class Writer:
 
     prefix = object = ""
 
-    def __init__(self, asked: Asked, name: str, vocabulary: Vocabulary) -> None:
-        self.asked, self.name, self.vocabulary = asked, name, vocabulary
+    def __init__(self, asked: Asked, name: str, vocabulary: Vocabulary, numerics: str | None = None) -> None:
+        self.asked, self.name, self.vocabulary, self.numerics = asked, name, vocabulary, numerics
         self.id, self.created = f"{self.prefix}-{asked.id or secrets.token_hex(12)}", int(time.time())
         self.streams: list[TextStream] = []
         self.ids: list[list[int]] = []
@@ -103,7 +103,7 @@ class CompletionWriter(Writer):
         return self._answer([CompletionChoice(choice.index, "", None, reason_of(choice.finish_reason))])
 
     def last(self) -> Any:
-        return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage())
+        return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage(), self.numerics)
 
     def whole(self) -> Any:
         choices = []
@@ -144,7 +144,9 @@ class CompletionWriter(Writer):
         return CompletionChoice(index, text, found, None)
 
     def _answer(self, choices: Sequence[CompletionChoice]) -> CompletionAnswer:
-        return CompletionAnswer(self.id, self.object, self.created, self.name, list(choices), self._always())
+        return CompletionAnswer(
+            self.id, self.object, self.created, self.name, list(choices), self._always(), self.numerics
+        )
 
 
 class ChatWriter(Writer):
@@ -175,7 +177,7 @@ class ChatWriter(Writer):
             message = ChatMessage("assistant", c.text)
             reason = reason_of(c.finish_reason)
             choices.append(ChatChoice(c.index, message, found, reason, self._told(c.token_ids)))
-        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage())
+        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage(), self.numerics)
         if done.prompt_logprobs is not None:
             answer.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
         answer.prompt_token_ids = self._told(done.prompt_token_ids)
@@ -183,7 +185,7 @@ class ChatWriter(Writer):
 
     def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer:
         used = used or self._always()
-        return ChatAnswer(self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used)
+        return ChatAnswer(self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.numerics)
 
 
 def reason_of(finish: Finish | None) -> str:

@@ -44,8 +44,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="say which kernels a model gets, and why: their times on its shapes")
     add("--backend", metavar="NAME", default="torch", help="with --model (default: torch)")
     add("--device", metavar="NAME", help="with --model")
-    add("--dtype", metavar="NAME", help="with --model (default: the fastest that the checkpoint allows)")
+    add("--dtype", metavar="NAME", help="with --model (default: the checkpoint's)")
     add("--autotune", metavar="S", default="full", help="with --model: seconds to measure (default: full, 20 seconds)")
+    add("--kernels", metavar="FILE", help="with --model: time kernels of any bits, and write the fastest to a file")
     add("--quantization", choices=QUANTIZATIONS, help="with --model; auto: int8 is a candidate")
     deterministic_argument(parser)
 
@@ -77,7 +78,7 @@ def _model(args: argparse.Namespace) -> int:
             f"one whose architecture `hibachi inspect` knows."
         )
     backend = load(args.backend, device=args.device)
-    invariant = bool(args.deterministic or (args.deterministic is None and backend.prefers_invariant))
+    invariant = bool(args.deterministic or (args.deterministic is None and backend.keeps_promise))
     began = time.perf_counter()
     choice = settle(
         backend,
@@ -87,13 +88,16 @@ def _model(args: argparse.Namespace) -> int:
         deterministic=invariant,
         rounding=args.quantization in ("auto", "int8"),
         budget=seconds_of(args.autotune),
-        refresh=True,
+        file=args.kernels,
     )
     print(f"{files.path}: {choice.dtype} on {choice.backend.fingerprint()}")
     print(f"deterministic: {'yes' if choice.backend.deterministic else 'no'}\n")
     if choice.trials:
         print(f"{_LEGEND} Measured in {time.perf_counter() - began:.0f} s.\n")
-    print(table(choice.trials) or "Nothing was measured, so candidates are taken in their order (--autotune off).")
+    print(
+        table(choice.trials)
+        or "Nothing was measured: there is nothing to choose from with the same bits (see --kernels)."
+    )
     return 0
 
 

@@ -20,13 +20,14 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
-    add("--dtype", metavar="NAME", help="to compute in (default: float32, or as measured: see --autotune)")
+    add("--dtype", metavar="NAME", help="to compute in (default: the checkpoint's, else float32)")
     quantization_argument(parser)
     add(
         "--autotune",
         metavar="S",
-        help="seconds to time kernels and dtypes when a model is new: 1s, full, off (default: 1s)",
+        help="seconds to time kernels of the same bits, or with --kernels of any: 1s, full, off (default: off)",
     )
+    add("--kernels", metavar="FILE", help="take the kernels and the dtype that a file names; with --autotune: write it")
     deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
@@ -39,6 +40,7 @@ def open_model(args: argparse.Namespace) -> LLM:
         dtype=args.dtype,
         quantization=args.quantization,
         autotune=args.autotune,
+        kernels=args.kernels,
         deterministic=args.deterministic,
         max_model_len=args.max_model_len,
     )

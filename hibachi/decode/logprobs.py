@@ -30,8 +30,11 @@ class Likely(NamedTuple):
 def likely(backend: ArrayBackend, logits: Array, tokens: Array, *, k: int) -> Likely:
     """logits [n, V], tokens int32 [n] -> what `named` needs for up to k - 1 of the most likely tokens (k = 0: none)."""
     logits = backend.float32(logits)
-    top = backend.xp.max(logits, axis=-1)
-    mass = total(backend, backend.xp.exp(logits - top[:, None]))
+    if backend.draws:
+        top, mass = backend.mass(logits)
+    else:
+        top = backend.xp.max(logits, axis=-1)
+        mass = total(backend, backend.xp.exp(logits - top[:, None]))
     own = pick(backend, logits, tokens[:, None])[:, 0]
     return Likely(top, mass, own, *(top_of_row(backend, logits, k) if k else (None, None)))
 

@@ -22,7 +22,8 @@ class Facts:
 
     vocab_size: None: the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size: of
     the embeddings that may stand in the place of a prompt; None: none may. has_hidden: vectors can be made.
-    fingerprint: library, device and kernels. model: how errors name it.
+    fingerprint: library, device and kernels. model: how errors name it. numerics: the name of the bits that come out,
+    such as "cpu-1 float32"; None: they have none.
     """
 
     vocab_size: int | None
@@ -34,6 +35,7 @@ class Facts:
     fingerprint: str
     dtype: str
     model: str
+    numerics: str | None = None
 
 
 class BatchEngine(Protocol[R]):

@@ -29,6 +29,7 @@ from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import same_bits
 from hibachi.runners.tokentable import IDS, Kind, Tables
 from hibachi.runners.uncached import WholeRunner, takes_lengths
+from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.library import Library
@@ -37,6 +38,7 @@ from hibachi.tensor.nine import NineBackend
 NO_LIMIT = 2**31 - 2
 UNSTATED = 2**20  # tokens of a request, where a stop token is all that ends it
 DEFAULT_CACHE_BYTES = 2**30
+PIECES = 4, 16  # tokens of each row of such a call, besides one
 CHECKPOINTS = 2  # recurrent states kept for each row
 STATES_AT_ONCE = 64  # rows of a call of a recurrent model where calls have few sizes: each is computed in full
 CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next
@@ -169,6 +171,9 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         fingerprint=backend.fingerprint(),
         dtype=plan.dtype,
         model=type(plan.model).__name__,
+        numerics=f"{backend.numerics} {plan.dtype}"
+        if backend.numerics and getattr(plan.model, "portable", False)
+        else None,
     )
 
 
@@ -179,13 +184,27 @@ def cached_runner(
     tally, name = Tally(), type(model).__name__
     head: Head = Sampled(sampler, tables.of(IDS), tally, name) if sampler else Tokens(backend, tally, name)
     runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally)
-    if sizes := runner.inputs.shapes.sizes:
-        if runner.memory.states:  # one token of each row: no call is larger than the batch
-            most = min(1 << (scheduler.limits.rows - 1).bit_length(), STATES_AT_ONCE)
-            sizes = (sizes[0], most) if most > sizes[0] else sizes[:1]
-        sizes = (sizes[0], *(size for size in sizes[1:] if same_bits(runner, sizes[0], size)))
-        runner.inputs.shapes = replace(runner.inputs.shapes, sizes=sizes)
+    if runner.inputs.shapes.sizes:
+        runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner
+
+
+def _shapes_of_same_bits(runner: CachedRunner, rows: int) -> CallShapes:
+    """Those shapes of calls that a trial of the model allows. rows: of the batch."""
+    shapes, recurrent = runner.inputs.shapes, bool(runner.memory.states)
+    first, *more = shapes.sizes
+    if recurrent:  # no call has more rows than the batch
+        most = min(1 << (rows - 1).bit_length(), STATES_AT_ONCE)
+        more = [most] if most > first else []
+    one = replace(shapes, sizes=(first,), pieces=(1,))
+
+    def same(size: int, piece: int) -> bool:
+        few = replace(one, sizes=(size,), pieces=(1, piece) if piece > 1 else (1,))
+        return same_bits(runner, one, few if recurrent else replace(one, sizes=(first, size)))
+
+    sizes = (first, *(size for size in more if same(size, 1)))
+    pieces = [piece for piece in PIECES if recurrent and all(same(size, piece) for size in sizes)]
+    return replace(shapes, sizes=sizes, pieces=(1, *pieces))
 
 
 def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:

@@ -29,17 +29,17 @@ class LLM(Texts):
 
     model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
     Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
-    device: in the backend's own notation. dtype: to compute in; None: float32, or bfloat16 where that is what the
-    checkpoint holds and its steps were measured to take less time (see autotune). max_model_len: None: what the model
-    was trained for.
+    device: in the backend's own notation. dtype: to compute in; None: the checkpoint's, where hibachi's kernels or an
+    accelerator compute it, else float32. max_model_len: None: what the model was trained for.
     max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
     values; the options from prefix_cache on: see `AutoregressiveBatchInference`.
-    deterministic: who shares the batch never changes a bit of an answer; None: where that costs little, which is on the
-    CPU with numpy (if the processor has AVX-512) and torch. See docs/determinism.md.
+    deterministic: who shares the batch never changes a bit of an answer; None: wherever hibachi's kernels load, and on
+    the CPU with torch. See docs/determinism.md.
 
-    autotune: how long to time kernels on the model's shapes, where there is a choice of them: "1s", other seconds,
-    "full" or "off"; None: a second, or what the environment variable HIBACHI_AUTOTUNE says. The choice is kept for this
-    machine, so it is made once. See docs/backends.md.
+    autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None: none, or what the environment
+    variable HIBACHI_AUTOTUNE says. Only what gives the same bits is chosen from, unless kernels is given: a file that
+    is taken if it is there, and else is written with the fastest of all, so that another machine can do the same. See
+    docs/backends.md.
     quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "auto": where
     it was measured to take less time on this machine; None or "none": as the dtype says. See docs/quantization.md.
 
@@ -64,6 +64,7 @@ class LLM(Texts):
         dtype: str | None = None,
         quantization: str | None = None,
         autotune: str | float | None = None,
+        kernels: str | Path | None = None,
         device: Any = None,
         deterministic: bool | None = None,
         max_model_len: int | None = None,
@@ -84,20 +85,19 @@ class LLM(Texts):
     ) -> None:
         files = open_files(locate(model))
         self.path, self.backend = files.path, _backend(backend, device)
-        budget = seconds_of(autotune)
-        invariant = bool(deterministic or (deterministic is None and self.backend.prefers_invariant))
-        arch = arch_of(files)
-        if arch is not None and quantization in (None, "none", "auto"):
-            rounding, stored = quantization == "auto", files.dtype
-            choice = settle(
-                self.backend, arch, dtype, stored=stored, deterministic=invariant, rounding=rounding, budget=budget
-            )
-            self.backend, dtype = choice.backend, choice.dtype
-            quantization = None if choice.kernels else quantization
-        elif invariant:
-            self.backend = self.backend.invariant()
-        dtype = dtype or "float32"
-        self.backend = _quantized(self.backend, quantization, dtype)
+        invariant = bool(deterministic or (deterministic is None and self.backend.keeps_promise))
+        choice = settle(
+            self.backend,
+            arch_of(files),
+            dtype,
+            stored=files.dtype,
+            deterministic=invariant,
+            rounding=quantization == "auto",
+            budget=seconds_of(autotune),
+            file=kernels,
+        )
+        dtype = choice.dtype
+        self.backend = _quantized(choice.backend, quantization, dtype)
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         engine = AutoregressiveBatchInference(
             self.model,

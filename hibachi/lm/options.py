@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypedDict
 
 from hibachi.engine.options import EngineOptions
@@ -15,6 +16,7 @@ class ModelOptions(TypedDict, total=False):
     dtype: str | None
     quantization: str | None
     autotune: str | float | None
+    kernels: str | Path | None
     device: Any
     deterministic: bool | None
 

@@ -19,7 +19,7 @@ from hibachi.request import SamplingParams
 from hibachi.tensor.discover import resolve
 from hibachi.tensor.whose import backend_of
 
-_OF_FILES = ("device", "quantization", "autotune")
+_OF_FILES = ("device", "quantization", "autotune", "kernels")
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:

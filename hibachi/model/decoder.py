@@ -63,6 +63,8 @@ class Decoder:
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
+        self.portable: bool = arch.logit_softcap is None and not any(layer.experts for layer in arch.layers)
+        """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.fused: Callable[..., Any] | None = backend.fuse(self)
         """All layers in one call, where the backend can; None: operation by operation, with the same result."""
 

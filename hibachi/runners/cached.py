@@ -347,7 +347,9 @@ class CachedRunner(BaseRunner):
         wanted, as logits take much memory).
         """
         n, trash, memory = len(idx), self.limits.rows, self.memory
-        sizes = self._sizes(call)
+        sizes, pieces = self._sizes(call), self.inputs.shapes.pieces
+        if self.inputs.embeds or call is not self.main:  # of these, one shape was tried
+            sizes, pieces = sizes[:1], (1,)
         size = trash if sizes else self.inputs.shapes.rows(n, trash)
         held = np.full(size + 1, trash, np.int32)  # one more, for the padding rows of a piece
         held[:n] = rows
@@ -359,12 +361,17 @@ class CachedRunner(BaseRunner):
         parts = []
         scoring = int(np.count_nonzero(self.inputs.scores(rows, start)))
         most = max(1, call.head.most_outputs() // scoring) if scoring else int(q.max())
+        if scoring:
+            pieces = (1,)  # the outputs of a call in few shapes are as many as its rows
         while left.any():
-            piece = 1 << (min(int(left.max()), most).bit_length() - 1)
-            mine = np.flatnonzero(left >= piece)
-            if sizes:  # one token a row, as rows of one call must have equally many, in one shape
-                piece, mine = 1, np.flatnonzero(left)
-                mine = mine[: size_for(len(mine), sizes[:1] if self.inputs.embeds else sizes)]
+            longest = int(left.max())
+            if sizes:
+                piece = next(n for n in reversed(pieces) if n <= longest)
+                mine = np.flatnonzero(left >= piece)
+                mine = mine[: size_for(len(mine), sizes)]
+            else:
+                piece = 1 << (min(longest, most).bit_length() - 1)
+                mine = np.flatnonzero(left >= piece)
             last = emit[mine] & (left[mine] == piece)
             each = np.full(len(mine), piece, np.int32)
             x = self.inputs.packed(rows[mine], at[mine], each, last)

@@ -88,7 +88,7 @@ class RowSampler:
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
         """Can `begin` draw for these? Not where the host must see logits or tokens before the draw is over."""
         return (
-            not (self._path[rows] != PLAIN).any()
+            (self.backend.draws or not (self._path[rows] != PLAIN).any())
             and not self._edits.wanted(rows, np.asarray(positions)).any()
             and not any(job.sampling.logprobs is not None for job in jobs)
             and self.backend.draw_rows is None
@@ -99,8 +99,13 @@ class RowSampler:
         if not self._temperature[rows].any():
             greedy: tuple[Array, Array] = self._greedy(logits)
             return greedy
-        ids, ok, _ = self.backend.program(_draw, PLAIN)(logits, self._how(rows, positions, logits.shape[0]))
-        return ids, ok
+        found: tuple[Array, Array]
+        how = self._how(rows, positions, logits.shape[0])
+        if self.backend.draws:
+            found = self.backend.program(_drawn)(logits, how)
+        else:
+            found = self.backend.program(_draw, PLAIN)(logits, how)[:2]
+        return found
 
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
@@ -159,6 +164,9 @@ class RowSampler:
     def _choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
         paths = self._path[rows]
+        if self.backend.draws:
+            tokens, ok = self.backend.fetch(self.begin(logits, rows, positions))()
+            return tokens[: len(rows)], ok[: len(rows)]
         if (paths == paths[0]).all():
             return self._run(int(paths[0]), logits, rows, positions)
         tokens, ok = np.zeros(len(rows), np.int32), np.zeros(len(rows), bool)
@@ -244,6 +252,11 @@ def _draw(backend: ArrayBackend, path: int, logits: Array, how: sampling.How) ->
         ids, inside = sampling.sample_near(backend, logits, how, min(size, logits.shape[1]), mass=mass, typical=typical)
         return ids, finite, inside
     return sampling.sample(backend, logits, how, filtered=kind == FULL, typical=typical), finite, None
+
+
+def _drawn(backend: ArrayBackend, logits: Array, how: sampling.How) -> tuple[Array, Array]:
+    ids, most = backend.draw(logits, how)
+    return ids, backend.xp.isfinite(most)
 
 
 def _likely(backend: ArrayBackend, k: int, logits: Array, of: Array) -> Likely:

@@ -7,7 +7,7 @@ agree in every bit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from hibachi.tensor.array_backend import Array, HostArray
 log: logging.Logger = logging.getLogger("hibachi.engine")
 LENGTHS = 37, 2, 18  # of the prompts that are compared
 COMPANY = 6  # others beside them
+IN_PIECES = 37, 32, 20, 16, 4, 2, 1, 48, 36  # of the prompts of a trial, some of which end with the larger pieces
 NEW = 3  # tokens after each prompt
 CHUNK = 7  # tokens of a prompt at once, beside others
 
@@ -67,11 +68,11 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     return len(alone)
 
 
-def _texts(limits: Limits, vocab_size: int) -> dict[int, tuple[int, HostArray]]:
+def _texts(limits: Limits, vocab_size: int, lengths: Sequence[int] = ()) -> dict[int, tuple[int, HostArray]]:
     """Random prompts by number, each with its length and the tokens that follow; as many as there is room for."""
     random = np.random.default_rng(0)
     texts, blocks = {}, 0
-    for i, n in enumerate([*LENGTHS, *random.integers(1, LENGTHS[0], COMPANY).tolist()]):
+    for i, n in enumerate(lengths or [*LENGTHS, *random.integers(1, LENGTHS[0], COMPANY).tolist()]):
         n = min(n, limits.max_len - 1)
         end = min(n + NEW, limits.max_len)
         blocks += -(-end // limits.block_size)
@@ -153,42 +154,51 @@ def _vocab(runner: CachedRunner) -> int | None:
 # ---- sizes of calls --------------------------------------------------------------------------------------------------
 
 
-def same_bits(runner: CachedRunner, few: int, many: int) -> bool:
-    """Does one call of `many` tokens come to what calls of `few` come to, in all outputs and all that is cached?
+def same_bits(runner: CachedRunner, few: CallShapes, many: CallShapes) -> bool:
+    """Do calls of the largest size of `many` come to what calls of the first size of `few` come to, in all outputs and
+    in all that is cached?
 
     If so, both programs are compiled now. No for a model that returns tokens itself, as we do not know which to give
-    it, and for one that fails. Of a model with states, calls have one token of each row, and what is kept shows in the
-    outputs of later ones. Overwrites row 0 and the cache.
+    it, and for one that fails. Of a model with states, what is kept shows in the outputs of later tokens. Overwrites
+    row 0 and the cache.
     """
-    limits, vocab = runner.limits, _vocab(runner)
-    room = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size)
-    if vocab is None or (not runner.memory.states and many > min(limits.budget, room)):
+    limits, vocab, inputs = runner.limits, _vocab(runner), runner.inputs
+    room, size = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size), many.sizes[-1]
+    if vocab is None or (not runner.memory.states and size > min(limits.budget, room)):
         return False
-    shapes = runner.inputs.shapes
+    before = inputs.shapes
     one: list[HostArray]
     other: list[HostArray]
     try:
         if runner.memory.states:
-            one, other = (_stepped(runner, vocab, replace(shapes, sizes=(size,))) for size in (many, few))
+            one, other = (_stepped(runner, vocab, shapes) for shapes in (many, few))
         else:
-            runner.inputs.shapes = replace(shapes, sizes=(few, many))
-            one, other = (_results(runner, vocab, many, size) for size in (many, few))
+            inputs.shapes = many
+            one, other = (_results(runner, vocab, size, each) for each in (size, few.sizes[0]))
     except Exception as e:  # the first request will fail likewise, and its caller be told
-        log.info("%s failed when it was tried with %d tokens: %r", runner.name, many, e)
+        log.info("%s failed when it was tried with calls of %s: %r", runner.name, _said(many), e)
         return False
     finally:
-        runner.inputs.shapes = shapes
+        inputs.shapes = before
         runner.rebuild(keep=False)
     if all(np.array_equal(a, b) for a, b in zip(one, other, strict=True)):
         return True
-    log.info("%s: steps of %d tokens give other bits than steps of %d; only these are made", runner.name, many, few)
+    log.info(
+        "%s: calls of %s give other bits than calls of %s; only these are made", runner.name, _said(many), _said(few)
+    )
     return False
+
+
+def _said(shapes: CallShapes) -> str:
+    size, piece = shapes.sizes[-1], shapes.pieces[-1]
+    return f"{size} rows of {piece} tokens" if piece > 1 else f"{size} tokens"
 
 
 def _stepped(runner: CachedRunner, vocab: int, shapes: CallShapes) -> list[HostArray]:
     """The outputs of some texts that are stepped together, in calls of one shape."""
     runner.inputs.shapes = shapes
-    found = _Probe(runner, vocab, take_cache=True).outputs(_texts(runner.limits, vocab), runner.limits.budget)
+    texts = _texts(runner.limits, vocab, IN_PIECES)
+    found = _Probe(runner, vocab, take_cache=True).outputs(texts, runner.limits.budget)
     return [found[at] for at in sorted(found)]
 
 

@@ -26,21 +26,21 @@ LEFT = 499  # as nginx logs a client that left
 
 async def health(served: Served, x: Exchange) -> None:
     """Does the engine step?"""
-    await _tell(x, served.why_not_live(_sees_all(served, x)))
+    await _tell(served, x, served.why_not_live(_sees_all(served, x)))
 
 
 async def ready(served: Served, x: Exchange) -> None:
     """Would a request be taken?"""
-    await _tell(x, served.why_not_ready(_sees_all(served, x)))
+    await _tell(served, x, served.why_not_ready(_sees_all(served, x)))
 
 
 def _sees_all(served: Served, x: Exchange) -> bool:
     return served.tenants.may_see_all(x.headers.get(b"authorization"))
 
 
-async def _tell(x: Exchange, why_not: str | None) -> None:
+async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:
     if why_not is None:
-        await x.json({"status": "ok"})
+        await x.json({"status": "ok", "numerics": served.numerics})
     else:
         await x.json({"status": "unavailable", "reason": why_not}, 503, {"Retry-After": "1"})
 

@@ -69,6 +69,7 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
         dtype=settings.dtype,
         quantization=settings.quantization,
         autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
+        kernels=settings.kernels,
         deterministic=settings.deterministic,
         max_model_len=settings.max_model_len,
         max_batch_size=settings.max_num_seqs,

@@ -22,14 +22,14 @@ SSE = b"text/event-stream; charset=utf-8"
 
 async def models(served: Served, x: Exchange) -> None:
     """The names that are served."""
-    await x.json(answers.models(served.names, served.created, served.max_len, served.root))
+    await x.json(answers.models(served.names, served.created, served.max_len, served.root, served.numerics))
 
 
 async def model(served: Served, x: Exchange) -> None:
     """One of them."""
     name = x.params["model"]
     served.check_name(name)
-    await x.json(answers.model(name, served.created, served.max_len, served.root))
+    await x.json(answers.model(name, served.created, served.max_len, served.root, served.numerics))
 
 
 async def completions(served: Served, x: Exchange) -> None:
@@ -38,7 +38,7 @@ async def completions(served: Served, x: Exchange) -> None:
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
     ids = await served.reading.encode(asked.prompts, "prompt", x.tenant, special=asked.special)
-    await _text(served, x, CompletionWriter(asked, name, served.vocabulary), ids)
+    await _text(served, x, CompletionWriter(asked, name, served.vocabulary, served.numerics), ids)
 
 
 async def chat(served: Served, x: Exchange) -> None:
@@ -48,7 +48,7 @@ async def chat(served: Served, x: Exchange) -> None:
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
     ids = await served.reading.render(asked.messages, asked.template, x.tenant)
-    await _text(served, x, ChatWriter(asked, name, served.vocabulary), [ids])
+    await _text(served, x, ChatWriter(asked, name, served.vocabulary, served.numerics), [ids])
 
 
 async def embeddings(served: Served, x: Exchange) -> None:

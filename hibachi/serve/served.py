@@ -169,6 +169,11 @@ class Served:
         return record
 
     @property
+    def numerics(self) -> str | None:
+        """The name of the bits that the model computes."""
+        return self.texts.engine.facts.numerics
+
+    @property
     def open_requests(self) -> int:
         """That have not been answered to the end."""
         return self.tenants.running.total()

@@ -27,10 +27,13 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("served-model-name", texts("NAME"), None, "names that requests may call it", "as --model says"),
         Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another", "numpy"),
         Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
-        Setting("dtype", text("NAME"), None, "to compute in", "float32, or what was measured to be faster"),
+        Setting("dtype", text("NAME"), None, "to compute in", "the checkpoint's, else float32"),
         Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),
-        Setting("autotune", text("S"), None, "seconds to time kernels when a model is new: 1s, full, off", "1s"),
-        Setting("deterministic", SWITCH, None, "the same bits whoever shares the batch", "where that costs little"),
+        Setting("autotune", text("S"), None, "seconds to time kernels of the same bits, with --kernels of any: 1s,"
+                " full, off", "off"),
+        Setting("kernels", text("FILE"), None, "take the kernels that a file names; with --autotune: write it",
+                "by rule"),
+        Setting("deterministic", SWITCH, None, "the same bits whoever shares the batch", "wherever kernels load"),
         Setting("max-model-len", integer(2), None, "most tokens of a request, prompt included", "the model's"),
         Setting("generation-config", text("auto|vllm|PATH"), "auto", "defaults of sampling: the model's, none, or of"
                 " another folder"),

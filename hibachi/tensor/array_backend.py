@@ -34,6 +34,8 @@ class ArrayBackend(Library):
 
     block_size: int = 16
     """Positions in a cache block, where the user does not say."""
+    draws: bool = False
+    """`draw` and `mass` are to be called: whose parameters rows have makes no difference to them."""
     immutable: bool = False
     """No array is ever written to, so what a call has returned stays as it is."""
     quantization: str = "none"
@@ -305,6 +307,13 @@ class ArrayBackend(Library):
         shape = (blocks, block_size, spec.kv_heads)
         return self.zeros((*shape, spec.k_dim), dtype), self.zeros((*shape, spec.v_dim), dtype)
 
+    def positions(self, cache: LayerCache) -> list[HostArray]:
+        """Keys and values of a paged layer by position, for people to look at: float32 copies [blocks, block_size,
+        kv_heads, dim] on the host; []: it is not one that `make_cache` made."""
+        if not isinstance(cache, tuple) or not all(self.owns(half) for half in cache):
+            return []
+        return [np.array(self.get(self.float32(half))) for half in cache]
+
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
         """One half of a paged cache [blocks, block_size, ...] with positions `slot` [T] set to `rows` [T, ...]."""
         flat = self.xp.reshape(cache, (-1, *cache.shape[2:]))
@@ -485,6 +494,18 @@ class ArrayBackend(Library):
         [n], NaN if there is one in the row; None: there is no better way than to look twice."""
         return None
 
+    def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
+        """A token of each row of x float32 [n, m], int32 [n], and the row's largest number [n], NaN if there is one.
+
+        how: `hibachi.decode.sampling.How`, which says what is drawn. Only where it `draws`.
+        """
+        raise NotImplementedError
+
+    def mass(self, x: Array) -> tuple[Array, Array]:
+        """The largest number of each row of x float32 [n, m], and the sum of exp(number - largest): [n] both. Only
+        where it `draws`."""
+        raise NotImplementedError
+
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotary position embedding (Su et al. 2021), halves paired as in Hugging Face.
 
@@ -582,6 +603,15 @@ class ArrayBackend(Library):
             f"{type(self).__name__} ({self.name}) has no kernels for weights in {how}. Pass quantization=None, or take "
             f"the backend torch on the CPU, or jax."
         )
+
+    def suits(self, dtype: str, arch: Any) -> bool:
+        """Is this a dtype to compute such a model in where nobody names one, as it is the checkpoint's? arch: a
+        `hibachi.model.arch.Arch`; None: another kind of model. float32 always is."""
+        return dtype == "float32"
+
+    def plain(self) -> ArrayBackend:
+        """The same without hibachi's kernels."""
+        return self
 
     def prefers(self, how: str, dtype: str) -> bool:
         """Was `quantized(how)` measured to be faster here than weights of this dtype? Takes a moment when first asked.

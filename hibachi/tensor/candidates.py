@@ -22,7 +22,7 @@ OPERATIONS = {
     "linear": ("put_weight", "put_precise", "weight_rows", "linear", "logits"),
     "attention": ("make_cache", "attend"),
     "activations": ("rms_norm", "layer_norm", "rope", "silu", "gelu", "gelu_tanh", "gated", "softmax"),
-    "sampling": ("best",),
+    "sampling": ("best", "draw", "mass"),
 }
 """The methods of a backend that must come from one candidate, as they share a layout or are timed together."""
 LADDERS = {"powers": (1, 1), "halves": (2, 1), "quarters": (4, 2), "eighths": (8, 4)}
@@ -36,7 +36,8 @@ class Candidate:
     source: a class that has its methods: of the backend's own family, of which source(device) makes an object, or a
     plain one whose methods need nothing but those of an ArrayBackend. invariant: no result depends on the batch.
     rounds: weights lose digits, so it is taken only where that is allowed. why_not: why it cannot be had here; None: it
-    can. needs: the module of a library without which it cannot be had.
+    can. needs: the module of a library without which it cannot be had. bits: the name of its numerics
+    (`hibachi.kernels.library`): those of one name compute the same bits.
     """
 
     operation: str
@@ -46,6 +47,7 @@ class Candidate:
     rounds: bool = False
     why_not: str | None = None
     needs: str | None = None
+    bits: str | None = None
 
 
 def candidates(backend: ArrayBackend) -> list[Candidate]:
@@ -106,13 +108,15 @@ def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBack
     base = max([kind, *family], key=lambda cls: len(cls.__mro__))
     others = {op: c.source for op, c in chosen.items() if not _same(c.source, base, op)}
     if not others:
-        return backend if base is kind else base(backend.device)
-    mixed = copy.copy(backend) if base is kind else base(backend.device)
+        return backend if base is kind else _made(base, backend.device)
+    mixed = copy.copy(backend) if base is kind else _made(base, backend.device)
     methods: dict[str, Callable[..., Any]] = {"fuse": lambda decoder: None}  # the base's would run its own kernels
     for operation, source in others.items():
         methods |= _methods(backend, mixed, source, operation)
     for name, method in methods.items():
         setattr(mixed, name, method)
+    mixed.draws = getattr(chosen["sampling"].source if "sampling" in chosen else base, "draws", False)
+    mixed.numerics = None
     mixed.deterministic = all(c.invariant for c in chosen.values())
     mixed.prefers_invariant = False
     wanted = [
@@ -121,6 +125,12 @@ def compose(backend: ArrayBackend, chosen: Mapping[str, Candidate]) -> ArrayBack
     mixed.shapes = replace(mixed.shapes, multiple=max(wanted))
     mixed.kernels = ", ".join(f"{operation} {c.name}" for operation, c in chosen.items())
     return mixed
+
+
+def _made(cls: Any, device: Any) -> ArrayBackend:
+    """An object of just this class: a library's plain one would make one with hibachi's kernels."""
+    made: ArrayBackend = cls(device, native=False) if getattr(cls, "native", None) is False else cls(device)
+    return made
 
 
 def _same(source: type, base: type[ArrayBackend], operation: str) -> bool:
@@ -134,7 +144,7 @@ def _methods(backend: ArrayBackend, mixed: ArrayBackend, source: type, operation
     there = [name for name in OPERATIONS[operation] if hasattr(source, name)]
     if not issubclass(source, type(backend)):
         return {name: getattr_static(source, name).__get__(mixed) for name in there}
-    part = backend if source is type(backend) else source(backend.device)
+    part = backend if source is type(backend) else _made(source, backend.device)
     return {name: getattr(part, name) for name in there}
 
 

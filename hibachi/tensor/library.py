@@ -19,10 +19,17 @@ class Library:
     stands among them, or what they hold. So for every operation of the decoder and of sampling."""
     prefers_invariant: bool = False
     """`invariant()` costs little, so that deterministic=None means True."""
+    numerics: str | None = None
+    """The name of the bits that come out (`hibachi.kernels.library`); None: nobody has named them."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"
     """Which set of kernels this is, for `fingerprint`."""
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Does deterministic=None mean True?"""
+        return self.deterministic or self.prefers_invariant
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Did this error mean that memory ran out? The engine then computes fewer tokens at once, and tries again."""
@@ -43,10 +50,12 @@ class Library:
     def fingerprint(self) -> str:
         """What the bits of a result depend on besides model and request: library, device and threads, kernels.
 
-        The same string on two machines is no promise, as libraries choose their code by the processor; another one
-        says that bits may differ.
+        Where it names numerics (`cpu-1`), they alone are what bits depend on. Otherwise the same string on two machines
+        is no promise, as libraries choose their code by the processor; another one says that bits may differ.
         """
         facts = self.versions()
+        if self.numerics:
+            return f"{facts.get('library', self.name)}; {facts.get('device', 'default')}; numerics {self.numerics}"
         return f"{facts.get('library', self.name)}; {facts.get('device', 'default')}; kernels {self.kernels}"
 
     def remarks(self) -> list[str]:

@@ -12,19 +12,31 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import ConfigError, UnsupportedOperation
+from hibachi.kernels.library import state, why_missing
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import StepInputs
+from hibachi.tensor.native import Int8Backend, NativeBackend
+from hibachi.tensor.program import whole
 
 
 class NumpyBackend(ArrayBackend):
-    name = "numpy"
+    """native: False goes without hibachi's kernels, which are used wherever they are to be had. They depend on the
+    batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`."""
 
-    def __init__(self, device: Any = None) -> None:
+    name = "numpy"
+    native = False
+    """hibachi's kernels are used."""
+
+    def __new__(cls, device: Any = None, native: bool | None = None) -> NumpyBackend:
+        return object.__new__(_starts_as(native) if cls is NumpyBackend else cls)
+
+    def __getnewargs__(self) -> tuple[Any, bool]:
+        return self.device, self.native  # a copy is of the same class
+
+    def __init__(self, device: Any = None, native: bool | None = None) -> None:
         if device not in (None, "cpu"):
             raise ConfigError(f"NumPy has one device: expected 'cpu' (or None); got {device!r}. Leave it out.")
         super().__init__(xp)
-        self._tiled = _small_products_are_fast()
-        self.prefers_invariant = self._tiled and type(self) is NumpyBackend
 
     @override
     def owns(self, t: Any) -> bool:
@@ -44,24 +56,17 @@ class NumpyBackend(ArrayBackend):
 
     @override
     def quantized(self, how: str) -> ArrayBackend:
-        raise UnsupportedOperation(
-            f"NumPy has no fast product of integers (OpenBLAS multiplies floats), so weights in {how} would be many "
-            f"times slower than float32. Pass quantization=None, or take the backend torch on the CPU, or jax."
-        )
+        if how != "int8" or (why := why_missing()):
+            raise UnsupportedOperation(
+                f"NumPy itself has no fast product of integers; expected int8, with hibachi's kernels"
+                f"{'' if how != 'int8' else f', which are missing: {why}'}; got {how}. Pass quantization=None."
+            )
+        return Int8NumpyBackend()
 
     @override
     def put_weight(self, w: HostArray, dtype: str) -> Array:
         # Stored as [in, out], shown as [out, in]: OpenBLAS multiplies small batches up to 2x faster this way round.
-        # Or in tiles [n, in, out / n], each small enough for a product with _FEW rows to be a small one.
-        size = w.shape[1]
-        width = 64 if size <= 640 else 32 if size <= 1280 else 16
-        if self._tiled and dtype == "float32" and w.shape[0] % width == 0:
-            return np.ascontiguousarray(w.reshape(-1, width, size).transpose(0, 2, 1), dtype=dtype)
-        return np.ascontiguousarray(w.T, dtype=dtype).T
-
-    @override
-    def weight_rows(self, w: Array, idx: Array) -> Array:
-        return w[idx] if w.ndim == 2 else w[idx // w.shape[2], :, idx % w.shape[2]]
+        return np.ascontiguousarray(w.T, dtype=self.dtype(dtype)).T
 
     @override
     def take(self, t: Array, idx: Array) -> Array:
@@ -144,7 +149,7 @@ class NumpyBackend(ArrayBackend):
 
     @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
-        y = x @ w.T if w.ndim == 2 else _multiply_tiles(x, w)
+        y = x @ w.T
         return y if b is None else y + b
 
     @override
@@ -190,54 +195,40 @@ class NumpyBackend(ArrayBackend):
 
     @override
     def fingerprint(self) -> str:
+        if self.numerics:
+            return super().fingerprint()
         given = (os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
         threads = next(filter(None, given), None) or os.cpu_count()
         return super().fingerprint().replace("; kernels", f", {threads} threads; kernels")
 
+    @override
+    def remarks(self) -> list[str]:
+        return [f"hibachi's kernels: {'' if self.native else 'not in use here; '}{state()}"]
 
-_FEW = 32  # rows
-SMALL = 10**6  # multiplications in a product that OpenBLAS takes for a small one
-LANES = 32  # the positions that attention looks at are a multiple of this
-PIECE = 256  # cached positions that attention multiplies with at once
+
+LANES = 32  # sums that the weights of a row are added up in
+PIECE = 256  # cached positions that attention multiplies with at once; it looks at a multiple of this
 
 
 class InvariantNumpyBackend(NumpyBackend):
-    """`NumpyBackend().invariant()`: with kernels whose results do not depend on what else is in the batch.
+    """`NumpyBackend(native=False).invariant()`: with kernels whose results do not depend on what else is in the batch.
 
-    OpenBLAS has three ways to multiply, and they round differently: one for a single row, one for small matrices (on
-    processors with AVX-512), which adds up each number of the result in order, and one for large ones, in which a row's
-    result depends on where it stands. So here every product is cut into small ones of two rows at least. Elsewhere it
-    is made of single rows, which takes longer.
+    A BLAS multiplies a single row always alike, but rows of a matrix as their number and place have it. So products are
+    made of single rows, and attention of single rows and pieces of one length, which takes longer.
     """
 
     deterministic = True
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__(device)
-        self.kernels = "small products" if self._tiled else "single rows"
-
-    @override
-    def put_weight(self, w: HostArray, dtype: str) -> Array:
-        weight = super().put_weight(w, dtype)
-        if weight.ndim == 3 and 2 * weight[0].size > SMALL:
-            return np.ascontiguousarray(w.T, dtype=dtype).T
-        return weight
+    kernels = "single rows"
 
     @override
     def linear(self, x: Array, w: Array, b: Array | None = None) -> Array:
         rows = self.row_major(x).reshape(-1, x.shape[-1])
-        if w.ndim == 3:
-            n, _, width = w.shape
-            y = np.empty((len(rows), n * width), np.result_type(x, w))
-            _small(rows, w, y.reshape(len(rows), n, width).transpose(1, 0, 2))
-        else:
-            y = np.matmul(rows[:, None, :], w.T)[:, 0, :]
-        y = y.reshape(*x.shape[:-1], y.shape[-1])
+        y = np.matmul(rows[:, None, :], w.T)[:, 0, :].reshape(*x.shape[:-1], w.shape[0])
         return y if b is None else y + b
 
     @override
     def _blocks(self, blocks: int, block_size: int) -> int:
-        return blocks + -blocks % (LANES // math.gcd(LANES, block_size))
+        return blocks + -blocks % (PIECE // math.gcd(PIECE, block_size))
 
     @override
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
@@ -253,15 +244,11 @@ class InvariantNumpyBackend(NumpyBackend):
 
     @override
     def _scores(self, q: Array, k: Array) -> Array:
-        if not self._tiled:
-            return np.matmul(q[..., None, :], k.swapaxes(-1, -2)[..., None, :, :])[..., 0, :]
-        # The other way round, as a product with a turned matrix is not a small one. It takes 16 columns at once.
-        rows, dim = q.shape[-2:]
-        columns = np.zeros((*q.shape[:-2], dim, -(-rows // 16) * 16), q.dtype)
-        columns[..., :rows] = q.swapaxes(-1, -2)
-        turned = np.empty((*k.shape[:-1], columns.shape[-1]), q.dtype)
-        _small(k, columns, turned)
-        return np.ascontiguousarray(turned[..., :rows].swapaxes(-1, -2))
+        out = np.empty((*q.shape[:-1], k.shape[-2]), q.dtype)
+        for at in range(0, k.shape[-2], PIECE):
+            some = k[..., at : at + PIECE, :].swapaxes(-1, -2)
+            out[..., at : at + PIECE] = np.matmul(q[..., None, :], some[..., None, :, :])[..., 0, :]
+        return out
 
     @override
     def _totals(self, e: Array) -> Array:
@@ -270,50 +257,97 @@ class InvariantNumpyBackend(NumpyBackend):
 
     @override
     def _weighted(self, weights: Array, v: Array) -> Array:
-        dim = v.shape[-1]
-        if self._tiled and dim % 16:  # with few columns, the order of a sum depends on the number of rows
-            v = np.concatenate([v, np.zeros((*v.shape[:-1], -dim % 16), v.dtype)], axis=-1)
         out = np.zeros((*weights.shape[:-1], v.shape[-1]), v.dtype)
-        part = np.empty_like(out)
         for at in range(0, weights.shape[-1], PIECE):
             some, of = weights[..., at : at + PIECE], v[..., at : at + PIECE, :]
-            if self._tiled:
-                _small(some, of, part)
-            else:
-                part = np.matmul(some[..., None, :], of[..., None, :, :])[..., 0, :]
-            out += part
-        return out[..., :dim]
+            out += np.matmul(some[..., None, :], of[..., None, :, :])[..., 0, :]
+        return out
 
 
-def _small_products_are_fast() -> bool:
-    """Does NumPy multiply small matrices without copying them first? OpenBLAS does, on processors with AVX-512.
+BFLOAT16: np.dtype[Any] = np.dtype([("bfloat16", np.uint16)])
+"""NumPy has no such numbers: these are their bits, with which it computes nothing, so that nothing wrong comes out."""
 
-    Otherwise it copies the whole weight at each product, which for few rows takes longer than the product.
+
+class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
+    """NumPy's arrays and hibachi's kernels. bfloat16 is for models whose steps are fused: NumPy itself has none.
+
+    Raises NativeUnavailable where there are no kernels.
     """
-    config = np.show_config(mode="dicts")
-    simd, blas = config.get("SIMD Extensions", {}), config.get("Build Dependencies", {}).get("blas", {})
-    found = {*simd.get("baseline", ()), *simd.get("found", ())}
-    return "openblas" in blas.get("name", "") and bool(found & {"X86_V4", "AVX512_SKX"})
+
+    kernels = NativeBackend.kernels
+
+    def __init__(self, device: Any = None, native: bool | None = None) -> None:
+        super().__init__(device)
+        self.begin()
+
+    @override
+    def dtype(self, name: str) -> Any:
+        return BFLOAT16 if name == "bfloat16" else np.dtype(super().dtype(name))
+
+    @override
+    def address(self, t: Array) -> int:
+        at: int = t.__array_interface__["data"][0]
+        return at
+
+    @override
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    @override
+    def from_host(self, t: HostArray, dtype: Any) -> Array:
+        return t.view(dtype)
+
+    @override
+    def strides(self, t: Array) -> tuple[int, ...]:
+        return tuple(n // t.itemsize for n in t.strides)
+
+    @override
+    def row_major(self, t: Array) -> Array:
+        return np.require(t, requirements=["C", "A"])
+
+    @override
+    def put(self, a: HostArray, dtype: str | None = None) -> Array:
+        if dtype != "bfloat16":
+            return super().put(a, dtype)
+        if a.dtype == BFLOAT16:
+            return a
+        bits = np.asarray(a, np.float32, order="C").view(np.uint32)
+        near = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16  # to the nearest, ties to even
+        return np.where(np.isnan(a), np.uint16(0x7FC0), near.astype(np.uint16)).view(BFLOAT16)
+
+    @override
+    def suits(self, dtype: str, arch: Any) -> bool:
+        return super().suits(dtype, arch) and (dtype != "bfloat16" or whole(arch))
+
+    @override
+    def fuse(self, decoder: Any) -> Any:
+        found = super().fuse(decoder)
+        if decoder.dtype == "bfloat16" and (found is None or not whole(decoder.arch)):
+            raise UnsupportedOperation(
+                "NumPy has no arithmetic in bfloat16, and this model computes some of its steps outside of hibachi's "
+                "kernels. Pass dtype='float32', or take the backend torch or jax."
+            )
+        return found
+
+    @override
+    def plain(self) -> ArrayBackend:
+        return NumpyBackend(native=False)
+
+    @override
+    def get(self, t: Array) -> HostArray:
+        if t.dtype != BFLOAT16:
+            return super().get(t)
+        wide: HostArray = (t.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return wide
 
 
-def _multiply_tiles(x: Array, w: Array) -> Array:
-    """x [..., in], w [n, in, width] -> [..., n * width]."""
-    n, size, width = w.shape
-    rows = x.reshape(-1, size)
-    if len(rows) > _FEW:  # one product, by all threads, is worth the copy
-        y = rows @ w.transpose(1, 0, 2).reshape(size, -1)
-    else:
-        y = np.empty((len(rows), n * width), np.result_type(x, w))
-        np.matmul(rows, w, out=y.reshape(len(rows), n, width).transpose(1, 0, 2))
-    return y.reshape(*x.shape[:-1], n * width)
+class Int8NumpyBackend(Int8Backend, NativeNumpyBackend):
+    """`NumpyBackend().quantized("int8")`."""
+
+    kernels = Int8Backend.kernels
 
 
-def _small(a: Array, b: Array, out: Array) -> None:
-    """a [..., rows, k] @ b [..., k, columns] into out, in small products of two rows or more."""
-    rows, most = a.shape[-2], max(2, SMALL // (b.shape[-1] * b.shape[-2]))
-    if rows == 1:
-        out[...] = np.matmul(np.repeat(a, 2, axis=-2), b)[..., :1, :]
-        return
-    for i in range(0, rows, most):
-        i = min(i, rows - 2)  # not a single row at the end
-        np.matmul(a[..., i : i + most, :], b, out=out[..., i : i + most, :])
+def _starts_as(native: bool | None) -> type[NumpyBackend]:
+    if native is None:
+        native = why_missing() is None
+    return NativeNumpyBackend if native else NumpyBackend

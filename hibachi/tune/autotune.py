@@ -1,8 +1,9 @@
-"""Choosing by timing: candidates are compared with the reference, timed on a model's shapes, and ranked: kernels, the
-sizes that steps are padded to, and the dtype where nobody names one.
+"""Which kernels, sizes of steps and dtype a model gets: by a rule, by a file, or by timing, where somebody asks for it.
 
-What was chosen is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache), under a name made of all that it
-depends on: machine, versions, threads, candidates and shapes.
+The rule: hibachi's kernels wherever they load, in the dtype of the checkpoint. Without them, on a CPU, float32.
+
+Timing by itself takes only what gives the same bits. With a file it takes whatever is the fastest, and writes that
+down, so that another machine, given the file, does the same.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
+from hibachi.tune import kept
 from hibachi.tune.cases import CASES, Cases, ModelSizes, sizes_of
-from hibachi.tune.kept import place_of, read, write
 from hibachi.tune.right import CHECKS, NEAR
 from hibachi.tune.stepcost import padded
 from hibachi.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, unfit
@@ -35,22 +37,19 @@ _ROUNDED = 6e-2  # where weights lose digits
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A backend made of the fastest kernels, the dtype to compute in, and the trials. known: they were read, not
-    measured now. kernels: of some operations there were candidates; else the backend has one way for each."""
+    """A backend, the dtype to compute in, and the trials that led there; by the rule or by a file there are none."""
 
     backend: ArrayBackend
     dtype: str
     trials: list[KernelTrial]
-    known: bool = False
-    kernels: bool = False
 
 
 def seconds_of(budget: str | float | None) -> float:
-    """Seconds to measure for; None: a second, or what the environment variable HIBACHI_AUTOTUNE says.
+    """Seconds to measure for; None: none, or what the environment variable HIBACHI_AUTOTUNE says.
 
     Raises ConfigError.
     """
-    budget = os.environ.get("HIBACHI_AUTOTUNE", "1s") if budget is None else budget
+    budget = os.environ.get("HIBACHI_AUTOTUNE", "off") if budget is None else budget
     if isinstance(budget, str):
         if budget in BUDGETS:
             return BUDGETS[budget]
@@ -65,53 +64,88 @@ def seconds_of(budget: str | float | None) -> float:
 
 def settle(
     backend: ArrayBackend,
-    arch: Arch,
+    arch: Arch | None,
     dtype: str | None,
     *,
     stored: str | None,
     deterministic: bool,
     rounding: bool = False,
-    budget: float = 1.0,
-    refresh: bool = False,
+    budget: float = 0.0,
+    file: str | Path | None = None,
 ) -> KernelChoice:
-    """`choose` for a decoder; dtype None: also the dtype in which its steps take the least time.
+    """What a model is computed with. arch: of a decoder; None: of another model, which has nothing to choose from.
 
-    stored: the dtype of the checkpoint. Where it has more digits than a candidate, that one takes rounding=True.
-    float32 may always be taken, and is where nothing was measured. deterministic, budget, refresh: as in `choose`.
+    dtype: None: by the rule, or with a file the one in which steps take the least time. stored: the dtype of the
+    checkpoint. deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits.
+    budget: seconds to measure for; 0: go by the rule. file: what it says, if it is there; else it is written.
+
+    Raises ConfigError for a file of another model, or whose kernels are not to be had here; UnsupportedOperation for a
+    backend that has no deterministic kernels.
     """
+    if file is not None and arch is not None and Path(file).exists():
+        return _as_kept(backend, arch, Path(file), deterministic)
+    if not budget or arch is None:
+        if file is not None:
+            raise ConfigError(
+                f"There is no file {file} to take kernels from; expected one that --autotune has written. Measure now: "
+                f"--kernels {file} --autotune full."
+            )
+        if arch is None and backend.shapes.compiled:  # what it computes itself, XLA computes as the shapes have it
+            backend = backend.plain()
+        made = backend.invariant() if deterministic else backend
+        by_rule = stored if stored is not None and backend.suits(stored, arch) else "float32"
+        return KernelChoice(made, dtype or by_rule, [])
     how: dict[str, Any] = {"deterministic": deterministic, "rounding": rounding}
-    every = OPERATIONS if refresh else ()
+    if file is None:
+        ruled = settle(backend, arch, dtype, stored=stored, deterministic=deterministic)
+        return choose(ruled.backend, sizes_of(arch, ruled.dtype), budget=budget, alike=True, **how)
+    choice = _fastest(backend.plain(), arch, dtype, stored, budget, how)
+    kept.write(Path(file), sizes_of(arch, choice.dtype), deterministic, choice.trials)
+    return choice
+
+
+def _as_kept(backend: ArrayBackend, arch: Arch, file: Path, deterministic: bool) -> KernelChoice:
+    sizes, was_deterministic, taken = kept.read(file)
+    if sizes != sizes_of(arch, sizes.dtype):
+        raise ConfigError(f"{file} was measured for another model: {sizes}. Measure this one into another file.")
+    if deterministic and not was_deterministic:
+        raise ConfigError(f"{file} was measured with deterministic=False. Pass that, or measure anew.")
+    plain = backend.plain()
+    offered = {(c.operation, c.name): c for c in [*candidates(plain), *ladders(plain)]}
+    base = plain.invariant() if deterministic and not any(op in OPERATIONS for op, _ in offered) else plain
+    alone = {op: own(base, op).name for op in OPERATIONS}  # what the backend has one way for
+    chosen = {}
+    for operation, name in taken.items():
+        candidate = offered.get((operation, name))
+        if candidate is None and alone.get(operation) == name:
+            continue
+        why = "is not known here" if candidate is None else candidate.why_not
+        if candidate is None or why:
+            raise ConfigError(f"{file} takes {name} for {operation}: {why}. Measure anew, into another file.")
+        chosen[operation] = candidate
+    return KernelChoice(compose(base, chosen), sizes.dtype, [])
+
+
+def _fastest(
+    backend: ArrayBackend, arch: Arch, dtype: str | None, stored: str | None, budget: float, how: dict[str, Any]
+) -> KernelChoice:
+    """The fastest kernels, whatever their bits; dtype None: and the fastest dtype that the checkpoint allows."""
     if dtype is not None:
-        choice = choose(backend, sizes_of(arch, dtype), budget=budget, refresh=refresh, alone=every, **how)
+        choice = choose(backend, sizes_of(arch, dtype), budget=budget, alone=OPERATIONS, **how)
         said = [KernelTrial("dtype", dtype, steps_of(choice.trials), None, None, "as asked for")]
         return replace(choice, trials=[*said, *choice.trials])
     found = [_dtype(backend, name, stored) for name in DTYPES]
-    allowed = fitting(found, deterministic=False, rounding=rounding).get("dtype", [])
-    sizes = sizes_of(arch, "float32")
-    if [c.name for c in allowed] == ["float32"]:
-        choice = choose(backend, sizes, budget=budget, refresh=refresh, alone=every, **how)
-        said = [unfit(c, False, rounding) for c in found]
-        said[0].times = steps_of(choice.trials)
-        return replace(choice, trials=said + choice.trials)
-    path = place_of(backend, replace(sizes, dtype="any"), [*found, *candidates(backend)], deterministic, rounding)
-    trials = None if refresh else read(path, found)
-    if trials is None and not budget:
-        return choose(backend, sizes, budget=budget, **how)
-    measured = {}
-    if trials is None:
-        trials = [unfit(c, False, rounding) for c in found]
-        for trial in [t for t in trials if t.why_not is None]:
-            # Also what is known is measured now, so that the same machine is asked for both.
-            part = budget / len(allowed)
-            choice = choose(backend, sizes_of(arch, trial.name), budget=part, refresh=True, alone=every or STEP, **how)
-            measured[trial.name], trial.times = choice, steps_of(choice.trials)
-            if not trial.times:
-                trial.why_not = _why_untimed(choice.trials)
-        rank(trials)
-        write(path, trials)
+    allowed = fitting(found, deterministic=False, rounding=how["rounding"]).get("dtype", [])
+    trials, measured = [unfit(c, False, how["rounding"]) for c in found], {}
+    for trial in [t for t in trials if t.why_not is None]:
+        sizes, part = sizes_of(arch, trial.name), budget / len(allowed)
+        measured[trial.name] = choice = choose(backend, sizes, budget=part, alone=OPERATIONS, **how)
+        trial.times = steps_of(choice.trials)
+        if not trial.times:
+            trial.why_not = _why_untimed(choice.trials)
+    rank(trials)
     taken = next((t.name for t in trials if t.why_not is None), "float32")
-    choice = measured.get(taken) or choose(backend, sizes_of(arch, taken), budget=budget, alone=STEP, **how)
-    return replace(choice, trials=trials + choice.trials)
+    return replace(measured[taken], trials=trials + measured[taken].trials)
 
 
 def _why_untimed(trials: Sequence[KernelTrial]) -> str:
@@ -139,50 +173,38 @@ def choose(
     deterministic: bool,
     rounding: bool = False,
     budget: float = 1.0,
-    refresh: bool = False,
+    alike: bool = False,
     alone: Iterable[str] = (),
 ) -> KernelChoice:
-    """The fastest kernels for a model on this backend. budget: seconds to measure for, if nothing is known; 0: do not
-    measure, take the last that serve every operation. refresh: measure though something is known.
+    """The fastest kernels for a model on this backend. budget: seconds to measure for.
 
-    deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits. alone: operations
-    that are timed where there is nothing to choose, too. Raises UnsupportedOperation for a backend that has no
-    deterministic kernels.
+    deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits. alike: of those
+    alone whose bits are the backend's. alone: operations that are timed where there is nothing to choose, too. Raises
+    UnsupportedOperation for a backend that has no deterministic kernels.
     """
-    found = candidates(backend)
+    start = backend.plain()
+    found = candidates(start)
+    if alike:
+        found = [c for c in found if c.bits is not None and c.bits == backend.numerics and not c.rounds]
     kernels = fitting(found, deterministic=deterministic, rounding=rounding)
-    plain = backend.invariant() if deterministic and not kernels else backend
+    if not kernels:
+        start = backend.invariant() if deterministic else backend
     there = {c.operation for c in found if c.operation in kernels}
-    found += [own(plain, op) for op in OPERATIONS if op not in there]
-    found += ladders(plain)
+    found += [own(start, op) for op in OPERATIONS if op not in there]
+    found += ladders(backend)
     allowed = fitting(found, deterministic=deterministic, rounding=rounding)
-    pads = "buckets" in allowed
-    timed = {op for op, some in kernels.items() if len(some) > 1} | set(STEP if pads or kernels else ()) | set(alone)
-    path = place_of(backend, sizes, found, deterministic, rounding)
-    trials = None if refresh else read(path, found)
-    known = trials is not None
-    if trials is None and (not budget or not timed):
-        made = _unmeasured(backend, kernels, deterministic) if kernels else plain
-        return KernelChoice(made, sizes.dtype, [], kernels=False)
-    if trials is None:
-        trials = _measure(plain, sizes, found, allowed, timed, budget, deterministic, rounding)
-        write(path, trials)
+    timed = {op for op, some in kernels.items() if len(some) > 1} | set(alone)
+    if "buckets" in allowed or kernels:
+        timed |= set(STEP)
+    if not timed:
+        return KernelChoice(start if not kernels else backend, sizes.dtype, [])
+    trials = _measure(start, sizes, found, allowed, timed, budget, deterministic, rounding)
     taken = {t.operation: t.name for t in trials if t.why_not is None}
     offered = kernels | {op: some for op, some in allowed.items() if op == "buckets"}
     chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
     if chosen:
-        said = ", ".join(f"{op} {c.name}" for op, c in chosen.items())
-        log.info("Chosen for %s%s: %s.", sizes.dtype, ", as kept" if known else " by timing them", said)
-    return KernelChoice(compose(plain, chosen), sizes.dtype, trials, known, bool(kernels))
-
-
-def _unmeasured(backend: ArrayBackend, allowed: dict[str, list[Candidate]], deterministic: bool) -> ArrayBackend:
-    """The last set of kernels that serves every operation, as candidates are listed from the plainest on."""
-    names = [{c.name for c in some if not c.rounds} for some in allowed.values()]
-    whole = [c.name for c in next(iter(allowed.values())) if all(c.name in each for each in names)]
-    if whole:
-        return compose(backend, {op: c for op, some in allowed.items() for c in some if c.name == whole[-1]})
-    return backend.invariant() if deterministic else backend
+        log.info("Chosen for %s by timing: %s.", sizes.dtype, ", ".join(f"{op} {c.name}" for op, c in chosen.items()))
+    return KernelChoice(compose(start, chosen), sizes.dtype, trials)
 
 
 def _measure(

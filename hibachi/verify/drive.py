@@ -313,15 +313,12 @@ class CacheSession:
             self.cache[i] = b.scatter_rows(self.cache[i], b.put(packed.row.copy()), new[i])
 
     def written(self) -> dict[str, HostArray]:
-        """For each array of keys or values that has the usual layout, [blocks * block size, ...] on the host."""
+        """For each array of keys or values whose layout the backend knows, [blocks * block size, ...] on the host."""
         out = {}
-        b, blocks = self.driver.backend, self.table.size + 1
         for i in self.driver.paged:
-            layer = self.cache[i]
-            for half, name in zip(layer if isinstance(layer, tuple) else (), ("keys", "values"), strict=False):
-                if b.owns(half) and tuple(half.shape[:2]) == (blocks, BLOCK):
-                    host = np.array(b.get(b.float32(half)))  # a copy: a step may write in place
-                    out[f"layer {i}, {name}"] = host.reshape(blocks * BLOCK, -1)
+            for half, name in zip(self.driver.backend.positions(self.cache[i]), ("keys", "values"), strict=False):
+                if half.shape[:2] == (self.table.size + 1, BLOCK):
+                    out[f"layer {i}, {name}"] = half.reshape(half.shape[0] * BLOCK, -1)
         return out
 
     def slots(self, row: str, n: int) -> HostArray:

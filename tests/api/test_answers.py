@@ -284,8 +284,10 @@ def test_models():
         "root": "path/to/tiny",
         "parent": None,
         "max_model_len": 512,
+        "numerics": None,
     }
     assert model("tiny", 1700000000, 512, "path/to/tiny") == one
+    assert model("tiny", 1700000000, 512, "path/to/tiny", "cpu-1 float32") == one | {"numerics": "cpu-1 float32"}
     assert models(["tiny", "other"], 1700000000, None, "path/to/tiny") == {
         "object": "list",
         "data": [one | {"max_model_len": None}, one | {"id": "other", "max_model_len": None}],

@@ -700,7 +700,7 @@ def advance_on_failure(forward: Any, plan: Any, idx: Any, call: Any) -> Any:
 
 def storing(promise: str, breaks: str, storable: Any) -> Mutant:
     """A backend that writes other keys and values into its cache."""
-    backend = NumpyBackend()
+    backend = NumpyBackend(native=False)
     backend.storable = storable
     return mutant(promise, breaks, backend=backend)
 

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_the_check_runs_at_any_time_beside_requests_and_disturbs_none(caplog):
         ]
         assert llm.selfcheck() == 9
         assert [s.collect() for s in streams] == want
-    [line] = [r.getMessage() for r in caplog.records if "kernels" in r.getMessage()]
+    [line] = [r.getMessage() for r in caplog.records if "numerics" in r.getMessage()]
     assert line.startswith("deterministic=True; numpy ") and llm.backend.fingerprint() in line
 
 
@@ -102,17 +103,19 @@ def test_small_limits_leave_something_to_check():
         assert e.selfcheck() == 3
 
 
-@pytest.mark.parametrize("make", [NumpyBackend, lambda: TorchBackend("cpu")], ids=["numpy", "torch"])
-def test_the_default_is_deterministic_where_that_costs_little(make):
-    plain = make()
-    with LLM("tiny", backend=plain) as llm:
-        assert llm.deterministic is llm.backend.deterministic is plain.prefers_invariant
-    with LLM("tiny", backend=make(), deterministic=False) as llm:
-        assert not llm.deterministic and not llm.backend.deterministic
+@pytest.mark.parametrize("native", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("make", [NumpyBackend, partial(TorchBackend, "cpu")], ids=["numpy", "torch"])
+def test_the_default_is_deterministic_where_that_costs_little(make, native):
+    """Wherever hibachi's kernels load; and on plain torch, but not on plain NumPy."""
+    backend = make(native=native)
+    with LLM("tiny", backend=backend) as llm:
+        assert llm.deterministic is llm.backend.deterministic is (native or backend.name == "torch")
+    with LLM("tiny", backend=make(native=native), deterministic=False) as llm:
+        assert not llm.deterministic and llm.backend.deterministic is native
 
 
 def test_a_model_that_was_made_on_other_kernels_is_refused():
-    model = load_model(TINY, NumpyBackend())
+    model = load_model(TINY, NumpyBackend(native=False))
     with pytest.raises(ConfigError, match=r"made on NumpyBackend.*invariant\(\)"):
         engine(model, deterministic=True)
     with engine(model) as e:

@@ -31,7 +31,7 @@ SHARED = 48  # tokens that every third prompt begins with, as far as it goes
 @pytest.fixture(scope="module")
 def eight():
     """Steps of fixed shape."""
-    return JaxBackend().invariant()
+    return JaxBackend(native=False).invariant()
 
 
 @pytest.fixture(scope="module", params=["fixed", pytest.param("native", marks=pytest.mark.slow)])
@@ -220,6 +220,26 @@ def test_rows_with_states_share_calls_as_large_as_the_batch_where_that_gives_the
     assert runner(by_size, eight, rows).inputs.shapes.sizes == (STEP_TOKENS,)
 
 
+def test_prompts_of_rows_with_states_go_in_pieces_where_that_gives_the_same_bits(eight):
+    summed = SumState(eight)
+    by_piece = Altered(summed, lambda logits, x: logits * (1 + 2**-20 * (x.tok.shape[0] // x.row.shape[0] > 4)))
+    assert runner(summed, eight).inputs.shapes.pieces == (1, 4, 16)
+    assert runner(by_piece, eight).inputs.shapes.pieces == (1, 4)
+
+
+def test_a_prompt_in_pieces_takes_a_call_for_each(eight, monkeypatch):
+    with engine(SumState(eight), eight) as e:
+        inputs, pieces = e._built.runner.inputs, []
+        packed = inputs.packed
+        monkeypatch.setattr(
+            inputs, "packed", lambda rows, start, q, emit: pieces.append(q[0]) or packed(rows, start, q, emit)
+        )
+        prompt = [1 + i % 5 for i in range(39)]
+        stream = e.run(prompt, SamplingParams(temperature=0, max_tokens=1))
+        assert [int(t) for t in stream.collect()] == summed_from(prompt, 1)
+    assert pieces == [16, 16, 4, 1, 1, 1]
+
+
 def test_rows_with_states_in_calls_of_both_sizes_have_their_own_tokens(eight):
     with engine(SumState(eight), eight) as e:
         texts = [[1 + i % 5, 2, 3] for i in range(20)]
@@ -276,7 +296,7 @@ SPECIAL = [{}, dict(window=40), dict(softcap=5.0, scale=0.3)]
     ids=str,
 )
 def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
-    loops, dense = JaxBackend(), JaxBackend()
+    loops, dense = JaxBackend(native=False), JaxBackend(native=False)
     dense._loops = False  # as on accelerators
     blocks = 480 // block_size
     table = np.arange(1, 3 * blocks + 1, dtype=np.int32).reshape(3, blocks)

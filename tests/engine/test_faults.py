@@ -81,6 +81,7 @@ def batch(serve):
 
     def start(model, prompts, *, limit=5, backend=None, **options):
         gated = GatedNumpy() if backend is None else backend
+        options = {"deterministic": False} | options  # no steps but those of the requests
         engine = serve(model, backend=gated, max_batch_size=len(prompts), **options)
         params = None if hasattr(model, "forward") else GREEDY
         plug = engine.run(np.zeros_like(prompts[0])[:1], params, max_new_tokens=1)

@@ -207,6 +207,7 @@ def test_a_request_with_an_impossible_wish_fails_alone(serve, model):
         return logits
 
     engine = serve(Counted(NUMPY), max_model_len=32, padding_token=0)
+    calls.clear()  # of the self-check
     bad = engine.run([1, 2], GREEDY.with_(logits_processors=[gives_up]), max_new_tokens=6)
     good = engine.run([5], GREEDY, max_new_tokens=6)
     assert good.collect() == expected([5], 6)

@@ -15,8 +15,11 @@ from .test_streams import LONG, at_rest, send, until
 
 @pytest.fixture(scope="module", params=ENGINES)
 def small(request):
-    """Two rows, and two that may wait."""
-    with ENGINES[request.param]("tiny", max_batch_size=2, max_waiting=2, policy="fair") as texts, site(texts) as here:
+    """Two rows, and two that may wait; without kernels, so that a long answer takes a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HIBACHI_VARIANT", "none")
+        texts = ENGINES[request.param]("tiny", max_batch_size=2, max_waiting=2, policy="fair")
+    with texts, site(texts) as here:
         yield here
 
 

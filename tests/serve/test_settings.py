@@ -53,6 +53,7 @@ GIVEN = {
     "dtype": ("bfloat16", "bfloat16"),
     "quantization": ("int8", "int8"),
     "autotune": ("off", "off"),
+    "kernels": ("kernels.json", "kernels.json"),
     "deterministic": ("true", True),
     "max_model_len": ("77", 77),
     "generation_config": ("vllm", "vllm"),
@@ -92,10 +93,10 @@ GIVEN = {
 }
 
 
-def test_there_are_at_most_forty_four_flags_and_each_is_tried_here():
+def test_there_are_at_most_forty_five_flags_and_each_is_tried_here():
     commands = parser()._subparsers._group_actions[0].choices
     flags = [a for a in commands["serve"]._actions if a.option_strings and a.dest != "help"]
-    assert len(flags) <= 44
+    assert len(flags) <= 45
     assert {a.dest for a in flags} == {*SETTINGS, "config"}
     assert GIVEN.keys() == SETTINGS.keys()
 
@@ -204,7 +205,7 @@ def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
     for words, meant in ((("1", "true", "yes", "on", "YES"), True), (("0", "false", "no", "off", "No"), False)):
         found = [settle({}, {"HIBACHI_SHARE_PREFIXES": word}).share_prefixes for word in words]
         assert found == [meant] * 5
-    [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_NATIVE": "0", "HIBACHI_PORT": "1", "PATH": ""})
+    [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_VARIANT": "none", "HIBACHI_PORT": "1", "PATH": ""})
     assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
 
 
@@ -292,6 +293,7 @@ def test_settings_become_options_of_the_engine():
         dtype="bfloat16",
         quantization="int8",
         autotune="off",
+        kernels="kernels.json",
         deterministic=True,
         max_model_len=77,
         max_batch_size=3,

@@ -1,11 +1,200 @@
-"""Whether a backend's native kernels can be tried here."""
+"""hibachi's kernels in tests: what they compute, on any library; and small ones, compiled in a moment, that do nothing.
 
+`python -m tests.tensor.native jax` prints a digest for each dtype of what they compute on JAX.
+"""
+
+import hashlib
+import json
+import sys
+from ctypes import sizeof
+from functools import cache
+
+import numpy as np
 import pytest
 
+import hibachi
+from hibachi import Paged, StepInputs
+from hibachi.kernels import abi, build, library
+from hibachi.kernels.library import SWITCH, NativeUnavailable, why_missing
+from hibachi.plan.lower import lower
 
-def skip_without(compiled):
-    """Skip a whole file where nothing can be compiled. Kernels that a compiler refuses are a failure, not a lack."""
-    why = compiled.why_missing()
+DTYPES = ("float32", "bfloat16")
+
+
+def skip_without():
+    """Skip a whole file where there are no kernels. Kernels that a compiler refuses are a failure, not a lack."""
+    why = why_missing()
     assert why is None or "do not compile" not in why, why
     if why:
         pytest.skip(why, allow_module_level=True)
+
+
+def other_variants():
+    """The names of the variants that this processor can use, but does not."""
+    used, there = library.library().variant, build.variants()
+    return [v.name for v in there if v.level <= used.level and v.name != used.name]
+
+
+def every_variant(make, monkeypatch):
+    """An object of make() for each variant that this processor can use, its own first."""
+    made = [make()]
+    for name in other_variants():
+        with monkeypatch.context() as patch:
+            patch.setenv(SWITCH, name)
+            made.append(make())
+        assert made[-1].library.variant.name == name
+    return made
+
+
+# ---- looking for kernels anew ----------------------------------------------------------------------------------------
+
+
+def forget(monkeypatch, tmp_path):
+    """Kernels are looked for as in a process that has just begun, of a user who has none yet."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "INSTALLED", tmp_path / "lib")
+    begin_anew(monkeypatch)
+
+
+def begin_anew(monkeypatch):
+    """What was found is found again, as in another process."""
+    monkeypatch.setattr(library, "_library", cache(library._library.__wrapped__))
+    monkeypatch.setattr(build, "_said_by", cache(build._said_by.__wrapped__))
+    monkeypatch.setattr(library, "_said", set())
+
+
+def without_compiler(monkeypatch, tmp_path):
+    """The same where nothing can be compiled."""
+    forget(monkeypatch, tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+
+EXPORT = 'extern "C" __attribute__((visibility("default"))) long long'
+
+
+def small_source(interface=abi.ABI, wrong=0):
+    """A file with all functions of the interface. All return 0 but `panel`, which returns what `two` does, plus 1.
+
+    wrong: bytes that the struct Op has too many.
+    """
+    sizes = {twin.__name__: sizeof(twin) + (wrong if twin is abi.Op else 0) for twin in abi.STRUCTS}
+    found = {"abi": interface} | {f"sizeof_{name}": size for name, size in sizes.items()}
+    found |= dict.fromkeys(abi.FUNCTIONS, 0) | {"panel": "1 + two() + much[99999]"}
+    functions = [f"{EXPORT} hibachi_{name}() {{ return {value}; }}" for name, value in found.items()]
+    return "\n".join(["int two(); volatile char much[100000] = {1};", *functions])
+
+
+def small_kernels(monkeypatch, tmp_path):
+    """The folder of two small files that are compiled in place of the kernels; their panel is 3."""
+    try:
+        build.compiler()
+    except build.BuildFailed as e:
+        pytest.skip(str(e))
+    if not build.variants():
+        pytest.skip("there are no kernels for this processor")
+    forget(monkeypatch, tmp_path)
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "probe.c").write_bytes((build.SOURCES / "probe.c").read_bytes())
+    (sources / "one.cpp").write_text(small_source())
+    (sources / "two.cpp").write_text("int two() { return 2; }")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    try:
+        library.library()
+    except NativeUnavailable as e:
+        if "none of the sets of instructions" in str(e):
+            pytest.skip(str(e))
+        raise
+    for path in (tmp_path / "cache" / "hibachi" / "kernels").iterdir():
+        path.unlink()
+    begin_anew(monkeypatch)
+    return sources
+
+
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+def computed(backend, dtype):
+    """{name: array} of what a backend's kernels compute, the same numbers on any library."""
+    random = np.random.default_rng(0)
+
+    def put(*shape, scale=1.0):
+        return backend.put((scale * random.normal(size=shape)).astype(np.float32), dtype)
+
+    x, vectors, out = put(11, 66, scale=3), [put(66) for _ in range(2)], {}
+    weight, bias = backend.put_weight(random.normal(size=(70, 66)).astype(np.float32), dtype), put(70)
+    out |= {"linear": backend.linear(x, weight), "linear with bias": backend.linear(x, weight, bias)}
+    out |= {"logits": backend.logits(x, weight), "one row": backend.linear(x[3:4], weight)}
+    out["rows"] = backend.weight_rows(weight, backend.put(np.array([[0, 69], [48, 1]], np.int32)))
+    out["rms_norm"] = backend.rms_norm(x, vectors[0], 1e-5)
+    out["layer_norm"] = backend.layer_norm(x, *vectors, 1e-5)
+    out["softmax"] = backend.softmax(x)
+    heads, angle = put(9, 3, 16), random.normal(size=(9, 1, 8)).astype(np.float32)
+    out["rope"] = backend.rope(heads, backend.put(np.cos(angle), dtype), backend.put(np.sin(angle), dtype))
+    for name in ("silu", "gelu", "gelu_tanh"):
+        out[name], out[f"gated {name}"] = getattr(backend, name)(x), backend.gated(x, name)
+    out |= _attended(backend, dtype, put)
+    out |= _drawn(backend, random)
+    return {name: np.asarray(backend.get(t), np.float32) for name, t in out.items()}
+
+
+def _attended(backend, dtype, put):
+    table, out = np.arange(1, 31, dtype=np.int32).reshape(3, 10), {}
+    cache = backend.make_cache(Paged(2, 20, 12), blocks=31, block_size=16, rows=3, dtype=dtype)
+    cases = (
+        ([0, 0, 0], [90, 7, 150], {}),
+        ([90, 7, 150], [1, 1, 1], dict(window=70)),
+        ([91, 8, 151], [5, 1, 3], dict(softcap=3.0)),
+    )
+    for i, (start, each, special) in enumerate(cases):
+        start, each = np.array(start, np.int32), np.array(each, np.int32)
+        packed = lower(np.arange(3), start, each, np.ones(3, bool), table, 16, tiles=backend.shapes.tiles)
+        inputs = StepInputs(tok=None, **{name: backend.put(getattr(packed, name)) for name in packed.__slots__})
+        tokens = len(packed.pos)
+        new = put(tokens, 6, 20, scale=2), put(tokens, 2, 20), put(tokens, 2, 12)
+        out[f"attention {i}"], cache = backend.attend(*new, cache, inputs, **special)
+    return out
+
+
+def _drawn(backend, random):
+    logits = backend.put((4 * random.normal(size=(40, 1000))).astype(np.float32))
+    out = dict(zip(("place", "largest"), backend.best(logits), strict=True))
+    out |= dict(zip(("mass's largest", "mass"), backend.mass(logits), strict=True))
+    out["token"], out["drawn's largest"] = backend.draw(logits, [backend.put(t) for t in parameters(40)])
+    return out
+
+
+def parameters(rows, seed=1):
+    """`How` rows are drawn, host arrays: temperatures, and filters of all kinds, each by itself and all together."""
+    random = np.random.default_rng(seed)
+    temperature = random.choice(np.float32([0, 0.3, 1, 1.7]), rows)
+    some = [random.random(rows) < 0.4 for _ in range(4)]
+    top_k = np.where(some[0], random.choice([1, 3, 40, 5000], rows), 0).astype(np.int32)
+    top_p = np.where(some[1], random.choice([0.1, 0.5, 0.95], rows), 1)
+    min_p = np.where(some[2], random.choice([0.01, 0.3], rows), 0)
+    typical_p = np.where(some[3], random.choice([0.2, 0.9], rows), 1)
+    floats = (temperature, top_p, min_p, typical_p, random.uniform(0.001, 0.999, rows))
+    temperature, top_p, min_p, typical_p, u = (t.astype(np.float32) for t in floats)
+    return temperature, top_k, top_p, min_p, typical_p, u
+
+
+def same_arrays(got, want):
+    """Both are {name: array}; all bits are equal."""
+    assert got.keys() == want.keys()
+    for name in got:
+        np.testing.assert_array_equal(got[name].view(np.uint32), want[name].view(np.uint32), err_msg=name, strict=True)
+
+
+def digest(arrays):
+    whole = hashlib.sha256()
+    for name, t in sorted(arrays.items()):
+        whole.update(name.encode() + np.ascontiguousarray(t).tobytes())
+    return whole.hexdigest()
+
+
+if __name__ == "__main__":
+    loaded = hibachi.load(sys.argv[1])
+    with loaded.guard():
+        print(json.dumps({dtype: digest(computed(loaded, dtype)) for dtype in DTYPES}))

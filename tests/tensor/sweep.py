@@ -9,7 +9,6 @@ import numpy as np
 
 from hibachi import Paged, StepInputs, load
 from hibachi.plan.lower import lower
-from hibachi.tensor import numpy_backend
 
 COUNTS = [*range(1, 71), 96, 127, 129, 256, 400]
 SIZES = [(64, 192), (100, 37), (256, 512), (640, 256), (1300, 48), (2048, 64)]
@@ -110,10 +109,8 @@ def layouts(b, dtype):
 
 
 if __name__ == "__main__":
-    name, dtype, *single = sys.argv[1:]
-    if single:
-        numpy_backend._small_products_are_fast = lambda: False
-    b = load(name).invariant()
+    name, dtype, *plain = sys.argv[1:]
+    b = (load(name).plain() if plain else load(name)).invariant()
     with b.guard():
         found = [*linear(b, dtype), *attention(b, dtype), *layouts(b, dtype)]
     print(b.fingerprint(), *found[:20], sep="\n")

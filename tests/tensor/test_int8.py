@@ -1,4 +1,4 @@
-"""Weights of eight bits: what the native kernels and JAX multiply, against float64 and against other batches."""
+"""Weights of eight bits: what hibachi's kernels and JAX multiply, against float64 and against other batches."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ import numpy as np
 import pytest
 
 import hibachi
-from hibachi import ConfigError, UnsupportedOperation
+from hibachi import ConfigError, NumpyBackend, UnsupportedOperation
 from hibachi.cli.main import main
+from hibachi.kernels.library import SWITCH, why_missing
 from hibachi.model.arch import Arch, Experts, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
+from hibachi.tensor.native import PackedWeight
+from hibachi.tensor.numpy_backend import Int8NumpyBackend
+
+from .native import DTYPES, every_variant, other_variants, without_compiler
 
 torch = pytest.importorskip("torch")
-from hibachi.tensor.native import build  # noqa: E402
 from hibachi_torch import TorchBackend  # noqa: E402
 from hibachi_torch.int8 import Int8Matrix, Int8WeightsTorchBackend  # noqa: E402
-from hibachi_torch.native.build import compiled  # noqa: E402
+from hibachi_torch.native import Int8TorchBackend, faster  # noqa: E402
 
-DTYPES = ("float32", "bfloat16")
 GROUP = 32  # as in int8.h
-Int8TorchBackend = Int8Weight = None
-if compiled.why_missing() is None:
-    from hibachi_torch.native.int8 import Int8TorchBackend, Int8Weight
-
-native = pytest.mark.skipif(compiled.why_missing() is not None, reason=str(compiled.why_missing()))
+native = pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
 
 
 @pytest.fixture(scope="module")
 def int8():
-    if compiled.why_missing():
-        pytest.skip(str(compiled.why_missing()))
+    if why_missing():
+        pytest.skip(str(why_missing()))
     return TorchBackend("cpu", native=True).quantized("int8")
 
 
@@ -137,7 +136,7 @@ def test_rows_of_a_weight_are_those_of_the_rounded_matrix(int8, k, dtype):
     assert got.dtype == getattr(torch, dtype)
     near(got, rounded(w, k)[idx], dtype)
     for wrong in (101, -1):
-        with pytest.raises(IndexError, match="rows 0 to 100"):
+        with pytest.raises(IndexError, match="A place lies outside"):
             int8.weight_rows(packed, torch.tensor([wrong]))
 
 
@@ -206,14 +205,19 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
 
 
 @pytest.mark.parametrize(
-    "where", ["native.int8:Int8TorchBackend", pytest.param("int8:Int8WeightsTorchBackend", marks=pytest.mark.slow)]
+    "where",
+    [
+        "hibachi_torch.native:Int8TorchBackend",
+        "hibachi.tensor.numpy_backend:Int8NumpyBackend",
+        pytest.param("hibachi_torch.int8:Int8WeightsTorchBackend", marks=pytest.mark.slow),
+    ],
 )
 def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
-    if where.startswith("native") and Int8TorchBackend is None:
-        pytest.skip(str(compiled.why_missing()))
+    if not where.startswith("hibachi_torch.int8") and why_missing():
+        pytest.skip(str(why_missing()))
     suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
     command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]
-    command += ["--backend", f"hibachi_torch.{where}"]
+    command += ["--backend", where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=suite.parents[1])
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout + done.stderr
 
@@ -229,6 +233,9 @@ def test_texts_are_nearly_as_likely(dtype):
     with tiny(native, dtype, None) as plain, tiny(native, dtype) as bytes_:
         assert likelihood(bytes_) != likelihood(plain)
         assert likelihood(bytes_) == pytest.approx(likelihood(plain), rel=0.01)
+        with tiny("numpy", dtype) as on_numpy:
+            assert type(on_numpy.backend) is Int8NumpyBackend
+            assert likelihood(on_numpy) == likelihood(bytes_)  # the same bits
 
 
 @native
@@ -241,8 +248,9 @@ def test_a_router_keeps_its_numbers(int8):
     random = np.random.default_rng(0)
     tensors = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes(arch)[0].items()}
     layer = Decoder.build(arch, tensors, int8, dtype="float32").params["layers"][0]
-    assert type(layer["router"]) is not Int8Weight
-    assert all(type(w) is Int8Weight for w in (layer["qkv"], layer["o"], *layer["gate_up"], *layer["down"]))
+    assert type(layer["router"]) is PackedWeight and layer["router"].scales is None
+    matrices = (layer["qkv"], layer["o"], *layer["gate_up"], *layer["down"])
+    assert all(type(w) is PackedWeight and w.scales is not None for w in matrices)
 
 
 # ---- PyTorch's own product -----------------------------------------------------------------------------------------
@@ -267,7 +275,7 @@ def test_pytorch_multiplies_the_rounded_matrix(threads, m, n, k, dtype):
 
 @pytest.fixture(scope="module", params=(False, True), ids=("jax", "jax-invariant"))
 def on_jax(request):
-    backend = pytest.importorskip("hibachi_jax").JaxBackend()
+    backend = pytest.importorskip("hibachi_jax").JaxBackend(native=False)
     return (backend.invariant() if request.param else backend).quantized("int8")
 
 
@@ -325,8 +333,18 @@ def test_other_words_are_refused():
         main(["generate", "--prompt", "The", "--quantization", "int4"])
 
 
-def test_numpy_says_why_not():
-    with pytest.raises(UnsupportedOperation, match=r"NumPy has no fast product of integers.*backend torch"):
+@native
+def test_numpy_multiplies_by_hibachis_kernels():
+    assert type(NumpyBackend().quantized("int8")) is Int8NumpyBackend
+    with tiny("numpy") as llm:
+        assert type(llm.backend) is Int8NumpyBackend and llm.deterministic and llm.selfcheck() > 0
+    with pytest.raises(UnsupportedOperation, match="expected int8, with hibachi's kernels; got int4"):
+        NumpyBackend().quantized("int4")
+
+
+def test_numpy_says_why_not(monkeypatch):
+    monkeypatch.setenv(SWITCH, "none")
+    with pytest.raises(UnsupportedOperation, match=r"NumPy itself has no fast product of integers.*=none is set"):
         tiny("numpy")
     with tiny("numpy", quantization="auto") as llm, tiny("numpy", quantization="none") as other:
         assert type(llm.backend) is type(other.backend) and llm.backend.quantization == "none"
@@ -340,12 +358,12 @@ def test_a_backend_without_kernels_names_those_that_have_them():
 
 
 @pytest.mark.parametrize("why", ("no compiler", "not wanted"))
-def test_without_native_kernels_torch_multiplies(why, monkeypatch):
+def test_without_native_kernels_torch_multiplies(why, monkeypatch, tmp_path):
     if why == "no compiler":
-        monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
+        without_compiler(monkeypatch, tmp_path)
         assert not TorchBackend("cpu").prefers("int8", "bfloat16")
     else:
-        monkeypatch.setenv("HIBACHI_NATIVE", "0")
+        monkeypatch.setenv(SWITCH, "none")
     with tiny("torch", "bfloat16") as llm:
         assert type(llm.backend) is Int8WeightsTorchBackend and llm.deterministic and llm.selfcheck() > 0
         assert type(llm.model.params["layers"][0]["qkv"]) is Int8Matrix
@@ -366,7 +384,7 @@ def test_dtypes_without_kernels_are_refused():
 def test_auto_takes_what_was_measured(monkeypatch):
     asked = []
     for answer in (True, False):
-        monkeypatch.setattr("hibachi_torch.native.int8.faster", lambda *a, answer=answer: asked.append(a) or answer)
+        monkeypatch.setattr("hibachi_torch.variants.faster", lambda *a, answer=answer: asked.append(a) or answer)
         with tiny("torch", "bfloat16", "auto") as llm:
             assert (llm.backend.quantization == "int8") is answer
     assert [dtype for _, dtype in asked] == ["bfloat16"] * 2
@@ -374,7 +392,7 @@ def test_auto_takes_what_was_measured(monkeypatch):
 
 @native
 def test_what_is_measured_is_both_kinds_of_products():
-    from hibachi_torch.native.int8 import _faster, faster
+    from hibachi_torch.native import _faster
 
     _faster.cache_clear()
     assert isinstance(faster(TorchBackend("cpu").invariant(), "float32"), bool)
@@ -383,7 +401,7 @@ def test_what_is_measured_is_both_kinds_of_products():
 
 @native
 def test_the_command_line_takes_it(capsys, monkeypatch):
-    monkeypatch.setenv("HIBACHI_NATIVE", "1")
+    monkeypatch.delenv(SWITCH, raising=False)
     assert main(["generate", "--backend", "torch", "--quantization", "int8", "--prompt", "The", "--max-tokens", "4",
                  "--temperature", "0"]) == 0  # fmt: skip
     said = capsys.readouterr().out
@@ -391,9 +409,10 @@ def test_the_command_line_takes_it(capsys, monkeypatch):
         assert said == llm.generate("The", GREEDY.with_(max_tokens=4))[0].text + "\n"
 
 
-def test_numpy_refuses_on_the_command_line(capsys):
+def test_numpy_refuses_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.setenv(SWITCH, "none")
     assert main(["generate", "--quantization", "int8", "--prompt", "The"]) != 0
-    assert "NumPy has no fast product of integers" in capsys.readouterr().err
+    assert "NumPy itself has no fast product of integers" in capsys.readouterr().err
 
 
 def test_a_model_that_runs_through_transformers_is_refused(monkeypatch):
@@ -416,17 +435,33 @@ def test_a_model_that_runs_through_transformers_is_refused(monkeypatch):
 
 @native
 @pytest.mark.slow
-def test_a_machine_without_products_of_bytes_gives_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_machine_without_products_of_bytes_gives_the_same_bits(dtype, monkeypatch):
     """Sums of a group are integers, and the rest is the same float32 arithmetic."""
-    import ctypes
+    if not other_variants():
+        pytest.skip("this processor has one variant")
+    ours, *others = every_variant(Int8TorchBackend, monkeypatch)
+    for m, n, k in SHAPES:
+        x, w, b = normal(m, k, dtype=dtype), normal(n, k, seed=1).numpy(), normal(n, seed=2, dtype=dtype)
+        for other in others:
+            assert torch.equal(*(some.linear(x, some.put_weight(w, dtype), b) for some in (ours, other)))
+            idx = torch.tensor([0, n - 1])
+            assert torch.equal(*(some.weight_rows(some.put_weight(w, dtype), idx) for some in (ours, other)))
 
-    monkeypatch.setattr(build, "FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build.FLAGS))
-    path = tmp_path / "portable.so"
-    compiled.build(path)
-    ours = Int8TorchBackend()
-    for module in ("int8", "backend", "program"):
-        monkeypatch.setattr(f"hibachi_torch.native.{module}.library", lambda: ctypes.CDLL(str(path)))
-    theirs = Int8TorchBackend()
-    for dtype in DTYPES:
-        x, w = normal(11, 200, dtype=dtype), normal(70, 200, seed=1).numpy()
-        assert torch.equal(*(b.linear(x, b.put_weight(w, dtype)) for b in (ours, theirs)))
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_numpy_has_the_bits_of_pytorch(int8, m, n, k, dtype):
+    on_numpy, idx = Int8NumpyBackend(), np.array([[0, n - 1]], np.int32)
+    x, w, b = (normal(*shape, seed=i).numpy() for i, shape in enumerate(((m, k), (n, k), (n,))))
+    found = []
+    for some in (int8, on_numpy):
+        weight, given, bias = some.put_weight(w, dtype), some.put(x, dtype), some.put(b, dtype)
+        results = (
+            some.linear(given, weight, bias),
+            some.logits(given, weight),
+            some.weight_rows(weight, some.put(idx)),
+        )
+        found.append([some.get(t) for t in results])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, want, strict=True)

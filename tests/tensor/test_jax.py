@@ -84,7 +84,7 @@ print(json.dumps([said, hits, str(jax.config.jax_compilation_cache_dir)]))
 @EITHER
 def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model):
     code = START.replace("WHICH", repr(model))
-    cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_NATIVE="0") for _ in range(2))
+    cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_VARIANT="none") for _ in range(2))
     assert cold[0] == warm[0] and cold[1] == 0 and warm[1] >= 2
     assert cold[2].startswith(str(tmp_path / "hibachi" / "jax"))
 
@@ -105,7 +105,7 @@ def test_a_cache_of_the_users_own_is_left_alone_and_ours_can_be_switched_off(tmp
 
 
 def test_the_doctor_says_which_dtype_is_fast_on_a_cpu():
-    assert any("bfloat16" in line for line in JaxBackend("cpu").remarks())
+    assert any("bfloat16" in line for line in JaxBackend("cpu", native=False).remarks())
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ print(json.dumps([tokens(sharded) for sharded in (False, True)]))
 @EITHER
 def test_parameters_on_two_devices_give_the_same_tokens(model):
     code = SHARDED.replace("WHICH", repr(model)).replace("HOW_MANY", "3" if model == "tiny" else "2")
-    one, two = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_NATIVE="0")
+    one, two = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_VARIANT="none")
     assert one == two and len(one[0]) == 12
 
 
@@ -156,7 +156,7 @@ def test_parameters_are_arguments_of_the_step_and_no_constants():
 
 @pytest.mark.parametrize("out, size", [(24, 8), (200, 8), (8, 24)])  # one is a vocabulary's
 def test_a_weight_is_the_same_whichever_way_it_lies(out, size):
-    b, random = JaxBackend("cpu"), np.random.default_rng(0)
+    b, random = JaxBackend("cpu", native=False), np.random.default_rng(0)
     w, x = (random.normal(size=s).astype(np.float32) for s in ((out, size), (3, size)))
     weight = b.put_weight(w, "float32")
     assert isinstance(weight, Turned) == (out < 16 * size)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
 from hibachi.errors import UnsupportedOperation
+from hibachi.kernels.library import NUMERICS, SWITCH, why_missing
 from hibachi.shapes import CallShapes
 from hibachi.tensor import candidates as kernels
 from hibachi.tensor.array_backend import ArrayBackend
@@ -19,7 +22,12 @@ from hibachi.tensor.candidates import (
     ladders,
     without_library,
 )
+from hibachi.tensor.discover import load
 from hibachi.tensor.numpy_backend import NumpyBackend
+
+
+def plain():
+    return NumpyBackend(native=False)
 
 
 class Doubled(NumpyBackend):
@@ -40,16 +48,16 @@ class Stranger:
 
 
 def test_each_operation_comes_from_its_candidate():
-    x, w = np.ones((2, 3), np.float32), NumpyBackend().put_weight(np.ones((4, 3), np.float32), "float32")
-    mixed = compose(NumpyBackend(), {"linear": Candidate("linear", "doubled", Doubled)})
+    x, w = np.ones((2, 3), np.float32), plain().put_weight(np.ones((4, 3), np.float32), "float32")
+    mixed = compose(plain(), {"linear": Candidate("linear", "doubled", Doubled)})
     assert (mixed.linear(x, w) == 6).all() and isinstance(mixed, NumpyBackend)
     assert np.array_equal(mixed.silu(x), Doubled().silu(x))  # nothing was chosen, so the base's
     chosen = {
         "linear": Candidate("linear", "doubled", Doubled),
         "activations": Candidate("activations", "numpy", NumpyBackend),
     }
-    mixed = compose(NumpyBackend(), chosen)
-    assert (mixed.linear(x, w) == 6).all() and np.array_equal(mixed.silu(x), NumpyBackend().silu(x))
+    mixed = compose(plain(), chosen)
+    assert (mixed.linear(x, w) == 6).all() and np.array_equal(mixed.silu(x), plain().silu(x))
     assert mixed.kernels == "linear doubled, activations numpy" and not mixed.deterministic
 
 
@@ -72,17 +80,29 @@ def test_a_candidate_of_the_family_computes_with_what_it_is_itself():
             return x * self.factor
 
     sources = {"linear": Times, "activations": Sibling}
-    mixed = compose(NumpyBackend(), {op: Candidate(op, "x", source) for op, source in sources.items()})
+    mixed = compose(plain(), {op: Candidate(op, "x", source) for op, source in sources.items()})
     x = np.ones((1, 1), np.float32)
     assert mixed.linear(x, x) == 3 and mixed.logits(x, x) == 3 and mixed.silu(x) == 5
     assert mixed.gated(np.ones((1, 2), np.float32), "silu") == 5
 
 
 def test_what_is_mixed_is_not_replaced_by_kernels_of_ours():
-    mixed = compose(NumpyBackend(), {"activations": Candidate("activations", "none", Stranger)})
+    mixed = compose(plain(), {"activations": Candidate("activations", "none", Stranger)})
     assert type(mixed) is NumpyBackend and not mixed.is_plain(NumpyBackend) and not mixed.prefers_invariant
     with pytest.raises(UnsupportedOperation):
         mixed.invariant()
+
+
+@pytest.mark.parametrize("native", [False, None])
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
+def test_a_copy_of_a_backend_is_as_native_as_it_is(name, native):
+    """What is mixed begins with a copy."""
+    pytest.importorskip(name)
+    made = type(load(name, device="cpu").plain())("cpu", native=native)
+    copied = copy.copy(made)
+    assert type(copied) is type(made) and copied.native == made.native
+    w = copied.put_weight(np.ones((4, 3), np.float32), "float32")
+    assert (copied.get(copied.linear(copied.put(np.ones((2, 3), np.float32)), w)) == 3).all()
 
 
 def test_a_library_that_we_do_not_know_can_be_mixed():
@@ -93,7 +113,7 @@ def test_a_library_that_we_do_not_know_can_be_mixed():
 
 
 def test_a_whole_family_member_is_taken_as_it_is():
-    own = NumpyBackend()
+    own = plain()
     assert compose(own, {op: Candidate(op, "numpy", NumpyBackend) for op in OPERATIONS}) is own
     assert type(compose(own, {op: Candidate(op, "doubled", Doubled) for op in OPERATIONS})) is Doubled
 
@@ -139,18 +159,34 @@ def test_packages_bring_candidates_and_one_that_is_broken_harms_nobody(monkeypat
     assert {c.operation for c in found if c.why_not == "ImportError: no such library"} == set(OPERATIONS)
 
 
-def test_pytorch_has_candidates_on_the_cpu_only_where_nothing_is_decided():
+def test_pytorch_has_candidates_on_the_cpu_only_where_nothing_is_decided(monkeypatch):
     torch = pytest.importorskip("torch")
     from hibachi_torch import TorchBackend
 
+    monkeypatch.setenv(SWITCH, "none")
     found = candidates(TorchBackend("cpu"))
     assert {c.operation for c in found} == set(OPERATIONS)
     native = [c for c in found if c.name == "native"]
-    assert len(native) == len(OPERATIONS) and all("HIBACHI_NATIVE=0" in c.why_not for c in native)
+    assert len(native) == len(OPERATIONS) and all("HIBACHI_VARIANT=none" in c.why_not for c in native)
     others = {c.name: c.why_not for c in found if c.name in ("flash-attn", "flashinfer", "FlexAttention")}
     assert len(others) == 3 and all(others.values()) and "for CUDA" in others["flash-attn"]
     assert not candidates(TorchBackend("cpu", native=False))
     assert not candidates(TorchBackend(torch.device("meta")))
+
+
+@pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+@pytest.mark.parametrize("package", ["hibachi_torch", "hibachi_jax"])
+def test_where_there_are_kernels_they_are_timed_beside_the_librarys_own(package):
+    """`plain` is what a choice of kernels starts from."""
+    pytest.importorskip(package.removeprefix("hibachi_"))
+    backend = load(package.removeprefix("hibachi_"), device="cpu")
+    assert backend.native and not backend.plain().native
+    found = candidates(backend.plain())
+    native = [c for c in found if c.name == "native"]
+    assert {c.operation for c in native} == set(OPERATIONS)
+    assert all(c.invariant and c.why_not is None and c.bits == NUMERICS for c in native)
+    assert {c.operation for c in found if c.bits is None and c.why_not is None} >= set(OPERATIONS)
+    assert compose(backend.plain(), {c.operation: c for c in native}).native
 
 
 def test_a_candidate_without_its_library_says_so():

@@ -1,28 +1,40 @@
-"""The native kernels of the torch backend, against float64 and against themselves in other batches."""
+"""hibachi's kernels on PyTorch's arrays, against float64 and against themselves in other batches; on NumPy's arrays
+and for other processors they compute the same bits."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+import subprocess
+import sys
+import threading
+from ctypes import addressof
 
 import numpy as np
 import pytest
 
-from hibachi import Paged, StepInputs
+from hibachi import LLM, NumpyBackend, Paged, SamplingParams, StepInputs
+from hibachi.decode.sampling import How, sample
+from hibachi.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
 from hibachi.plan.lower import lower
+from hibachi.tensor.native import _sizes
 
-from .native import skip_without
+from .native import (
+    DTYPES,
+    computed,
+    every_variant,
+    forget,
+    other_variants,
+    parameters,
+    same_arrays,
+    skip_without,
+    without_compiler,
+)
 
 torch = pytest.importorskip("torch")
-from hibachi.tensor.native import build  # noqa: E402
+skip_without()
 from hibachi_torch import TorchBackend  # noqa: E402
-from hibachi_torch.native.build import compiled  # noqa: E402
+from hibachi_torch.native import ApartTorchBackend, NativeTorchBackend  # noqa: E402
 
-skip_without(compiled)
-from hibachi_torch.native.backend import ApartTorchBackend, NativeTorchBackend, _sizes  # noqa: E402
-from hibachi_torch.native.build import library  # noqa: E402
-
-DTYPES = ("float32", "bfloat16")
 NEAR = {"float32": 2e-6, "bfloat16": 5e-3}  # of the largest number; bfloat16 has 8 bits
 
 
@@ -89,6 +101,43 @@ def test_threads_change_no_bit(native, dtype):
         assert all(torch.equal(a, b) for a, b in zip(got[0], other, strict=True))
 
 
+def test_callers_at_the_same_time_change_no_bit(native, threads):
+    """One of them has the team, the others compute alone."""
+    x, w = normal(33, 300), native.put_weight(normal(500, 300, seed=1).numpy(), "float32")
+    want, same = native.linear(x, w), []
+
+    def call():
+        same.append(all(torch.equal(native.linear(x, w), want) for _ in range(50)))
+
+    some = [threading.Thread(target=call) for _ in range(4)]
+    for thread in some:
+        thread.start()
+    for thread in some:
+        thread.join()
+    assert same == [True] * 4
+
+
+def test_a_child_process_computes_too():
+    """The team's threads are not there in a child."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.split() == ["True", "0", "True"], done.stdout + done.stderr
+
+
+FORKED = """
+import os
+import numpy as np
+from hibachi import NumpyBackend
+b, random = NumpyBackend(native=True), np.random.default_rng(0)
+b.library.kernels.set_threads(2)
+x, w = random.normal(size=(33, 300)).astype("f"), b.put_weight(random.normal(size=(500, 300)), "float32")
+want = b.linear(x, w)
+if not (child := os.fork()):
+    print((b.linear(x, w) == want).all(), flush=True)
+    os._exit(0)
+print(os.waitpid(child, 0)[1], (b.linear(x, w) == want).all())
+"""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", (1, 5, 48, 63))
 def test_rows_of_a_packed_weight_are_those_of_the_matrix(native, k, dtype):
@@ -97,7 +146,7 @@ def test_rows_of_a_packed_weight_are_those_of_the_matrix(native, k, dtype):
     packed = native.put_weight(w.float().numpy(), dtype)
     assert torch.equal(native.weight_rows(packed, idx), w[idx])
     for wrong in (101, -1):
-        with pytest.raises(IndexError, match="rows 0 to 100"):
+        with pytest.raises(IndexError, match="A place lies outside"):
             native.weight_rows(packed, torch.tensor([wrong]))
 
 
@@ -297,6 +346,15 @@ def test_layer_norm_is_that_of_the_formula(native, threads, dim, biased, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", (1, 16, 33, 576))
+def test_softmax_is_that_of_the_formula(native, threads, dim, dtype):
+    for x in (normal(5, dim, dtype=dtype) * 9, normal(40, 3 * dim, dtype=dtype)[:, dim : 2 * dim], normal(2, 3, dim)):
+        near(native.softmax(x), x.double().softmax(-1), dtype)
+        one = torch.cat([native.softmax(row[None]) for row in x])
+        assert torch.equal(one, native.softmax(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", (2, 16, 64, 70))
 def test_rope_turns_pairs(native, threads, dim, dtype):
     x, angle = normal(9, 7, dim, dtype=dtype)[:, 1:4], normal(9, 1, dim // 2, seed=1)
@@ -339,100 +397,91 @@ def test_logits_are_not_rounded(native):
 # ---- the backend that users ask for --------------------------------------------------------------------------------
 
 
-def test_the_backend_is_native_on_request(monkeypatch):
-    monkeypatch.delenv("HIBACHI_NATIVE", raising=False)
-    assert not TorchBackend("cpu").native and type(TorchBackend("cpu")) is TorchBackend
-    asked = TorchBackend("cpu", native=True)
-    assert (
-        asked.native and asked.deterministic and asked.invariant() is asked and "kernels native" in asked.fingerprint()
-    )
-    monkeypatch.setenv("HIBACHI_NATIVE", "1")
-    assert TorchBackend("cpu").native and not TorchBackend("cpu", native=False).native
-    assert not TorchBackend("meta", native=True).native
+def test_the_backend_is_native_unless_somebody_goes_without(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    for native in (None, True):
+        found = TorchBackend("cpu", native=native)
+        assert type(found) is NativeTorchBackend and found.native and found.deterministic
+        assert found.invariant() is found and f"numerics {NUMERICS}" in found.fingerprint()
+    assert type(TorchBackend("cpu", native=False)) is type(found.plain()) is TorchBackend
+    assert not TorchBackend("cpu", native=False).native
+    assert not TorchBackend("meta").native and not TorchBackend("meta", native=True).native
+    monkeypatch.setenv(SWITCH, "none")
+    assert type(TorchBackend("cpu")) is TorchBackend
+    with pytest.raises(NativeUnavailable, match="HIBACHI_VARIANT=none is set"):
+        TorchBackend("cpu", native=True)
 
 
-def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(compiled, "why_missing", lambda: "No C++ compiler was found.")
-    monkeypatch.setattr("hibachi_torch.variants._said", set())
-    assert not TorchBackend("cpu", native=True).native
-    assert not TorchBackend("cpu", native=True).native
-    assert [r.message for r in caplog.records] == ["PyTorch goes without native kernels. No C++ compiler was found."]
+def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatch, tmp_path, caplog):
+    without_compiler(monkeypatch, tmp_path)
+    for _ in range(2):
+        assert type(TorchBackend("cpu")) is TorchBackend and type(NumpyBackend()) is NumpyBackend
+    why = "no C++ compiler was found. Install g++ or clang++, or set CXX."
+    assert [r.getMessage() for r in caplog.records] == [f"There are no kernels for this machine: {why}"]
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler"):
+        TorchBackend("cpu", native=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_language_model_says_the_same_with_native_kernels(dtype):
-    """Text of the shipped model: in float32 the tokens of the plain backend."""
-    import hibachi
-
+    """Text of the shipped model: in float32 the tokens of the plain backend. NumPy has the bits of PyTorch."""
     prompts = ["The", "A little", "Once upon a time there was"]
-    params = hibachi.SamplingParams(temperature=0, max_tokens=12)
-    said = []
-    for native in (False, True):
-        with hibachi.LLM("tiny", backend=TorchBackend("cpu", native=native), dtype=dtype) as llm:
-            said.append([c.token_ids for c in llm.generate(prompts, params)])
-            assert not native or llm.engine.deterministic
-            alone = [llm.generate([p], params)[0].token_ids for p in prompts]
-            assert not native or alone == said[-1]
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    said, likely = [], []
+    for backend in (TorchBackend("cpu", native=False), TorchBackend("cpu", native=True), NumpyBackend(native=True)):
+        with LLM("tiny", backend=backend, dtype=dtype) as llm:
+            done = llm.generate(prompts, params)
+            said.append([c.token_ids for c in done])
+            likely.append([repr(c.choices[0].logprobs) for c in done])
+            if llm.backend.native:
+                alone = [llm.generate([p], params)[0] for p in prompts]
+                assert llm.engine.deterministic and [c.token_ids for c in alone] == said[-1]
+                assert [repr(c.choices[0].logprobs) for c in alone] == likely[-1]
     assert dtype == "bfloat16" or said[0] == said[1]
+    assert said[1] == said[2] and likely[1] == likely[2]
 
 
 def test_the_doctor_says_whether_there_are_native_kernels(monkeypatch, tmp_path):
-    assert "in use; compiled: " in TorchBackend("cpu", native=True).remarks()[0]
-    monkeypatch.setenv("HIBACHI_NATIVE", "0")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "not in use, as HIBACHI_NATIVE=0 is set; to be compiled by" in TorchBackend("cpu").remarks()[0]
-    monkeypatch.delenv("HIBACHI_NATIVE")
-    assert "where they are the fastest; to be compiled by" in TorchBackend("cpu").remarks()[0]
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert TorchBackend("cpu").remarks() == [f"hibachi's kernels: {library()}"]
+    assert "not in use here; " in TorchBackend("cpu", native=False).remarks()[0]
+    monkeypatch.setenv(SWITCH, "none")
+    assert "not in use here; not used, as HIBACHI_VARIANT=none is set" in TorchBackend("cpu").remarks()[0]
+    forget(monkeypatch, tmp_path)
+    assert "not in use here; to be compiled by" in TorchBackend("cpu", native=False).remarks()[0]
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    assert "No C++ compiler was found" in TorchBackend("cpu", native=False).remarks()[0]
+    without_compiler(monkeypatch, tmp_path)
+    for backend in (TorchBackend("cpu", native=False), TorchBackend("cpu"), NumpyBackend()):
+        assert "not in use here; there are none: no C++ compiler was found" in backend.remarks()[0]
 
 
-# ---- building ------------------------------------------------------------------------------------------------------
+# ---- other libraries and processors --------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    assert "No C++ compiler" in dataclasses.replace(compiled).why_missing()
-    monkeypatch.undo()
-    assert dataclasses.replace(compiled).why_missing() is None
-
-
-def test_a_failed_build_says_why_and_leaves_nothing(monkeypatch, tmp_path):
-    (tmp_path / "bad.cpp").write_text("int f() { return nonsense; }")
-    with pytest.raises(build.NativeUnavailable, match="nonsense"):
-        dataclasses.replace(compiled, folder=tmp_path).build(tmp_path / "cache" / "kernels.so")
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(build.NativeUnavailable, match="not built"):
-        compiled.build(tmp_path / "file" / "kernels.so")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_has_the_bits_of_pytorch(native, dtype):
+    same_arrays(computed(NumpyBackend(native=True), dtype), computed(native, dtype))
 
 
 @pytest.mark.slow
-def test_a_machine_without_the_instructions_takes_the_portable_path(tmp_path, monkeypatch):
-    """Other instructions, the same order of sums: float32 is equal to the bit where both round once."""
-    # The library is built for a processor of 2013 and used through the same Python.
-    monkeypatch.setattr(build, "FLAGS", tuple("-march=haswell" if f == "-march=native" else f for f in build.FLAGS))
-    path = tmp_path / "portable.so"
-    compiled.build(path)
-    native = NativeTorchBackend("cpu")
-    import ctypes
-
-    monkeypatch.setattr("hibachi_torch.native.backend.library", lambda: ctypes.CDLL(str(path)))
-    portable = NativeTorchBackend("cpu")
-    for dtype in DTYPES:
-        x, w = normal(11, 65, dtype=dtype), normal(70, 65, seed=1).numpy()
-        ours, theirs = (b.linear(x, b.put_weight(w, dtype)) for b in (native, portable))
-        near(theirs, ours.double(), dtype)
-        assert dtype == "bfloat16" or torch.equal(ours, theirs)
-        rows = [Layer(b, dtype).run([(0, 90), (0, 7)]) for b in (native, portable)]
-        for ours, theirs in zip(*rows, strict=True):
-            near(theirs, ours.double(), dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_variants_compute_the_same_bits(native, dtype, monkeypatch):
+    """Other instructions, the same order of sums, and no rounding that one of them leaves out."""
+    want, others = computed(native, dtype), other_variants()
+    if not others:
+        pytest.skip(f"this processor has one variant: {native.library.variant.name}")
+    for make in (lambda: NativeTorchBackend("cpu"), lambda: NumpyBackend(native=True)):
+        backends = every_variant(make, monkeypatch)
+        assert {b.library.variant.name for b in backends} == {native.library.variant.name, *others}
+        for other in backends:
+            same_arrays(computed(other, dtype), want)
+    rows = [Layer(b, dtype).run([(0, 300), (0, 7), (0, 64)]) for b in every_variant(NativeTorchBackend, monkeypatch)]
+    for some in rows[1:]:
+        assert all(torch.equal(*pair) for pair in zip(some, rows[0], strict=True))
+    for m, n, k in SHAPES:
+        x, w = normal(m, k, dtype=dtype), normal(n, k, seed=1).numpy()
+        one, *more = (b.linear(x, b.put_weight(w, dtype)) for b in every_variant(NativeTorchBackend, monkeypatch))
+        assert all(torch.equal(one, other) for other in more)
 
 
 # ---- the most likely token -----------------------------------------------------------------------------------------
@@ -453,21 +502,67 @@ def test_rows_without_an_answer_are_told(native):
     assert torch.isfinite(most).tolist() == [False, False, False, False, True] and place[4] == 32
 
 
-# ---- the build -----------------------------------------------------------------------------------------------------
+# ---- drawing tokens ------------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_the_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    started = []
-    monkeypatch.setattr(build, "_said_by", lambda compiler: "one of its own")
-    monkeypatch.setattr(build.subprocess, "Popen", lambda command, **how: started.append((command, how)))
-    library = dataclasses.replace(compiled)
-    for _ in range(2):
-        assert library.why_not_yet() == "being compiled in the background, for the next start"
-    ((command, how),) = started
-    assert "hibachi_torch.native.build.compiled.why_missing()" in command[-1] and how["start_new_session"]
-    monkeypatch.undo()
-    assert compiled.why_not_yet() is None  # this machine has them
+def drawn(backend, x, how):
+    return tuple(backend.draw(backend.put(x), [backend.put(t) for t in how]))
+
+
+@pytest.mark.parametrize("columns", (1, 7, 100, 5000))
+def test_tokens_are_drawn_as_in_the_definition(native, threads, columns):
+    """The same token, but for a number that falls between two of them, which sums in another order may decide."""
+    x = (3 * np.random.default_rng(2).normal(size=(400, columns))).astype(np.float32)
+    how = parameters(400)
+    token, most = drawn(native, x, how)
+    assert token.dtype == torch.int32 and torch.equal(most, torch.from_numpy(x.max(1)))
+    want = sample(NumpyBackend(native=False), x, How(*how))
+    greedy = how[0] == 0
+    assert (token.numpy() == want).mean() >= 0.99 and (token.numpy() == want)[greedy].all()
+
+
+def test_a_draw_depends_on_its_row_only(native, threads):
+    x = (3 * np.random.default_rng(2).normal(size=(60, 700))).astype(np.float32)
+    how = parameters(60)
+    token, most = drawn(native, x, how)
+    mass = native.mass(torch.from_numpy(x))
+    for i in range(0, 60, 7):
+        some = slice(i, i + 1 + i % 5)
+        for got, want in zip(drawn(native, x[some], [t[some] for t in how]), (token, most), strict=True):
+            assert torch.equal(got, want[some])
+        for got, want in zip(native.mass(torch.from_numpy(x[some])), mass, strict=True):
+            assert torch.equal(got, want[some])
+
+
+def test_what_cannot_be_drawn_from_is_told_and_what_cannot_come_does_not(native):
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, nan, 2.0] * 11, [-inf] * 33, [0.0] * 32 + [inf], [-inf] * 32 + [-5.0], [-inf, 1.0, -inf] * 11]
+    how = [np.full(5, value, np.float32) for value in (1, 1, 0, 1, 0.999)]
+    token, most = drawn(native, np.float32(rows), (how[0], np.zeros(5, np.int32), *how[1:]))
+    assert torch.isfinite(most).tolist() == [False, False, False, True, True]
+    assert token[3] == 32 and token[4] == 31
+    assert all(0 <= t < 33 for t in token.tolist())
+
+
+def test_a_draw_of_fewer_parameters_than_rows_is_refused(native):
+    with pytest.raises(ValueError, match="draw: expected 3 of each parameter"):
+        drawn(native, np.zeros((3, 9), np.float32), parameters(2))
+
+
+def test_no_rows_give_no_answers(native):
+    for backend in (native, NumpyBackend(native=True)):
+        x = backend.put(np.zeros((0, 9), np.float32))
+        for found in (backend.best(x), backend.mass(x), drawn(backend, np.zeros((0, 9), np.float32), parameters(0))):
+            assert [tuple(t.shape) for t in found] == [(0,), (0,)]
+        assert tuple(backend.softmax(x).shape) == (0, 9)
+
+
+@pytest.mark.parametrize("columns", (1, 16, 33, 5000))
+def test_the_mass_of_a_row_is_that_of_the_formula(native, threads, columns):
+    x = normal(9, columns) * 5
+    most, mass = native.mass(x)
+    assert torch.equal(most, x.max(1).values)
+    near(mass, (x.double() - most.double()[:, None]).exp().sum(1), "float32")
 
 
 # ---- what several tokens see alike ---------------------------------------------------------------------------------
@@ -537,10 +632,10 @@ class Shared:
         heads, kv_heads, dim = self.sizes
         x = self.inputs(backend, table)
         sizes = _sizes(
-            len(x.pos), len(self.rows), heads, kv_heads, dim, dim, table.shape[1], self.block_size, *[0] * 4, 1.0, 0.0
+            len(x.pos), len(self.rows), heads, kv_heads, dim, dim, table.shape[1], self.block_size, *[0] * 5, 1.0, 0.0
         )
         arrays = (x.cu_q, x.pos, x.block_table)
-        return library().hibachi_sets(ctypes.byref(sizes), *(ctypes.c_void_p(t.data_ptr()) for t in arrays), 2)
+        return backend.library.kernels.sets(addressof(sizes), *(t.data_ptr() for t in arrays), 2)
 
     def apart(self):
         """The same tokens with no block in two tables."""

@@ -1,4 +1,4 @@
-"""The layers of a decoder in one native call: bit for bit what its operations give one by one."""
+"""The layers of a decoder in one call of the kernels: bit for bit what its operations give one by one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hibachi import StepInputs
+from hibachi import NumpyBackend, StepInputs, UnsupportedOperation
 from hibachi.model.arch import Arch, Experts, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
 from hibachi.plan.lower import lower
 
-from .native import skip_without
+from .native import every_variant, other_variants, skip_without
 
 torch = pytest.importorskip("torch")
-from hibachi_torch.native.build import compiled  # noqa: E402
-
-skip_without(compiled)
-from hibachi_torch.native.backend import NativeTorchBackend  # noqa: E402
-from hibachi_torch.native.int8 import Int8TorchBackend  # noqa: E402
+skip_without()
+from hibachi.tensor.numpy_backend import Int8NumpyBackend, NativeNumpyBackend  # noqa: E402
+from hibachi.tensor.program import whole  # noqa: E402
+from hibachi_torch.native import Int8TorchBackend, NativeTorchBackend  # noqa: E402
 
 PLAIN = Arch(
     hidden_size=48,
@@ -143,6 +142,52 @@ def test_one_call_gives_the_bits_of_the_operations(make, kind, dtype):
             assert all(torch.equal(a, b) for a, b in zip(stepped(model, fused, steps), many, strict=True)), n
     finally:
         torch.set_num_threads(before)
+
+
+ON_NUMPY = {NativeTorchBackend: NativeNumpyBackend, Int8TorchBackend: Int8NumpyBackend}
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("make", ON_NUMPY)
+def test_numpy_has_the_bits_of_pytorch(make, kind, dtype):
+    """Layers and all around them; a model of which NumPy would have to compute a part in bfloat16 is refused."""
+    found = []
+    for backend in (make("cpu"), ON_NUMPY[make]()):
+        arch = dataclasses.replace(PLAIN, **FUSED[kind])
+        if isinstance(backend, NumpyBackend) and dtype == "bfloat16" and not whole(arch):
+            assert not backend.suits(dtype, arch)
+            with pytest.raises(UnsupportedOperation, match="NumPy has no arithmetic in bfloat16"):
+                made(backend, dtype, **FUSED[kind])
+            return
+        model = made(backend, dtype, **FUSED[kind])
+        assert model.fused is not None and backend.suits(dtype, arch)
+        steps = [
+            inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False]),
+            inputs(backend, [1, 17, 30], [1, 1, 5], [True, True, True]),
+        ]
+        found.append([backend.get(t) for t in stepped(model, model.fused, steps)])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, want, strict=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("make", (NativeTorchBackend, Int8TorchBackend))
+def test_all_variants_compute_the_same_bits(make, dtype, monkeypatch):
+    if not other_variants():
+        pytest.skip("this processor has one variant")
+    for kind in FUSED:
+        found = []
+        for backend in every_variant(make, monkeypatch):
+            model = made(backend, dtype, **FUSED[kind])
+            steps = [
+                inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False]),
+                inputs(backend, [1, 17, 30], [1, 1, 5], [True, True, True]),
+            ]
+            found.append(stepped(model, model.fused, steps))
+        for other in found[1:]:
+            assert all(torch.equal(got, want) for got, want in zip(other, found[0], strict=True)), kind
 
 
 @pytest.mark.parametrize("kind", APART)

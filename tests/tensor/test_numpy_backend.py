@@ -8,22 +8,30 @@ import pytest
 
 import hibachi
 from hibachi.engine.build import cached_runner
+from hibachi.kernels.library import NUMERICS, SWITCH, library, why_missing
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import load_model
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import IDS, History, Tables
-from hibachi.tensor.numpy_backend import NumpyBackend
+from hibachi.tensor.numpy_backend import InvariantNumpyBackend, NativeNumpyBackend, NumpyBackend
 
 PACKAGE = Path(hibachi.__file__).parent
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "tiles"])
+BACKENDS = {
+    "plain": lambda: NumpyBackend(native=False),
+    "invariant": InvariantNumpyBackend,
+    "native": lambda: NumpyBackend(native=True),
+}
+
+
+@pytest.fixture(params=BACKENDS)
 def numpy_backend(request):
-    b = NumpyBackend()
-    b._tiled = request.param
-    return b
+    if request.param == "native" and why_missing():
+        pytest.skip(why_missing())
+    return BACKENDS[request.param]()
 
 
 @pytest.mark.parametrize("out, size", [(64, 8), (192, 640), (96, 700), (80, 1300), (100, 8), (1, 3)])
@@ -39,27 +47,64 @@ def test_linear_is_the_product_in_every_form_of_the_weight(numpy_backend, rows, 
     np.testing.assert_array_equal(numpy_backend.linear(x, weight), numpy_backend.linear(x, weight, 0 * b))
 
 
-def test_tiles_are_for_float32_and_whole_tiles():
-    b = NumpyBackend()
-    b._tiled = True
-    shapes = {
-        (dtype, out): b.put_weight(np.zeros((out, 8)), dtype).shape
-        for dtype in ("float32", "float16")
-        for out in (128, 100)
-    }
-    assert shapes.pop(("float32", 128)) == (2, 8, 64)
-    assert all(shape == (out, 8) for (_, out), shape in shapes.items())
-
-
 def test_linear_takes_plain_arrays_too(numpy_backend):
     x, w = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(numpy_backend.linear(x, w), x @ w.T)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "invariant"])
-def test_no_array_of_a_step_is_of_another_precision(exact):
+def test_a_backend_has_hibachis_kernels_where_they_are_to_be_had(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    plain = NumpyBackend(native=False)
+    assert type(plain) is NumpyBackend and not plain.native and not plain.deterministic
+    ours = plain.invariant()
+    assert type(ours) is InvariantNumpyBackend and ours.kernels == "single rows" and not ours.native
+    if not why_missing():
+        for native in (None, True):
+            found = NumpyBackend(native=native)
+            assert type(found) is NativeNumpyBackend and found.deterministic and found.invariant() is found
+            assert type(found.plain()) is NumpyBackend and f"numerics {NUMERICS}" in found.fingerprint()
+            assert found.remarks() == [f"hibachi's kernels: {library()}"]
+    monkeypatch.setenv(SWITCH, "none")
+    assert type(NumpyBackend()) is NumpyBackend
+    assert NumpyBackend().remarks() == ["hibachi's kernels: not in use here; not used, as HIBACHI_VARIANT=none is set"]
+
+
+@pytest.mark.skipif(why_missing() is not None, reason=str(why_missing()))
+def test_bfloat16_is_kept_as_its_bits_rounded_to_even():
+    backend = NumpyBackend(native=True)
+    half = 2.0**-8  # of the last bit of numbers from 1 to 2
+    numbers = [
+        1,
+        1 + half,
+        1 + 3 * half,
+        1 + 1.01 * half,
+        -(1 + half),
+        0.0,
+        -0.0,
+        1e-45,
+        3.4e38,
+        np.inf,
+        -np.inf,
+        np.nan,
+    ]
+    want = [1, 1, 1 + 4 * half, 1 + 2 * half, -1, 0.0, -0.0, 0.0, np.inf, np.inf, -np.inf, np.nan]
+    kept = backend.put(np.array(numbers, np.float32), "bfloat16")
+    assert kept.dtype == backend.dtype("bfloat16") and kept.itemsize == 2
+    got = backend.get(kept)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, np.array(want, np.float32))
+    np.testing.assert_array_equal(np.signbit(got[5:7]), [False, True])
+    np.testing.assert_array_equal(backend.get(backend.put(kept, "bfloat16")), got)
+    with pytest.raises(TypeError):
+        kept + kept  # NumPy computes nothing with them, so that nothing wrong comes out
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_no_array_of_a_step_is_of_another_precision(kind):
     """Every array that any line of the model, the kernels or sampling holds, looked at line by line."""
-    backend = NumpyBackend().invariant() if exact else NumpyBackend()
+    if kind == "native" and why_missing():
+        pytest.skip(why_missing())
+    backend = BACKENDS[kind]()
     model = load_model(open_files(locate("tiny")), backend)
     limits, seen, wide = Limits(4, 64, 64, 64, 17, 16), set(), set()
     tables = Tables(4, IDS)

@@ -60,7 +60,7 @@ def generate(backend, prompts=PROMPTS, tokens=24, **options):
 
 @pytest.fixture(scope="module")
 def expected():
-    return generate(TorchBackend("cpu"))
+    return generate(TorchBackend("cpu", native=False))
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_put_all_moves_every_array_whatever_its_dtype():
         np.testing.assert_array_equal(t.numpy(), a)
 
 
-@pytest.mark.parametrize("make", [cuda, lambda: ArrayBackend(np), lambda: TorchBackend("cpu")])
+@pytest.mark.parametrize("make", [cuda, lambda: ArrayBackend(np), lambda: TorchBackend("cpu", native=False)])
 def test_fetch_gives_what_get_gives(make):
     backend = make()
     arrays = [backend.put(np.arange(3, dtype=np.int32)), backend.put(np.array([True, False]))]
@@ -366,7 +366,7 @@ def test_the_varlen_kernel_attends_as_the_gathering_one(q, options, reasons):
     backend = cuda()
     backend.varlen = varlen_of_torch
     got, cache = attend(backend, q, **options)
-    want, written = attend(TorchBackend("cpu"), q, **options)
+    want, written = attend(TorchBackend("cpu", native=False), q, **options)
     assert not reasons(), "it gathers"
     np.testing.assert_allclose(got, want, atol=0.03)
     np.testing.assert_array_equal(cache, written)
@@ -376,7 +376,7 @@ def test_padded_decode_steps_attend_alike_whatever_others_left():
     """The kernel itself leaves out what lies there; what is gathered was cleared of NaN as it was written."""
     nan, backend = float("nan"), cuda()
     backend.varlen = varlen_of_torch
-    want, _ = attend(TorchBackend("cpu"), [1, 1, 1], padded=True)
+    want, _ = attend(TorchBackend("cpu", native=False), [1, 1, 1], padded=True)
     for left in (None, (nan, nan)):
         np.testing.assert_allclose(attend(backend, [1, 1, 1], padded=True, left=left)[0], want, atol=0.03)
     for left in (None, (nan, 0.0)):
@@ -398,7 +398,7 @@ def test_a_kernel_that_lets_nan_through_is_not_taken(reasons):
     backend = cuda()
     backend.varlen = careless
     got = attend(backend, [1, 9])[0]
-    np.testing.assert_array_equal(got, attend(TorchBackend("cpu"), [1, 9])[0])
+    np.testing.assert_array_equal(got, attend(TorchBackend("cpu", native=False), [1, 9])[0])
     assert "its result differs by nan" in reasons()[0]
 
 
@@ -416,7 +416,7 @@ def test_what_the_kernel_does_not_take_is_gathered_and_said_once(options, why, r
     backend = cuda()
     backend.varlen = varlen_of_torch
     got = [attend(backend, [1, 9], **options)[0] for _ in range(2)]
-    want, _ = attend(TorchBackend("cpu"), [1, 9], **options)
+    want, _ = attend(TorchBackend("cpu", native=False), [1, 9], **options)
     assert np.array_equal(got[0], want) and np.array_equal(got[1], want)
     assert len(reasons()) == 1 and why in reasons()[0]
     assert why in backend.remarks()[0]
@@ -432,7 +432,7 @@ def test_a_kernel_that_is_wrong_or_absent_is_not_used(fault, reasons):
         return varlen_of_torch(*args, **kwargs) + 0.5
 
     backend.varlen = None if fault == "missing" else wrong
-    np.testing.assert_array_equal(attend(backend, [1, 9])[0], attend(TorchBackend("cpu"), [1, 9])[0])
+    np.testing.assert_array_equal(attend(backend, [1, 9])[0], attend(TorchBackend("cpu", native=False), [1, 9])[0])
     why = {"offset": "differs by 0.5", "raises": "no kernel for this device", "missing": "has no varlen_attn"}[fault]
     assert len(reasons()) == 1 and why in reasons()[0] and "\n" not in reasons()[0]
 
@@ -456,4 +456,4 @@ def test_rope_and_fused_writes_come_to_what_the_definition_says():
         torch.from_numpy(np.random.default_rng(i).normal(size=s))
         for i, s in enumerate([(5, 3, 8), (5, 1, 4), (5, 1, 4)])
     )
-    torch.testing.assert_close(cuda().rope(x, cos, sin), TorchBackend("cpu").rope(x, cos, sin))
+    torch.testing.assert_close(cuda().rope(x, cos, sin), TorchBackend("cpu", native=False).rope(x, cos, sin))

@@ -1,4 +1,4 @@
-"""Kernels are chosen by timing them, once for a machine."""
+"""Kernels, sizes of steps and dtype: by a rule, by timing where somebody asks for it, by a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,41 +76,72 @@ def test_the_fastest_that_is_right_is_taken_and_the_others_say_why_not(caplog):
     caplog.set_level("INFO", logger="hibachi")
     backend = tunable(*linears(slow=Slow, wrong=Wrong, broken=Broken, plain=NumpyBackend))
     choice = choose(backend, SIZES, deterministic=True, budget=0.05)
-    assert "by timing them: linear plain" in caplog.text
+    assert "by timing: linear plain" in caplog.text
     said = why(choice)
     assert said["plain"] is None and "times the fastest" in said["slow"]
     assert "off by 1.0e-03" in said["wrong"] and said["broken"] == "RuntimeError: no such instruction"
-    assert not choice.known and "<- taken" in table(choice.trials)
+    assert "<- taken" in table(choice.trials)
     x = np.ones((1, 64), np.float32)
     assert (choice.backend.linear(x, choice.backend.put_weight(np.ones((8, 64), np.float32), "float32")) == 64).all()
 
 
-def test_a_choice_is_kept_and_its_file_may_be_damaged(cache):
-    backend = tunable(*linears(slow=Slow, plain=NumpyBackend))
-    assert not choose(backend, SIZES, deterministic=True, budget=0.05).known
-    (kept,) = cache.glob("kernels-*.json")
-    again = choose(backend, SIZES, deterministic=True, budget=0.05)
-    assert again.known and why(again)["plain"] is None
-    assert choose(backend, SIZES, deterministic=True, budget=0.0).known  # it needs no time
-    assert not choose(backend, SIZES, deterministic=True, budget=0.05, refresh=True).known
-    kept.write_text("{")
-    assert not choose(backend, SIZES, deterministic=True, budget=0.05).known
-    assert choose(backend, SIZES, deterministic=True, budget=0.05).known
-    # What it depends on is in the name.
-    assert not choose(tunable(*linears(plain=NumpyBackend)), SIZES, deterministic=True, budget=0.05).known
+def kept_by(backend, file, *, budget=0.0, dtype="float32", deterministic=True, arch=None):
+    how = {"stored": "float32", "deterministic": deterministic, "budget": budget, "file": file}
+    return settle(backend, arch or ARCH, dtype, **how)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    backend = tunable(*linears(plain=NumpyBackend, slow=Slow))
-    assert why(choose(backend, SIZES, deterministic=True, budget=0.05))["plain"] is None
+def test_a_file_travels(tmp_path):
+    """It names what is taken, and another machine, given it, does the same without measuring."""
+    file, backend = tmp_path / "kernels.json", tunable(*linears(slow=Slow, plain=NumpyBackend))
+    with pytest.raises(ConfigError, match=r"There is no file .*--autotune full"):
+        kept_by(backend, file)
+    measured = kept_by(backend, file, budget=0.05)
+    assert why(measured)["plain"] is None
+    again = kept_by(backend, file, budget=5.0)
+    assert again.trials == [] and type(again.backend) is type(measured.backend) and again.dtype == "float32"
+    file.write_text(file.read_text().replace('"linear": "plain"', '"linear": "slow"'))
+    assert type(kept_by(backend, file).backend) is Slow
+    assert os.listdir(tmp_path) == ["kernels.json"]
 
 
-def test_without_time_the_last_whole_set_is_taken():
-    backend = tunable(*linears(plain=NumpyBackend, slow=Slow))
-    assert type(choose(backend, SIZES, deterministic=False, budget=0.0).backend) is Slow
-    assert choose(NumpyBackend(), SIZES, deterministic=False, budget=0.0).trials == []
+def test_a_file_of_another_model_or_of_other_kernels_is_refused(tmp_path):
+    file, backend = tmp_path / "kernels.json", tunable(*linears(slow=Slow, plain=NumpyBackend))
+    kept_by(backend, file, budget=0.05, deterministic=False)
+    with pytest.raises(ConfigError, match="measured for another model"):
+        kept_by(backend, file, arch=replace(ARCH, vocab_size=99), deterministic=False)
+    with pytest.raises(ConfigError, match="deterministic=False"):
+        kept_by(backend, file)
+    with pytest.raises(ConfigError, match="takes plain for linear: is not known here"):
+        kept_by(tunable(*linears(slow=Slow)), file, deterministic=False)
+    gone = replace(linears(plain=NumpyBackend)[0], why_not="it needs a processor of another kind")
+    with pytest.raises(ConfigError, match="takes plain for linear: it needs a processor"):
+        kept_by(tunable(gone), file, deterministic=False)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        kept_by(backend, tmp_path / "none" / "kernels.json", budget=0.05)
+
+
+def test_by_itself_only_what_has_the_same_bits_is_timed():
+    """A stopwatch never changes an answer: what has no name for its bits, or another one, is no candidate."""
+    same, other = Candidate("linear", "same", Slow, bits="n-1"), Candidate("linear", "other", NumpyBackend, bits="n-2")
+    backend = tunable(same, other, *linears(nameless=NumpyBackend))
+    backend.numerics = "n-1"
+    choice = settle(backend, ARCH, "float32", stored=None, deterministic=False, budget=0.05)
+    assert set(why(choice)) <= {"same"} and type(choice.backend) in (Slow, Tunable)
+    backend.numerics = None
+    assert settle(backend, ARCH, "float32", stored=None, deterministic=False, budget=0.05).backend is backend
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", None])
+def test_the_rule_takes_the_dtype_of_the_checkpoint_where_kernels_compute_it(stored):
+    def ruled(backend, dtype=None):
+        return settle(backend, ARCH, dtype, stored=stored, deterministic=False)
+
+    assert ruled(NumpyBackend(native=False)).dtype == "float32"
+    assert ruled(NumpyBackend(native=False), "float64").dtype == "float64"
+    kernels = NumpyBackend()
+    choice = ruled(kernels)
+    assert choice.backend is kernels and choice.trials == []
+    assert choice.dtype == ("bfloat16" if stored == "bfloat16" and kernels.native else "float32")
 
 
 def test_deterministic_means_invariant_candidates_or_an_error():
@@ -125,9 +155,10 @@ def test_deterministic_means_invariant_candidates_or_an_error():
 
 def test_budgets(monkeypatch):
     assert [seconds_of(b) for b in ("off", "1s", "0.5s", "2", 3)] == [0, 1, 0.5, 2, 3] and seconds_of("full") > 5
-    assert seconds_of(None) == 0  # as the tests' environment says
+    monkeypatch.setenv("HIBACHI_AUTOTUNE", "2s")
+    assert seconds_of(None) == 2
     monkeypatch.delenv("HIBACHI_AUTOTUNE")
-    assert seconds_of(None) == 1
+    assert seconds_of(None) == 0
     for bad in ("soon", "-1s", float("nan")):
         with pytest.raises(ConfigError, match="autotune must be"):
             seconds_of(bad)
@@ -151,7 +182,6 @@ def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
             texts.append(llm.generate("It is a truth", params)[0].text)
             assert llm.deterministic
     assert texts[0] == texts[1]
-    assert list((Path(os.environ["XDG_CACHE_HOME"]) / "hibachi").glob("kernels-*.json"))
 
 
 # ---- the sizes that steps are padded to ------------------------------------------------------------------------------
@@ -189,14 +219,12 @@ def test_the_price_of_padding_by_hand():
     assert padded({"linear": {}}, Static.shapes) == ({}, 0)
 
 
-def test_a_library_that_compiles_gets_a_ladder_that_is_kept():
+def test_a_library_that_compiles_gets_a_ladder():
     backend = Static()
     backend.found = ()
     choice = choose(backend, SIZES, deterministic=False, budget=0.05)
     [taken] = [t for t in choice.trials if t.operation == "buckets" and t.why_not is None]
     assert choice.backend.shapes.parts == LADDERS[taken.name] and set(taken.times) and "programs" in taken.note
-    again = choose(backend, SIZES, deterministic=False, budget=0.05)
-    assert again.known and again.backend.shapes.parts == choice.backend.shapes.parts
     assert backend.shapes.ladder is None  # the user's own object stays as it was
     assert choose(NumpyBackend(), SIZES, deterministic=False, budget=0.05).trials == []  # there is nothing to choose
 
@@ -247,15 +275,16 @@ class SlowHalves(Halves):
     waits = "bfloat16"
 
 
-def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(cache):
+def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(tmp_path):
+    files = (tmp_path / f"{i}.json" for i in range(99))
+
     def settled(backend, stored, dtype=None, **how):
-        return settle(backend, ARCH, dtype, stored=stored, deterministic=False, budget=0.05, **how)
+        how |= {"stored": stored, "deterministic": False, "budget": 0.05, "file": next(files)}
+        return settle(backend, ARCH, dtype, **how)
 
     choice = settled(Halves(), "bfloat16")
     assert choice.dtype == "bfloat16" and "times the fastest" in why(choice, "dtype")["float32"]
-    again = settled(Halves(), "bfloat16")
-    assert again.dtype == "bfloat16" and again.trials == choice.trials  # as it is kept
-    assert settled(SlowHalves(), "bfloat16", refresh=True).dtype == "float32"
+    assert settled(SlowHalves(), "bfloat16").dtype == "float32"
     # Digits that the checkpoint has are not given up unasked.
     choice = settled(Halves(), "float32")
     assert choice.dtype == "float32" and "weights lose digits" in why(choice, "dtype")["bfloat16"]
@@ -263,7 +292,8 @@ def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(cache):
     assert settled(Halves(), "float32", rounding=True).dtype == "bfloat16"
     # Nor is what somebody asked for.
     assert settled(Halves(), "bfloat16", "float32").dtype == "float32"
-    assert why(settled(NumpyBackend(), "bfloat16"), "dtype") == {"float32": None, "bfloat16": "numpy has none"}
+    plain = NumpyBackend(native=False)
+    assert why(settled(plain, "bfloat16"), "dtype") == {"float32": None, "bfloat16": "numpy has none"}
 
 
 def test_without_time_the_dtype_is_float32():
@@ -284,8 +314,8 @@ def test_a_model_is_loaded_in_the_dtype_that_was_the_fastest(monkeypatch, tmp_pa
         monkeypatch.setattr(
             autotune, "DTYPES", (fastest, *({"float32", "bfloat16"} - {fastest}))
         )  # of equals, the first
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / fastest))
-        with hibachi.LLM(folder, backend="torch", device="cpu", autotune="0.1s") as llm:
+        file = tmp_path / f"{fastest}.json"
+        with hibachi.LLM(folder, backend="torch", device="cpu", autotune="0.1s", kernels=file) as llm:
             assert llm.model.dtype == fastest
             assert llm.generate("It is", hibachi.SamplingParams(max_tokens=2))[0].text
 
@@ -297,7 +327,7 @@ def test_a_candidate_appears_with_its_library_and_falls_back_with_a_reason(monke
     def judged():
         importlib.invalidate_caches()
         kernel = [Candidate("linear", "fast", Quick, invariant=True, needs="fast_kernels")]
-        choice = choose(tunable(*linears(slow=Slow), *kernel), SIZES, deterministic=True, budget=0.05, refresh=True)
+        choice = choose(tunable(*linears(slow=Slow), *kernel), SIZES, deterministic=True, budget=0.05)
         return why(choice)["fast"], choice.backend
 
     class Quick(Tunable):

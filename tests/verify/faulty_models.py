@@ -13,7 +13,7 @@ import torch
 from hibachi import NumpyBackend, Paged
 from hibachi.testing.toys import SumPaged, SumState, TinyDecoder, tiny_weights
 
-NUMPY = NumpyBackend()
+NUMPY = NumpyBackend(native=False)
 VOCAB, WIDTH = 23, 8
 
 

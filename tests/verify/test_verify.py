@@ -48,10 +48,16 @@ def test_a_good_model_of_every_rung_passes(toy, library):
     "library", ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax"))]
 )
 def test_the_model_that_ships_differs_by_rounding_only(library):
-    report = judged(load_model("tiny", library), sizes=(2,), chunks=(3,))
+    plain = load(library).plain()
+    report = judged(load_model("tiny", plain), sizes=(2,), chunks=(3,))
     assert report.good, "\n".join(report.lines())
     assert "rounding" in states(report).values() and max(r.worst for r in report.results) < 1e-4
     assert report.lines()[-1] == "No fault was found; some outputs differ by rounding."
+
+
+def test_the_model_that_ships_is_the_same_in_every_bit_with_kernels():
+    report = judged(load_model("tiny", "numpy"), sizes=(2,), chunks=(3,))
+    assert report.good and "rounding" not in states(report).values()
 
 
 @pytest.mark.parametrize("model", [Attends, Decoder])

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from hibachi import LLM, SamplingParams
-from hibachi.tensor.cachefolder import cache_folder, move
-from hibachi.tensor.candidates import Candidate
-from hibachi.tensor.native import build
-from hibachi.tensor.native.build import NativeLibrary, NativeUnavailable
+from hibachi.cachefolder import move
+from hibachi.errors import ConfigError
+from hibachi.kernels import build, library
+from hibachi.kernels.library import SWITCH, NativeUnavailable
 from hibachi.tensor.numpy_backend import NumpyBackend
-from hibachi.tune.autotune import choose
+from hibachi.tune import kept
 from hibachi.tune.cases import ModelSizes
+from hibachi.tune.trial import KernelTrial
+
+from ...tensor.native import begin_anew, small_kernels
 
 ROOT = Path(__file__).parents[3]
 MB = 2**20
@@ -45,15 +47,22 @@ def warnings_of(caplog, text):
 
 
 @pytest.fixture
-def library(tmp_path):
-    """library(): compiled kernels in small, as another process has them."""
-    try:
-        build.compiler()
-    except NativeUnavailable as e:
-        pytest.skip(str(e))
-    (tmp_path / "one.cpp").write_text('static char much[100000] = {1}; extern "C" int sum() { return 2 + much[0]; }')
-    build._said.clear()
-    return lambda: NativeLibrary("small", tmp_path, "here", lambda: ([], []), ())
+def kernels(tmp_path, own_home, monkeypatch):
+    """The folder of small sources, of which nothing is compiled yet."""
+    sources = small_kernels(monkeypatch, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_home / "cache"))
+    return sources
+
+
+@pytest.fixture
+def found(kernels, monkeypatch):
+    """found(): the kernels, as another process finds them."""
+
+    def find():
+        begin_anew(monkeypatch)
+        return library.library()
+
+    return find
 
 
 DAMAGE = {
@@ -68,65 +77,56 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_kernels_are_compiled_anew(library, damage, caplog):
-    assert library().loaded.sum() == 3
-    path = library().place()
+def test_damaged_kernels_are_compiled_anew(found, damage, caplog):
+    assert found().kernels.panel() == 3
+    path = found().path
     whole = path.read_bytes()
     path.unlink()  # as it is open
     path.write_bytes(DAMAGE[damage](whole))
     if damage == "a part":  # what loading it would do
         script = f"import ctypes; ctypes.CDLL({str(path)!r})"
         assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode != 0
-    with caplog.at_level(logging.INFO):
-        assert library().loaded.sum() == 3
-    assert len(warnings_of(caplog, "damaged")) == 1 and caplog.text.count("Compiling") == 1
+    caplog.clear()
+    assert found().kernels.panel() == 3
+    assert len(warnings_of(caplog, "is damaged, ")) == 1 and caplog.text.count("Compiling") == 1
     assert path.read_bytes() == whole
     caplog.clear()
-    assert library().loaded.sum() == 3 and not caplog.records
+    assert found().kernels.panel() == 3 and not caplog.records
 
 
-def test_who_does_not_wait_has_damaged_kernels_compiled_in_the_background(library, monkeypatch, caplog):
-    assert library().why_missing() is None
-    library().place().unlink()
-    library().place().write_bytes(b"")
-    started = []
-    monkeypatch.setattr(build.subprocess, "Popen", lambda *args, **_: started.append(args))
-    assert "in the background" in library().why_not_yet() and len(started) == 1
-    assert warnings_of(caplog, "damaged")
-    assert "to be compiled" in library().state()
-
-    def none(*_, **__):
-        raise BlockingIOError("Resource temporarily unavailable")
-
-    monkeypatch.setattr(build.subprocess, "Popen", none)
-    assert library().why_not_yet() and warnings_of(caplog, "temporarily")
-
-
-def test_kernels_that_cannot_be_kept_are_done_without(library, nowhere, caplog):
-    made = library()
-    with nowhere as how:
-        assert made.why_not_yet() == library().why_not_yet() != "being compiled in the background, for the next start"
-        assert len(warnings_of(caplog, "Native kernels cannot be kept")) == (how != "no home")
-        assert made.why_missing() and made.state()
+def test_kernels_that_cannot_be_kept_are_done_without(kernels, nowhere, caplog):
+    with nowhere:
+        why = library.why_missing()
+        assert why and library.why_missing() == why and library.state()
+        assert warnings_of(caplog, "There are no kernels") == [f"There are no kernels for this machine: {why}"]
         with pytest.raises(NativeUnavailable):
-            _ = made.loaded
+            library.library()
+        assert type(NumpyBackend()) is NumpyBackend
 
 
-def test_a_compiler_that_fails_is_asked_once(library, tmp_path, monkeypatch):
-    (tmp_path / "one.cpp").write_text("nothing;")
-    made, calls = library(), []
-    run = build._run
-    monkeypatch.setattr(build, "_run", lambda commands: calls.append(1) or run(commands))
-    assert "do not compile" in made.why_missing() and made.why_missing() == made.why_missing() and len(calls) == 1
+def test_kernels_are_had_once_there_is_room_again(kernels, found, own_home, small_disk):
+    with small_disk(100):
+        assert library.why_missing()
+    assert found().kernels.panel() == 3
+    assert not [p for p in own_home.rglob("*") if p.name.startswith("building-")]
 
 
-def test_a_compiler_that_hangs_is_ended(library, tmp_path, monkeypatch):
+def test_a_compiler_that_fails_is_asked_once(kernels, monkeypatch):
+    (kernels / "one.cpp").write_text("nothing;")
+    calls, run = [], build.run
+    monkeypatch.setattr(build, "run", lambda commands: calls.append(1) or run(commands))
+    why = library.why_missing()
+    before = len(calls)
+    assert "do not compile" in why and library.why_missing() == why and len(calls) == before
+
+
+def test_a_compiler_that_hangs_is_ended(kernels, tmp_path, monkeypatch):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\n[ $1 = --version ] || exec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("CXX", str(slow))
     monkeypatch.setattr(build, "_PATIENCE", 0.2)
-    assert "took more than" in library().why_missing()
+    assert "took more than" in library.why_missing()
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -142,100 +142,40 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 SIZES = ModelSizes("float32", ((96, 64, 2), (64, 64, 2), (256, 64, 2), (64, 128, 2)), (300, 64), 2, 4, 2, 16)
 
 
-class Other(NumpyBackend):
-    pass
-
-
-class Tunable(NumpyBackend):
-    def candidates(self):
-        found = {"plain": NumpyBackend, "other": Other}
-        return [Candidate("linear", name, source, invariant=True) for name, source in found.items()]
-
-
-def chosen(budget=0.02):
-    return choose(Tunable(), SIZES, deterministic=True, budget=budget)
-
-
 def changed(**values):
-    return lambda trials: json.dumps([trials[0] | values, *trials[1:]])
+    return lambda found: json.dumps(found | values)
 
 
 CHOICES = {
-    "an empty list": lambda trials: "[]",
-    "nothing": lambda trials: "",
-    "cut off": lambda trials: json.dumps(trials)[:-20],
-    "no list": lambda trials: '{"linear": "plain"}',
-    "numbers": lambda trials: "[1, 2]",
-    "not UTF-8": lambda trials: b"\xff\xfe\xff",
-    "deep": lambda trials: "[" * 100_000,
-    "large": lambda trials: json.dumps(trials) + " " * (2 * MB),
-    "NaN": changed(times={"1": float("nan")}),
-    "an infinite time": changed(times={"1": float("inf")}),
-    "a time that is a word": changed(times={"1": "fast"}),
-    "times in a list": changed(times=[1.0]),
-    "a name that is a number": changed(name=7),
-    "an error that is a word": changed(error="none"),
-    "a reason that is a number": changed(why_not=0),
-    "a field too many": changed(more=1),
-    "a name that nobody knows": changed(name="magic"),
-    "one missing": lambda trials: json.dumps(trials[1:]),
-    "one twice": lambda trials: json.dumps([*trials, trials[0]]),
-    "a number of too many digits": lambda trials: f'[{{"operation": {"9" * 10_000}}}]',
+    "an empty list": lambda found: "[]",
+    "nothing": lambda found: "",
+    "cut off": lambda found: json.dumps(found)[:-20],
+    "numbers": lambda found: "[1, 2]",
+    "not UTF-8": lambda found: b"\xff\xfe\xff",
+    "deep": lambda found: "[" * 100_000,
+    "large": lambda found: json.dumps(found) + " " * (2 * MB),
+    "another format": changed(format=99),
+    "no model": changed(model=None),
+    "a model of other fields": changed(model={"dtype": "float32"}),
+    "sizes that are words": changed(model={"dtype": "float32", "matrices": "many", "head": 3}),
+    "taken is a list": changed(taken=["native"]),
+    "a name that is a number": changed(taken={"linear": 7}),
+    "a number of too many digits": lambda found: f'{{"format": {"9" * 10_000}}}',
 }
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory):
-    """A choice as it is kept; measured once, as that takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        assert not chosen().known
-        (path,) = cache_folder().glob("kernels-*.json")
-        return path.name, json.loads(path.read_text())
-
-
 @pytest.mark.parametrize("what", [*CHOICES, "whole"])
-def test_a_damaged_choice_is_not_used_and_the_log_says_so(what, trials, caplog):
-    name, kept = trials
-    content = CHOICES.get(what, json.dumps)(kept)
-    cache_folder().mkdir(parents=True)
-    (cache_folder() / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert chosen(budget=0.0).known is (what == "whole")
-    lines = warnings_of(caplog, "made anew")
-    assert len(lines) == (what != "whole") and all(name in line and len(line) < 600 for line in lines)
-
-
-def test_a_damaged_choice_is_made_anew(trials, caplog):
-    name, _ = trials
-    cache_folder().mkdir(parents=True)
-    (cache_folder() / name).write_text("[]")
-    choice = chosen()
-    assert not choice.known and choice.kernels
-    assert [t.operation for t in choice.trials if t.why_not is None].count("linear") == 1
-    assert len(warnings_of(caplog, "made anew")) == 1
-    assert chosen().known and len(warnings_of(caplog, "")) == 1  # it was written anew
-
-
-def test_a_choice_that_cannot_be_kept_is_made_all_the_same(nowhere, caplog, own_home):
-    with nowhere:
-        choice = chosen()
-    assert not choice.known and choice.kernels
-    assert len(warnings_of(caplog, "is not kept")) == 1
-    assert not list(own_home.rglob("kernels-*"))  # no part of one
-
-
-def test_an_engine_is_the_same_with_a_damaged_choice(monkeypatch, caplog):
-    """It fell back on kernels whose bits depend on the batch, and said nothing."""
-    pytest.importorskip("torch")
-    pytest.importorskip("tokenizers")
-    monkeypatch.setenv("HIBACHI_NATIVE", "0")  # they would be compiled for this test, in the background
-    params, seen = SamplingParams(max_tokens=4, temperature=0), []
-    for _ in range(2):
-        with LLM("tiny", backend="torch", device="cpu", dtype="float32", autotune="0.02s") as llm:
-            seen.append((llm.deterministic, type(llm.backend), llm.generate("It is", params)[0].text))
-        for path in cache_folder().glob("kernels-*.json"):
-            path.write_text("[]")
-    assert seen[0] == seen[1] and seen[0][0] and warnings_of(caplog, "made anew")
+def test_a_damaged_file_of_kernels_is_told(what, tmp_path):
+    path = tmp_path / "kernels.json"
+    kept.write(path, SIZES, True, [KernelTrial("linear", "native", {"1": 1.0}, None, None)])
+    content = CHOICES.get(what, json.dumps)(json.loads(path.read_text()))
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if what == "whole":
+        assert kept.read(path) == (SIZES, True, {"linear": "native"})
+    else:
+        with pytest.raises(ConfigError, match=r"kernels.json is no file of kernels.*Write one with --autotune") as e:
+            kept.read(path)
+        assert len(str(e.value)) < 600
 
 
 # ---- the programs of JAX ---------------------------------------------------------------------------------------------
@@ -255,7 +195,7 @@ print("sum", float(jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((64, 64))))
 
 
 def with_jax(home, limit="", **environment):
-    env = {"PATH": "/usr/bin:/bin", "HIBACHI_NATIVE": "0", "PYTHONPATH": str(ROOT), "HOME": str(home)} | environment
+    env = {"PATH": "/usr/bin:/bin", SWITCH: "none", "PYTHONPATH": str(ROOT), "HOME": str(home)} | environment
     done = subprocess.run([sys.executable, "-c", JAX, limit], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "sum 4096.0" in done.stdout, done.stderr
     return done.stdout, done.stderr.count("LOG What JAX compiles is not kept")

@@ -1,19 +1,15 @@
-// All layers of a decoder in one call: the kernels one after another, by threads that stay together.
+// All layers of a decoder in one call: the kernels one after another, as one job of the team.
 //
 // Called one by one from Python, the some three hundred operations of a step cost more than they compute where there
-// are few tokens. program.py writes the list of operations once for a model; each is the same kernel as in kernels.cpp,
-// so the results have the same bits.
+// are few tokens. program.py writes the list of operations once for a model; each is the same kernel as in
+// operations.cpp, so the results have the same bits.
 
-#include <ATen/Parallel.h>
-#include <omp.h>
-#include <sched.h>
-
-#include <atomic>
-
+#include "api.h"
 #include "attention.h"
 #include "int8.h"
 #include "linear.h"
 #include "small.h"
+#include "team.h"
 
 namespace hibachi {
 
@@ -34,50 +30,13 @@ struct Op {
 
 // As in structs.py.
 struct Step {
-  int64_t tokens, outputs, rows, blocks, block_size, heads, kv_heads, head_dim, cascade;
+  int64_t tokens, outputs, rows, blocks, block_size, cache_blocks, heads, kv_heads, head_dim, cascade;
   const int32_t *slot, *pos, *cu_q, *table, *last;
   void* const* buffers;
   const int64_t* widths;     // elements of a row of each buffer
   const void* const* turns;  // cosines and sines [tokens, half] of each set of frequencies
   void* const* caches;       // keys and values of each layer
   double* seconds;           // of each operation, added up; or nullptr
-};
-
-// Threads that wait for each other after each operation. Waiting is busy, as it takes less than a microsecond, unless
-// somebody else has the processor.
-class Team {
- public:
-  explicit Team(int operations) : taken(operations) {}
-
-  void assemble(int threads) { size = threads; }
-
-  void wait() {
-    if (size == 1) return;
-    const int now = turn.load(std::memory_order_relaxed);
-    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-      arrived.store(0, std::memory_order_relaxed);
-      turn.store(now + 1, std::memory_order_release);
-      return;
-    }
-    for (int n = 0; turn.load(std::memory_order_acquire) == now; n++) {
-      if (n > 20000) sched_yield();
-#ifdef __x86_64__
-      else __builtin_ia32_pause();
-#endif
-    }
-  }
-
-  template <class K>
-  void share(int operation, const K& kernel) {
-    const int64_t n = kernel.count(), batch = kernel.batch(size);
-    for (int64_t i; (i = taken[operation].fetch_add(batch, std::memory_order_relaxed)) < n;)
-      for (int64_t end = std::min(i + batch, n); i < end; i++) kernel(i);
-  }
-
- private:
-  int size = 1;
-  std::atomic<int> arrived{0}, turn{0};
-  std::vector<std::atomic<int64_t>> taken;
 };
 
 // Rows `last` of x.
@@ -93,10 +52,9 @@ struct Take {
   void operator()(int64_t i) const { std::copy_n(x + last[i] * width, width, y + i * width); }
 };
 
-template <class T>
-static void run(
-    const Step& s, const Op& op, int i, const std::vector<Tile>& work, const std::vector<Set>& some, Team& team
-) {
+// f(the kernel of an operation).
+template <class T, class F>
+static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& f) {
   using E = typename T::Element;
   using Lane = typename T::Lane;
   const int64_t m = op.outputs ? s.outputs : s.tokens, from_width = s.widths[op.from], to_width = s.widths[op.to];
@@ -130,8 +88,7 @@ static void run(
   }
   switch (op.kind) {
     case RMS_NORM:
-      return team.share(
-          i,
+      return f(
           RmsNorm<T>{
               .x = x,
               .w = w,
@@ -144,8 +101,7 @@ static void run(
           }
       );
     case LAYER_NORM:
-      return team.share(
-          i,
+      return f(
           LayerNorm<T>{
               .x = x,
               .w = w,
@@ -159,8 +115,7 @@ static void run(
           }
       );
     case LINEAR:
-      return team.share(
-          i,
+      return f(
           Linear<T, T>{
               .x = from,
               .x_stride = from_width,
@@ -179,32 +134,31 @@ static void run(
     case ROPE: {
       const void* const* turns = s.turns + 2 * op.which;
       const E *cos = static_cast<const E*>(turns[0]), *sin = static_cast<const E*>(turns[1]);
-      return team.share(i, Rope<T>{.x = x, .cos = cos, .sin = sin, .y = y, .tokens = m, .half = op.k});
+      return f(Rope<T>{.x = x, .cos = cos, .sin = sin, .y = y, .tokens = m, .half = op.k});
     }
     case WRITE: {
       const E *k = from + s.heads * s.head_dim, *v = k + s.kv_heads * s.head_dim;
-      return team.share(
-          i,
+      return f(
           Write<T>{.s = sizes, .at = Layout<T>(sizes), .k = k, .v = v, .keys = keys, .values = values, .slot = s.slot}
       );
     }
     case ATTEND: {
-      const Attention<T> attention{
-          .s = sizes,
-          .at = Layout<T>(sizes),
-          .q = from,
-          .keys = keys,
-          .values = values,
-          .pos = s.pos,
-          .table = s.table,
-          .out = to,
-          .work = work,
-      };
-      return s.cascade ? team.share(i, Cascade<T>{attention, some}) : team.share(i, attention);
+      return f(
+          Attention<T>{
+              .s = sizes,
+              .at = Layout<T>(sizes),
+              .q = from,
+              .keys = keys,
+              .values = values,
+              .pos = s.pos,
+              .table = s.table,
+              .out = to,
+              .work = work,
+          }
+      );
     }
     case ACTIVATE:
-      return team.share(
-          i,
+      return f(
           Activate<T>{
               .which = Activation(op.which),
               .gated = bool(op.gated),
@@ -218,11 +172,10 @@ static void run(
       );
     case ROUND: {
       const int8::Rounded rounded(s.buffers[op.to], m, op.k);
-      return team.share(i, int8::Round<T>{.x = from, .x_stride = from_width, .rounded = rounded, .m = m, .k = op.k});
+      return f(int8::Round<T>{.x = from, .x_stride = from_width, .rounded = rounded, .m = m, .k = op.k});
     }
     case LINEAR_INT8:
-      return team.share(
-          i,
+      return f(
           int8::Linear<T, T>{
               .x = int8::Rounded(s.buffers[op.from], m, op.k),
               .w = static_cast<const uint32_t*>(op.w),
@@ -238,42 +191,51 @@ static void run(
               .added_stride = added_width,
           }
       );
-    case TAKE:
-      return team.share(i, Take<E>{.x = from, .y = to, .width = from_width, .rows = s.outputs, .last = s.last});
+    default:  // TAKE
+      return f(Take<E>{.x = from, .y = to, .width = from_width, .rows = s.outputs, .last = s.last});
   }
 }
 
 template <class T>
-static void step(const Step& s, const Op* ops, int64_t count) {
+static int step(const Step& s, const Op* ops, int64_t operations) {
   using E = typename T::Element;
-  Team team(count);
   Sizes sizes{};
-  sizes.rows = s.rows, sizes.heads = s.heads, sizes.kv_heads = s.kv_heads;
-  sizes.blocks = s.blocks, sizes.block_size = s.block_size;
-  std::vector<Tile> work;
-  std::vector<Set> some;
-  if (s.cascade) some = sets(sizes, s.cu_q, s.pos, s.table, at::get_num_threads(), work);
-  else work = tiles(sizes, s.cu_q);
-  for (int64_t i = 0, done = s.cu_q[s.rows]; i < count; i++)  // tokens after that are padding
-    if (ops[i].kind == ATTEND) {
+  sizes.tokens = s.tokens, sizes.rows = s.rows, sizes.heads = s.heads, sizes.kv_heads = s.kv_heads;
+  sizes.blocks = s.blocks, sizes.block_size = s.block_size, sizes.cache_blocks = s.cache_blocks;
+  if (!inside(sizes, s.slot, s.pos, s.cu_q, s.table) || !below(s.last, s.outputs, s.tokens)) return OUTSIDE;
+  const int crew = threads();
+  Work work(sizes, s.cu_q);
+  const Buffer<int64_t> counts(operations), batches(operations);
+  if (!work.ok() || !counts.ok() || !batches.ok()) return NO_MEMORY;
+  work.fill(sizes, s.cu_q, s.pos, s.table, s.cascade, crew);
+  int64_t each = 0;  // scratch of a thread
+  for (int64_t i = 0, done = s.cu_q[s.rows]; i < operations; i++) {
+    with_kernel<T>(s, ops[i], work, [&](const auto& kernel) {
+      counts[i] = kernel.count(), batches[i] = kernel.batch(crew);
+      each = std::max(each, scratch_of(kernel));
+    });
+    if (ops[i].kind == ATTEND) {  // tokens after those of the rows are padding
       const int64_t width = s.widths[ops[i].to];
       std::fill_n(static_cast<E*>(s.buffers[ops[i].to]) + done * width, (s.tokens - done) * width, E{});
     }
-#pragma omp parallel num_threads(at::get_num_threads())
-  {
-#pragma omp single
-    team.assemble(omp_get_num_threads());
-    double began = s.seconds ? omp_get_wtime() : 0;
-    for (int64_t i = 0; i < count; i++) {
-      run<T>(s, ops[i], i, work, some, team);
-      team.wait();
-      if (s.seconds && omp_get_thread_num() == 0) {
-        const double now = omp_get_wtime();
-        s.seconds[i] += now - began;
-        began = now;
-      }
-    }
   }
+  const Buffer<char> scratch(each * crew);
+  if (!scratch.ok()) return NO_MEMORY;
+  struct All {
+    const Step& s;
+    const Op* ops;
+    const Work& work;
+    char* scratch;
+    int64_t each;
+  } const all{s, ops, work, scratch.data(), each};
+  const auto run = [](const void* what, int64_t i, int64_t begin, int64_t end, int thread) {
+    const All& a = *static_cast<const All*>(what);
+    with_kernel<T>(a.s, a.ops[i], a.work, [&](const auto& kernel) {
+      run_parts(kernel, begin, end, a.scratch + thread * a.each);
+    });
+  };
+  hibachi::work({run, &all, counts.data(), batches.data(), operations, crew, s.seconds});
+  return DONE;
 }
 
 }  // namespace hibachi
@@ -282,9 +244,10 @@ using namespace hibachi;
 
 extern "C" {
 
-int64_t hibachi_sizeof_Op() { return sizeof(Op); }
-int64_t hibachi_sizeof_Step() { return sizeof(Step); }
+EXPORT int64_t hibachi_sizeof_Op() { return sizeof(Op); }
+EXPORT int64_t hibachi_sizeof_Step() { return sizeof(Step); }
 
-void hibachi_step_f32(const Step* s, const Op* ops, int64_t count) { step<F32>(*s, ops, count); }
-void hibachi_step_bf16(const Step* s, const Op* ops, int64_t count) { step<Bf16>(*s, ops, count); }
+EXPORT int hibachi_step(int dtype, const Step* s, const Op* ops, int64_t operations) {
+  return dtype ? step<Bf16>(*s, ops, operations) : step<F32>(*s, ops, operations);
+}
 }

@@ -12,28 +12,67 @@
 #pragma once
 
 #include "lanes.h"
+#include "memory.h"
 
 namespace hibachi::int8 {
 
 constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
-constexpr int ROWS = REGISTERS / (2 * COLUMNS);  // sums of a group and sums of all stay in registers
-constexpr int BYTES = 4;                         // of a lane
-constexpr int GROUP = 32;                        // numbers of a row of x with one scale
+constexpr int ROWS = 4;    // of x that are multiplied at once
+constexpr int BYTES = 4;   // of a lane
+constexpr int GROUP = 32;  // numbers of a row of x with one scale
 constexpr int STEPS = GROUP / BYTES;
 constexpr int LARGEST = 127;
+constexpr int64_t WORTH = 65536;  // products that are worth waking another thread for
 
-inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// sums + the products of four bytes of each lane, `lanes` unsigned, x signed.
-inline Ints multiply(Ints sums, Words lanes, uint32_t x) {
+// The bytes of a register of W, unsigned, and four bytes of x, signed, as they are multiplied.
 #if defined(AVX512) && defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)lanes, (__m512i)all_words(x));
-#else
-  for (int i = 0; i < BYTES; i++) sums += (Ints)((lanes >> (8 * i)) & 255u) * (int32_t)(int8_t)(x >> (8 * i));
-  return sums;
-#endif
+using Wide = PartWords;
+using Spread = PartWords;
+inline Wide wide(PartWords w) { return w; }
+inline Spread spread(uint32_t x) { return PartWords{} + x; }
+inline PartInts multiply(PartInts sums, Wide w, Spread x) {
+  return (PartInts)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
 }
+#elif defined(__AVX2__)
+// As numbers of 16 bits, two of each lane: no product of bytes that saturates.
+struct Wide {
+  PartWords even, odd;
+};
+using Spread = Wide;
+inline Wide wide(PartWords w) { return {w & 0x00ff00ffu, (w >> 8) & 0x00ff00ffu}; }
+#ifdef AVX512
+inline Spread spread(uint32_t x) {
+  const __m512i all = (__m512i)(PartWords{} + x);
+  return {(PartWords)_mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8), (PartWords)_mm512_srai_epi16(all, 8)};
+}
+inline PartInts pairs(PartWords w, PartWords x) { return (PartInts)_mm512_madd_epi16((__m512i)w, (__m512i)x); }
+#else
+inline Spread spread(uint32_t x) {
+  const __m256i all = (__m256i)(PartWords{} + x);
+  return {(PartWords)_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), (PartWords)_mm256_srai_epi16(all, 8)};
+}
+inline PartInts pairs(PartWords w, PartWords x) { return (PartInts)_mm256_madd_epi16((__m256i)w, (__m256i)x); }
+#endif
+inline PartInts multiply(PartInts sums, const Wide& w, const Spread& x) {
+  return sums + pairs(w.even, x.even) + pairs(w.odd, x.odd);
+}
+#else
+struct Wide {
+  PartInts bytes[BYTES];
+};
+struct Spread {
+  int32_t bytes[BYTES];
+};
+inline Wide wide(PartWords w) {
+  return {(PartInts)(w & 255u), (PartInts)((w >> 8) & 255u), (PartInts)((w >> 16) & 255u), (PartInts)(w >> 24)};
+}
+inline Spread spread(uint32_t x) { return {(int8_t)x, (int8_t)(x >> 8), (int8_t)(x >> 16), (int8_t)(x >> 24)}; }
+inline PartInts multiply(PartInts sums, const Wide& w, const Spread& x) {
+  for (int i = 0; i < BYTES; i++) sums += w.bytes[i] * x.bytes[i];
+  return sums;
+}
+#endif
 
 inline int32_t sum(Ints v) {
 #ifdef AVX512
@@ -121,32 +160,37 @@ struct Rounded {
   }
 };
 
-// N rows of x from row i, times one panel.
+// N rows of x from row i, times one panel. Sums of a group and sums of all stay in registers.
 template <int N>
 static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t depth, Floats (&out)[N][COLUMNS]) {
-  Floats sums[N][COLUMNS] = {};
-  for (int64_t g = 0; g < x.groups; g++) {
-    const int8_t* values[N];
-    Ints group[N][COLUMNS];
-    for (int r = 0; r < N; r++) {
-      values[r] = x.values + ((i + r) * x.groups + g) * GROUP;
-      for (int c = 0; c < COLUMNS; c++) group[r][c] = Ints{} + x.starts[(i + r) * x.groups + g];
+  constexpr int WIDE = 2 * N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;
+  for (int first = 0; first < COLUMNS; first += WIDE) {
+    const uint32_t* at = panel + first * LANES;
+    Part sums[N][WIDE * PARTS] = {};
+    for (int64_t g = 0; g < x.groups; g++) {
+      const int8_t* values[N];
+      PartInts group[N][WIDE * PARTS];
+      for (int r = 0; r < N; r++) {
+        values[r] = x.values + ((i + r) * x.groups + g) * GROUP;
+        for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = PartInts{} + x.starts[(i + r) * x.groups + g];
+      }
+      const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
+      for (int s = 0; s < steps; s++, at += WIDTH) {
+        Wide w[WIDE * PARTS];
+        for (int c = 0; c < WIDE * PARTS; c++) w[c] = wide(load<PartWords>(at + c * PART));
+        for (int r = 0; r < N; r++) {
+          const Spread bytes = spread(load<uint32_t>(values[r] + s * BYTES));
+          for (int c = 0; c < WIDE * PARTS; c++) group[r][c] = multiply(group[r][c], w[c], bytes);
+        }
+      }
+      for (int r = 0; r < N; r++) {
+        const Part scale = Part{} + x.scales[(i + r) * x.groups + g];
+        for (int c = 0; c < WIDE * PARTS; c++)
+          sums[r][c] = fma(__builtin_convertvector(group[r][c], Part), scale, sums[r][c]);
+      }
     }
-    int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
-    for (int s = 0; s < steps; s++, panel += WIDTH) {
-      Words w[COLUMNS];
-      for (int c = 0; c < COLUMNS; c++) w[c] = load<Words>(panel + c * LANES);
-      for (int r = 0; r < N; r++)
-        for (int c = 0; c < COLUMNS; c++)
-          group[r][c] = multiply(group[r][c], w[c], load<uint32_t>(values[r] + s * BYTES));
-    }
-    for (int r = 0; r < N; r++)
-      for (int c = 0; c < COLUMNS; c++)
-        sums[r][c] =
-            fma(__builtin_convertvector(group[r][c], Floats), all(x.scales[(i + r) * x.groups + g]), sums[r][c]);
+    for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }
-  for (int r = 0; r < N; r++)
-    for (int c = 0; c < COLUMNS; c++) out[r][c] = sums[r][c];
 }
 
 // Rows of x [m, k] become `rounded`.
@@ -178,7 +222,10 @@ struct Linear {
   int64_t added_stride = 0;
 
   int64_t count() const { return up(n, WIDTH); }
-  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (8 * threads)); }
+  int64_t batch(int threads) const {
+    const int64_t worth = up(WORTH, std::max<int64_t>(1, m * k * WIDTH));
+    return std::max<int64_t>(worth, count() / (8 * threads));
+  }
 
   void operator()(int64_t p) const {
     const int64_t depth = up(k, BYTES), column = p * WIDTH;
@@ -213,16 +260,17 @@ struct Pack {
 
   int64_t count() const { return up(n, WIDTH); }
   int64_t batch(int) const { return 1; }
+  int64_t scratch() const { return up(k, LANES) * LANES; }
 
-  void operator()(int64_t p) const {
+  void operator()(int64_t p, char* scratch) const {
     const int64_t depth = up(k, BYTES);
-    std::vector<int8_t> row(up(k, LANES) * LANES);
+    int8_t* row = reinterpret_cast<int8_t*>(scratch);
     int32_t total;
     uint8_t* to = packed + p * depth * WIDTH * BYTES;
     std::fill_n(to, depth * WIDTH * BYTES, 128);
     std::fill_n(scales + p * WIDTH, WIDTH, 0.0f);
     for (int64_t c = 0; c < std::min<int64_t>(WIDTH, n - p * WIDTH); c++) {
-      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row.data(), total);
+      scales[p * WIDTH + c] = round_all<F32>(w + (p * WIDTH + c) * k, k, row, total);
       for (int64_t i = 0; i < k; i++) to[(i / BYTES * WIDTH + c) * BYTES + i % BYTES] = row[i] + 128;
     }
   }

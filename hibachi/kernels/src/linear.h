@@ -1,32 +1,42 @@
 // y = x W^T + b with weights that are packed once.
 //
 // W [n, k] is stored in panels of 48 rows: [n / 48][k / DEPTH][48] lanes, the last panel filled up with zeros. A tile
-// of the product is up to 8 rows of x times one panel; its 24 vectors of sums stay in registers while k passes by. So
-// each sum is formed in the order of k, whatever the number of rows, and panels are what threads share.
+// of the product is a few rows of x times one panel, or a third of one: its sums stay in registers while k passes by.
+// So each sum is formed in the order of k, whatever the number of rows, and panels are what threads share.
 
 #pragma once
 
 #include "lanes.h"
+#include "memory.h"
 
 namespace hibachi {
 
 constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
-constexpr int ROWS = REGISTERS / COLUMNS;
+constexpr int64_t WORTH = 32768;  // products that are worth waking another thread for
+
+// Rows of x that are multiplied at once, and the vectors of a panel that they are multiplied with meanwhile.
+template <class T>
+constexpr int ROWS = PART == LANES                              ? 8
+                     : sizeof(typename T::Wide) == sizeof(Part) ? 6
+                                                                : 4;
 
 template <class T, int N>
 static void multiply(
     const typename T::Lane* x, int64_t stride, const typename T::Lane* panel, int64_t depth, Floats (&out)[N][COLUMNS]
 ) {
-  Floats sums[N][COLUMNS] = {};  // apart from `out`, so that they stay in registers
-  for (int64_t k = 0; k < depth; k++, panel += WIDTH) {
-    Words w[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) w[c] = load<Words>(panel + c * LANES);
-    for (int r = 0; r < N; r++)
-      for (int c = 0; c < COLUMNS; c++) sums[r][c] = T::multiply(sums[r][c], w[c], x[r * stride + k]);
+  constexpr int WIDE = N * COLUMNS * PARTS <= REGISTERS ? COLUMNS : 1;  // vectors whose sums stay in registers
+  for (int first = 0; first < COLUMNS; first += WIDE) {
+    const typename T::Lane* at = panel + first * LANES;
+    Part sums[N][WIDE * PARTS] = {};
+    for (int64_t k = 0; k < depth; k++, at += WIDTH) {
+      typename T::Wide w[WIDE * PARTS];
+      for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
+      for (int r = 0; r < N; r++)
+        for (int c = 0; c < WIDE * PARTS; c++) sums[r][c] = T::multiply(sums[r][c], w[c], x[r * stride + k]);
+    }
+    for (int r = 0; r < N; r++) std::memcpy(&out[r][first], sums[r], sizeof sums[r]);
   }
-  for (int r = 0; r < N; r++)
-    for (int c = 0; c < COLUMNS; c++) out[r][c] = sums[r][c];
 }
 
 // y [m, n] = x [m, k] W^T + bias, rounded to Out; then, in T's dtype, times `scale` and plus `added`, each rounded.
@@ -45,15 +55,18 @@ struct Linear {
   const Element* added = nullptr;
   int64_t added_stride = 0;
 
-  int64_t count() const { return (n + WIDTH - 1) / WIDTH; }
-  int64_t batch(int threads) const { return std::max<int64_t>(1, count() / (8 * threads)); }
+  int64_t count() const { return up(n, WIDTH); }
+  int64_t batch(int threads) const {
+    const int64_t worth = up(WORTH, std::max<int64_t>(1, m * k * WIDTH));
+    return std::max<int64_t>(worth, count() / (8 * threads));
+  }
 
   void operator()(int64_t p) const {
     const int64_t depth = k / T::DEPTH, stride = x_stride / T::DEPTH, column = p * WIDTH;
     const Lane *panel = w + p * depth * WIDTH, *lanes = reinterpret_cast<const Lane*>(x);
     const int wide = std::min<int64_t>(WIDTH, n - column);
-    for (int64_t i = 0; i < m; i += ROWS)
-      with_constant<ROWS>(std::min<int64_t>(ROWS, m - i), [&](auto rows) {
+    for (int64_t i = 0; i < m; i += ROWS<T>)
+      with_constant<ROWS<T>>(std::min<int64_t>(ROWS<T>, m - i), [&](auto rows) {
         Floats sums[rows][COLUMNS];
         multiply<T, rows>(lanes + i * stride, stride, panel, depth, sums);
         for (int c = 0; c * LANES < wide; c++) {
@@ -80,7 +93,7 @@ struct Pack {
   Element* packed;
   int64_t n, k;
 
-  int64_t count() const { return (n + WIDTH - 1) / WIDTH; }
+  int64_t count() const { return up(n, WIDTH); }
   int64_t batch(int) const { return 1; }
 
   void operator()(int64_t p) const {

@@ -1,9 +1,15 @@
-"""`JaxBackend` with the kernels of this folder: `JaxBackend("cpu", native=True)`."""
+"""`JaxBackend` with hibachi's kernels: `JaxBackend("cpu", native=True)`.
+
+They are custom calls of XLA (`hibachi/kernels/src/xla.cpp`), whose handlers are in the library itself.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,17 +18,36 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
-from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.kernels.library import NUMERICS, Library, library
+from hibachi.kernels.memory import Slabs
+from hibachi.kernels.threads import most_threads
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.tensor.native import CODES, LANES, unpacked
+from hibachi.tensor.program import ACTIVATIONS
 from hibachi_jax.backend import JaxBackend
-from hibachi_jax.native.build import library, target
-from hibachi_jax.native.memory import Slabs
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # as in small.h
-_SUFFIX = {"float32": "f32", "bfloat16": "bf16"}
-_LANES = 16  # as in lanes.h
-_PACK = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-_DRAWN = 8  # rows that are drawn at once: of the sums in it, XLA chooses the order by the shape
+HANDLERS = ("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass")
+
+
+@cache
+def known() -> Library:
+    """The library, its handlers known to XLA by the names of `target`. Raises NativeUnavailable."""
+    found = library()
+    # XLA wants to be told its own version.
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    if minor := re.search(r"define XLA_FFI_API_MINOR (\d+)", header):
+        found.kernels.xla_version(int(minor[1]))
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(found.kernels.symbol(f"xla_{name}"))
+        jax.ffi.register_ffi_target(target(name), handler, platform="cpu")
+    return found
+
+
+@cache
+def target(name: str) -> str:
+    """What a program calls. Programs are kept on disk, so the name says which library they were made for."""
+    return f"hibachi_{name}.{library().path.stem}"
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +68,8 @@ class PagedCache:
     keys: Array  # [blocks, kv_heads, spans, lanes of a key, 16, depth]
     values: Array  # [blocks, kv_heads, spans, 16 / depth, width, depth]
     block_size: int = field(metadata={"static": True})
+    k_dim: int = field(metadata={"static": True})
+    v_dim: int = field(metadata={"static": True})
 
 
 class NativeJaxBackend(JaxBackend):
@@ -54,25 +81,33 @@ class NativeJaxBackend(JaxBackend):
     deterministic = True
     kernels = "native"
     native = True
+    draws = True
+    numerics = NUMERICS
 
     def __init__(self, device: Any = None, native: bool | None = None) -> None:
         super().__init__("cpu" if device is None and jax.default_backend() != "cpu" else device)
-        self._library = library()
+        self._run = known().kernels
+        self._run.set_threads(most_threads())
         self._slabs = Slabs()
-
-    @property
-    @override
-    def draw_rows(self) -> int:
-        return _DRAWN
 
     def _computed(self, dtype: str) -> str:
         """The dtype that kernels compute this one in. Raises UnsupportedOperation."""
         found = "float32" if dtype == "float16" else dtype
-        if found not in _SUFFIX or self.dtype(found).dtype != found:
+        if found not in CODES or self.dtype(found).dtype != found:
             raise UnsupportedOperation(
                 f"JAX's native kernels compute in float32 and bfloat16; got {dtype}. Pass one of these as dtype, or "
                 f"JaxBackend(native=False)."
             )
+        return found
+
+    @override
+    def suits(self, dtype: str, arch: Any) -> bool:
+        return dtype == "float32" or (dtype in CODES and arch is not None)
+
+    @override
+    def plain(self) -> ArrayBackend:
+        found = JaxBackend(self.device, native=False)
+        found.undecided = True
         return found
 
     # ---- weights -----------------------------------------------------------------------------------------------
@@ -82,12 +117,10 @@ class NativeJaxBackend(JaxBackend):
         computed = self._computed(dtype)
         kind = np.dtype(self.dtype(computed))
         plain = np.ascontiguousarray(np.asarray(w).astype(kind, copy=False))
-        (n, k), panel = plain.shape, self._library.hibachi_panel()
+        (n, k), panel = plain.shape, self._run.panel()
         depth = k + k % 2 if computed == "bfloat16" else k
         packed = self._slabs.empty(-(-n // panel) * panel * depth, kind)
-        pack = self._library[f"hibachi_pack_{_SUFFIX[computed]}"]
-        pack.argtypes, pack.restype = _PACK, None
-        pack(plain.ctypes.data, packed.ctypes.data, n, k)
+        self._run.pack(CODES[computed], plain.ctypes.data, packed.ctypes.data, n, k)
         panels = jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
         return PackedWeight(panels, (n, k), np.dtype(self.dtype(dtype)))
 
@@ -97,7 +130,7 @@ class NativeJaxBackend(JaxBackend):
             return super().weight_rows(w, idx)
         n, k = w.shape
         at = idx.reshape(-1).astype(jnp.int32)
-        found = _call("rows", (len(at), k), w.panels.dtype, w.panels, at, n=np.int64(n))
+        found = _call("rows", (len(at), k), w.panels.dtype, w.panels, at, ints=[n])
         return found.astype(w.dtype).reshape(*idx.shape, k)
 
     @override
@@ -118,8 +151,6 @@ class NativeJaxBackend(JaxBackend):
             )
         kind = w.panels.dtype
         rows = x.reshape(-1, k).astype(kind)
-        if kind == jnp.bfloat16 and k % 2:  # rows must be whole lanes
-            rows = jnp.pad(rows, ((0, 0), (0, 1)))
         made = dtype if w.dtype == kind else kind
         y = _call("linear", (len(rows), n), made, rows, w.panels, *(() if b is None else (b.astype(kind),)))
         return y.astype(dtype).reshape(*x.shape[:-1], n)
@@ -132,10 +163,19 @@ class NativeJaxBackend(JaxBackend):
             return super().make_cache(spec, blocks=blocks, block_size=block_size, rows=rows, dtype=dtype)
         wanted = self._computed(spec.dtype or dtype)
         depth = 2 if wanted == "bfloat16" else 1
-        spans, wide = -(-block_size // _LANES), -(-spec.v_dim // _LANES) * _LANES
+        spans, wide = -(-block_size // LANES), -(-spec.v_dim // LANES) * LANES
         shape = (blocks, spec.kv_heads, spans)
-        keys = self.zeros((*shape, -(-spec.k_dim // depth), _LANES, depth), wanted)
-        return PagedCache(keys, self.zeros((*shape, _LANES // depth, wide, depth), wanted), block_size)
+        keys = self.zeros((*shape, -(-spec.k_dim // depth), LANES, depth), wanted)
+        return PagedCache(
+            keys, self.zeros((*shape, LANES // depth, wide, depth), wanted), block_size, spec.k_dim, spec.v_dim
+        )
+
+    @override
+    def positions(self, cache: LayerCache) -> list[HostArray]:
+        if not isinstance(cache, PagedCache):
+            return super().positions(cache)
+        keys, values = (np.asarray(t, np.float32) for t in (cache.keys, cache.values))
+        return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
 
     @override
     def attend(
@@ -164,12 +204,10 @@ class NativeJaxBackend(JaxBackend):
             input_output_aliases={3: 1, 4: 2},
         )(
             *(q, k, v, keys, values, *index),
-            block_size=np.int64(cache.block_size),
-            window=np.int64(window or 0),
-            scale=np.float32(q.shape[2] ** -0.5 if scale is None else scale),
-            softcap=np.float32(softcap or 0.0),
+            ints=np.array([cache.block_size, window or 0, 1], np.int64),
+            reals=np.array([q.shape[2] ** -0.5 if scale is None else scale, softcap or 0.0], np.float32),
         )
-        return out.astype(dtype), PagedCache(keys, values, cache.block_size)
+        return out.astype(dtype), replace(cache, keys=keys, values=values)
 
     # ---- math --------------------------------------------------------------------------------------------------
 
@@ -177,14 +215,14 @@ class NativeJaxBackend(JaxBackend):
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         if w.dtype != x.dtype:
             return self.rms_norm(x, jnp.ones_like(w, x.dtype), eps) * w
-        return _rowwise("rms_norm", x, w, eps=np.float32(eps))
+        return _rowwise("rms_norm", x, w, reals=[eps])
 
     @override
     def layer_norm(self, x: Array, w: Array, b: Array | None, eps: float) -> Array:
         if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
             y = self.layer_norm(x, jnp.ones_like(w, x.dtype), None, eps) * w
             return y if b is None else y + b
-        return _rowwise("layer_norm", x, w, *(() if b is None else (b,)), eps=np.float32(eps))
+        return _rowwise("layer_norm", x, w, *(() if b is None else (b,)), reals=[eps])
 
     @override
     def softmax(self, x: Array) -> Array:
@@ -194,10 +232,15 @@ class NativeJaxBackend(JaxBackend):
     def best(self, x: Array) -> tuple[Array, Array] | None:
         if x.dtype != jnp.float32 or not 0 < x.shape[1] < 2**31:
             return None
-        rows = (len(x),)
-        made = jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
-        place, most = jax.ffi.ffi_call(target("best"), made)(x)
-        return place, most
+        return _of_rows("best", jnp.int32, x)
+
+    @override
+    def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
+        return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *how)
+
+    @override
+    def mass(self, x: Array) -> tuple[Array, Array]:
+        return _of_rows("mass", jnp.float32, x.astype(jnp.float32))
 
     @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
@@ -207,37 +250,60 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def silu(self, x: Array) -> Array:
-        return _rowwise("activate", x, which=np.int64(ACTIVATIONS["silu"]))
+        return _rowwise("activate", x, ints=[ACTIVATIONS["silu"]])
+
+    @override
+    def gelu(self, x: Array) -> Array:
+        return _rowwise("activate", x, ints=[ACTIVATIONS["gelu"]])
 
     @override
     def gelu_tanh(self, x: Array) -> Array:
-        return _rowwise("activate", x, which=np.int64(ACTIVATIONS["gelu_tanh"]))
+        return _rowwise("activate", x, ints=[ACTIVATIONS["gelu_tanh"]])
 
     @override
     def gated(self, x: Array, activation: str) -> Array:
         if activation not in ACTIVATIONS:
             return super().gated(x, activation)
-        return _rowwise("activate", x, width=x.shape[-1] // 2, which=np.int64(ACTIVATIONS[activation]))
+        return _rowwise("activate", x, width=x.shape[-1] // 2, ints=[ACTIVATIONS[activation]])
 
 
 _COMPUTED = (jnp.float32, jnp.bfloat16)
+
+
+def _of_rows(name: str, dtype: Any, x: Array, *args: Array) -> tuple[Array, Array]:
+    """A kernel that makes two numbers of each row, of this dtype and float32."""
+    made = jax.ShapeDtypeStruct((len(x),), dtype), jax.ShapeDtypeStruct((len(x),), jnp.float32)
+    one, other = jax.ffi.ffi_call(target(name), made)(x, *args)
+    return one, other
 
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _call(name: str, shape: tuple[int, ...], dtype: Any, *args: Array, **attributes: Any) -> Array:
+def _call(
+    name: str, shape: tuple[int, ...], dtype: Any, *args: Array, ints: Sequence[int] = (), reals: Sequence[float] = ()
+) -> Array:
     """A kernel that makes one array."""
     if 0 in shape:
         return jnp.zeros(shape, dtype)
+    attributes = {"ints": np.array(ints, np.int64)} if ints else {}
+    attributes |= {"reals": np.array(reals, np.float32)} if reals else {}
     return jax.ffi.ffi_call(target(name), jax.ShapeDtypeStruct(shape, dtype))(*args, **attributes)
 
 
-def _rowwise(name: str, x: Array, *args: Array, width: int | None = None, **attributes: Any) -> Array:
+def _rowwise(
+    name: str,
+    x: Array,
+    *args: Array,
+    width: int | None = None,
+    ints: Sequence[int] = (),
+    reals: Sequence[float] = (),
+) -> Array:
     """A kernel of each row [..., dim] by itself, in float32 if it does not know the dtype."""
     shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+    how: dict[str, Any] = {"ints": ints, "reals": reals}
     if x.dtype in _COMPUTED:
-        return _call(name, shape, x.dtype, x, *args, **attributes)
+        return _call(name, shape, x.dtype, x, *args, **how)
     args = tuple(a.astype(jnp.float32) for a in args)
-    return _call(name, shape, jnp.float32, x.astype(jnp.float32), *args, **attributes).astype(x.dtype)
+    return _call(name, shape, jnp.float32, x.astype(jnp.float32), *args, **how).astype(x.dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
-import torch
+import numpy as np
 
+from hibachi.kernels.abi import Op, Step
 from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.layout import StepInputs
-from hibachi_torch.native.build import library
-from hibachi_torch.native.structs import Op, Step
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
 H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED = range(9)  # buffers, each with a row for every token
@@ -33,12 +33,12 @@ _i64, _p = ctypes.c_int64, ctypes.c_void_p
 class Program:
     """The layers of a decoder. Made by `program`."""
 
-    def __init__(self, decoder: Any, weight: type) -> None:
-        self._arch, self._cascade, params = decoder.arch, decoder.backend.cascade, decoder.params
+    def __init__(self, decoder: Any, *, int8: bool) -> None:
+        self._arch, self._backend, params = decoder.arch, decoder.backend, decoder.params
         self._halves = [cos.shape[-1] for cos, _ in params["ropes"]]
         self._kept: list[Any] = []  # what the operations point to
         self._ops: list[dict[str, Any]] = []
-        self._rounds = hasattr(weight, "scales")  # bytes
+        self._rounds = int8
         self.dtype = params["norm"].dtype
         self._after_last = False
         a = self._arch
@@ -50,11 +50,12 @@ class Program:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         widths = [a.hidden_size, a.hidden_size, q + 2 * kv, q, wide, a.intermediate, a.hidden_size, a.hidden_size, q]
         deepest = max(q, a.intermediate, a.hidden_size)
-        self._bytes = library().hibachi_int8_rounded(deepest) if self._rounds else 0  # of a row
+        self._kernels = self._backend.library.kernels
+        self._bytes = self._kernels.int8_rounded(deepest) if self._rounds else 0  # of a row
         self._widths, self._offsets = widths, [sum(widths[1:i]) for i in range(1, len(widths))]
         self._wide = (_i64 * (len(widths) + 1))(*widths, 0)
-        self._run = library()["hibachi_step_" + ("bf16" if self.dtype == torch.bfloat16 else "f32")]
-        self._run.argtypes, self._run.restype = (_p, _p, _i64), None
+        self._code = self._backend.codes[self.dtype]
+        self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self.seconds: Any = None
         """If it is set to zeros, float64 [operations], the seconds of each are added to it."""
         self.parts = [_PARTS.get(op["kind"], "model") for op in self._ops]
@@ -67,25 +68,33 @@ class Program:
 
         Returns the normalised hidden states [n_out, hidden] at x.last, and the cache.
         """
-        a, tokens, outputs = self._arch, len(h), len(x.last)
-        space = torch.empty(tokens * sum(self._widths[1:]), dtype=self.dtype)
-        base, size = space.data_ptr(), space.element_size()
-        rounded = torch.empty(tokens * self._bytes, dtype=torch.uint8)
-        places = (h.data_ptr(), *(base + tokens * at * size for at in self._offsets), rounded.data_ptr())
+        a, b, tokens, outputs = self._arch, self._backend, len(h), len(x.last)
+        space = b.empty((tokens * sum(self._widths[1:]),), self.dtype)
+        base, size = b.address(space), space.itemsize
+        rounded = np.empty(tokens * self._bytes, dtype=np.uint8)
+        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), rounded.ctypes.data)
         buffers = (_p * len(places))(*places)
-        turned = (_p * max(1, 2 * len(turns)))(*(t.data_ptr() for pair in turns for t in pair))
-        halves = (_p * (2 * len(cache)))(*(half.data_ptr() for layer in cache for half in layer[:2]))
-        index = [_index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
+        turned = (_p * max(1, 2 * len(turns)))(*(b.address(t) for pair in turns for t in pair))
+        halves = self._halves_of(cache)
+        index = [b.index(t) for t in (x.slot, x.pos, x.cu_q, x.block_table, x.last)]
         step = Step(
-            *(tokens, outputs, len(index[2]) - 1, index[3].shape[1], cache[0][2], a.heads, a.kv_heads, a.head_dim),
-            self._cascade,
-            *(t.data_ptr() for t in index),
+            *(tokens, outputs, len(index[2]) - 1, index[3].shape[1], cache[0].block_size),
+            *(len(cache[0].keys), a.heads, a.kv_heads, a.head_dim, b.cascade),
+            *(b.address(t) for t in index),
             *(ctypes.addressof(some) for some in (buffers, self._wide, turned, halves)),
             None if self.seconds is None else self.seconds.ctypes.data,
         )
-        self._run(ctypes.addressof(step), ctypes.addressof(self._list), len(self._list))
+        self._kernels.step(self._code, ctypes.addressof(step), ctypes.addressof(self._list), len(self._list))
         at = tokens * self._offsets[NORMED - 1]
-        return space[at : at + outputs * a.hidden_size].view(outputs, a.hidden_size), cache
+        return b.xp.reshape(space[at : at + outputs * a.hidden_size], (outputs, a.hidden_size)), cache
+
+    def _halves_of(self, cache: list[LayerCache]) -> Any:
+        """The addresses of all keys and values. Another thread may step another cache meanwhile."""
+        known = self._known
+        if known is None or known[0]() is not cache[0].keys:
+            addresses = (_p * (2 * len(cache)))(*(self._backend.address(t) for c in cache for t in c[:2]))
+            self._known = known = weakref.ref(cache[0].keys), addresses
+        return known[1]
 
     # ---- the list ----------------------------------------------------------------------------------------------
 
@@ -135,22 +144,24 @@ class Program:
         if name not in layer:
             return source
         kind = LAYER_NORM if self._arch.norm == "layer" else RMS_NORM
-        w, b = layer[name].contiguous(), layer.get(f"{name}_bias")
-        b = None if b is None else b.contiguous()
+        w, b = self._backend.row_major(layer[name]), layer.get(f"{name}_bias")
+        b = None if b is None else self._backend.row_major(b)
         self._kept += [w, b]
-        more = dict(n=len(w), groups=1, b=None if b is None else b.data_ptr()) | more
-        self._add(kind, source, to, from_at=at, to_at=at, w=w.data_ptr(), number=self._arch.norm_eps, **more)
+        more = dict(n=len(w), groups=1, b=None if b is None else self._backend.address(b)) | more
+        self._add(
+            kind, source, to, from_at=at, to_at=at, w=self._backend.address(w), number=self._arch.norm_eps, **more
+        )
         return to
 
     def _linear(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
         w, b = layer[name], layer.get(f"{name}_bias")
-        b = None if b is None else b.contiguous()
+        b = None if b is None else self._backend.row_major(b)
         self._kept += [w, b]
         n, k = w.shape
-        more |= dict(w=w.pointer, b=None if b is None else b.data_ptr(), n=n, k=k)
+        more |= dict(w=w.pointers[0], b=None if b is None else self._backend.address(b), n=n, k=k)
         if self._rounds:
             self._add(ROUND, source, ROUNDED, k=k)
-            self._add(LINEAR_INT8, ROUNDED, to, scales=w.scales.data_ptr(), **more)
+            self._add(LINEAR_INT8, ROUNDED, to, scales=w.pointers[1], **more)
         else:
             self._add(LINEAR, source, to, **more)
         return to
@@ -160,24 +171,37 @@ class Program:
         self._ops.append(settled | more)
 
 
-def program(decoder: Any, weight: type[Any]) -> Program | None:
+def fuses(arch: Any) -> bool:
+    """Can a program have all layers of such a model (`hibachi.model.arch.Arch`)?"""
+    return (
+        arch.activation in ACTIVATIONS
+        and not any(layer.experts for layer in arch.layers)
+        and (arch.residual_scale == 1.0 or (arch.norms == "before" and not arch.parallel))
+        and not (arch.parallel and arch.norms != "before")
+    )
+
+
+def whole(arch: Any) -> bool:
+    """Is there nothing that the array library computes in the model's dtype, before the layers or after them?"""
+    return fuses(arch) and arch.embed_scale == 1.0 and not arch.learned_positions
+
+
+def program(decoder: Any, *, int8: bool) -> Program | None:
     """The decoder's layers as a program, or None if one of them has something that no operation computes.
 
-    weight: the class of packed matrices.
+    int8: its matrices have eight bits.
     """
-    a, params = decoder.arch, decoder.params
+    params = decoder.params
     dtype = params["norm"].dtype
     matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
+
+    def packed(w: Any) -> bool:
+        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == 1 + int8 and not w.shape[1] % 2
+
     fits = (
-        a.activation in ACTIVATIONS
-        and not any(layer.experts for layer in a.layers)
-        and all(type(w) is weight and w.dtype == dtype and not w.shape[1] % 2 for w in matrices)
+        fuses(decoder.arch)
+        and dtype in decoder.backend.codes
+        and all(packed(w) for w in matrices)
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)
-        and (a.residual_scale == 1.0 or (a.norms == "before" and not a.parallel))
-        and not (a.parallel and a.norms != "before")
     )
-    return Program(decoder, weight) if fits else None
-
-
-def _index(t: torch.Tensor) -> torch.Tensor:
-    return t if t.dtype == torch.int32 and t.is_contiguous() else t.to(torch.int32).contiguous()
+    return Program(decoder, int8=int8) if fits else None

@@ -2,11 +2,12 @@
 //
 // A lane holds what is multiplied at once: one float32, or a pair of bfloat16. Kernels are templates over these two.
 // The order in which a sum is formed is written out everywhere (the build switches contraction off), so that it
-// depends on nothing but the sizes of the layer.
+// depends on nothing but the sizes of the layer. Every number that is written has the same bits on every processor: a
+// product that is added is rounded once, and a NaN is always the same one.
 //
 // A kernel is a struct with a number of parts, count(), that are computed by calling it with 0 ... count() - 1, in any
-// order and by any thread, batch(threads) of them at a time. Whose threads these are is the affair of those who
-// include this: nothing here knows an array library.
+// order and by any thread, batch(threads) of them at a time. If it has scratch(), it is called with so many bytes of
+// memory that no other thread has. Whose threads these are is the affair of those who include this.
 
 #pragma once
 
@@ -15,11 +16,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <vector>
+#include <type_traits>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define AVX512
+#endif
+#if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace hibachi {
@@ -29,11 +34,19 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
-#ifdef AVX512
-constexpr int REGISTERS = 24;  // of 16 floats, for sums; the other eight hold what is multiplied
+// What fits into a register of the machine: 16, 8 or 4 lanes. The innermost loops are written with these, as compilers
+// keep nothing wider in registers. What is added in which order is a matter of the sixteen lanes alone.
+#if defined(AVX512)
+constexpr int PART = 16, REGISTERS = 24;  // REGISTERS: for sums; the others hold what is multiplied
+#elif defined(__AVX2__)
+constexpr int PART = 8, REGISTERS = 12;
 #else
-constexpr int REGISTERS = 6;  // two or four of the machine's registers each
+constexpr int PART = 4, REGISTERS = 24;
 #endif
+constexpr int PARTS = LANES / PART;
+typedef float Part __attribute__((vector_size(4 * PART)));
+typedef int32_t PartInts __attribute__((vector_size(4 * PART)));
+typedef uint32_t PartWords __attribute__((vector_size(4 * PART)));
 
 template <class V>
 inline V load(const void* p) {
@@ -50,18 +63,31 @@ inline void store(void* p, V v) {
 inline Floats all(float f) { return Floats{} + f; }
 inline Words all_words(uint32_t w) { return Words{} + w; }
 
-// a * b + c, rounded once where the machine can.
-inline Floats fma(Floats a, Floats b, Floats c) {
-#ifdef AVX512
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  Floats r;
-  for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return r;
+// a * b + c, rounded once.
+inline Part fma(Part a, Part b, Part c) {
+#if defined(AVX512)
+  return (Part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  return a * b + c;
+  for (int i = 0; i < PART; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #endif
 }
+
+#ifndef AVX512
+inline Floats fma(Floats a, Floats b, Floats c) {
+  Part x[PARTS], y[PARTS], z[PARTS];
+  std::memcpy(x, &a, sizeof a), std::memcpy(y, &b, sizeof b), std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < PARTS; i++) z[i] = fma(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
+}
+#endif
+
+inline Floats same_nan(Floats v) { return v == v ? v : all(std::numeric_limits<float>::quiet_NaN()); }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -125,18 +151,21 @@ struct F32 {
   using Element = float;
   using Lane = float;
   using Bits = uint32_t;
+  using Wide = Part;                            // lanes of a weight as they are multiplied, of one register
   static constexpr int DEPTH = 1;               // elements in a lane
   static constexpr Bits EXPONENT = 0x7f800000;  // all ones in infinity and NaN
   static Element nan() { return std::numeric_limits<float>::quiet_NaN(); }
 
-  static Floats multiply(Floats sums, Words lanes, Lane x) { return fma((Floats)lanes, all(x), sums); }
+  static Wide wide(PartWords w) { return (Part)w; }
+  static Part multiply(Part sums, Wide w, Lane x) { return fma(w, Part{} + x, sums); }
   static Floats read(const Element* p) { return load<Floats>(p); }
-  static void write(Element* p, Floats v) { store(p, v); }
+  static void write(Element* p, Floats v) { store(p, same_nan(v)); }
   static Floats rounded(Floats v) { return v; }
   static Floats put(Element* p, Floats v) { return store(p, v), v; }
 };
 
-// bfloat16, as its 16 bits; sums are float32.
+// bfloat16, as its 16 bits; sums are float32. Instructions that multiply bfloat16 are not used: they are no faster than
+// two products of float32, and leave denormal numbers out. The second of a pair is added first, as they do.
 struct Bf16 {
   using Element = uint16_t;
   using Lane = uint32_t;
@@ -145,36 +174,30 @@ struct Bf16 {
   static constexpr Bits EXPONENT = 0x7f80;
   static Element nan() { return 0x7fc0; }
 
-  static Floats multiply(Floats sums, Words lanes, Lane x) {
-#if defined(AVX512) && defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)lanes, (__m512bh)all_words(x));
-#else
-    Words both = all_words(x);
-    sums = fma((Floats)(lanes << 16), (Floats)(both << 16), sums);
-    return fma((Floats)(lanes & 0xffff0000u), (Floats)(both & 0xffff0000u), sums);
-#endif
+  struct Wide {
+    Part first, second;
+  };
+  static Wide wide(PartWords w) { return {(Part)(w << 16), (Part)(w & 0xffff0000u)}; }
+  static Part multiply(Part sums, const Wide& w, Lane x) {
+    const PartWords both = PartWords{} + x;
+    sums = fma(w.second, (Part)(both & 0xffff0000u), sums);
+    return fma(w.first, (Part)(both << 16), sums);
   }
 
   // Compilers split conversions between 16 and 32 bits into halves, so they are spelled out where there are masks.
 #ifdef AVX512
-  static Floats wide(__m256i v) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); }
+  static Floats widened(__m256i v) { return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16); }
 
-  static __m256i narrow(Floats v) {
-#ifdef __AVX512BF16__
-    return (__m256i)_mm512_cvtneps_pbh((__m512)v);
-#else
-    return _mm512_cvtepi32_epi16((__m512i)bits(v));
-#endif
-  }
+  static __m256i narrow(Floats v) { return _mm512_cvtepi32_epi16((__m512i)bits(v)); }
 
-  static Floats read(const Element* p) { return wide(load<__m256i>(p)); }
+  static Floats read(const Element* p) { return widened(load<__m256i>(p)); }
   static void write(Element* p, Floats v) { store(p, narrow(v)); }
-  static Floats rounded(Floats v) { return wide(narrow(v)); }
+  static Floats rounded(Floats v) { return widened(narrow(v)); }
 
   static Floats put(Element* p, Floats v) {  // writes, and returns what was written
     const __m256i n = narrow(v);
     store(p, n);
-    return wide(n);
+    return widened(n);
   }
 #else
   typedef uint16_t Halves __attribute__((vector_size(32)));
@@ -184,10 +207,10 @@ struct Bf16 {
   static Floats put(Element* p, Floats v) { return write(p, v), rounded(v); }
 #endif
 
-  static Words bits(Floats v) {  // to the nearest, ties to even; NaN stays NaN
+  static Words bits(Floats v) {  // to the nearest, ties to even
     Words w = (Words)v;
     Words near = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-    return v != v ? (w >> 16) | 0x40u : near;
+    return v != v ? all_words(0x7fc0) : near;
   }
 };
 

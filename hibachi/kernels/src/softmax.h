@@ -3,6 +3,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "memory.h"
 
 namespace hibachi {
 
@@ -24,11 +25,12 @@ struct Softmax {
   int64_t count() const { return rows; }
   int64_t batch(int) const { return std::max<int64_t>(1, 8192 / dim); }
 
-  void operator()(int64_t i) const {
+  int64_t scratch() const { return up(dim, LANES) * LANES * sizeof(float); }
+
+  void operator()(int64_t i, char* scratch) const {
     const float none = -std::numeric_limits<float>::infinity();
     const Element* from = x + i * dim;
-    thread_local std::vector<float> weights;
-    weights.resize((dim + LANES - 1) / LANES * LANES);
+    float* weights = reinterpret_cast<float*>(scratch);
     Floats high = all(none), total = {};
     for (int64_t d = 0; d < dim; d += LANES) {
       const int n = std::min<int64_t>(LANES, dim - d);
@@ -38,12 +40,12 @@ struct Softmax {
     for (int64_t d = 0; d < dim; d += LANES) {
       const int n = std::min<int64_t>(LANES, dim - d);
       Floats e = only(exp(read_some<T>(from + d, n) - most), n, 0.0f);
-      store(weights.data() + d, e);
+      store(weights + d, e);
       total += e;
     }
     const float sums = sum(total);
     for (int64_t d = 0; d < dim; d += LANES)
-      write_some<T>(y + i * dim + d, load<Floats>(weights.data() + d) / sums, std::min<int64_t>(LANES, dim - d));
+      write_some<T>(y + i * dim + d, load<Floats>(weights + d) / sums, std::min<int64_t>(LANES, dim - d));
   }
 };
 

@@ -1,0 +1,212 @@
+"""The kernels' library for this machine: the one that was installed with us, else one that is compiled now.
+
+$HIBACHI_VARIANT: the name of a variant takes that one instead of the best; "none" goes without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hibachi.cachefolder import cache_folder
+from hibachi.errors import HibachiError
+from hibachi.kernels.abi import Kernels, WrongLibrary
+from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, key, variants
+
+SWITCH = "HIBACHI_VARIANT"
+NUMERICS = "cpu-1"
+"""The name of the bits that come out: equal names, equal bits. A new one when a bit changes; CHANGELOG says so."""
+INSTALLED = Path(__file__).parent / "lib"
+_SUFFIX = {"Windows": ".dll", "Darwin": ".dylib"}.get(platform.system(), ".so")
+_log = logging.getLogger("hibachi.kernels")
+_said: set[str] = set()
+
+
+class NativeUnavailable(HibachiError):
+    """The kernels cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The kernels that are used, and where they come from: "installed" or "compiled"."""
+
+    kernels: Kernels
+    variant: Variant
+    path: Path
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.variant.name}, {self.origin}: {self.path}"
+
+
+def library() -> Library:
+    """The library, compiled now if need be. Raises NativeUnavailable."""
+    found = _library(os.environ.get(SWITCH, "auto"))
+    if isinstance(found, str):
+        raise NativeUnavailable(found)
+    return found
+
+
+def why_missing() -> str | None:
+    """Why there are no kernels, or None if there are. Compiles them if need be."""
+    found = _library(os.environ.get(SWITCH, "auto"))
+    return found if isinstance(found, str) else None
+
+
+def state() -> str:
+    """Which kernels are used here, or why none. In words; nothing is compiled."""
+    asked = os.environ.get(SWITCH, "auto")
+    if asked == "none":
+        return f"not used, as {SWITCH}=none is set"
+    if (INSTALLED / "manifest.json").exists() or _known():
+        return str(_library(asked))
+    try:
+        return f"to be compiled by {compiler()} when they are first asked for"
+    except BuildFailed as e:
+        return f"there are none: {e}"
+
+
+def _known() -> bool:
+    try:
+        made = key(compiler())
+        return any((cache_folder() / "kernels" / f"{v.name}-{made}{_SUFFIX}").exists() for v in variants())
+    except (OSError, BuildFailed):
+        return False
+
+
+@cache
+def _library(asked: str) -> Library | str:
+    """What was asked for, or why it cannot be had. Decided once, and said once."""
+    try:
+        if asked == "none":
+            raise NativeUnavailable(f"{SWITCH}=none is set")
+        installed = _installed(asked)
+        return installed or _compiled(asked)
+    except (NativeUnavailable, BuildFailed, WrongLibrary, OSError) as e:
+        if asked not in ("auto", "none"):
+            raise NativeUnavailable(str(e)) from e
+        why = str(e)
+        if asked != "none" and why not in _said:
+            _said.add(why)
+            _log.warning("There are no kernels for this machine: %s", why)
+        return why
+
+
+def choose(asked: str, there: tuple[Variant, ...], level: int) -> Variant:
+    """The best of the variants that are there. Raises NativeUnavailable."""
+    names = ", ".join(v.name for v in there)
+    fitting = [v for v in there if v.level <= level]
+    if asked != "auto":
+        named = next((v for v in there if v.name == asked), None)
+        if named is None:
+            raise NativeUnavailable(f"{SWITCH} must be auto, none or one of {names}; got {asked!r}")
+        if named not in fitting:
+            raise NativeUnavailable(
+                f"{SWITCH}={asked} needs instructions that this processor or its system does not have; it can use "
+                f"{', '.join(v.name for v in fitting) or 'none of the variants'}"
+            )
+        return named
+    if not fitting:
+        raise NativeUnavailable(
+            f"this processor has none of the sets of instructions that they are built for ({names or 'x86-64, ARM'})"
+        )
+    return fitting[-1]
+
+
+# ---- installed -------------------------------------------------------------------------------------------------------
+
+
+def _installed(asked: str) -> Library | None:
+    """From the wheel; None: it brought none. Raises NativeUnavailable, WrongLibrary, OSError."""
+    try:
+        manifest = json.loads((INSTALLED / "manifest.json").read_text())
+        if not isinstance(manifest, dict):
+            raise ValueError("expected an object")
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as e:
+        raise NativeUnavailable(f"{INSTALLED / 'manifest.json'} is damaged: {e}. Install hibachi anew") from e
+    there = tuple(v for v in variants() if f"{v.name}{_SUFFIX}" in manifest)
+    level = 0
+    if there and there[0].level:
+        level = _level(_whole(INSTALLED / f"probe{_SUFFIX}", manifest))
+    variant = choose(asked, there, level)
+    path = _whole(INSTALLED / f"{variant.name}{_SUFFIX}", manifest)
+    return Library(Kernels(str(path)), variant, path, "installed")
+
+
+def _whole(path: Path, manifest: dict[str, str]) -> Path:
+    """The path of a file that is as it was built: a damaged library may end the process. Raises NativeUnavailable."""
+    if hashlib.sha256(path.read_bytes()).hexdigest() != manifest.get(path.name):
+        raise NativeUnavailable(f"{path} is damaged. Install hibachi anew")
+    return path
+
+
+def _level(probe: Path) -> int:
+    return int(ctypes.CDLL(str(probe)).hibachi_level())
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def _compiled(asked: str) -> Library:
+    """Compiled once for this machine. Raises NativeUnavailable, BuildFailed, WrongLibrary, OSError."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise NativeUnavailable(f"no wheel has kernels for {platform.system()} on {platform.machine()}")
+    there, level, folder = variants(), 0, cache_folder() / "kernels"
+    if not there:
+        raise NativeUnavailable(f"they are for x86-64 and ARM; this is {platform.machine()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if there[0].level:
+        level = _level(_made(folder / f"probe-{key(compiler())}{_SUFFIX}", lambda to: build_probe(to, [compiler()])))
+    cxx, variant = compiler(level), choose(asked, there, level)
+
+    def make(to: Path) -> None:
+        _log.warning("Compiling kernels, once for this machine, in half a minute or so: %s", to)
+        build(variant, to, cxx)
+
+    path = _made(folder / f"{variant.name}-{key(cxx)}{_SUFFIX}", make)
+    return Library(Kernels(str(path)), variant, path, "compiled")
+
+
+def _made(path: Path, make: object) -> Path:
+    """A file that is there whole, made now if it is not. One process makes it, others wait for it."""
+    seal = path.with_suffix(f"{path.suffix}.sha256")
+
+    def whole() -> bool:
+        try:
+            return seal.read_bytes() == hashlib.sha256(path.read_bytes()).hexdigest().encode()
+        except OSError:
+            return False
+
+    if not whole():
+        with _alone(path.with_suffix(".lock")):
+            if not whole():
+                if path.exists():
+                    _log.warning("%s is damaged, as after a full disk; it is made anew.", path)
+                assert callable(make)
+                make(path)
+                seal.write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    return path
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process does the same meanwhile."""
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

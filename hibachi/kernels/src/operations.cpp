@@ -1,0 +1,313 @@
+// The operations by themselves. Pointers, sizes, and strides in elements; what is not said is dense, row by row. Shapes
+// and dtypes are checked by who calls (hibachi/tensor/native.py), places are checked here.
+
+#include "api.h"
+#include "attention.h"
+#include "draw.h"
+#include "int8.h"
+#include "linear.h"
+#include "small.h"
+#include "softmax.h"
+#include "team.h"
+
+using namespace hibachi;
+
+namespace {
+
+int told(bool done) { return done ? DONE : NO_MEMORY; }
+
+// f(T{}) for the kernels of a dtype: 0 is float32, 1 bfloat16.
+template <class F>
+int by_dtype(int dtype, const F& f) {
+  return told(dtype ? f(Bf16{}) : f(F32{}));
+}
+
+template <class T>
+using E = typename T::Element;
+
+template <class T>
+const E<T>* in(const void* p) {
+  return static_cast<const E<T>*>(p);
+}
+
+template <class T>
+E<T>* out(void* p) {
+  return static_cast<E<T>*>(p);
+}
+
+template <class T, class Out>
+bool linear(const void* x, int64_t stride, const void* w, const void* b, void* y, int64_t m, int64_t n, int64_t k) {
+  const int64_t whole = up(k, T::DEPTH) * T::DEPTH;
+  const bool odd = k != whole || stride % T::DEPTH;  // rows must be whole lanes
+  const Buffer<E<T>> copy(odd ? m * whole : 0);
+  if (!copy.ok()) return false;
+  for (int64_t i = 0; odd && i < m; i++) {
+    std::copy_n(in<T>(x) + i * stride, k, copy.data() + i * whole);
+    std::fill_n(copy.data() + i * whole + k, whole - k, E<T>{});
+  }
+  return share(
+      Linear<T, Out>{
+          .x = odd ? copy.data() : in<T>(x),
+          .x_stride = odd ? whole : stride,
+          .w = static_cast<const typename T::Lane*>(w),
+          .bias = in<T>(b),
+          .y = out<Out>(y),
+          .y_stride = n,
+          .m = m,
+          .n = n,
+          .k = whole,
+      }
+  );
+}
+
+template <class T, class Out>
+bool int8_linear(
+    const void* x,
+    int64_t stride,
+    const void* w,
+    const float* scales,
+    const void* b,
+    void* y,
+    int64_t m,
+    int64_t n,
+    int64_t k
+) {
+  const Buffer<char> memory(int8::Rounded::bytes(m, k));
+  if (!memory.ok()) return false;
+  const int8::Rounded rounded(memory.data(), m, k);
+  return share(int8::Round<T>{.x = in<T>(x), .x_stride = stride, .rounded = rounded, .m = m, .k = k}) &&
+         share(
+             int8::Linear<T, Out>{
+                 .x = rounded,
+                 .w = static_cast<const uint32_t*>(w),
+                 .scales = scales,
+                 .bias = in<T>(b),
+                 .y = out<Out>(y),
+                 .y_stride = n,
+                 .m = m,
+                 .n = n,
+                 .k = k,
+             }
+         );
+}
+
+}  // namespace
+
+extern "C" {
+
+EXPORT int32_t hibachi_abi() { return ABI; }
+EXPORT int64_t hibachi_panel() { return WIDTH; }
+EXPORT int64_t hibachi_int8_panel() { return int8::WIDTH; }
+EXPORT int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, k); }  // bytes of a row of k numbers
+EXPORT int64_t hibachi_sizeof_Sizes() { return sizeof(Sizes); }
+
+EXPORT int hibachi_threads() { return threads(); }
+EXPORT void hibachi_set_threads(int n) { set_threads(n); }
+
+// How many sets of tiles attention makes of a step; -1: no memory.
+EXPORT int64_t
+hibachi_sets(const Sizes* s, const int32_t* cu_q, const int32_t* pos, const int32_t* table, int threads) {
+  Work work(*s, cu_q);
+  if (!work.ok()) return -1;
+  work.fill(*s, cu_q, pos, table, true, threads);
+  return work.set_count();
+}
+
+// y [m, n] = x [m, k] times the packed w [n, k], plus b [n] unless it is null; `wide`: float32, else x's dtype.
+EXPORT int hibachi_linear(
+    int dtype,
+    int wide,
+    const void* x,
+    int64_t stride,
+    const void* w,
+    const void* b,
+    void* y,
+    int64_t m,
+    int64_t n,
+    int64_t k
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return wide ? linear<T, F32>(x, stride, w, b, y, m, n, k) : linear<T, T>(x, stride, w, b, y, m, n, k);
+  });
+}
+
+// w [n, k] to panels.
+EXPORT int hibachi_pack(int dtype, const void* w, void* packed, int64_t n, int64_t k) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(Pack<T>{in<T>(w), out<T>(packed), n, k});
+  });
+}
+
+// y [many, k]: rows `at` of a packed matrix [n, k].
+EXPORT int hibachi_rows(int dtype, const void* packed, const int32_t* at, void* y, int64_t many, int64_t n, int64_t k) {
+  if (!below(at, many, n)) return OUTSIDE;
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(Rows<T>{in<T>(packed), at, out<T>(y), many, k});
+  });
+}
+
+EXPORT int hibachi_int8_linear(
+    int dtype,
+    int wide,
+    const void* x,
+    int64_t stride,
+    const void* w,
+    const float* scales,
+    const void* b,
+    void* y,
+    int64_t m,
+    int64_t n,
+    int64_t k
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return wide ? int8_linear<T, F32>(x, stride, w, scales, b, y, m, n, k)
+                : int8_linear<T, T>(x, stride, w, scales, b, y, m, n, k);
+  });
+}
+
+EXPORT int hibachi_int8_pack(const float* w, void* packed, float* scales, int64_t n, int64_t k) {
+  return told(share(int8::Pack{w, static_cast<uint8_t*>(packed), scales, n, k}));
+}
+
+EXPORT int hibachi_int8_rows(
+    int dtype, const void* packed, const float* scales, const int32_t* at, void* y, int64_t many, int64_t n, int64_t k
+) {
+  if (!below(at, many, n)) return OUTSIDE;
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(int8::Rows<T>{static_cast<const uint8_t*>(packed), scales, at, out<T>(y), many, k});
+  });
+}
+
+EXPORT int hibachi_attend(
+    int dtype,
+    const Sizes* sizes,
+    const void* q,
+    const void* k,
+    const void* v,
+    void* keys,
+    void* values,
+    const int32_t* slot,
+    const int32_t* pos,
+    const int32_t* cu_q,
+    const int32_t* table,
+    int cascade,
+    void* y
+) {
+  const Sizes& s = *sizes;
+  if (!inside(s, slot, pos, cu_q, table)) return OUTSIDE;
+  Work work(s, cu_q);
+  if (!work.ok()) return NO_MEMORY;
+  work.fill(s, cu_q, pos, table, cascade, threads());
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    const Layout<T> at(s);
+    const int64_t done = cu_q[s.rows], each = s.heads * s.v_dim;  // tokens after that are padding
+    std::fill_n(out<T>(y) + done * each, (s.tokens - done) * each, E<T>{});
+    return share(Write<T>{s, at, in<T>(k), in<T>(v), out<T>(keys), out<T>(values), slot}) &&
+           share(Attention<T>{s, at, in<T>(q), out<T>(keys), out<T>(values), pos, table, out<T>(y), work});
+  });
+}
+
+EXPORT int hibachi_rms_norm(
+    int dtype, const void* x, int64_t stride, const void* w, void* y, int64_t rows, int64_t dim, float eps
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(RmsNorm<T>{{in<T>(x), stride, 1, dim}, in<T>(w), {out<T>(y), dim, 1, dim}, rows, dim, eps});
+  });
+}
+
+// b: or null.
+EXPORT int hibachi_layer_norm(
+    int dtype,
+    const void* x,
+    int64_t stride,
+    const void* w,
+    const void* b,
+    void* y,
+    int64_t rows,
+    int64_t dim,
+    float eps
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(
+        LayerNorm<T>{{in<T>(x), stride, 1, dim}, in<T>(w), in<T>(b), {out<T>(y), dim, 1, dim}, rows, dim, eps}
+    );
+  });
+}
+
+EXPORT int hibachi_softmax(int dtype, const void* x, void* y, int64_t rows, int64_t dim) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(Softmax<T>{in<T>(x), out<T>(y), rows, dim});
+  });
+}
+
+// x, y [tokens, heads, dim]; cos, sin [tokens, dim / 2].
+EXPORT int hibachi_rope(
+    int dtype,
+    const void* x,
+    int64_t stride,
+    const void* cos,
+    const void* sin,
+    void* y,
+    int64_t tokens,
+    int64_t heads,
+    int64_t dim
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(
+        Rope<T>{
+            {in<T>(x), stride, heads, dim},
+            in<T>(cos),
+            in<T>(sin),
+            {out<T>(y), heads * dim, heads, dim},
+            tokens,
+            dim / 2
+        }
+    );
+  });
+}
+
+// y [rows, dim]; x has twice the columns if it is gated.
+EXPORT int hibachi_activate(
+    int dtype, int which, const void* x, int64_t stride, void* y, int64_t rows, int64_t dim, int gated
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(Activate<T>{Activation(which), bool(gated), in<T>(x), stride, out<T>(y), dim, rows, dim});
+  });
+}
+
+EXPORT int hibachi_best(const float* x, int64_t rows, int64_t columns, int32_t* place, float* most) {
+  return told(share(Best{x, rows, columns, place, most}));
+}
+
+// Arrays [rows]; see draw.h.
+EXPORT int hibachi_draw(
+    const float* x,
+    int64_t rows,
+    int64_t columns,
+    const float* temperature,
+    const int32_t* top_k,
+    const float* top_p,
+    const float* min_p,
+    const float* typical_p,
+    const float* u,
+    int32_t* token,
+    float* most
+) {
+  return told(share(Draw{x, rows, columns, {temperature, top_p, min_p, typical_p, u, top_k}, token, most}));
+}
+
+EXPORT int hibachi_mass(const float* x, int64_t rows, int64_t columns, float* most, float* mass) {
+  return told(share(Mass{x, rows, columns, most, mass}));
+}
+}

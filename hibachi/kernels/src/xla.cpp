@@ -1,0 +1,290 @@
+// The operations as custom calls of XLA. Its interface is one of plain C structs, each of which begins with its size
+// and may grow at its end; what is used of them is declared here, so that no file of XLA's is needed. Arrays are dense,
+// row by row. Shapes and dtypes were checked when the program was traced. Attributes: `ints` and `reals`, arrays.
+
+#include "api.h"
+#include "attention.h"
+
+namespace {
+
+struct Extension {
+  size_t struct_size;
+  int32_t type;  // 1: XLA asks what we are, see Metadata
+  Extension* next;
+};
+
+struct Head {
+  size_t struct_size;
+  Extension* extension;
+};
+
+struct Version {
+  Head head;
+  int32_t major, minor;
+};
+
+struct Metadata {
+  size_t struct_size;
+  Version version;
+  uint32_t traits;
+  int64_t state_type;  // since version 0.1
+};
+
+struct MetadataExtension {
+  Extension base;
+  Metadata* metadata;
+};
+
+struct NewError {
+  Head head;
+  const char* message;
+  int32_t code;
+};
+
+struct Api {
+  Head head;
+  Version version;
+  const void* internal;
+  void* (*new_error)(NewError*);
+};
+
+struct Buffer_ {
+  Head head;
+  int32_t dtype;
+  void* data;
+  int64_t rank;
+  int64_t* dims;
+};
+
+struct Span {
+  const char* text;
+  size_t length;
+};
+
+struct List {
+  int32_t dtype;
+  size_t size;
+  void* data;
+};
+
+template <class E>
+struct Some {
+  Head head;
+  int64_t size;
+  int32_t* types;
+  E** of;
+};
+
+struct Attributes {
+  Head head;
+  int64_t size;
+  int32_t* types;
+  Span** names;
+  List** of;
+};
+
+struct Frame {
+  Head head;
+  const Api* api;
+  void* context;
+  int32_t stage;
+  Some<Buffer_> in, out;
+  Attributes attributes;
+};
+
+constexpr int32_t F32_TYPE = 11, BF16_TYPE = 16, EXHAUSTED = 8, INVALID = 3;
+int32_t minor_version = 3;
+
+void* fail(const Frame* f, int32_t code, const char* message) {
+  NewError error{{sizeof(NewError), nullptr}, message, code};
+  return f->api->new_error(&error);
+}
+
+// What a handler sees.
+struct Call {
+  const Frame& f;
+
+  int64_t inputs() const { return f.in.size; }
+  const void* in(int i) const { return i < f.in.size ? f.in.of[i]->data : nullptr; }
+  void* out(int i) const { return f.out.of[i]->data; }
+  template <class E>
+  const E* in(int i) const {
+    return static_cast<const E*>(in(i));
+  }
+  int64_t size(int i, int dim) const { return dim_of(*f.in.of[i], dim); }
+  int64_t out_size(int i, int dim) const { return dim_of(*f.out.of[i], dim); }
+  int64_t count(int i) const {
+    int64_t n = 1;
+    for (int64_t d = 0; d < f.in.of[i]->rank; d++) n *= f.in.of[i]->dims[d];
+    return n;
+  }
+  int dtype(int i = 0) const { return f.in.of[i]->dtype == BF16_TYPE; }
+  bool wide() const { return f.out.of[0]->dtype == F32_TYPE; }
+  int64_t integer(int i) const { return static_cast<const int64_t*>(list('i')->data)[i]; }
+  float real(int i) const { return static_cast<const float*>(list('r')->data)[i]; }
+
+ private:
+  static int64_t dim_of(const Buffer_& b, int dim) { return b.dims[dim < 0 ? b.rank + dim : dim]; }
+  const List* list(char first) const {
+    for (int64_t i = 0; i < f.attributes.size; i++)
+      if (f.attributes.names[i]->text[0] == first) return f.attributes.of[i];
+    return nullptr;
+  }
+};
+
+template <class F>
+void* handle(Frame* f, const F& run) {
+  for (Extension* e = f->head.extension; e; e = e->next)
+    if (e->type == 1) {
+      Metadata& m = *reinterpret_cast<MetadataExtension*>(e)->metadata;
+      m.version = {{sizeof(Version), nullptr}, 0, minor_version};
+      m.traits = 0;
+      if (m.struct_size >= sizeof(Metadata)) m.state_type = 0;
+      return nullptr;
+    }
+  if (f->stage != 3) return nullptr;
+  for (int64_t i = 0; i < f->in.size; i++)
+    if (f->in.of[i]->rank < 1 || (i == 0 && f->in.of[i]->dtype != F32_TYPE && f->in.of[i]->dtype != BF16_TYPE))
+      return fail(f, INVALID, "hibachi's kernels compute arrays of float32 and bfloat16.");
+  switch (run(Call{*f})) {
+    case DONE: return nullptr;
+    case OUTSIDE: return fail(f, INVALID, "A place lies outside of the array that it is a place of.");
+    default: return fail(f, EXHAUSTED, "Out of memory: for what a kernel needs besides its arrays.");
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+EXPORT void hibachi_xla_version(int minor) { minor_version = minor; }
+
+// x [m, k], w, perhaps b [n] -> y [m, n]
+EXPORT void* hibachi_xla_linear(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1);
+    return hibachi_linear(c.dtype(), c.wide(), c.in(0), k, c.in(1), c.in(2), c.out(0), m, n, k);
+  });
+}
+
+// x [m, k], w, scales, perhaps b [n] -> y [m, n]
+EXPORT void* hibachi_xla_int8_linear(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t m = c.size(0, 0), k = c.size(0, 1), n = c.out_size(0, 1);
+    const float* scales = c.in<float>(2);
+    return hibachi_int8_linear(c.dtype(), c.wide(), c.in(0), k, c.in(1), scales, c.in(3), c.out(0), m, n, k);
+  });
+}
+
+// w, at [many] -> y [many, k]; ints: rows of w
+EXPORT void* hibachi_xla_rows(Frame* f) {
+  return handle(f, [](const Call& c) {
+    return hibachi_rows(c.dtype(), c.in(0), c.in<int32_t>(1), c.out(0), c.count(1), c.integer(0), c.out_size(0, 1));
+  });
+}
+
+// q, k, v [tokens, heads, dim], keys, values, slot, pos, cu_q, table -> y, keys, values, which XLA has given the memory
+// of the arguments; ints: block size, window, cascade; reals: scale, softcap
+EXPORT void* hibachi_xla_attend(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const hibachi::Sizes s{
+        .tokens = c.size(0, 0),
+        .rows = c.size(7, 0) - 1,
+        .heads = c.size(0, 1),
+        .kv_heads = c.size(1, 1),
+        .k_dim = c.size(1, 2),
+        .v_dim = c.size(2, 2),
+        .blocks = c.size(8, 1),
+        .block_size = c.integer(0),
+        .cache_blocks = c.size(3, 0),
+        .q_stride = c.size(0, 1) * c.size(0, 2),
+        .k_stride = c.size(1, 1) * c.size(1, 2),
+        .v_stride = c.size(2, 1) * c.size(2, 2),
+        .window = c.integer(1),
+        .scale = c.real(0),
+        .softcap = c.real(1),
+    };
+    const int32_t *slot = c.in<int32_t>(5), *pos = c.in<int32_t>(6), *cu_q = c.in<int32_t>(7),
+                  *table = c.in<int32_t>(8);
+    return hibachi_attend(
+        c.dtype(), &s, c.in(0), c.in(1), c.in(2), c.out(1), c.out(2), slot, pos, cu_q, table, c.integer(2), c.out(0)
+    );
+  });
+}
+
+// x [..., dim], w [dim] -> y; reals: eps
+EXPORT void* hibachi_xla_rms_norm(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t dim = c.size(0, -1);
+    return hibachi_rms_norm(c.dtype(), c.in(0), dim, c.in(1), c.out(0), c.count(0) / dim, dim, c.real(0));
+  });
+}
+
+// x [..., dim], w [dim], perhaps b [dim] -> y; reals: eps
+EXPORT void* hibachi_xla_layer_norm(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t dim = c.size(0, -1);
+    return hibachi_layer_norm(c.dtype(), c.in(0), dim, c.in(1), c.in(2), c.out(0), c.count(0) / dim, dim, c.real(0));
+  });
+}
+
+EXPORT void* hibachi_xla_softmax(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t dim = c.size(0, -1);
+    return hibachi_softmax(c.dtype(), c.in(0), c.out(0), c.count(0) / dim, dim);
+  });
+}
+
+// x [tokens, heads, dim], cos, sin [tokens, 1, dim / 2] -> y
+EXPORT void* hibachi_xla_rope(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t tokens = c.size(0, 0), heads = c.size(0, 1), dim = c.size(0, 2);
+    return hibachi_rope(c.dtype(), c.in(0), heads * dim, c.in(1), c.in(2), c.out(0), tokens, heads, dim);
+  });
+}
+
+// x [..., dim], or of twice as many columns -> y [..., dim]; ints: activation
+EXPORT void* hibachi_xla_activate(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t wide = c.size(0, -1), dim = c.out_size(0, -1), rows = c.count(0) / wide;
+    return hibachi_activate(c.dtype(), c.integer(0), c.in(0), wide, c.out(0), rows, dim, wide != dim);
+  });
+}
+
+// x [rows, columns] -> place, most [rows]
+EXPORT void* hibachi_xla_best(Frame* f) {
+  return handle(f, [](const Call& c) {
+    return hibachi_best(
+        c.in<float>(0), c.size(0, 0), c.size(0, 1), static_cast<int32_t*>(c.out(0)), static_cast<float*>(c.out(1))
+    );
+  });
+}
+
+// x [rows, columns], temperature, top_k, top_p, min_p, typical_p, u [rows] -> token, most [rows]
+EXPORT void* hibachi_xla_draw(Frame* f) {
+  return handle(f, [](const Call& c) {
+    return hibachi_draw(
+        c.in<float>(0),
+        c.size(0, 0),
+        c.size(0, 1),
+        c.in<float>(1),
+        c.in<int32_t>(2),
+        c.in<float>(3),
+        c.in<float>(4),
+        c.in<float>(5),
+        c.in<float>(6),
+        static_cast<int32_t*>(c.out(0)),
+        static_cast<float*>(c.out(1))
+    );
+  });
+}
+
+// x [rows, columns] -> most, mass [rows]
+EXPORT void* hibachi_xla_mass(Frame* f) {
+  return handle(f, [](const Call& c) {
+    return hibachi_mass(
+        c.in<float>(0), c.size(0, 0), c.size(0, 1), static_cast<float*>(c.out(0)), static_cast<float*>(c.out(1))
+    );
+  });
+}
+}

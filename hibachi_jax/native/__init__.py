@@ -1,1 +1,0 @@
-"""Kernels in C++ for the CPU: see `hibachi_jax.native.backend`."""

@@ -1,1 +1,0 @@
-"""Kernels in C++ for the CPU, compiled on the machine that runs them."""

@@ -1,0 +1,77 @@
+"""A digest of answers of the shipped model, tokens and all digits of log-probabilities.
+
+`python answers.py LIBRARY DTYPE [ENGINE]`: who prints another one computes other bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+
+from hibachi import LLM, SamplingParams
+from hibachi.tensor.discover import resolve
+
+WORDS = [
+    "She",
+    "was",
+    "the",
+    "day",
+    "of",
+    "and",
+    "a",
+    "in",
+    "house",
+    "not",
+    "he",
+    "had",
+    "been",
+    "much",
+    "her",
+    "sister",
+]
+MANY, NEW = 40, 16
+ENGINES = {
+    "ample": dict(max_batch_size=MANY),
+    "chunked": dict(max_batch_size=5, max_batch_tokens=24),
+    "preempted": dict(max_batch_size=12, cache_bytes=700_000, block_size=4),
+}
+
+
+def asked() -> tuple[list[str], list[SamplingParams]]:
+    """Prompts of which many begin alike, greedy and drawn in all ways."""
+    r = random.Random(1)
+    begin = " ".join(r.choices(WORDS, k=20))
+    prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 40))) for _ in range(MANY)]
+    prompts = [f"{begin} {p}" if i % 3 == 0 else p for i, p in enumerate(prompts)]
+    params = [
+        SamplingParams(
+            temperature=r.choice([0, 0.7, 1.0, 1.3]),
+            top_p=r.choice([1, 0.9, 0.95]),
+            top_k=r.choice([0, 0, 40]),
+            min_p=r.choice([0, 0, 0.05]),
+            typical_p=r.choice([1, 1, 0.9]),
+            repetition_penalty=r.choice([1, 1, 1.1]),
+            seed=i,
+            max_tokens=NEW,
+            logprobs=r.choice([None, 0, 3]),
+        )
+        for i in range(MANY)
+    ]
+    return prompts, params
+
+
+def digest(library: str, dtype: str, how: str = "ample") -> str:
+    with LLM("tiny", backend=resolve(library), dtype=dtype, max_model_len=128, **ENGINES[how]) as llm:
+        assert llm.engine.facts.numerics == f"cpu-1 {dtype}", llm.backend.fingerprint()
+        told = []
+        for answer in llm.generate(*asked()):
+            choice = answer.choices[0]
+            scores = choice.logprobs and [sorted((t, p.hex()) for t, p in by_id.items()) for by_id in choice.logprobs]
+            told.append([choice.token_ids, scores])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(digest(*sys.argv[1:]))
