@@ -46,7 +46,8 @@ class CallShapes:
     """Where there are sizes: how many tokens of each of its rows a call of a model with a `State` may take, rising
     from 1. The engine looks which give the same bits with its model."""
     tiles: tuple[int, int] = (1, 32)
-    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces."""
+    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces. Where steps come in any
+    shape, the latter has smaller ones if its pieces are short, see `choices`."""
     any_width: bool = False
     """Attention takes no longer over a block table that is wider than its sequences need. All tables are as wide as
     they may get then, and there are programs of more sizes instead."""
@@ -70,6 +71,12 @@ class CallShapes:
         """The ladder: quarters for single tokens where tables have one width, else powers of two, as each width is a
         program more."""
         return self.ladder or ((4, 2) if self.any_width else (1, 1))
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """`tiles`, and those between them where a step may take what suits it."""
+        first, last = self.tiles
+        return self.tiles if self.few != "none" else (first, *(t for t in (2, 8) if t < last), last)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 

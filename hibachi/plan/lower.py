@@ -34,6 +34,10 @@ class Packed:
         return StepShape(len(self.pos), len(self.row), self.block_table.shape[1], tiles, tile, len(self.last))
 
 
+_TILE = 6
+"""What a query tile costs besides its tokens, in tokens: its keys and values are gathered. Measured on NumPy."""
+
+
 @lru_cache
 def _upto(n: int) -> Ints:
     a = np.arange(n, dtype=np.int32)
@@ -49,21 +53,22 @@ def lower(
     table: Ints,
     block_size: int,
     *,
-    tiles: tuple[int, int] = (1, 32),
+    tiles: tuple[int, ...] = (1, 32),
     score: Ints | None = None,
 ) -> Packed:
     """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
 
     Outputs are wanted of the last token of each emitting row, and of the first score [B] tokens of each. `tiles`:
-    tokens in a query tile when all rows have one token, and when some have several.
+    tokens in a query tile when all rows have one token; then those to choose from when some have several.
     """
     n = len(row)
     end = start + q
     width = min(-(-int(end.max()) // block_size), table.shape[1])
     blocks = table[row, :width]
     row = row.astype(np.int32)
-    tile = tiles[int(q.max()) > 1]
-    if tile == 1 and int(q.max()) == 1:  # decode only: every array is a plain range
+    single = int(q.max()) == 1
+    tile = tiles[0] if single else min(tiles[1:], key=lambda t: int((-(-q // t)).sum()) * (t + _TILE))
+    if single and tile == 1:  # decode only: every array is a plain range
         one = _upto(n)
         slot = blocks[one, start // block_size] * block_size + start % block_size if width else np.zeros(n, np.int32)
         wanted = emit if score is None else emit | (score > 0)

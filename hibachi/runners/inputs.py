@@ -73,7 +73,7 @@ class Inputs:
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
-        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.tiles, score=score if scoring else None)
+        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.choices, score=score if scoring else None)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
         tokens = self.tables.at(rows[0]).packed(rows, start, q, packed.seg, packed.pos)

@@ -87,7 +87,7 @@ def _inputs(b: ArrayBackend, starts: list[int], each: list[int], shared: int = 0
     table[:, :shared] = table[0, :shared]
     every = np.ones(n, bool)
     packed = lower(
-        np.arange(n), np.array(starts, np.int32), np.array(each, np.int32), every, table, size, tiles=b.shapes.tiles
+        np.arange(n), np.array(starts, np.int32), np.array(each, np.int32), every, table, size, tiles=b.shapes.choices
     )
     names = [f.name for f in fields(packed)]
     arrays = b.put_all([np.zeros(sum(each), np.int32), *(getattr(packed, name) for name in names)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hibachi.plan.lower import Packed, lower, pad
-from hibachi.shapes import fixed
+from hibachi.shapes import CallShapes, fixed
 
 BLOCK = 4
 TABLE = np.array([[3, 5, 1], [2, 7, 8], [4, 6, 9]], np.int32)  # of three rows
@@ -112,6 +112,25 @@ def steps(draw):
 def test_lower_equals_the_slow_one(step):
     rows, how = step
     assert as_lists(pack(rows, **how)) == slowly(rows, **how)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tile"),
+    [([1] * 64, 1), ([1] * 63 + [16], 2), ([8] * 8, 8), ([16], 8), ([128], 32), ([1, 512], 32)],
+)
+def test_query_tiles_suit_what_each_row_brings(lengths, tile):
+    """Rows that decode are not filled up to 32 tokens because one of them brings a piece of a prompt."""
+    n, wide = len(lengths), -(-max(lengths) // BLOCK)
+    table = np.arange(1, n * wide + 1, dtype=np.int32).reshape(n, wide)
+    zeros, emit = np.zeros(n, np.int32), np.ones(n, bool)
+    packed = lower(np.arange(n), zeros, np.array(lengths), emit, table, BLOCK, tiles=CallShapes().choices)
+    assert packed.tile_q.shape[1] == tile
+
+
+def test_compiled_steps_have_two_sizes_of_query_tiles():
+    assert CallShapes().choices == (1, 2, 8, 32)
+    assert CallShapes(few="all").choices == CallShapes(few="decode").choices == (1, 32)
+    assert CallShapes(few="all", sizes=(4,), tiles=(1, 1)).choices == (1, 1)
 
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)

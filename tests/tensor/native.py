@@ -150,7 +150,7 @@ def _attended(backend, dtype, put):
     )
     for i, (start, each, special) in enumerate(cases):
         start, each = np.array(start, np.int32), np.array(each, np.int32)
-        packed = lower(np.arange(3), start, each, np.ones(3, bool), table, 16, tiles=backend.shapes.tiles)
+        packed = lower(np.arange(3), start, each, np.ones(3, bool), table, 16, tiles=backend.shapes.choices)
         inputs = StepInputs(tok=None, **{name: backend.put(getattr(packed, name)) for name in packed.__slots__})
         tokens = len(packed.pos)
         new = put(tokens, 6, 20, scale=2), put(tokens, 2, 20), put(tokens, 2, 12)

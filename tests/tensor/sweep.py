@@ -54,7 +54,7 @@ def attention(b, dtype):
 
         def run(rows, starts, qs, table, cache, b=b, q=q, k=k, v=v, size=size):
             rows, starts, qs = (np.array(a, np.int32) for a in (rows, starts, qs))
-            packed = lower(rows, starts, qs, np.ones(len(rows), bool), table, size, tiles=b.shapes.tiles)
+            packed = lower(rows, starts, qs, np.ones(len(rows), bool), table, size, tiles=b.shapes.choices)
             fields = {name: b.put(getattr(packed, name)) for name in packed.__slots__}
             x = StepInputs(tok=fields["pos"], **fields)
             y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x, scale=SCALE)

@@ -71,7 +71,7 @@ def test_attention_is_that_of_the_definition(library, how, heads, kv_heads, dim,
     at = 0
     for n in (1, 7, 1, length - 10, 1):  # tokens and chunks
         arrays = (np.array([x], np.int32) for x in (0, at, n))
-        packed = lower(*arrays, np.ones(1, bool), table, size, tiles=library.shapes.tiles)
+        packed = lower(*arrays, np.ones(1, bool), table, size, tiles=library.shapes.choices)
         fields = {name: library.put(getattr(packed, name)) for name in packed.__slots__}
         x = StepInputs(tok=fields["pos"], **fields)
         got, cache = library.attend(*(t[at : at + n] for t in (q, k, v)), cache, x, **how)

@@ -96,7 +96,7 @@ def inputs(backend, starts, each, emit):
     n, size = len(starts), 8
     width = -(-max(s + q for s, q in zip(starts, each, strict=True)) // size)
     table = np.arange(1, 1 + n * width, dtype=np.int32).reshape(n, width)
-    tiles = backend.shapes.tiles
+    tiles = backend.shapes.choices
     packed = lower(np.arange(n), np.int32(starts), np.int32(each), np.array(emit), table, size, tiles=tiles)
     tokens = np.random.default_rng(3).integers(0, PLAIN.vocab_size, sum(each)).astype(np.int32)
     return StepInputs(
