@@ -15,6 +15,10 @@ NEAR = 1e-5
 ABOUT = 0.02  # for products: libraries may multiply float32 with the precision of bfloat16
 
 
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
 def normal(*shape):
     return np.random.default_rng(shape).normal(size=shape).astype("float32")
 
@@ -139,7 +143,7 @@ def test_write_cache_sets_the_named_positions_and_no_other(backend):
     """Where a paged cache is laid out as by default: [blocks, block_size, kv_heads, dim]."""
     for at in ([0], [11, 4, 7], [5, 6, 7, 8]):
         halves = backend.make_cache(Paged(2, 5, 6), blocks=3, block_size=4, rows=1, dtype="float32")
-        if [tuple(getattr(half, "shape", ())) for half in halves] != [(3, 4, 2, 5), (3, 4, 2, 6)]:
+        if not isinstance(halves, tuple) or [tuple(half.shape) for half in halves] != [(3, 4, 2, 5), (3, 4, 2, 6)]:
             return  # the backend's own layout, in which nobody else looks
         for half, dim in zip(halves, (5, 6), strict=True):
             rows, want = sample((len(at), 2, dim), "float32"), np.zeros((12, 2, dim), "float32")
@@ -250,13 +254,53 @@ def test_experts_adds_what_the_chosen_ones_say_by_their_weights(backend):
     x, into, out = normal(5, 4), normal(3, 6, 4), normal(3, 4, 6)
     chosen = np.array([[0, 1], [1, 2], [2, 0], [1, 0], [0, 2]], "int32")  # expert 1 is chosen thrice, no row alike
     weights = np.array([[0.5, 0.5], [1, 0.25], [0.75, 0.1], [0.2, 0.8], [0.3, 0.3]], "float32")
-    want = np.zeros_like(x)
-    for token in range(5):
-        for e, share in zip(chosen[token], weights[token], strict=True):
-            want[token] += share * (out[e] @ np.tanh(into[e] @ x[token]))
-    stacks = [[backend.put_weight(w, "float32") for w in stack] for stack in (into, out)]
-    got = backend.experts(*map(backend.put, (x, chosen, weights)), *stacks, backend.xp.tanh)
-    np.testing.assert_allclose(backend.get(got), want, rtol=ABOUT, atol=ABOUT)
+    for gated, inner in ((False, 6), (True, 3)):
+        want = np.zeros_like(x)
+        for token in range(5):
+            for e, share in zip(chosen[token], weights[token], strict=True):
+                wide = into[e] @ x[token]
+                hidden = silu(wide[:3]) * wide[3:] if gated else silu(wide)
+                want[token] += share * (out[e][:, :inner] @ hidden)
+        stacks = [[backend.put_weight(w, "float32") for w in stack] for stack in (into, out[:, :, :inner].copy())]
+        got = backend.experts(*map(backend.put, (x, chosen, weights)), *stacks, "silu", gated=gated)
+        np.testing.assert_allclose(backend.get(got), want, rtol=ABOUT, atol=ABOUT)
+
+
+def test_route_gives_the_likeliest_experts_and_what_they_count(backend):
+    x = np.array([[1, 3, 2, -5], [0, -1, 8, 7], [2, 2.5, -9, -9]], "float32")
+    odds = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    for normalised in (False, True):
+        weights, chosen = map(backend.get, backend.route(backend.put(x), 2, normalised=normalised))
+        assert chosen.tolist() == [[1, 2], [2, 3], [1, 0]]
+        want = np.take_along_axis(odds, chosen.astype(np.int64), axis=1)
+        want = want / want.sum(axis=1, keepdims=True) if normalised else want
+        np.testing.assert_allclose(weights, want, rtol=ABOUT)
+
+
+def test_convolve_sees_the_last_tokens_of_each_channel(backend):
+    """Also of rows whose tokens are fewer than it sees, and of numbers of channels that fill no vector."""
+    for tokens, dim, bias in ((1, 5, True), (2, 19, False), (7, 16, True)):
+        past, x, w, b = normal(2, 3, dim), normal(2, tokens, dim), normal(4, dim), normal(dim)
+        seen = np.concatenate([past, x], axis=1)
+        want = sum(seen[:, i : i + tokens] * w[i] for i in range(4)) + b * bias
+        y, last = backend.convolve(*map(backend.put, (past, x, w)), backend.put(b) if bias else None)
+        np.testing.assert_allclose(backend.get(y), silu(want), rtol=ABOUT, atol=ABOUT)
+        np.testing.assert_array_equal(backend.get(last), seen[:, tokens:])
+
+
+def test_selective_scan_goes_over_time_channel_by_channel(backend):
+    for tokens, dim, size in ((1, 5, 3), (4, 19, 16), (3, 32, 17)):
+        x, dt, gate = (normal(2, tokens, dim) for _ in range(3))
+        write, read, state = normal(2, tokens, size), normal(2, tokens, size), normal(2, size, dim)
+        decay, skip, want, y = -np.exp(normal(size, dim)), normal(dim), state.copy(), []
+        for t in range(tokens):
+            step = np.log1p(np.exp(dt[:, t]))[:, None]
+            want = want * np.exp(step * decay) + step * x[:, t, None] * write[:, t, :, None]
+            y.append((np.sum(want * read[:, t, :, None], axis=1) + x[:, t] * skip) * silu(gate[:, t]))
+        given = map(backend.put, (state, x, dt, gate, write, read, decay, skip))
+        got, last = backend.selective_scan(*given)
+        np.testing.assert_allclose(backend.get(got), np.stack(y, axis=1), rtol=ABOUT, atol=ABOUT)
+        np.testing.assert_allclose(backend.get(last), want, rtol=ABOUT, atol=ABOUT)
 
 
 def test_scan_hands_each_row_the_state_after_the_row_before(backend):

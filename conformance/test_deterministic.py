@@ -82,9 +82,44 @@ def test_experts_give_a_row_the_same_bits_in_every_company(backend):
     weights = np.abs(random(n, 2))
 
     def f(x, chosen, weights):
-        return b.experts(x, chosen, weights, into, out, b.silu)
+        return b.experts(x, chosen, weights, into, out, "silu", gated=False)
 
     alike(b, f, random(n, 24), chosen, weights)
+
+
+def test_route_gives_a_row_the_same_bits_in_every_company(backend):
+    b = backend.invariant()
+    alike(b, lambda x: b.xp.concat([b.route(x, 3, normalised=True)[0]], axis=1), random(max(COMPANY), 10))
+
+
+def test_a_state_gets_the_same_bits_in_every_company_and_in_pieces(backend):
+    """Rows beside others; and tokens in two calls, the second of which begins with what the first left."""
+    b = backend.invariant()
+    rows, tokens, dim, size = 6, 7, 21, 5
+    x, dt, gate = (random(rows, tokens, dim) for _ in range(3))
+    write, read, state, past = (random(rows, *s) for s in ((tokens, size), (tokens, size), (size, dim), (3, dim)))
+    w, decay, skip = random(4, dim), -np.abs(random(size, dim)), random(dim)
+
+    def run(some, begin, end, past, state):
+        def put(t):
+            return b.put(np.ascontiguousarray(t[some, begin:end]))
+
+        u, past = b.convolve(past, put(x), b.put(w))
+        given = u, put(dt), put(gate), put(write), put(read), b.put(decay), b.put(skip)
+        y, state = b.selective_scan(state, *given)
+        return b.get(y), past, state
+
+    first = b.put(past), b.put(state)
+    y, *after = run(slice(None), 0, tokens, *first)
+    one, *between = run(slice(None), 0, 3, *first)
+    two, *pieces = run(slice(None), 3, tokens, *between)
+    np.testing.assert_array_equal(np.concatenate([one, two], axis=1), y)
+    for whole, piece in zip(after, pieces, strict=True):
+        np.testing.assert_array_equal(b.get(whole), b.get(piece))
+    for row in range(rows):
+        some = slice(row, row + 1)
+        alone, *_ = run(some, 0, tokens, b.put(past[some]), b.put(state[some]))
+        np.testing.assert_array_equal(alone, y[some])
 
 
 def test_attend_gives_a_token_the_same_bits_in_every_step(backend):

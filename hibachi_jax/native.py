@@ -23,11 +23,14 @@ from hibachi.kernels.memory import Slabs
 from hibachi.kernels.threads import most_threads
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, LANES, unpacked
+from hibachi.tensor.native import CODES, LANES, OwnLayout, unpacked
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi_jax.backend import JaxBackend
 
-HANDLERS = ("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass")
+HANDLERS = (
+    *("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass"),
+    *("convolve", "scan", "route", "experts"),
+)
 
 
 @cache
@@ -62,7 +65,7 @@ class PackedWeight:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PagedCache:
+class PagedCache(OwnLayout):
     """A layer's keys and values as attention.h has them. The last dimension of both is a lane."""
 
     keys: Array  # [blocks, kv_heads, spans, lanes of a key, 16, depth]
@@ -102,7 +105,7 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def suits(self, dtype: str, arch: Any) -> bool:
-        return dtype == "float32" or (dtype in CODES and arch is not None)
+        return dtype in CODES
 
     @override
     def plain(self) -> ArrayBackend:
@@ -208,6 +211,55 @@ class NativeJaxBackend(JaxBackend):
             reals=np.array([q.shape[2] ** -0.5 if scale is None else scale, softcap or 0.0], np.float32),
         )
         return out.astype(dtype), replace(cache, keys=keys, values=values)
+
+    # ---- experts and states ------------------------------------------------------------------------------------
+
+    @override
+    def route(self, x: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
+        if x.dtype not in _COMPUTED:
+            return super().route(x, k, normalised=normalised)
+        made = (jax.ShapeDtypeStruct((len(x), k), dtype) for dtype in (jnp.float32, jnp.int32))
+        weights, chosen = jax.ffi.ffi_call(target("route"), tuple(made))(x, ints=np.array([normalised], np.int64))
+        return weights, chosen
+
+    @override
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        into: Sequence[Array],
+        out: Sequence[Array],
+        activation: str,
+        *,
+        gated: bool,
+    ) -> Array:
+        every = [*into, *out]
+        packed = all(isinstance(w, PackedWeight) and w.dtype == w.panels.dtype == x.dtype for w in every)
+        dim, inner = out[0].shape
+        if not packed or activation not in ACTIVATIONS or dim % 2 or inner % 2:
+            return super().experts(x, chosen, weights, into, out, activation, gated=gated)
+        routed = weights.astype(jnp.float32), chosen.astype(jnp.int32)
+        ints = [len(into), inner, ACTIVATIONS[activation], gated]
+        return _call("experts", x.shape, x.dtype, x, *routed, *(w.panels for w in every), ints=ints)
+
+    @override
+    def convolve(self, past: Array, x: Array, w: Array, b: Array | None = None) -> tuple[Array, Array]:
+        given = past, x, w, *(() if b is None else (b,))
+        if x.dtype not in _COMPUTED or any(t.dtype != x.dtype for t in given):
+            return super().convolve(past, x, w, b)
+        y, last = jax.ffi.ffi_call(target("convolve"), (_like(x), _like(past)))(*given)
+        return y, last
+
+    @override
+    def selective_scan(
+        self, state: Array, x: Array, dt: Array, gate: Array, write: Array, read: Array, decay: Array, skip: Array
+    ) -> tuple[Array, Array]:
+        narrow, summed = (x, dt, gate, write, read), (state, decay, skip)
+        if x.dtype not in _COMPUTED or any(t.dtype != x.dtype for t in narrow):
+            return super().selective_scan(state, x, dt, gate, write, read, decay, skip)
+        y, last = jax.ffi.ffi_call(target("scan"), (_like(x), _like(state)))(*narrow, *summed)
+        return y, last
 
     # ---- math --------------------------------------------------------------------------------------------------
 

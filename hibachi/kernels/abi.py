@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
-ABI = 1
+ABI = 2
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -26,7 +27,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((n, _i32) for n in ("kind", "outputs", "from_", "to", "added", "which", "gated", "groups")),
-        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window")),
+        *((n, _i64) for n in ("from_at", "to_at", "n", "k", "window", "experts")),
         *((n, _f32) for n in ("scale", "number")),
         *((n, _p) for n in ("w", "b", "scales")),
     ]
@@ -43,7 +44,31 @@ class Step(ctypes.Structure):
     ]
 
 
-STRUCTS = (Sizes, Op, Step)
+class Scanned(ctypes.Structure):
+    """As in api.h."""
+
+    _fields_ = [
+        *((n, _i64) for n in ("rows", "tokens", "dim", "size")),
+        *((f"{n}_stride", _i64) for n in ("dt", "x", "gate", "in", "out")),
+        *((n, _p) for n in ("state", "dt", "x", "gate", "in", "out", "decay", "skip", "y", "last")),
+    ]
+
+
+class Mixture(ctypes.Structure):
+    """As in api.h."""
+
+    _fields_ = [
+        *((n, _i64) for n in ("tokens", "each", "experts", "dim", "inner", "activation", "gated")),
+        *((n, _p) for n in ("into", "out", "into_scales", "out_scales")),
+    ]
+
+
+def addresses(places: Sequence[int]) -> Any:
+    """An array of pointers. Whoever gives its own address away keeps it as long."""
+    return (_p * len(places))(*places)
+
+
+STRUCTS = (Sizes, Op, Step, Scanned, Mixture)
 _LETTERS: dict[str, Any] = {"i": ctypes.c_int, "n": _i64, "f": _f32, "p": _p}
 FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its arguments
     "panel": "n:",
@@ -65,6 +90,11 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "softmax": "b:ippnn",
     "rope": "b:ipnpppnnn",
     "activate": "b:iipnpnni",
+    "convolve": "b:ippnppppnnnn",
+    "scan": "b:ip",
+    "lists": "n:nnn",
+    "route": "b:ipnnnipp",
+    "experts": "b:ippppp",
     "best": "b:pnnpp",
     "draw": "b:pnnpppppppp",
     "mass": "b:pnnpp",

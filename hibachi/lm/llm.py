@@ -13,7 +13,7 @@ from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.ladder import LanguageModel
 from hibachi.model.pooling import pooling_of
-from hibachi.model.registry import arch_of, load_model
+from hibachi.model.registry import arch_of, is_portable, load_model
 from hibachi.options import spelled
 from hibachi.plan.policy import Policy
 from hibachi.request import Pooling, SamplingParams
@@ -95,6 +95,7 @@ class LLM(Texts):
             rounding=quantization == "auto",
             budget=seconds_of(autotune),
             file=kernels,
+            portable=is_portable(files),
         )
         dtype = choice.dtype
         self.backend = _quantized(choice.backend, quantization, dtype)

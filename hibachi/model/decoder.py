@@ -63,7 +63,7 @@ class Decoder:
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
-        self.portable: bool = arch.logit_softcap is None and not any(layer.experts for layer in arch.layers)
+        self.portable: bool = arch.logit_softcap is None
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.fused: Callable[..., Any] | None = backend.fuse(self)
         """All layers in one call, where the backend can; None: operation by operation, with the same result."""
@@ -205,11 +205,10 @@ class Decoder:
             return b.linear(inner, layer["down"], layer.get("down_bias"))
         experts = self.arch.experts
         assert experts is not None
-        odds = b.softmax(b.float32(b.linear(h, layer["router"])))
-        weights, chosen = b.top(odds, experts.per_token)
-        if experts.normalised:
-            weights = weights / b.xp.sum(weights, axis=-1, keepdims=True)
-        return b.experts(h, chosen, weights, layer["gate_up"], layer["down"], self._activate)
+        odds = b.linear(h, layer["router"])
+        weights, chosen = b.route(odds, experts.per_token, normalised=experts.normalised)
+        into, out, activation = layer["gate_up"], layer["down"], self.arch.activation
+        return b.experts(h, chosen, weights, into, out, activation, gated=self.arch.gated)
 
     def _activate(self, inner: Array) -> Array:
         """The hidden units of a feed-forward part from what its projections in give."""

@@ -82,8 +82,8 @@ class Mamba:
     """A `CachedModel` with two states a layer: the last inputs of the convolution, and what the channels remember.
 
     params: embed, head [vocab, hidden], norm [hidden], and for each of `layers`: norm [hidden], in_proj [2 * inner,
-    hidden], conv [kernel, inner], x_proj [rank + 2 * state_size, inner], dt_proj [inner, rank], decay [inner,
-    state_size] (negative rates), skip [inner], out_proj [hidden, inner], and the biases that the model has.
+    hidden], conv [kernel, inner], x_proj [rank + 2 * state_size, inner], dt_proj [inner, rank], decay [state_size,
+    inner] (negative rates), skip [inner], out_proj [hidden, inner], and the biases that the model has.
     """
 
     arch: MambaArch
@@ -95,6 +95,8 @@ class Mamba:
     eos_ids: tuple[int, ...]
 
     model_type = "mamba"
+    portable = True
+    """As of a Decoder."""
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
     def __init__(self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
@@ -117,7 +119,7 @@ class Mamba:
     def cache_spec(self) -> CacheSpec:
         a = self.arch
         # What the channels remember is summed up over the whole text, so it is kept in float32.
-        return [State((a.kernel - 1, a.inner), self.dtype), State((a.inner, a.state_size), "float32")] * a.layers
+        return [State((a.kernel - 1, a.inner), self.dtype), State((a.state_size, a.inner), "float32")] * a.layers
 
     def step(self, params: Params, cache: list[LayerCache], x: StepInputs[Array]) -> tuple[Array, list[LayerCache]]:
         """Logits [n_out, vocab], float32, after the tokens at `x.last`, and the new states."""
@@ -141,35 +143,15 @@ class Mamba:
 
     def _mix(self, layer: Params, past: Array, state: Array, h: Array) -> tuple[Array, Array, Array]:
         """[B, S, hidden] -> the same, and the new states."""
-        a, b, xp = self.arch, self.backend, self.backend.xp
-        tokens = h.shape[1]
+        a, b = self.arch, self.backend
         both = b.linear(h, layer["in_proj"], layer.get("in_proj_bias"))
-        u, gate = both[..., : a.inner], both[..., a.inner :]
-        seen = xp.concat([past, u], axis=1)  # [B, kernel - 1 + S, inner]
-        u = sum(
-            (seen[:, i : i + tokens, :] * layer["conv"][i, :] for i in range(1, a.kernel)),
-            seen[:, :tokens, :] * layer["conv"][0, :],
-        )
-        u = b.silu(u + layer["conv_bias"] if "conv_bias" in layer else u)
+        u, past = b.convolve(past, both[..., : a.inner], layer["conv"], layer.get("conv_bias"))
         chosen = b.linear(u, layer["x_proj"])
-        dt = b.float32(b.linear(chosen[..., : a.rank], layer["dt_proj"], layer["dt_proj_bias"]))
-        dt = xp.log1p(xp.exp(-xp.abs(dt))) + xp.clip(dt, min=0.0)  # softplus
-        write = b.float32(chosen[..., a.rank : a.rank + a.state_size])
-        read = b.float32(chosen[..., a.rank + a.state_size :])
-        u32, decay = b.float32(u), layer["decay"]
-
-        def advance(state: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
-            """One token of each row: state [B, inner, state_size]; dt, u [B, inner]; write, read [B, state_size]."""
-            dt, u, write, read = now
-            kept = state * xp.exp(dt[:, :, None] * decay)
-            state = kept + (dt * u)[:, :, None] * write[:, None, :]
-            return state, xp.sum(state * read[:, None, :], axis=-1)
-
-        over_time = tuple(xp.permute_dims(t, (1, 0, 2)) for t in (dt, u32, write, read))
-        state, y = b.scan(advance, state, over_time)
-        y = xp.permute_dims(y, (1, 0, 2)) + u32 * layer["skip"]
-        y = xp.astype(y, h.dtype, copy=False) * b.silu(gate)
-        return b.linear(y, layer["out_proj"], layer.get("out_proj_bias")), seen[:, tokens:, :], state
+        dt = b.linear(chosen[..., : a.rank], layer["dt_proj"], layer["dt_proj_bias"])
+        write, read = chosen[..., a.rank : a.rank + a.state_size], chosen[..., a.rank + a.state_size :]
+        gate = both[..., a.inner :]
+        y, state = b.selective_scan(state, u, dt, gate, write, read, layer["decay"], layer["skip"])
+        return b.linear(y, layer["out_proj"], layer.get("out_proj_bias")), past, state
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
@@ -224,10 +206,11 @@ def _params(
     layers = []
     for i in range(a.layers):
         at = f"{names['layers']}{i}."
+        rates = -np.exp(files[f"{at}{names['a_log']}"].astype(np.float32))
         layer: Params = {
             "norm": b.put(files[f"{at}{names['layer_norm']}.weight"], dtype),
             "conv": b.put(np.ascontiguousarray(files[f"{at}{names['conv']}.weight"][:, 0, :].T), dtype),
-            "decay": b.put(-np.exp(files[f"{at}{names['a_log']}"].astype(np.float32)), "float32"),
+            "decay": b.put(np.ascontiguousarray(rates.T), "float32"),
             "skip": b.put(files[f"{at}{names['d']}"], "float32"),
         }
         for name in ("in_proj", "x_proj", "dt_proj", "out_proj"):

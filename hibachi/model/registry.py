@@ -145,6 +145,16 @@ def arch_of(files: ModelFiles) -> Arch | None:
     return found.read(files.config) if isinstance(found, Family) else None
 
 
+def is_portable(files: ModelFiles) -> bool:
+    """Does a backend compute all of this model that array libraries may compute in several ways? Raises
+    InvalidModelFiles."""
+    try:
+        _, found = find(files.config)
+    except UnknownArchitecture:
+        return False
+    return isinstance(found, Family) or bool(getattr(found, "portable", False))
+
+
 def load_family(
     family: Family, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None, max_model_len: int | None
 ) -> Decoder:

@@ -449,6 +449,14 @@ class ArrayBackend(Library):
         e = self.xp.exp(x - self.xp.max(x, axis=-1, keepdims=True))
         return e / self.xp.sum(e, axis=-1, keepdims=True)
 
+    def route(self, x: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
+        """The k largest of the softmax of each row of x [T, experts], and their places: float32 and integers [T, k].
+
+        normalised: divided by their sum. Of equal values, any.
+        """
+        weights, chosen = self.top(self.softmax(self.float32(x)), k)
+        return (weights / self.xp.sum(weights, axis=-1, keepdims=True) if normalised else weights), chosen
+
     def experts(
         self,
         x: Array,
@@ -456,13 +464,21 @@ class ArrayBackend(Library):
         weights: Array,
         into: Sequence[Array],
         out: Sequence[Array],
-        act: Callable[[Array], Array],
+        activation: str,
+        *,
+        gated: bool,
     ) -> Array:
         """A mixture of experts (Shazeer et al. 2017): sum over e of weight_e * out_e(act(into_e(x))): [T, hidden].
 
-        x [T, hidden]; chosen, weights [T, k]: the experts of each token and what they count; into, out: for each expert
-        a weight from `put_weight`, [inner, hidden] and [hidden, inner / 2 or inner]; act: between the two.
+        x [T, hidden]; chosen, weights [T, k]: the experts of each token and what they count, of `route`; into, out: of
+        each expert a weight from `put_weight`, [inner, hidden], or [2 * inner, hidden] if it is gated, and [hidden,
+        inner]; activation: the operation's name.
         """
+
+        def act(t: Array) -> Array:
+            found: Array = self.gated(t, activation) if gated else getattr(self, activation)(t)
+            return found
+
         y = self.xp.zeros_like(x)
         choice = None if self.shapes.compiled else self.get(chosen)  # once, as a device is waited for
         for e, (w_in, w_out) in enumerate(zip(into, out, strict=True)):
@@ -527,6 +543,51 @@ class ArrayBackend(Library):
             state, y = step(state, tuple(t[i, ...] for t in over))
             outputs.append(y)
         return state, self.xp.stack(outputs)
+
+    def convolve(self, past: Array, x: Array, w: Array, b: Array | None = None) -> tuple[Array, Array]:
+        """silu of a convolution over the last tokens of each channel by itself, as in Mamba (Gu & Dao 2023).
+
+        x [B, S, dim]; past [B, n - 1, dim]: the inputs before; w [n, dim], the last one for the token itself; b [dim].
+        Returns [B, S, dim], and what is past for the next token.
+        """
+        tokens, seen = x.shape[1], self.xp.concat([past, x], axis=1)
+        y = seen[:, :tokens, :] * w[0, :]
+        for i in range(1, w.shape[0]):
+            y = y + seen[:, i : i + tokens, :] * w[i, :]
+        return self.silu(y if b is None else y + b), seen[:, tokens:, :]
+
+    def selective_scan(
+        self,
+        state: Array,
+        x: Array,
+        dt: Array,
+        gate: Array,
+        write: Array,
+        read: Array,
+        decay: Array,
+        skip: Array,
+    ) -> tuple[Array, Array]:
+        """Mamba's scan over time (Gu & Dao 2023). For each token, step = softplus(dt), and
+
+            state = state * exp(step * decay) + step * x * write
+            y = (sum over n of state * read, plus x * skip) * silu(gate)
+
+        x, dt, gate [B, S, dim]; write, read [B, S, n]. state [B, n, dim], decay [n, dim] (negative) and skip [dim] are
+        float32, and so is all that is summed up. Returns y [B, S, dim], of x's dtype, and the last state.
+        """
+        xp, wide = self.xp, [self.float32(t) for t in (dt, x, write, read)]
+        wide[0] = xp.log1p(xp.exp(-xp.abs(wide[0]))) + xp.clip(wide[0], min=0.0)
+
+        def advance(state: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
+            """One token of each row: state [B, n, dim]; dt, x [B, dim]; write, read [B, n]."""
+            dt, x, write, read = now
+            kept = state * xp.exp(dt[:, None, :] * decay)
+            state = kept + (dt * x)[:, None, :] * write[:, :, None]
+            return state, xp.sum(state * read[:, :, None], axis=1)
+
+        state, y = self.scan(advance, state, tuple(xp.permute_dims(t, (1, 0, 2)) for t in wide))
+        y = xp.permute_dims(y, (1, 0, 2)) + wide[1] * skip
+        return xp.astype(y, x.dtype, copy=False) * self.silu(gate), state
 
     # ---- execution ---------------------------------------------------------------------------------------------
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.abi import Sizes
+from hibachi.kernels.abi import Mixture, Scanned, Sizes, addresses
 from hibachi.kernels.library import NUMERICS, library
 from hibachi.kernels.memory import Slabs, zeros
 from hibachi.kernels.threads import most_threads
@@ -33,7 +34,19 @@ DEEPEST = 2**16  # columns of a matrix of bytes, so that no sum of products leav
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
 
 
-class PagedCache(NamedTuple):
+class OwnLayout:
+    """Keys and values in an order that kernels alone know."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "The keys and values of this cache lie as hibachi's kernels want them. Let backend.attend read them, or "
+            "look at the copies of backend.positions(cache). A model that reads them itself takes a backend without "
+            "kernels, such as NumpyBackend(native=False)."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache(OwnLayout):
     """A layer's keys and values as attention.h has them. The last dimension of both is a lane."""
 
     keys: Array  # [blocks, kv_heads, spans, lanes of a key, 16, depth]
@@ -244,7 +257,7 @@ class NativeBackend(ArrayBackend):
     ) -> tuple[Array, LayerCache]:
         if not isinstance(cache, PagedCache):
             return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
-        keys, values, block_size, k_dim, v_dim = cache
+        keys, values, block_size, k_dim, v_dim = cache.keys, cache.values, cache.block_size, cache.k_dim, cache.v_dim
         kv_heads, dtype = keys.shape[1], keys.dtype
         (q, q_stride), (k, k_stride), (v, v_stride) = (
             self._heads(q, "q", (None, k_dim), dtype),
@@ -382,6 +395,103 @@ class NativeBackend(ArrayBackend):
             self._run.activate(code, ACTIVATIONS[name], self.address(rows), stride, self.address(y), many, dim, gated)
         return y
 
+    # ---- experts and states ----------------------------------------------------------------------------------------
+
+    @override
+    def route(self, x: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
+        code = self.codes.get(x.dtype)
+        if code is None:
+            return super().route(x, k, normalised=normalised)
+        (tokens, experts), x = x.shape, self.row_major(x)
+        weights, chosen = self.empty((tokens, k), self.xp.float32), self.empty((tokens, k), self.xp.int32)
+        places = self.address(weights), self.address(chosen)
+        self._run.route(code, self.address(x), tokens, experts, k, normalised, *places)
+        return weights, chosen
+
+    @override
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        weights: Array,
+        into: Sequence[Array],
+        out: Sequence[Array],
+        activation: str,
+        *,
+        gated: bool,
+    ) -> Array:
+        mixture = self.mixture(into, out, x.dtype, activation, gated)
+        if mixture is None or x.shape[1] != mixture.dim:
+            return super().experts(x, chosen, weights, into, out, activation, gated=gated)
+        mixture.tokens, mixture.each = chosen.shape
+        x, chosen = self.row_major(x), self.index(chosen)
+        weights, y = self.row_major(self.float32(weights)), self.empty(x.shape, x.dtype)
+        places = (self.address(t) for t in (x, weights, chosen, y))
+        self._run.experts(self.codes[x.dtype], addressof(mixture), *places)
+        return y
+
+    def mixture(self, into: Sequence[Array], out: Sequence[Array], dtype: Any, activation: str, gated: bool) -> Any:
+        """What kernels are told of experts, or None: they do not compute these."""
+        weights = [*into, *out]
+        if activation not in ACTIVATIONS or not all(isinstance(w, PackedWeight) and w.dtype == dtype for w in weights):
+            return None
+        (dim, inner), kinds = out[0].shape, len(into[0].pointers)
+        alike = all(w.shape == (inner * (1 + gated), dim) for w in into) and all(w.shape == (dim, inner) for w in out)
+        if not alike or dim % 2 or inner % 2 or any(len(w.pointers) != kinds for w in weights):
+            return None
+        lists = [addresses([w.pointers[i] for w in some]) for i in range(kinds) for some in (into, out)]
+        found = Mixture(0, 0, len(into), dim, inner, ACTIVATIONS[activation], gated, *map(addressof, lists))
+        found.kept = lists, weights
+        return found
+
+    @override
+    def convolve(self, past: Array, x: Array, w: Array, b: Array | None = None) -> tuple[Array, Array]:
+        code = self.codes.get(x.dtype)
+        if code is None or any(t is not None and t.dtype != x.dtype for t in (past, w, b)):
+            return super().convolve(past, x, w, b)
+        (rows, tokens, dim), width = x.shape, len(w)
+        if past.shape != (rows, width - 1, dim) or w.shape != (width, dim) or (b is not None and b.shape != (dim,)):
+            raise ValueError(
+                f"convolve: expected past [{rows}, {width - 1}, {dim}], w [{width}, {dim}] and b [{dim}] as x is "
+                f"{tuple(x.shape)}; got {[None if t is None else tuple(t.shape) for t in (past, w, b)]}"
+            )
+        past, w, b = self.row_major(past), self.row_major(w), None if b is None else self.row_major(b)
+        (x, apart), y = self._over_time(x), self.empty((rows, tokens, dim), x.dtype)
+        last = self.empty(tuple(past.shape), x.dtype)
+        places = (self._pointer(t) for t in (w, b, y, last))
+        self._run.convolve(code, self.address(past), self.address(x), apart, *places, rows, tokens, dim, width)
+        return y, last
+
+    @override
+    def selective_scan(
+        self, state: Array, x: Array, dt: Array, gate: Array, write: Array, read: Array, decay: Array, skip: Array
+    ) -> tuple[Array, Array]:
+        code, wide = self.codes.get(x.dtype), self.xp.float32
+        (rows, tokens, dim), size = x.shape, write.shape[2]
+        narrow, summed = (dt, gate, write, read), (state, decay, skip)
+        if code is None or any(t.dtype != x.dtype for t in narrow) or any(t.dtype != wide for t in summed):
+            return super().selective_scan(state, x, dt, gate, write, read, decay, skip)
+        wanted = [(rows, tokens, dim)] * 2 + [(rows, tokens, size)] * 2 + [(rows, size, dim), (size, dim), (dim,)]
+        if [tuple(t.shape) for t in (*narrow, *summed)] != wanted:
+            raise ValueError(
+                f"selective_scan: expected dt, gate, write, read, state, decay and skip {wanted} as x is "
+                f"{tuple(x.shape)}; got {[tuple(t.shape) for t in (*narrow, *summed)]}"
+            )
+        given, apart = zip(*map(self._over_time, (dt, x, gate, write, read)), strict=True)
+        state, decay, skip = map(self.row_major, summed)
+        y, last = self.empty((rows, tokens, dim), x.dtype), self.empty(state.shape, wide)
+        places = (self.address(t) for t in (state, *given, decay, skip, y, last))
+        scanned = Scanned(rows, tokens, dim, size, *apart, *places)
+        self._run.scan(code, addressof(scanned))
+        return y, last
+
+    def _over_time(self, x: Array) -> tuple[Array, int]:
+        """x [rows, tokens, dim] with all tokens equally far apart, and how many elements that is."""
+        row, apart, one = self.strides(x)
+        if one == 1 and apart >= x.shape[2] and (row == apart * x.shape[1] or len(x) == 1):
+            return x, apart
+        return self.row_major(x), x.shape[2]
+
     # ---- execution -------------------------------------------------------------------------------------------------
 
     @override
@@ -390,7 +500,7 @@ class NativeBackend(ArrayBackend):
 
     @override
     def suits(self, dtype: str, arch: Any) -> bool:
-        return dtype == "float32" or (dtype in CODES and arch is not None)
+        return dtype in CODES
 
     @override
     def versions(self) -> dict[str, str]:

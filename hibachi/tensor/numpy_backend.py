@@ -15,7 +15,7 @@ from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.kernels.library import state, why_missing
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.native import Int8Backend, NativeBackend
+from hibachi.tensor.native import Int8Backend, NativeBackend, PackedWeight, PagedCache
 from hibachi.tensor.program import whole
 
 
@@ -315,9 +315,25 @@ class NativeNumpyBackend(NativeBackend, InvariantNumpyBackend):
         near = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16  # to the nearest, ties to even
         return np.where(np.isnan(a), np.uint16(0x7FC0), near.astype(np.uint16)).view(BFLOAT16)
 
+    def _narrow(self, t: Array, dtype: Any) -> Array:
+        """float64, which NumPy makes of float32 and integers, as the float32 that was meant."""
+        return t.astype(dtype) if t.dtype == np.float64 and dtype == np.float32 else t
+
+    @override
+    def _linear(self, x: Array, w: PackedWeight, b: Array | None, dtype: Any) -> Array:
+        return super()._linear(self._narrow(x, w.dtype), w, b, dtype)
+
+    @override
+    def attend(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, x: StepInputs[Array], **how: Any
+    ) -> tuple[Array, LayerCache]:
+        if isinstance(cache, PagedCache):
+            q, k, v = (self._narrow(t, cache.keys.dtype) for t in (q, k, v))
+        return super().attend(q, k, v, cache, x, **how)
+
     @override
     def suits(self, dtype: str, arch: Any) -> bool:
-        return super().suits(dtype, arch) and (dtype != "bfloat16" or whole(arch))
+        return super().suits(dtype, arch) and (dtype != "bfloat16" or (arch is not None and whole(arch)))
 
     @override
     def fuse(self, decoder: Any) -> Any:

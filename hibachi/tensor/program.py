@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.kernels.abi import Op, Step
+from hibachi.kernels.abi import Op, Step, addresses
 from hibachi.tensor.array_backend import Array, LayerCache
 from hibachi.tensor.layout import StepInputs
 
 RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM = range(10)
-H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED = range(9)  # buffers, each with a row for every token
-ROUNDED = 9  # rows as bytes
+ROUTE, SORT, GATHER, MIX = range(10, 14)
+# Buffers, each with a row for every token; those of experts with a piece for each expert of a token.
+H, NORMED, QKV, MIXED, WIDE, INNER, OUT, LAST_H, LAST_MIXED, ODDS, GATHERED, WIDES, INNERS = range(13)
+ROUNDED, LISTS = 13, 14  # rows as bytes; who goes to which expert
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}  # as in small.h
 _PARTS = {
     LINEAR: "linear",
@@ -46,14 +48,15 @@ class Program:
             self._layer(i, kind, layer)
         self._norm("norm", params, LAST_H, NORMED)
         self._list = (Op * len(self._ops))(*(Op(**op) for op in self._ops))
-        wide = params["layers"][0]["gate_up"].shape[0]
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        widths = [a.hidden_size, a.hidden_size, q + 2 * kv, q, wide, a.intermediate, a.hidden_size, a.hidden_size, q]
-        deepest = max(q, a.intermediate, a.hidden_size)
-        self._kernels = self._backend.library.kernels
-        self._bytes = self._kernels.int8_rounded(deepest) if self._rounds else 0  # of a row
+        q, kv, hidden, gates = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden_size, 1 + a.gated
+        widths = [hidden, hidden, q + 2 * kv, q, gates * a.intermediate, a.intermediate, hidden, hidden, q]
+        each, inner, odds = (e.per_token, e.intermediate, e.count + e.count % 2) if (e := a.experts) else (0, 0, 0)
+        widths += [odds, each * hidden, each * gates * inner, each * inner]
+        self._kernels = run = self._backend.library.kernels
+        deepest = run.int8_rounded(max(q, a.intermediate, hidden)), each * run.int8_rounded(max(inner, hidden))
+        self._bytes = max(deepest) if self._rounds else 0  # of a token
         self._widths, self._offsets = widths, [sum(widths[1:i]) for i in range(1, len(widths))]
-        self._wide = (_i64 * (len(widths) + 1))(*widths, 0)
+        self._wide = (_i64 * (len(widths) + 2))(*widths, 0, 0)
         self._code = self._backend.codes[self.dtype]
         self._known: tuple[weakref.ref[Any], Any] | None = None  # the cache of the last step, and where it lies
         self.seconds: Any = None
@@ -71,8 +74,10 @@ class Program:
         a, b, tokens, outputs = self._arch, self._backend, len(h), len(x.last)
         space = b.empty((tokens * sum(self._widths[1:]),), self.dtype)
         base, size = b.address(space), space.itemsize
-        rounded = np.empty(tokens * self._bytes, dtype=np.uint8)
-        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), rounded.ctypes.data)
+        rounded, e = np.empty(tokens * self._bytes, dtype=np.uint8), a.experts
+        lists = np.empty(self._kernels.lists(tokens, e.per_token, e.count) if e else 0, dtype=np.uint8)
+        byte_places = rounded.ctypes.data, lists.ctypes.data
+        places = (b.address(h), *(base + tokens * at * size for at in self._offsets), *byte_places)
         buffers = (_p * len(places))(*places)
         turned = (_p * max(1, 2 * len(turns)))(*(b.address(t) for pair in turns for t in pair))
         halves = self._halves_of(cache)
@@ -92,8 +97,8 @@ class Program:
         """The addresses of all keys and values. Another thread may step another cache meanwhile."""
         known = self._known
         if known is None or known[0]() is not cache[0].keys:
-            addresses = (_p * (2 * len(cache)))(*(self._backend.address(t) for c in cache for t in c[:2]))
-            self._known = known = weakref.ref(cache[0].keys), addresses
+            halves = addresses([self._backend.address(t) for c in cache for t in (c.keys, c.values)])
+            self._known = known = weakref.ref(cache[0].keys), halves
         return known[1]
 
     # ---- the list ----------------------------------------------------------------------------------------------
@@ -126,11 +131,45 @@ class Program:
             self._after_last = True
         if not a.parallel:
             self._joined(layer, "o", mixed, h, "attn_post_norm")
-        inner = self._linear(layer, "gate_up", self._norm("mlp_norm", layer, h, NORMED), WIDE)
+        normed = self._norm("mlp_norm", layer, h, NORMED)
+        if kind.experts:
+            self._experts(layer, normed, h)
+            return
+        inner = self._linear(layer, "gate_up", normed, WIDE)
         self._add(ACTIVATE, inner, INNER, which=ACTIVATIONS[a.activation], gated=a.gated, n=a.intermediate)
         if a.parallel:  # both have read the same h
             self._joined(layer, "o", mixed, h, "attn_post_norm")
         self._joined(layer, "down", INNER, h, "mlp_post_norm")
+
+    def _experts(self, layer: dict[str, Any], source: int, h: int) -> None:
+        """A mixture of experts, added to the residual stream."""
+        a, e = self._arch, self._arch.experts
+        among: dict[str, Any] = dict(experts=e.count, groups=e.per_token, which=LISTS)
+        self._linear(layer, "router", source, ODDS, rounds=False)
+        self._add(ROUTE, ODDS, ODDS, gated=e.normalised, **among)
+        self._add(SORT, ODDS, ODDS, **among)
+        self._add(GATHER, source, GATHERED, n=a.hidden_size, **among)
+        self._of_experts(layer["gate_up"], GATHERED, WIDES, among)
+        how = dict(which=ACTIVATIONS[a.activation], gated=a.gated, n=e.intermediate, groups=e.per_token)
+        self._add(ACTIVATE, WIDES, INNERS, **how)
+        self._of_experts(layer["down"], INNERS, GATHERED, among)
+        if "mlp_post_norm" in layer:
+            self._add(MIX, GATHERED, OUT, n=a.hidden_size, **among)
+            self._norm("mlp_post_norm", layer, OUT, h, added=h)
+        else:
+            self._add(MIX, GATHERED, h, n=a.hidden_size, added=h, **among | dict(scale=a.residual_scale))
+
+    def _of_experts(self, weights: list[Any], source: int, to: int, among: dict[str, Any]) -> None:
+        """The products of all experts."""
+        n, k = weights[0].shape
+        w, *scales = (addresses(pointers) for pointers in zip(*(w.pointers for w in weights), strict=True))
+        self._kept += [weights, w, scales]
+        how = among | dict(w=ctypes.addressof(w), n=n, k=k)
+        if scales:
+            self._add(ROUND, source, ROUNDED, k=k, groups=among["groups"])
+            self._add(LINEAR_INT8, ROUNDED, to, **how, scales=ctypes.addressof(scales[0]))
+        else:
+            self._add(LINEAR, source, to, **how)
 
     def _joined(self, layer: dict[str, Any], name: str, source: int, h: int, norm: str) -> None:
         """A product of which the result, perhaps normalised, is added to the residual stream."""
@@ -153,13 +192,15 @@ class Program:
         )
         return to
 
-    def _linear(self, layer: dict[str, Any], name: str, source: int, to: int, **more: Any) -> int:
+    def _linear(
+        self, layer: dict[str, Any], name: str, source: int, to: int, *, rounds: bool = True, **more: Any
+    ) -> int:
         w, b = layer[name], layer.get(f"{name}_bias")
         b = None if b is None else self._backend.row_major(b)
         self._kept += [w, b]
         n, k = w.shape
         more |= dict(w=w.pointers[0], b=None if b is None else self._backend.address(b), n=n, k=k)
-        if self._rounds:
+        if self._rounds and rounds:
             self._add(ROUND, source, ROUNDED, k=k)
             self._add(LINEAR_INT8, ROUNDED, to, scales=w.pointers[1], **more)
         else:
@@ -175,9 +216,8 @@ def fuses(arch: Any) -> bool:
     """Can a program have all layers of such a model (`hibachi.model.arch.Arch`)?"""
     return (
         arch.activation in ACTIVATIONS
-        and not any(layer.experts for layer in arch.layers)
         and (arch.residual_scale == 1.0 or (arch.norms == "before" and not arch.parallel))
-        and not (arch.parallel and arch.norms != "before")
+        and not (arch.parallel and (arch.norms != "before" or any(layer.experts for layer in arch.layers)))
     )
 
 
@@ -194,14 +234,17 @@ def program(decoder: Any, *, int8: bool) -> Program | None:
     params = decoder.params
     dtype = params["norm"].dtype
     matrices: list[Any] = [layer.get(name) for layer in params["layers"] for name in ("qkv", "o", "gate_up", "down")]
+    matrices = [w for some in matrices for w in (some if isinstance(some, list) else [some])]
+    routers = [layer["router"] for layer in params["layers"] if "router" in layer]
 
-    def packed(w: Any) -> bool:
-        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == 1 + int8 and not w.shape[1] % 2
+    def packed(w: Any, kinds: int = 1 + int8) -> bool:
+        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == kinds and not w.shape[1] % 2
 
     fits = (
         fuses(decoder.arch)
         and dtype in decoder.backend.codes
         and all(packed(w) for w in matrices)
+        and all(packed(w, 1) for w in routers)
         and all(t.dtype == dtype for pair in params["ropes"] for t in pair)
     )
     return Program(decoder, int8=int8) if fits else None

@@ -72,8 +72,10 @@ def settle(
     rounding: bool = False,
     budget: float = 0.0,
     file: str | Path | None = None,
+    portable: bool = True,
 ) -> KernelChoice:
     """What a model is computed with. arch: of a decoder; None: of another model, which has nothing to choose from.
+    portable: what array libraries may compute in several ways, the backend computes.
 
     dtype: None: by the rule, or with a file the one in which steps take the least time. stored: the dtype of the
     checkpoint. deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits.
@@ -90,10 +92,10 @@ def settle(
                 f"There is no file {file} to take kernels from; expected one that --autotune has written. Measure now: "
                 f"--kernels {file} --autotune full."
             )
-        if arch is None and backend.shapes.compiled:  # what it computes itself, XLA computes as the shapes have it
+        if not portable and backend.shapes.compiled:  # what it computes itself, XLA computes as the shapes have it
             backend = backend.plain()
         made = backend.invariant() if deterministic else backend
-        by_rule = stored if stored is not None and backend.suits(stored, arch) else "float32"
+        by_rule = stored if stored is not None and portable and backend.suits(stored, arch) else "float32"
         return KernelChoice(made, dtype or by_rule, [])
     how: dict[str, Any] = {"deterministic": deterministic, "rounding": rounding}
     if file is None:

@@ -344,11 +344,23 @@ ARRAYS = [
     broken("top_gives_the_largest_of_a_row_and_where_they_are", "counts places in the flattened array",
            top=lambda b, x, k: (b.top(x, k)[0], b.top(x, k)[1] + np.arange(len(x))[:, None])),
     broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "gives all the same weight",
-           experts=lambda b, x, chosen, weights, *rest: b.experts(x, chosen, weights * 0 + 0.5, *rest)),
+           experts=lambda b, x, chosen, weights, *rest, **how: b.experts(x, chosen, weights * 0 + 0.5, *rest, **how)),
     broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "asks the first one only",
-           experts=lambda b, x, chosen, weights, *rest: b.experts(x, chosen[:, :1], weights[:, :1], *rest)),
-    broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "leaves the activation out",
-           experts=lambda b, *args: b.experts(*args[:-1], lambda x: x)),
+           experts=lambda b, x, which, weights, *rest, **how: b.experts(x, which[:, :1], weights[:, :1], *rest, **how)),
+    broken("experts_adds_what_the_chosen_ones_say_by_their_weights", "takes another activation",
+           experts=lambda b, *args, gated: b.experts(*args[:-1], "gelu", gated=gated)),
+    broken("route_gives_the_likeliest_experts_and_what_they_count", "always divides by the sum",
+           route=lambda b, x, k, normalised: b.route(x, k, normalised=True)),
+    broken("route_gives_the_likeliest_experts_and_what_they_count", "takes the unlikeliest",
+           route=lambda b, x, k, normalised: b.route(-x, k, normalised=normalised)),
+    broken("convolve_sees_the_last_tokens_of_each_channel", "forgets what came before",
+           convolve=lambda b, past, *rest: (b.convolve(past * 0, *rest)[0], b.convolve(past, *rest)[1])),
+    broken("convolve_sees_the_last_tokens_of_each_channel", "remembers what came first",
+           convolve=lambda b, past, x, *rest: (b.convolve(past, x, *rest)[0], np.concatenate([past, x], 1)[:, :3])),
+    broken("selective_scan_goes_over_time_channel_by_channel", "gives the state of the start back",
+           selective_scan=lambda b, state, *rest: (b.selective_scan(state, *rest)[0], state)),
+    broken("selective_scan_goes_over_time_channel_by_channel", "starts from zeros",
+           selective_scan=lambda b, state, *rest: b.selective_scan(state * 0, *rest)),
     broken("scan_hands_each_row_the_state_after_the_row_before", "starts anew with every row",
            scan=lambda b, step, state, over: b.scan(lambda _, now: step(state, now), state, over)),
     broken("scan_hands_each_row_the_state_after_the_row_before", "goes backwards",
@@ -517,13 +529,22 @@ def variant(promise: str, breaks: str, **operations: Any) -> Mutant:
     return Mutant(f"test_{promise}", breaks, {"backend": backend})
 
 
-def capacity(b: Any, x: Any, chosen: Any, weights: Any, *rest: Any) -> Any:
+def capacity(b: Any, x: Any, chosen: Any, weights: Any, *rest: Any, gated: bool) -> Any:
     """As where each expert has room for so many tokens and no more."""
-    return b.experts(x, chosen, np.where(np.arange(len(x))[:, None] < 6, weights, 0), *rest)
+    return b.experts(x, chosen, np.where(np.arange(len(x))[:, None] < 6, weights, 0), *rest, gated=gated)
 
 
 IN_EVERY_COMPANY = "a_row_the_same_bits_in_every_company"
 KERNELS = [
+    variant(f"route_gives_{IN_EVERY_COMPANY}", "divides a single row's weights in another way",
+            route=lambda b, x, k, normalised: tuple(
+                t * np.float32(1 + 2**-22 * (len(x) == 1)) if i == 0 else t
+                for i, t in enumerate(b.route(x, k, normalised=normalised)))),
+    variant("a_state_gets_the_same_bits_in_every_company_and_in_pieces", "loses digits of a state between two calls",
+            selective_scan=lambda b, state, *rest: b.selective_scan(np.float32(np.float16(state)), *rest)),
+    variant("a_state_gets_the_same_bits_in_every_company_and_in_pieces", "convolves a single row in another way",
+            convolve=lambda b, past, x, *rest: (
+                b.convolve(past, x, *rest)[0] * np.float32(1 + 2**-22 * (len(x) == 1)), b.convolve(past, x, *rest)[1])),
     variant(f"linear_gives_{IN_EVERY_COMPANY}", "multiplies as the library likes",
             linear=lambda _, *args: NumpyBackend(native=False).linear(*args)),
     variant(f"linear_gives_{IN_EVERY_COMPANY}", "multiplies a single row in another way",

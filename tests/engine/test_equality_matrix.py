@@ -104,10 +104,7 @@ def models(folders):
     @cache
     def get(library, name):
         make, dtype = LIBRARIES[library]
-        backend = make()
-        if name == "mamba" and library == "jax":  # XLA computes its states, as the shapes of a step have it
-            backend = backend.plain()
-        model = load_model(folders[name], backend.invariant(), dtype=dtype, max_model_len=128)
+        model = load_model(folders[name], make().invariant(), dtype=dtype, max_model_len=128)
         return model, run(model, **ALONE)[0]
 
     return get

@@ -10,11 +10,31 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-constexpr int32_t ABI = 1;  // as in abi.py
+constexpr int32_t ABI = 2;  // as in abi.py
 
 namespace hibachi {
+
 struct Sizes;
-}
+
+// The arguments of a scan; see Scan in states.h.
+struct Scanned {
+  int64_t rows, tokens, dim, size, dt_stride, x_stride, gate_stride, in_stride, out_stride;
+  const float* state;
+  const void *dt, *x, *gate, *in, *out;
+  const float *decay, *skip;
+  void* y;
+  float* last;
+};
+
+// A mixture of experts: for each of them the packed matrices [inner, dim], or [2 * inner, dim] if it is gated, and
+// [dim, inner]; their scales, or nullptr.
+struct Mixture {
+  int64_t tokens, each, experts, dim, inner, activation, gated;
+  const void *const *into, *const *out;
+  const float *const *into_scales, *const *out_scales;
+};
+
+}  // namespace hibachi
 
 // What a function returns that may not do it: then it has done nothing.
 enum : int { DONE, NO_MEMORY, OUTSIDE };  // OUTSIDE: a place is not in the array that it is a place of
@@ -94,6 +114,34 @@ int hibachi_rope(
 );
 int hibachi_activate(
     int dtype, int which, const void* x, int64_t stride, void* y, int64_t rows, int64_t dim, int gated
+);
+int hibachi_convolve(
+    int dtype,
+    const void* past,
+    const void* x,
+    int64_t x_stride,
+    const void* w,
+    const void* b,
+    void* y,
+    void* last,
+    int64_t rows,
+    int64_t tokens,
+    int64_t dim,
+    int64_t width
+);
+int hibachi_scan(int dtype, const hibachi::Scanned* s);
+int hibachi_route(
+    int dtype,
+    const void* x,
+    int64_t tokens,
+    int64_t experts,
+    int64_t each,
+    int normalised,
+    float* weights,
+    int32_t* chosen
+);
+int hibachi_experts(
+    int dtype, const hibachi::Mixture* m, const void* x, const float* weights, const int32_t* chosen, void* y
 );
 int hibachi_best(const float* x, int64_t rows, int64_t columns, int32_t* place, float* most);
 int hibachi_draw(

@@ -145,6 +145,13 @@ struct Rounded {
     starts = reinterpret_cast<int32_t*>(scales + m * groups);
   }
 
+  // The rows from row i on.
+  Rounded from(int64_t i) const {
+    Rounded found = *this;
+    found.values += i * groups * GROUP, found.scales += i * groups, found.starts += i * groups;
+    return found;
+  }
+
   // Row i becomes x [k].
   template <class T>
   void round(int64_t i, const typename T::Element* x, int64_t k) const {
@@ -225,6 +232,14 @@ struct Linear {
   int64_t batch(int threads) const {
     const int64_t worth = up(WORTH, std::max<int64_t>(1, m * k * WIDTH));
     return std::max<int64_t>(worth, count() / (8 * threads));
+  }
+
+  // As in linear.h.
+  Linear of(int64_t begin, int64_t many, const void* other, const float* other_scales) const {
+    Linear found = *this;
+    found.x = x.from(begin), found.y += begin * y_stride, found.m = many;
+    found.w = static_cast<const uint32_t*>(other), found.scales = other_scales;
+    return found;
   }
 
   void operator()(int64_t p) const {

@@ -137,6 +137,13 @@ inline Floats tanh(Floats x) {
   return x < 0.0f ? -t : t;
 }
 
+// log(1 + e^x). log(1 + e) = 2 artanh(e / (2 + e)), of which the series is cut where it is below half a unit.
+inline Floats softplus(Floats x) {
+  Floats e = exp(x < 0.0f ? x : -x), s = e / (2.0f + e), p = all(0.153846154f);
+  for (float c : {0.181818182f, 0.222222222f, 0.285714286f, 0.4f, 0.666666667f, 2.0f}) p = fma(p, s * s, all(c));
+  return fma(p, s, larger(x, Floats{}));
+}
+
 // The normal distribution function, by the error function's formula 7.1.26 of Abramowitz & Stegun. Error below 3e-7.
 inline Floats normal(Floats x) {
   Floats z = (x < 0.0f ? -x : x) * 0.707106781f;

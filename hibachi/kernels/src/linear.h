@@ -61,6 +61,14 @@ struct Linear {
     return std::max<int64_t>(worth, count() / (8 * threads));
   }
 
+  // The product of `many` rows from row `begin` with another matrix.
+  Linear of(int64_t begin, int64_t many, const void* other, const float*) const {
+    Linear found = *this;
+    found.x += begin * x_stride, found.y += begin * y_stride, found.m = many;
+    found.w = static_cast<const Lane*>(other);
+    return found;
+  }
+
   void operator()(int64_t p) const {
     const int64_t depth = k / T::DEPTH, stride = x_stride / T::DEPTH, column = p * WIDTH;
     const Lane *panel = w + p * depth * WIDTH, *lanes = reinterpret_cast<const Lane*>(x);

@@ -4,10 +4,12 @@
 #include "api.h"
 #include "attention.h"
 #include "draw.h"
+#include "experts.h"
 #include "int8.h"
 #include "linear.h"
 #include "small.h"
 #include "softmax.h"
+#include "states.h"
 #include "team.h"
 
 using namespace hibachi;
@@ -91,6 +93,45 @@ bool int8_linear(
          );
 }
 
+// One product of all experts: x [pairs, k] times the matrices w [n, k] -> y [pairs, n]; of bytes if there are scales.
+template <class T>
+bool of_experts(
+    const Lists& lists, const E<T>* x, const void* const* w, const float* const* scales, E<T>* y, int64_t n, int64_t k
+) {
+  const int64_t pairs = lists.tokens * lists.each;
+  if (!scales) {
+    using Product = Linear<T, T>;
+    const Product product{.x = x, .x_stride = k, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
+    return share(OfExperts<Product>{lists, product, w, nullptr});
+  }
+  using Product = int8::Linear<T, T>;
+  const Buffer<char> memory(int8::Rounded::bytes(pairs, k));
+  if (!memory.ok()) return false;
+  const int8::Rounded rounded(memory.data(), pairs, k);
+  const Product product{.x = rounded, .y = y, .y_stride = n, .m = pairs, .n = n, .k = k};
+  return share(int8::Round<T>{.x = x, .x_stride = k, .rounded = rounded, .m = pairs, .k = k}) &&
+         share(OfExperts<Product>{lists, product, w, scales});
+}
+
+template <class T>
+bool experts(const Mixture& a, const void* x, const float* weights, const int32_t* chosen, void* y) {
+  const int64_t pairs = a.tokens * a.each, wide = a.gated ? 2 * a.inner : a.inner;
+  const Buffer<char> memory(Lists::bytes(a.tokens, a.each, a.experts));
+  const Buffer<E<T>> rows(pairs * a.dim), both(pairs * wide), hidden(pairs * a.inner);
+  if (!memory.ok() || !rows.ok() || !both.ok() || !hidden.ok()) return false;
+  const Lists lists(memory.data(), a.tokens, a.each, a.experts);
+  std::copy_n(weights, pairs, lists.weights), std::copy_n(chosen, pairs, lists.chosen);
+  return share(Sort{lists}) && share(Gather<E<T>>{lists, in<T>(x), a.dim, rows.data(), a.dim}) &&
+         of_experts<T>(lists, rows.data(), a.into, a.into_scales, both.data(), wide, a.dim) &&
+         share(
+             Activate<T>{
+                 Activation(a.activation), bool(a.gated), both.data(), wide, hidden.data(), a.inner, pairs, a.inner
+             }
+         ) &&
+         of_experts<T>(lists, hidden.data(), a.out, a.out_scales, rows.data(), a.dim, a.inner) &&
+         share(Mix<T>{.lists = lists, .x = rows.data(), .y = out<T>(y), .y_stride = a.dim, .dim = a.dim});
+}
+
 }  // namespace
 
 extern "C" {
@@ -100,6 +141,11 @@ EXPORT int64_t hibachi_panel() { return WIDTH; }
 EXPORT int64_t hibachi_int8_panel() { return int8::WIDTH; }
 EXPORT int64_t hibachi_int8_rounded(int64_t k) { return int8::Rounded::bytes(1, k); }  // bytes of a row of k numbers
 EXPORT int64_t hibachi_sizeof_Sizes() { return sizeof(Sizes); }
+EXPORT int64_t hibachi_sizeof_Scanned() { return sizeof(Scanned); }
+EXPORT int64_t hibachi_sizeof_Mixture() { return sizeof(Mixture); }
+EXPORT int64_t hibachi_lists(int64_t tokens, int64_t each, int64_t experts) {  // bytes
+  return Lists::bytes(tokens, each, experts);
+}
 
 EXPORT int hibachi_threads() { return threads(); }
 EXPORT void hibachi_set_threads(int n) { set_threads(n); }
@@ -284,6 +330,86 @@ EXPORT int hibachi_activate(
     using T = decltype(type);
     return share(Activate<T>{Activation(which), bool(gated), in<T>(x), stride, out<T>(y), dim, rows, dim});
   });
+}
+
+// See states.h. x: `x_stride` elements from token to token.
+EXPORT int hibachi_convolve(
+    int dtype,
+    const void* past,
+    const void* x,
+    int64_t x_stride,
+    const void* w,
+    const void* b,
+    void* y,
+    void* last,
+    int64_t rows,
+    int64_t tokens,
+    int64_t dim,
+    int64_t width
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(
+        Convolve<T>{
+            in<T>(past), in<T>(x), x_stride, in<T>(w), in<T>(b), out<T>(y), out<T>(last), rows, tokens, dim, width
+        }
+    );
+  });
+}
+
+EXPORT int hibachi_scan(int dtype, const Scanned* s) {
+  const Scanned& a = *s;
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(
+        Scan<T>{
+            .state = a.state,
+            .dt = in<T>(a.dt),
+            .x = in<T>(a.x),
+            .gate = in<T>(a.gate),
+            .in = in<T>(a.in),
+            .out = in<T>(a.out),
+            .dt_stride = a.dt_stride,
+            .x_stride = a.x_stride,
+            .gate_stride = a.gate_stride,
+            .in_stride = a.in_stride,
+            .out_stride = a.out_stride,
+            .decay = a.decay,
+            .skip = a.skip,
+            .y = out<T>(a.y),
+            .last = a.last,
+            .rows = a.rows,
+            .tokens = a.tokens,
+            .dim = a.dim,
+            .size = a.size,
+        }
+    );
+  });
+}
+
+// x [tokens, experts] -> weights, chosen [tokens, each].
+EXPORT int hibachi_route(
+    int dtype,
+    const void* x,
+    int64_t tokens,
+    int64_t experts,
+    int64_t each,
+    int normalised,
+    float* weights,
+    int32_t* chosen
+) {
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(Route<T>{in<T>(x), experts, tokens, each, experts, bool(normalised), weights, chosen});
+  });
+}
+
+// x, y [tokens, dim]; weights, chosen [tokens, each].
+EXPORT int hibachi_experts(
+    int dtype, const Mixture* m, const void* x, const float* weights, const int32_t* chosen, void* y
+) {
+  if (!below(chosen, m->tokens * m->each, m->experts)) return OUTSIDE;
+  return by_dtype(dtype, [&](auto type) { return experts<decltype(type)>(*m, x, weights, chosen, y); });
 }
 
 EXPORT int hibachi_best(const float* x, int64_t rows, int64_t columns, int32_t* place, float* most) {

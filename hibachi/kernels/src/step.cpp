@@ -6,6 +6,7 @@
 
 #include "api.h"
 #include "attention.h"
+#include "experts.h"
 #include "int8.h"
 #include "linear.h"
 #include "small.h"
@@ -13,19 +14,34 @@
 
 namespace hibachi {
 
-enum Kind : int32_t { RMS_NORM, LINEAR, ROPE, WRITE, ATTEND, ACTIVATE, TAKE, ROUND, LINEAR_INT8, LAYER_NORM };
+enum Kind : int32_t {
+  RMS_NORM,
+  LINEAR,
+  ROPE,
+  WRITE,
+  ATTEND,
+  ACTIVATE,
+  TAKE,
+  ROUND,
+  LINEAR_INT8,
+  LAYER_NORM,
+  ROUTE,
+  SORT,
+  GATHER,
+  MIX,
+};
 
 // As in structs.py. A buffer holds a row for each token, or for each token whose output is wanted.
 struct Op {
   int32_t kind, outputs;         // outputs: over the latter
   int32_t from, to, added;       // buffers; added -1: none
   int32_t which, gated;          // layer, rotary frequencies or activation; gated: of activations
-  int32_t groups;                // pieces of a row
+  int32_t groups;                // pieces of a row; of a mixture of experts, those of a token
   int64_t from_at, to_at, n, k;  // first elements in a row; columns out and in, or width of a piece and elements of it
-  int64_t window;
-  float scale, number;  // number: of a norm its epsilon, of attention its softcap
-  const void *w, *b;
-  const float* scales;  // of bytes
+  int64_t window, experts;       // experts: 0 if it is none of theirs
+  float scale, number;           // number: of a norm its epsilon, of attention its softcap
+  const void *w, *b;             // w: of experts, their matrices
+  const void* scales;            // of bytes; of experts, theirs
 };
 
 // As in structs.py.
@@ -64,6 +80,8 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
   const int64_t added_width = op.added < 0 ? 0 : s.widths[op.added];
   const Pieces<const E> x{.data = from, .stride = from_width, .groups = op.groups, .width = op.n};
   const Pieces<E> y{.data = to, .stride = to_width, .groups = op.groups, .width = op.n};
+  const int64_t many = m * op.groups;  // pieces
+  const Lists lists(op.experts ? s.buffers[op.which] : nullptr, m, op.groups, op.experts);
   Sizes sizes{};
   E *keys = nullptr, *values = nullptr;
   if (op.kind == WRITE || op.kind == ATTEND) {
@@ -114,23 +132,24 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
               .added_stride = added_width,
           }
       );
-    case LINEAR:
-      return f(
-          Linear<T, T>{
-              .x = from,
-              .x_stride = from_width,
-              .w = reinterpret_cast<const Lane*>(w),
-              .bias = b,
-              .y = to,
-              .y_stride = to_width,
-              .m = m,
-              .n = op.n,
-              .k = op.k,
-              .scale = op.scale,
-              .added = added,
-              .added_stride = added_width,
-          }
-      );
+    case LINEAR: {
+      const Linear<T, T> product{
+          .x = from,
+          .x_stride = from_width / op.groups,
+          .w = reinterpret_cast<const Lane*>(w),
+          .bias = b,
+          .y = to,
+          .y_stride = to_width / op.groups,
+          .m = many,
+          .n = op.n,
+          .k = op.k,
+          .scale = op.scale,
+          .added = added,
+          .added_stride = added_width,
+      };
+      if (!op.experts) return f(product);
+      return f(OfExperts<Linear<T, T>>{lists, product, static_cast<const void* const*>(op.w), nullptr});
+    }
     case ROPE: {
       const void* const* turns = s.turns + 2 * op.which;
       const E *cos = static_cast<const E*>(turns[0]), *sin = static_cast<const E*>(turns[1]);
@@ -163,29 +182,59 @@ static auto with_kernel(const Step& s, const Op& op, const Work& work, const F& 
               .which = Activation(op.which),
               .gated = bool(op.gated),
               .x = from,
-              .x_stride = from_width,
+              .x_stride = from_width / op.groups,
               .y = to,
-              .y_stride = to_width,
-              .rows = m,
+              .y_stride = to_width / op.groups,
+              .rows = many,
               .dim = op.n,
           }
       );
     case ROUND: {
-      const int8::Rounded rounded(s.buffers[op.to], m, op.k);
-      return f(int8::Round<T>{.x = from, .x_stride = from_width, .rounded = rounded, .m = m, .k = op.k});
+      const int8::Rounded rounded(s.buffers[op.to], many, op.k);
+      return f(int8::Round<T>{.x = from, .x_stride = from_width / op.groups, .rounded = rounded, .m = many, .k = op.k});
     }
-    case LINEAR_INT8:
+    case LINEAR_INT8: {
+      const int8::Linear<T, T> product{
+          .x = int8::Rounded(s.buffers[op.from], many, op.k),
+          .w = static_cast<const uint32_t*>(op.w),
+          .scales = static_cast<const float*>(op.scales),
+          .bias = b,
+          .y = to,
+          .y_stride = to_width / op.groups,
+          .m = many,
+          .n = op.n,
+          .k = op.k,
+          .scale = op.scale,
+          .added = added,
+          .added_stride = added_width,
+      };
+      if (!op.experts) return f(product);
+      const auto* ws = static_cast<const void* const*>(op.w);
+      return f(OfExperts<int8::Linear<T, T>>{lists, product, ws, static_cast<const float* const*>(op.scales)});
+    }
+    case ROUTE:
       return f(
-          int8::Linear<T, T>{
-              .x = int8::Rounded(s.buffers[op.from], m, op.k),
-              .w = static_cast<const uint32_t*>(op.w),
-              .scales = op.scales,
-              .bias = b,
+          Route<T>{
+              .x = from,
+              .x_stride = from_width,
+              .tokens = m,
+              .each = op.groups,
+              .experts = op.experts,
+              .normalised = bool(op.gated),
+              .weights = lists.weights,
+              .chosen = lists.chosen,
+          }
+      );
+    case SORT: return f(Sort{lists});
+    case GATHER: return f(Gather<E>{.lists = lists, .x = from, .x_stride = from_width, .y = to, .dim = op.n});
+    case MIX:
+      return f(
+          Mix<T>{
+              .lists = lists,
+              .x = from,
               .y = to,
               .y_stride = to_width,
-              .m = m,
-              .n = op.n,
-              .k = op.k,
+              .dim = op.n,
               .scale = op.scale,
               .added = added,
               .added_stride = added_width,

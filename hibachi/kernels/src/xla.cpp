@@ -251,6 +251,80 @@ EXPORT void* hibachi_xla_activate(Frame* f) {
   });
 }
 
+// past [rows, width - 1, dim], x [rows, tokens, dim], w [width, dim], perhaps b [dim] -> y, last
+EXPORT void* hibachi_xla_convolve(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t rows = c.size(1, 0), tokens = c.size(1, 1), dim = c.size(1, 2), width = c.size(2, 0);
+    return hibachi_convolve(
+        c.dtype(), c.in(0), c.in(1), dim, c.in(2), c.in(3), c.out(0), c.out(1), rows, tokens, dim, width
+    );
+  });
+}
+
+// x, dt, gate [rows, tokens, dim], write, read [rows, tokens, size], state [rows, size, dim], decay [size, dim], skip
+// [dim] -> y, state
+EXPORT void* hibachi_xla_scan(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const int64_t dim = c.size(0, 2), size = c.size(3, 2);
+    const hibachi::Scanned s{
+        .rows = c.size(0, 0),
+        .tokens = c.size(0, 1),
+        .dim = dim,
+        .size = size,
+        .dt_stride = dim,
+        .x_stride = dim,
+        .gate_stride = dim,
+        .in_stride = size,
+        .out_stride = size,
+        .state = c.in<float>(5),
+        .dt = c.in(1),
+        .x = c.in(0),
+        .gate = c.in(2),
+        .in = c.in(3),
+        .out = c.in(4),
+        .decay = c.in<float>(6),
+        .skip = c.in<float>(7),
+        .y = c.out(0),
+        .last = static_cast<float*>(c.out(1)),
+    };
+    return hibachi_scan(c.dtype(), &s);
+  });
+}
+
+// x [tokens, experts] -> weights, chosen [tokens, each]; ints: normalised
+EXPORT void* hibachi_xla_route(Frame* f) {
+  return handle(f, [](const Call& c) {
+    float* weights = static_cast<float*>(c.out(0));
+    int32_t* chosen = static_cast<int32_t*>(c.out(1));
+    return hibachi_route(
+        c.dtype(), c.in(0), c.size(0, 0), c.size(0, 1), c.out_size(0, 1), c.integer(0), weights, chosen
+    );
+  });
+}
+
+// x [tokens, dim], weights, chosen [tokens, each], the matrices into all experts, those out of them -> y; ints:
+// experts, inner, activation, gated
+EXPORT void* hibachi_xla_experts(Frame* f) {
+  return handle(f, [](const Call& c) -> int {
+    const int64_t experts = c.integer(0);
+    const hibachi::Buffer<const void*> w(2 * experts);
+    if (!w.ok()) return NO_MEMORY;
+    for (int64_t i = 0; i < 2 * experts; i++) w[i] = c.in(3 + i);
+    const hibachi::Mixture m{
+        .tokens = c.size(1, 0),
+        .each = c.size(1, 1),
+        .experts = experts,
+        .dim = c.size(0, 1),
+        .inner = c.integer(1),
+        .activation = c.integer(2),
+        .gated = c.integer(3),
+        .into = w.data(),
+        .out = w.data() + experts,
+    };
+    return hibachi_experts(c.dtype(), &m, c.in(0), c.in<float>(1), c.in<int32_t>(2), c.out(0));
+  });
+}
+
 // x [rows, columns] -> place, most [rows]
 EXPORT void* hibachi_xla_best(Frame* f) {
   return handle(f, [](const Call& c) {
