@@ -237,7 +237,8 @@ class NativeJaxBackend(JaxBackend):
         every = [*into, *out]
         packed = all(isinstance(w, PackedWeight) and w.dtype == w.panels.dtype == x.dtype for w in every)
         dim, inner = out[0].shape
-        if not packed or activation not in ACTIVATIONS or dim % 2 or inner % 2:
+        odd = x.dtype != jnp.float32 and (dim % 2 or inner % 2)  # rows of pairs begin with a pair
+        if not packed or activation not in ACTIVATIONS or odd:
             return super().experts(x, chosen, weights, into, out, activation, gated=gated)
         routed = weights.astype(jnp.float32), chosen.astype(jnp.int32)
         ints = [len(into), inner, ACTIVATIONS[activation], gated]

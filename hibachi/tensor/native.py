@@ -17,13 +17,15 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import UnsupportedOperation
-from hibachi.kernels.abi import Mixture, Scanned, Sizes, addresses
+from hibachi.kernels.abi import Sizes
 from hibachi.kernels.library import NUMERICS, library
 from hibachi.kernels.memory import Slabs, zeros
 from hibachi.kernels.threads import most_threads
 from hibachi.shapes import CallShapes
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.array_backend import Array, HostArray, LayerCache
+from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.tensor.native_layers import NativeLayers
 from hibachi.tensor.program import ACTIVATIONS, Program, program
 
 LANES = 16  # as in lanes.h
@@ -56,20 +58,7 @@ class PagedCache(OwnLayout):
     v_dim: int
 
 
-class PackedWeight:
-    """A matrix [out, in] in the panels of linear.h, or of int8.h, then with a scale for each row.
-
-    dtype: of what it is multiplied with. pointers: of the panels, and of the scales if there are any.
-    """
-
-    __slots__ = ("data", "dtype", "pointers", "scales", "shape")
-
-    def __init__(self, shape: tuple[int, int], dtype: Any, data: HostArray, scales: HostArray | None = None) -> None:
-        self.shape, self.dtype, self.data, self.scales = shape, dtype, data, scales
-        self.pointers: tuple[int, ...] = tuple(t.ctypes.data for t in (data, scales) if t is not None)
-
-
-class NativeBackend(ArrayBackend):
+class NativeBackend(NativeLayers):
     """To be inherited from before a library's own deterministic backend."""
 
     deterministic = True
@@ -80,8 +69,6 @@ class NativeBackend(ArrayBackend):
     numerics = NUMERICS
     cascade = True
     """Attention reads what several tokens see, such as a prefix that rows share, once for some of them."""
-
-    codes: dict[Any, int]
 
     def begin(self) -> None:
         """To be called at the end of `__init__`. Raises NativeUnavailable."""
@@ -102,24 +89,6 @@ class NativeBackend(ArrayBackend):
         self.library = library()
         self._run = self.library.kernels
 
-    # ---- what a library's class says -----------------------------------------------------------------------------
-
-    def address(self, t: Array) -> int:
-        """Where an array lies in the host's memory."""
-        raise NotImplementedError
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array, row by row, with anything in it. dtype: of this library."""
-        raise NotImplementedError
-
-    def from_host(self, t: HostArray, dtype: Any) -> Array:
-        """The same memory as an array of this library; of a host array of `BITS`."""
-        raise NotImplementedError
-
-    def strides(self, t: Array) -> tuple[int, ...]:
-        """In elements."""
-        raise NotImplementedError
-
     def library_threads(self) -> int | None:
         """How many threads the library was set to use; None: it has no such number."""
         return None
@@ -130,16 +99,6 @@ class NativeBackend(ArrayBackend):
         if now != self._threads:
             self._threads = now
             self._run.set_threads(most_threads(now))
-
-    # ---- arrays as kernels want them -------------------------------------------------------------------------------
-
-    def rows(self, x: Array) -> tuple[Array, int]:
-        """x [..., dim] as rows that lie equally far apart: an array that holds them and how many elements that is."""
-        if x.ndim == 2:
-            apart, one = self.strides(x)
-            if one == 1 and apart >= x.shape[1]:
-                return x, apart
-        return self.row_major(x), x.shape[-1] if x.ndim else 1
 
     def _heads(self, x: Array, name: str, dims: tuple[int | None, int | None], like: Any) -> tuple[Array, int]:
         """x [tokens, heads, dim] with the heads of a token together, and elements from token to token."""
@@ -154,13 +113,6 @@ class NativeBackend(ArrayBackend):
             x = self.row_major(x)
             apart = x.shape[1] * x.shape[2]
         return x, apart
-
-    def index(self, t: Array) -> Array:
-        """As int32, row by row."""
-        return self.row_major(t if t.dtype == self.xp.int32 else self.xp.astype(t, self.xp.int32))
-
-    def _pointer(self, t: Array | None) -> int | None:
-        return None if t is None else self.address(t)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -394,103 +346,6 @@ class NativeBackend(ArrayBackend):
         if many * dim:
             self._run.activate(code, ACTIVATIONS[name], self.address(rows), stride, self.address(y), many, dim, gated)
         return y
-
-    # ---- experts and states ----------------------------------------------------------------------------------------
-
-    @override
-    def route(self, x: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
-        code = self.codes.get(x.dtype)
-        if code is None:
-            return super().route(x, k, normalised=normalised)
-        (tokens, experts), x = x.shape, self.row_major(x)
-        weights, chosen = self.empty((tokens, k), self.xp.float32), self.empty((tokens, k), self.xp.int32)
-        places = self.address(weights), self.address(chosen)
-        self._run.route(code, self.address(x), tokens, experts, k, normalised, *places)
-        return weights, chosen
-
-    @override
-    def experts(
-        self,
-        x: Array,
-        chosen: Array,
-        weights: Array,
-        into: Sequence[Array],
-        out: Sequence[Array],
-        activation: str,
-        *,
-        gated: bool,
-    ) -> Array:
-        mixture = self.mixture(into, out, x.dtype, activation, gated)
-        if mixture is None or x.shape[1] != mixture.dim:
-            return super().experts(x, chosen, weights, into, out, activation, gated=gated)
-        mixture.tokens, mixture.each = chosen.shape
-        x, chosen = self.row_major(x), self.index(chosen)
-        weights, y = self.row_major(self.float32(weights)), self.empty(x.shape, x.dtype)
-        places = (self.address(t) for t in (x, weights, chosen, y))
-        self._run.experts(self.codes[x.dtype], addressof(mixture), *places)
-        return y
-
-    def mixture(self, into: Sequence[Array], out: Sequence[Array], dtype: Any, activation: str, gated: bool) -> Any:
-        """What kernels are told of experts, or None: they do not compute these."""
-        weights = [*into, *out]
-        if activation not in ACTIVATIONS or not all(isinstance(w, PackedWeight) and w.dtype == dtype for w in weights):
-            return None
-        (dim, inner), kinds = out[0].shape, len(into[0].pointers)
-        alike = all(w.shape == (inner * (1 + gated), dim) for w in into) and all(w.shape == (dim, inner) for w in out)
-        if not alike or dim % 2 or inner % 2 or any(len(w.pointers) != kinds for w in weights):
-            return None
-        lists = [addresses([w.pointers[i] for w in some]) for i in range(kinds) for some in (into, out)]
-        found = Mixture(0, 0, len(into), dim, inner, ACTIVATIONS[activation], gated, *map(addressof, lists))
-        found.kept = lists, weights
-        return found
-
-    @override
-    def convolve(self, past: Array, x: Array, w: Array, b: Array | None = None) -> tuple[Array, Array]:
-        code = self.codes.get(x.dtype)
-        if code is None or any(t is not None and t.dtype != x.dtype for t in (past, w, b)):
-            return super().convolve(past, x, w, b)
-        (rows, tokens, dim), width = x.shape, len(w)
-        if past.shape != (rows, width - 1, dim) or w.shape != (width, dim) or (b is not None and b.shape != (dim,)):
-            raise ValueError(
-                f"convolve: expected past [{rows}, {width - 1}, {dim}], w [{width}, {dim}] and b [{dim}] as x is "
-                f"{tuple(x.shape)}; got {[None if t is None else tuple(t.shape) for t in (past, w, b)]}"
-            )
-        past, w, b = self.row_major(past), self.row_major(w), None if b is None else self.row_major(b)
-        (x, apart), y = self._over_time(x), self.empty((rows, tokens, dim), x.dtype)
-        last = self.empty(tuple(past.shape), x.dtype)
-        places = (self._pointer(t) for t in (w, b, y, last))
-        self._run.convolve(code, self.address(past), self.address(x), apart, *places, rows, tokens, dim, width)
-        return y, last
-
-    @override
-    def selective_scan(
-        self, state: Array, x: Array, dt: Array, gate: Array, write: Array, read: Array, decay: Array, skip: Array
-    ) -> tuple[Array, Array]:
-        code, wide = self.codes.get(x.dtype), self.xp.float32
-        (rows, tokens, dim), size = x.shape, write.shape[2]
-        narrow, summed = (dt, gate, write, read), (state, decay, skip)
-        if code is None or any(t.dtype != x.dtype for t in narrow) or any(t.dtype != wide for t in summed):
-            return super().selective_scan(state, x, dt, gate, write, read, decay, skip)
-        wanted = [(rows, tokens, dim)] * 2 + [(rows, tokens, size)] * 2 + [(rows, size, dim), (size, dim), (dim,)]
-        if [tuple(t.shape) for t in (*narrow, *summed)] != wanted:
-            raise ValueError(
-                f"selective_scan: expected dt, gate, write, read, state, decay and skip {wanted} as x is "
-                f"{tuple(x.shape)}; got {[tuple(t.shape) for t in (*narrow, *summed)]}"
-            )
-        given, apart = zip(*map(self._over_time, (dt, x, gate, write, read)), strict=True)
-        state, decay, skip = map(self.row_major, summed)
-        y, last = self.empty((rows, tokens, dim), x.dtype), self.empty(state.shape, wide)
-        places = (self.address(t) for t in (state, *given, decay, skip, y, last))
-        scanned = Scanned(rows, tokens, dim, size, *apart, *places)
-        self._run.scan(code, addressof(scanned))
-        return y, last
-
-    def _over_time(self, x: Array) -> tuple[Array, int]:
-        """x [rows, tokens, dim] with all tokens equally far apart, and how many elements that is."""
-        row, apart, one = self.strides(x)
-        if one == 1 and apart >= x.shape[2] and (row == apart * x.shape[1] or len(x) == 1):
-            return x, apart
-        return self.row_major(x), x.shape[2]
 
     # ---- execution -------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from typing_extensions import override
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.kernels.library import state, why_missing
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import StepInputs
-from hibachi.tensor.native import Int8Backend, NativeBackend, PackedWeight, PagedCache
+from hibachi.tensor.native import Int8Backend, NativeBackend, PagedCache
 from hibachi.tensor.program import whole
 
 

@@ -238,7 +238,8 @@ def program(decoder: Any, *, int8: bool) -> Program | None:
     routers = [layer["router"] for layer in params["layers"] if "router" in layer]
 
     def packed(w: Any, kinds: int = 1 + int8) -> bool:
-        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == kinds and not w.shape[1] % 2
+        odd = dtype == decoder.backend.dtype("bfloat16") and w.shape[1] % 2  # rows of pairs begin with a pair
+        return hasattr(w, "pointers") and w.dtype == dtype and len(w.pointers) == kinds and not odd
 
     fits = (
         fuses(decoder.arch)

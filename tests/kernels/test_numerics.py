@@ -14,11 +14,19 @@ import pytest
 
 from hibachi.kernels.library import NUMERICS, SWITCH
 
-from ..tensor.native import other_variants, skip_without
+from ..tensor.native import DTYPES, computed, other_variants, skip_without
+from ..tensor.native import digest as digest_of
 
 skip_without()
+from hibachi.tensor.numpy_backend import NativeNumpyBackend  # noqa: E402
+
 ANSWERS = Path(__file__).with_name("answers.py")
 GOLDEN = {"float32": "282c331360ec02fe", "bfloat16": "e0e9fd27049413b8"}
+
+OPERATIONS = {
+    "float32": "29ef078cbba830a6bac1b519ffd0f36d0a15e05ee61b25cf49ea4cab498d0132",
+    "bfloat16": "412a7c77fb05bef55856e72fb0224aef0eddc3b4b9e8aab81e10c6c78a23243d",
+}
 
 
 def digest(*arguments, **environment):
@@ -31,6 +39,11 @@ def digest(*arguments, **environment):
 
 def test_the_numerics_have_their_name():
     assert NUMERICS == "cpu-1"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_each_operation_gives_is_written_down(dtype):
+    assert digest_of(computed(NativeNumpyBackend(), dtype)) == OPERATIONS[dtype]
 
 
 @pytest.mark.parametrize("dtype", GOLDEN)

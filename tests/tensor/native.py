@@ -121,21 +121,22 @@ def computed(backend, dtype):
     random = np.random.default_rng(0)
 
     def put(*shape, scale=1.0):
-        return backend.put((scale * random.normal(size=shape)).astype(np.float32), dtype)
+        return backend.put(rounded(scale * random.normal(size=shape)), dtype)
 
     x, vectors, out = put(11, 66, scale=3), [put(66) for _ in range(2)], {}
-    weight, bias = backend.put_weight(random.normal(size=(70, 66)).astype(np.float32), dtype), put(70)
+    weight, bias = backend.put_weight(rounded(random.normal(size=(70, 66))), dtype), put(70)
     out |= {"linear": backend.linear(x, weight), "linear with bias": backend.linear(x, weight, bias)}
     out |= {"logits": backend.logits(x, weight), "one row": backend.linear(x[3:4], weight)}
     out["rows"] = backend.weight_rows(weight, backend.put(np.array([[0, 69], [48, 1]], np.int32)))
     out["rms_norm"] = backend.rms_norm(x, vectors[0], 1e-5)
     out["layer_norm"] = backend.layer_norm(x, *vectors, 1e-5)
     out["softmax"] = backend.softmax(x)
-    heads, angle = put(9, 3, 16), random.normal(size=(9, 1, 8)).astype(np.float32)
-    out["rope"] = backend.rope(heads, backend.put(np.cos(angle), dtype), backend.put(np.sin(angle), dtype))
+    out["rope"] = backend.rope(put(9, 3, 16), put(9, 1, 8), put(9, 1, 8))
     for name in ("silu", "gelu", "gelu_tanh"):
         out[name], out[f"gated {name}"] = getattr(backend, name)(x), backend.gated(x, name)
     out |= _attended(backend, dtype, put)
+    out |= _of_experts(backend, dtype, random, put)
+    out |= _of_states(backend, put)
     out |= _drawn(backend, random)
     return {name: np.asarray(backend.get(t), np.float32) for name, t in out.items()}
 
@@ -158,8 +159,34 @@ def _attended(backend, dtype, put):
     return out
 
 
+def _of_experts(backend, dtype, random, put):
+    weights, chosen = backend.route(put(33, 7), 2, normalised=True)
+    into, out = ([backend.put_weight(rounded(random.normal(size=s) / 5), dtype) for _ in range(7)] for s in SIZES)
+    mixed = backend.experts(put(33, 48), chosen, weights, into, out, "silu", gated=True)
+    return {"weights of experts": weights, "experts": mixed}
+
+
+SIZES = (52, 48), (48, 26)
+
+
+def _of_states(backend, put):
+    rows, tokens, dim, size = 3, 5, 42, 9
+    x, last = backend.convolve(put(rows, 3, dim), put(rows, tokens, dim), put(4, dim), put(dim))
+    dt, gate, write, read = (put(rows, tokens, n, scale=2) for n in (dim, dim, size, size))
+    decay = backend.put(-(2.0 ** np.random.default_rng(1).integers(-3, 4, (size, dim))).astype(np.float32))
+    zeros = backend.put(np.zeros((rows, size, dim), np.float32))
+    skip = backend.put(np.linspace(-1, 1, dim, dtype=np.float32))
+    y, state = backend.selective_scan(zeros, x, dt, gate, write, read, decay, skip)
+    return {"convolved": x, "last of the convolution": last, "scanned": y, "state": state}
+
+
+def rounded(x):
+    """float32 without the digits that machines disagree about when they draw."""
+    return (np.round(np.asarray(x) * 1024) / 1024).astype(np.float32)
+
+
 def _drawn(backend, random):
-    logits = backend.put((4 * random.normal(size=(40, 1000))).astype(np.float32))
+    logits = backend.put(rounded(4 * random.normal(size=(40, 1000))))
     out = dict(zip(("place", "largest"), backend.best(logits), strict=True))
     out |= dict(zip(("mass's largest", "mass"), backend.mass(logits), strict=True))
     out["token"], out["drawn's largest"] = backend.draw(logits, [backend.put(t) for t in parameters(40)])

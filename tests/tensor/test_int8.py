@@ -16,7 +16,7 @@ from hibachi.kernels.library import SWITCH, why_missing
 from hibachi.model.arch import Arch, Experts, Layer, shapes
 from hibachi.model.decoder import Decoder
 from hibachi.model.rope import Rope
-from hibachi.tensor.native import PackedWeight
+from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.numpy_backend import Int8NumpyBackend
 
 from .native import DTYPES, every_variant, other_variants, without_compiler

@@ -268,7 +268,7 @@ def test_attention_gives_a_token_the_same_bits_in_any_company(native, name, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_an_earlier_owner_left_in_a_block_is_not_seen(native, dtype):
     layer, used = Layer(native, dtype), Layer(native, dtype)
-    for half in used.cache[:2]:
+    for half in (used.cache.keys, used.cache.values):
         half.fill_(1e4)
     for pieces in ([(0, 33), (0, 70)], [(33, 1), (70, 100)]):
         assert all(torch.equal(a, b) for a, b in zip(layer.run(pieces), used.run(pieces), strict=True))
@@ -697,3 +697,17 @@ def test_rows_that_share_a_prefix_are_found(native):
     assert 2 * 6 <= three.sets(native, three.table) <= 2 * 9
     few = Shared([(0, 9, 150, 1)] * 2, block_size=16, dtype="bfloat16", heads=4)
     assert few.sets(native, few.table) == 4  # as many as keep the threads busy
+
+
+def test_a_model_that_reads_the_cache_itself_hears_how_it_may(native):
+    cache = native.make_cache(Paged(2, 8, 8), blocks=3, block_size=4, rows=1, dtype="float32")
+    with pytest.raises(TypeError, match=r"backend\.attend read them.*NumpyBackend\(native=False\)"):
+        _keys, _values = cache
+
+
+def test_numpy_may_make_float64_of_what_a_model_computes():
+    """float32 times an integer array is float64 on NumPy: what was meant is float32."""
+    backend = NumpyBackend(native=True)
+    weight, x = backend.put_weight(np.ones((4, 6), np.float32), "float32"), np.ones((2, 6)) / 3
+    got = backend.linear(x, weight)
+    assert got.dtype == np.float32 and (got == backend.linear(x.astype(np.float32), weight)).all()

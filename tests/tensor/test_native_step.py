@@ -76,10 +76,17 @@ FUSED = {
         learned_positions=True,
     ),
 }
+FUSED |= {
+    "experts": dict(layers=(Layer(experts=True), Layer(), Layer(experts=True)), experts=Experts(5, 2, 18, True)),
+    "one of many experts": dict(layers=(Layer(experts=True),), experts=Experts(40, 1, 16, False)),
+    "experts, norms on both sides": dict(layers=(Layer(experts=True),), experts=Experts(3, 3, 16, False), norms="both"),
+    "experts, residual scale": dict(layers=(Layer(experts=True),), experts=Experts(4, 2, 16, True), residual_scale=0.2),
+}
 APART = {
     "parallel, norms after": dict(parallel=True, norms="both"),
-    "experts": dict(layers=(Layer(experts=True),), experts=Experts(4, 2, 16, True)),
     "odd width": dict(intermediate=71),
+    "experts of odd width": dict(layers=(Layer(experts=True),), experts=Experts(4, 2, 17, True)),
+    "experts, parallel": dict(layers=(Layer(experts=True),), experts=Experts(4, 2, 16, True), parallel=True),
 }
 
 
@@ -113,7 +120,7 @@ def stepped(model, fused, steps):
     for x in steps:
         out, cache = model.step(model.params, cache, x)
         outputs.append(out)
-    return [*outputs, *(half for layer in cache for half in layer[:2])]
+    return [*outputs, *(half for layer in cache for half in (layer.keys, layer.values))]
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -194,6 +201,18 @@ def test_all_variants_compute_the_same_bits(make, dtype, monkeypatch):
 def test_what_has_no_kernel_stays_operation_by_operation(kind):
     model = made(NativeTorchBackend("cpu"), "bfloat16", **APART[kind])
     assert model.fused is None
+    steps = [inputs(model.backend, [0, 0], [3, 17], [True, True])]
+    assert all(torch.isfinite(t).all() for t in stepped(model, None, steps))
+
+
+@pytest.mark.parametrize("kind", ["odd width", "experts of odd width"])
+@pytest.mark.parametrize("make, dtype", [(NativeTorchBackend, "float32"), (Int8TorchBackend, "float32")])
+def test_rows_of_odd_width_are_no_pairs_in_float32(make, dtype, kind):
+    model = made(make("cpu"), dtype, **APART[kind])
+    steps = [inputs(model.backend, [0, 0], [3, 17], [True, True])]
+    one, many = stepped(model, model.fused, steps), stepped(model, None, steps)
+    assert model.fused is None and all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    assert made(make("cpu"), dtype, **APART[kind]).fused is not None
 
 
 def test_other_params_than_the_models_own_are_used():
