@@ -3,8 +3,7 @@
     .venv/bin/python benchmarks/perplexity.py --model .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --text FILE
 
 Windows of the text are scored by themselves: each token but the first of a window given those before it. The bound that
-int8 has to keep: at most 1 % above bfloat16; the command fails otherwise. "int8 weights" is what PyTorch does without
-native kernels: activations are not rounded.
+int8 has to keep: at most 1 % above bfloat16; the command fails otherwise.
 
 Decoding is timed in turns: all variants write the same number of tokens, one after the other, and again.
 """
@@ -20,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import hibachi
-from hibachi_torch.int8 import Int8WeightsTorchBackend
 from hibachi_torch.native import NativeTorchBackend
 
 MOST = 0.01  # that int8 may be above bfloat16
@@ -28,7 +26,6 @@ MOST = 0.01  # that int8 may be above bfloat16
 VARIANTS: dict[str, tuple[Any, str, str | None]] = {
     "float32": (NativeTorchBackend, "float32", None),
     "bfloat16": (NativeTorchBackend, "bfloat16", None),
-    "int8 weights": (Int8WeightsTorchBackend, "bfloat16", "int8"),
     "int8": (NativeTorchBackend, "bfloat16", "int8"),
     "int8, float32": (NativeTorchBackend, "float32", "int8"),
 }

@@ -1,4 +1,4 @@
-"""JAX with weights of eight bits: `JaxBackend().quantized("int8")`.
+"""JAX with weights of eight bits without hibachi's kernels, as on a TPU: `JaxBackend().quantized("int8")`.
 
 A matrix is rounded to integers from -127 to 127, with one scale for each of its rows. Activations are rounded when they
 are multiplied, with one scale for each token, to sixteen bits: of eight, the few large numbers that language models
@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from hibachi.tensor.array_backend import Array, HostArray
 from hibachi_jax.backend import JaxBackend
-from hibachi_jax.invariant import InvariantJaxBackend
 
 _LARGEST = 127
 _LARGEST_PAIR = 127 * 256  # so that both bytes of a number fit
@@ -73,12 +72,6 @@ class Int8JaxBackend(JaxBackend):
         y = _product(x.reshape(-1, x.shape[-1]), w.values, w.scales)
         y = y if b is None else y + b
         return y.astype(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
-
-
-class InvariantInt8JaxBackend(InvariantJaxBackend, Int8JaxBackend):
-    """The same in steps of fixed shape."""
-
-    kernels = f"int8, {InvariantJaxBackend.kernels}"
 
 
 @jax.jit

@@ -23,13 +23,13 @@ from hibachi.kernels.memory import Slabs
 from hibachi.kernels.threads import most_threads
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, LANES, OwnLayout, unpacked
+from hibachi.tensor.native import CODES, DEEPEST, LANES, Int8Backend, OwnLayout, int8_packed, unpacked
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi_jax.backend import JaxBackend
 
 HANDLERS = (
     *("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass"),
-    *("convolve", "scan", "route", "experts"),
+    *("convolve", "scan", "route", "experts", "int8_linear", "int8_rows"),
 )
 
 
@@ -56,9 +56,11 @@ def target(name: str) -> str:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix [out, in] in the panels of linear.h. shape: of the matrix. dtype: of what it is multiplied with."""
+    """A matrix [out, in] in the panels of linear.h, or of int8.h, then with scales of its rows. shape: of the matrix.
+    dtype: of what it is multiplied with."""
 
     panels: Array
+    scales: Array | None
     shape: tuple[int, int] = field(metadata={"static": True})
     dtype: Any = field(metadata={"static": True})
 
@@ -124,8 +126,10 @@ class NativeJaxBackend(JaxBackend):
         depth = k + k % 2 if computed == "bfloat16" else k
         packed = self._slabs.empty(-(-n // panel) * panel * depth, kind)
         self._run.pack(CODES[computed], plain.ctypes.data, packed.ctypes.data, n, k)
-        panels = jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
-        return PackedWeight(panels, (n, k), np.dtype(self.dtype(dtype)))
+        return PackedWeight(self._placed(packed), None, (n, k), np.dtype(self.dtype(dtype)))
+
+    def _placed(self, packed: HostArray) -> Array:
+        return jax.device_put(packed, self.device, may_alias=True)  # it is aligned, so JAX does not copy it
 
     @override
     def weight_rows(self, w: Array, idx: Array) -> Array:
@@ -133,7 +137,11 @@ class NativeJaxBackend(JaxBackend):
             return super().weight_rows(w, idx)
         n, k = w.shape
         at = idx.reshape(-1).astype(jnp.int32)
-        found = _call("rows", (len(at), k), w.panels.dtype, w.panels, at, ints=[n])
+        kind = _kind(w)
+        if w.scales is None:
+            found = _call("rows", (len(at), k), kind, w.panels, at, ints=[n])
+        else:
+            found = _call("int8_rows", (len(at), k), kind, w.panels, w.scales, at, ints=[n, kind == jnp.bfloat16])
         return found.astype(w.dtype).reshape(*idx.shape, k)
 
     @override
@@ -152,10 +160,11 @@ class NativeJaxBackend(JaxBackend):
                 f"expected x [..., {k}] and b [{n}] of {w.dtype}; got x {tuple(x.shape)} of {x.dtype}"
                 + ("" if b is None else f" and b {tuple(b.shape)} of {b.dtype}")
             )
-        kind = w.panels.dtype
+        kind = _kind(w)
         rows = x.reshape(-1, k).astype(kind)
         made = dtype if w.dtype == kind else kind
-        y = _call("linear", (len(rows), n), made, rows, w.panels, *(() if b is None else (b.astype(kind),)))
+        more = *(() if w.scales is None else (w.scales,)), *(() if b is None else (b.astype(kind),))
+        y = _call("linear" if w.scales is None else "int8_linear", (len(rows), n), made, rows, w.panels, *more)
         return y.astype(dtype).reshape(*x.shape[:-1], n)
 
     # ---- cache and attention -----------------------------------------------------------------------------------
@@ -235,14 +244,16 @@ class NativeJaxBackend(JaxBackend):
         gated: bool,
     ) -> Array:
         every = [*into, *out]
-        packed = all(isinstance(w, PackedWeight) and w.dtype == w.panels.dtype == x.dtype for w in every)
+        packed = all(isinstance(w, PackedWeight) and w.dtype == _kind(w) == x.dtype for w in every)
+        packed = packed and len({w.scales is None for w in every}) == 1
         dim, inner = out[0].shape
         odd = x.dtype != jnp.float32 and (dim % 2 or inner % 2)  # rows of pairs begin with a pair
         if not packed or activation not in ACTIVATIONS or odd:
             return super().experts(x, chosen, weights, into, out, activation, gated=gated)
         routed = weights.astype(jnp.float32), chosen.astype(jnp.int32)
         ints = [len(into), inner, ACTIVATIONS[activation], gated]
-        return _call("experts", x.shape, x.dtype, x, *routed, *(w.panels for w in every), ints=ints)
+        given = [w.panels for w in every] + [w.scales for w in every if w.scales is not None]
+        return _call("experts", x.shape, x.dtype, x, *routed, *given, ints=ints)
 
     @override
     def convolve(self, past: Array, x: Array, w: Array, b: Array | None = None) -> tuple[Array, Array]:
@@ -320,7 +331,31 @@ class NativeJaxBackend(JaxBackend):
         return _rowwise("activate", x, width=x.shape[-1] // 2, ints=[ACTIVATIONS[activation]])
 
 
+class Int8NativeJaxBackend(NativeJaxBackend):
+    """`JaxBackend("cpu").quantized("int8")`: as `Int8Backend` on the other libraries."""
+
+    kernels = Int8Backend.kernels
+    quantization = "int8"
+
+    @override
+    def put_weight(self, w: HostArray, dtype: str) -> Array:
+        self._computed(dtype)
+        if w.shape[1] > DEEPEST:
+            return super().put_weight(w, dtype)
+        data, scales = int8_packed(w, self._run, self._slabs)
+        return PackedWeight(self._placed(data), self._placed(scales), tuple(w.shape), np.dtype(self.dtype(dtype)))
+
+    @override
+    def put_precise(self, w: HostArray, dtype: str) -> Array:
+        return NativeJaxBackend.put_weight(self, w, dtype)
+
+
 _COMPUTED = (jnp.float32, jnp.bfloat16)
+
+
+def _kind(w: PackedWeight) -> Any:
+    """What it is multiplied with in the kernels: float16 as float32."""
+    return np.dtype(np.float32) if w.dtype == np.float16 else w.dtype
 
 
 def _of_rows(name: str, dtype: Any, x: Array, *args: Array) -> tuple[Array, Array]:

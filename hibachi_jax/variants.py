@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.kernels.library import NUMERICS, state, why_missing
 from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_jax.backend import JaxBackend
-from hibachi_jax.int8 import Int8JaxBackend, InvariantInt8JaxBackend
+from hibachi_jax.int8 import Int8JaxBackend
 from hibachi_jax.invariant import InvariantJaxBackend
-from hibachi_jax.native import NativeJaxBackend
+from hibachi_jax.native import Int8NativeJaxBackend, NativeJaxBackend
 from hibachi_jax.programs import configured
 
 
@@ -34,8 +35,15 @@ def invariant(backend: JaxBackend) -> JaxBackend:
 
 
 def int8(backend: JaxBackend) -> JaxBackend:
-    """With weights of eight bits; deterministic if the backend is."""
-    return (InvariantInt8JaxBackend if backend.deterministic else Int8JaxBackend)(backend.device)
+    """With weights of eight bits."""
+    if isinstance(backend, NativeJaxBackend):
+        return Int8NativeJaxBackend(backend.device)
+    if backend.deterministic:
+        raise UnsupportedOperation(
+            f"int8 with the promise takes hibachi's kernels on JAX: {_why_not() or 'this is no CPU'}. Pass "
+            f"deterministic=False, or quantization=None."
+        )
+    return Int8JaxBackend(backend.device)
 
 
 def native_state() -> str:

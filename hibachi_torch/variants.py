@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.kernels.library import NUMERICS, state, why_missing
 from hibachi.tensor.candidates import OPERATIONS, Candidate
 from hibachi_torch.backend import TorchBackend
 from hibachi_torch.cuda import CudaTorchBackend
-from hibachi_torch.int8 import Int8WeightsTorchBackend
 from hibachi_torch.invariant_backend import InvariantTorchBackend
 from hibachi_torch.libraries import libraries
 from hibachi_torch.native import ApartTorchBackend, Int8TorchBackend, NativeTorchBackend, faster
@@ -33,9 +33,9 @@ def invariant(backend: TorchBackend) -> TorchBackend:
 
 
 def int8(backend: TorchBackend) -> TorchBackend:
-    """With weights of eight bits, for a backend on the CPU: by native kernels, or by PyTorch's own."""
-    if why_missing() is not None:
-        return Int8WeightsTorchBackend(backend.device)
+    """With weights of eight bits, for a backend on the CPU."""
+    if (why := why_missing()) is not None:
+        raise UnsupportedOperation(f"Weights in int8 take hibachi's kernels: {why}. Pass quantization=None.")
     return Int8TorchBackend()
 
 

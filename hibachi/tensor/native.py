@@ -379,17 +379,21 @@ class Int8Backend(NativeBackend):
             )
         if w.shape[1] > DEEPEST:
             return super().put_weight(w, dtype)
-        plain = np.ascontiguousarray(w, dtype=np.float32)
-        (n, k), panel = plain.shape, self._run.int8_panel()
-        many = -(-n // panel) * panel
-        data = self._slabs.empty(many * -(-k // 4) * 4, np.uint8)
-        scales = self._slabs.empty(many, np.float32)
-        self._run.int8_pack(plain.ctypes.data, data.ctypes.data, scales.ctypes.data, n, k)
-        return PackedWeight((n, k), self.dtype(dtype), data, scales)
+        return PackedWeight(w.shape, self.dtype(dtype), *int8_packed(w, self._run, self._slabs))
 
     @override
     def put_precise(self, w: HostArray, dtype: str) -> Array:
         return NativeBackend.put_weight(self, w, dtype)
+
+
+def int8_packed(w: HostArray, run: Any, slabs: Slabs) -> tuple[HostArray, HostArray]:
+    """A matrix in the panels of int8.h, and the scales of its rows."""
+    plain = np.ascontiguousarray(w, dtype=np.float32)
+    (n, k), panel = plain.shape, run.int8_panel()
+    many = -(-n // panel) * panel
+    data, scales = slabs.empty(many * -(-k // 4) * 4, np.uint8), slabs.empty(many, np.float32)
+    run.int8_pack(plain.ctypes.data, data.ctypes.data, scales.ctypes.data, n, k)
+    return data, scales
 
 
 def unpacked(keys: HostArray, values: HostArray, block_size: int, k_dim: int, v_dim: int) -> list[HostArray]:

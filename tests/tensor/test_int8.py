@@ -19,11 +19,10 @@ from hibachi.model.rope import Rope
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.numpy_backend import Int8NumpyBackend
 
-from .native import DTYPES, every_variant, other_variants, without_compiler
+from .native import DTYPES, computed, every_variant, other_variants, same_arrays, without_compiler
 
 torch = pytest.importorskip("torch")
 from hibachi_torch import TorchBackend  # noqa: E402
-from hibachi_torch.int8 import Int8Matrix, Int8WeightsTorchBackend  # noqa: E402
 from hibachi_torch.native import Int8TorchBackend, faster  # noqa: E402
 
 GROUP = 32  # as in int8.h
@@ -209,12 +208,11 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
     [
         "hibachi_torch.native:Int8TorchBackend",
         "hibachi.tensor.numpy_backend:Int8NumpyBackend",
-        pytest.param("hibachi_torch.int8:Int8WeightsTorchBackend", marks=pytest.mark.slow),
+        pytest.param("hibachi_jax.native:Int8NativeJaxBackend", marks=pytest.mark.slow),
     ],
 )
+@native
 def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
-    if not where.startswith("hibachi_torch.int8") and why_missing():
-        pytest.skip(str(why_missing()))
     suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
     command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]
     command += ["--backend", where]
@@ -253,30 +251,13 @@ def test_a_router_keeps_its_numbers(int8):
     assert all(type(w) is PackedWeight and w.scales is not None for w in matrices)
 
 
-# ---- PyTorch's own product -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-def test_pytorch_multiplies_the_rounded_matrix(threads, m, n, k, dtype):
-    b = Int8WeightsTorchBackend("cpu")
-    x, w, bias = normal(m, k, dtype=dtype), normal(n, k, seed=1), normal(n, seed=2, dtype=dtype)
-    weight = b.put_weight(w.numpy(), dtype)
-    matrix = weight.values[:, :k].double() * weight.scales.double()[:, None]
-    assert (matrix - w).abs().max() <= 0.51 * weight.scales.max() + w.abs().max() / 256
-    near(b.linear(x, weight), x.double() @ matrix.T, dtype)
-    assert torch.equal(b.linear(x, weight, bias), b.linear(x, weight) + bias)
-    near(b.weight_rows(weight, torch.tensor([[0, n - 1]])), matrix[torch.tensor([[0, n - 1]])], dtype)
-    assert b.linear(x[:0], weight).shape == (0, n)
-
-
 # ---- JAX -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=(False, True), ids=("jax", "jax-invariant"))
-def on_jax(request):
-    backend = pytest.importorskip("hibachi_jax").JaxBackend(native=False)
-    return (backend.invariant() if request.param else backend).quantized("int8")
+@pytest.fixture(scope="module")
+def on_jax():
+    """Without hibachi's kernels."""
+    return pytest.importorskip("hibachi_jax").JaxBackend(native=False).quantized("int8")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -308,19 +289,35 @@ def test_jax_keeps_what_is_not_finite_in_its_row(on_jax):
         assert np.array_equal(got[[0, 1, 2, 3, 6, 7]], want[[0, 1, 2, 3, 6, 7]])
 
 
-@pytest.mark.parametrize("deterministic", (False, True))
-def test_jax_finds_texts_nearly_as_likely(deterministic):
-    pytest.importorskip("hibachi_jax")
-    with tiny("torch", "float32", None) as plain, tiny("jax", deterministic=deterministic) as bytes_:
-        assert bytes_.backend.quantization == "int8" and bytes_.deterministic is deterministic
+def test_jax_finds_texts_nearly_as_likely():
+    jax = pytest.importorskip("hibachi_jax").JaxBackend(native=False)
+    with tiny("torch", "float32", None) as plain, tiny(jax) as bytes_:
+        assert bytes_.backend.quantization == "int8" and not bytes_.deterministic
         assert likelihood(bytes_) != likelihood(plain)
         assert likelihood(bytes_) == pytest.approx(likelihood(plain), rel=0.01)
-        params = GREEDY.with_(logprobs=2)
-        if deterministic:
-            together = bytes_.generate(PROMPTS[:2], params)
-            alone = bytes_.generate(PROMPTS[1], params)[0]
-            assert (alone.token_ids, alone.logprobs) == (together[1].token_ids, together[1].logprobs)
-            assert bytes_.selfcheck() > 0
+    with pytest.raises(UnsupportedOperation, match="int8 with the promise takes hibachi's kernels on JAX"):
+        tiny(jax, deterministic=True)
+
+
+@native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_libraries_have_the_same_bits_in_eight_bits(dtype, int8):
+    jax = pytest.importorskip("hibachi_jax").JaxBackend("cpu").quantized("int8")
+    want = computed(Int8NumpyBackend(), dtype)
+    for backend in (int8, jax):
+        with backend.guard():
+            same_arrays(computed(backend, dtype), want)
+
+
+@native
+def test_jax_writes_what_numpy_writes_in_eight_bits():
+    params = GREEDY.with_(logprobs=2)
+    answers = []
+    for library in ("jax", "numpy"):
+        with tiny(library) as llm:
+            assert llm.deterministic and llm.backend.quantization == "int8"
+            answers.append([(c.token_ids, c.logprobs) for c in llm.generate(PROMPTS[:2], params)])
+    assert answers[0] == answers[1]
 
 
 # ---- what users ask for --------------------------------------------------------------------------------------------
@@ -358,15 +355,16 @@ def test_a_backend_without_kernels_names_those_that_have_them():
 
 
 @pytest.mark.parametrize("why", ("no compiler", "not wanted"))
-def test_without_native_kernels_torch_multiplies(why, monkeypatch, tmp_path):
+def test_without_native_kernels_torch_says_why_not(why, monkeypatch, tmp_path):
     if why == "no compiler":
         without_compiler(monkeypatch, tmp_path)
         assert not TorchBackend("cpu").prefers("int8", "bfloat16")
     else:
         monkeypatch.setenv(SWITCH, "none")
-    with tiny("torch", "bfloat16") as llm:
-        assert type(llm.backend) is Int8WeightsTorchBackend and llm.deterministic and llm.selfcheck() > 0
-        assert type(llm.model.params["layers"][0]["qkv"]) is Int8Matrix
+    with pytest.raises(UnsupportedOperation, match=r"Weights in int8 take hibachi's kernels: .*Pass quantization=None"):
+        tiny("torch", "bfloat16")
+    with tiny("torch", "bfloat16", quantization="auto") as llm:
+        assert llm.backend.quantization == "none"
 
 
 def test_another_device_is_refused():

@@ -92,8 +92,10 @@ struct Frame {
   Attributes attributes;
 };
 
-constexpr int32_t F32_TYPE = 11, BF16_TYPE = 16, EXHAUSTED = 8, INVALID = 3;
+constexpr int32_t U8_TYPE = 6, F32_TYPE = 11, BF16_TYPE = 16, EXHAUSTED = 8, INVALID = 3;
 int32_t minor_version = 3;
+
+bool computed(int32_t dtype) { return dtype == F32_TYPE || dtype == BF16_TYPE || dtype == U8_TYPE; }
 
 void* fail(const Frame* f, int32_t code, const char* message) {
   NewError error{{sizeof(NewError), nullptr}, message, code};
@@ -144,7 +146,7 @@ void* handle(Frame* f, const F& run) {
     }
   if (f->stage != 3) return nullptr;
   for (int64_t i = 0; i < f->in.size; i++)
-    if (f->in.of[i]->rank < 1 || (i == 0 && f->in.of[i]->dtype != F32_TYPE && f->in.of[i]->dtype != BF16_TYPE))
+    if (f->in.of[i]->rank < 1 || (i == 0 && !computed(f->in.of[i]->dtype)))
       return fail(f, INVALID, "hibachi's kernels compute arrays of float32 and bfloat16.");
   switch (run(Call{*f})) {
     case DONE: return nullptr;
@@ -180,6 +182,15 @@ EXPORT void* hibachi_xla_int8_linear(Frame* f) {
 EXPORT void* hibachi_xla_rows(Frame* f) {
   return handle(f, [](const Call& c) {
     return hibachi_rows(c.dtype(), c.in(0), c.in<int32_t>(1), c.out(0), c.count(1), c.integer(0), c.out_size(0, 1));
+  });
+}
+
+// w, scales, at [many] -> y [many, k]; ints: rows of w, is it of bfloat16
+EXPORT void* hibachi_xla_int8_rows(Frame* f) {
+  return handle(f, [](const Call& c) {
+    const float* scales = c.in<float>(1);
+    const int32_t* at = c.in<int32_t>(2);
+    return hibachi_int8_rows(c.integer(1), c.in(0), scales, at, c.out(0), c.count(2), c.integer(0), c.out_size(0, 1));
   });
 }
 
@@ -302,14 +313,19 @@ EXPORT void* hibachi_xla_route(Frame* f) {
   });
 }
 
-// x [tokens, dim], weights, chosen [tokens, each], the matrices into all experts, those out of them -> y; ints:
-// experts, inner, activation, gated
+// x [tokens, dim], weights, chosen [tokens, each], the matrices into all experts, those out of them, perhaps
+// the scales of both -> y; ints: experts, inner, activation, gated
 EXPORT void* hibachi_xla_experts(Frame* f) {
   return handle(f, [](const Call& c) -> int {
     const int64_t experts = c.integer(0);
     const hibachi::Buffer<const void*> w(2 * experts);
-    if (!w.ok()) return NO_MEMORY;
-    for (int64_t i = 0; i < 2 * experts; i++) w[i] = c.in(3 + i);
+    const hibachi::Buffer<const float*> scales(2 * experts);
+    if (!w.ok() || !scales.ok()) return NO_MEMORY;
+    const bool bytes = c.inputs() > 3 + 2 * experts;
+    for (int64_t i = 0; i < 2 * experts; i++) {
+      w[i] = c.in(3 + i);
+      if (bytes) scales[i] = c.in<float>(3 + 2 * experts + i);
+    }
     const hibachi::Mixture m{
         .tokens = c.size(1, 0),
         .each = c.size(1, 1),
@@ -320,6 +336,8 @@ EXPORT void* hibachi_xla_experts(Frame* f) {
         .gated = c.integer(3),
         .into = w.data(),
         .out = w.data() + experts,
+        .into_scales = bytes ? scales.data() : nullptr,
+        .out_scales = bytes ? scales.data() + experts : nullptr,
     };
     return hibachi_experts(c.dtype(), &m, c.in(0), c.in<float>(1), c.in<int32_t>(2), c.out(0));
   });
