@@ -159,14 +159,14 @@ def test_a_stream_of_a_prompt_alone_has_no_other_text(server):
 
 
 def test_in_a_stream_of_several_each_is_told_of_its_end_when_it_comes(server, llm):
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     (one,), (first, *_) = (llm.generate("She was", params)), llm.generate("The", params)[0].token_ids
     assert first not in one.token_ids
-    body = {"prompt": ["The", "She was"], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": ["The", "She was"], "max_tokens": 80, "temperature": 0, "ignore_eos": True}
     told = stream(server, "/v1/completions", **body, stop_token_ids=[first])
     choices = [choice for chunk in told for choice in chunk["choices"]]
     (ended,) = [n for n, c in enumerate(choices) if c["index"] == 0 and c["finish_reason"]]
-    assert sum(c["index"] == 1 and bool(c["text"]) for c in choices[ended:]) > 10
+    assert sum(c["index"] == 1 and bool(c["text"]) for c in choices[ended:]) > 3  # busy machines join tokens
 
 
 def test_a_stream_echoes_first(server):
