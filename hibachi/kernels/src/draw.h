@@ -16,20 +16,18 @@ namespace hibachi {
 constexpr int BINS = 2048;
 constexpr int64_t BLOCK = 512;  // numbers that are added up by themselves
 
-// The smallest key of those n numbers that are kept: of the largest keys, as few as have a mass of at least `share`,
-// and all with the same key as the last. 0 if all together have less. key_of(number) >= 0, mass_of(number) >= 0.
-template <class K, class F>
-static float threshold(const float* numbers, int64_t n, double share, const K& key_of, const F& mass_of) {
+// The smallest key of those of n numbers that are kept: of the largest keys, as few as have a mass of at least `share`,
+// and all with the same key as the last. 0 if all together have less. Keys and masses are >= 0; nullptr: each has 1.
+static float threshold(const float* keys, const float* each, int64_t n, double share) {
   double masses[BINS], above = 0;  // above: of the keys that are larger than all that can still be it
   uint32_t prefix = 0;             // what is known of the key's bits, and below which of them it is not
   for (int known = 31; known > 0;) {
     const int bits = std::min(11, known), low = known - bits;
     std::fill_n(masses, int64_t(1) << bits, 0.0);
     for (int64_t i = 0; i < n; i++) {
-      const float key = key_of(numbers[i]);
       uint32_t b;
-      std::memcpy(&b, &key, sizeof b);
-      if (known == 31 || b >> known == prefix) masses[b >> low & ((1u << bits) - 1)] += mass_of(numbers[i]);
+      std::memcpy(&b, keys + i, sizeof b);
+      if (known == 31 || b >> known == prefix) masses[b >> low & ((1u << bits) - 1)] += each ? each[i] : 1.0f;
     }
     int64_t bin = (int64_t(1) << bits) - 1;
     for (; bin > 0 && above + masses[bin] < share; bin--) above += masses[bin];
@@ -43,15 +41,23 @@ static float threshold(const float* numbers, int64_t n, double share, const K& k
 
 // Those of n numbers that are at least `least`, in their order; returns how many.
 static int64_t select(const float* values, int64_t n, float least, float* out) {
-  int64_t m = 0;
-  for (int64_t i = 0; i < n; i += LANES) {
-    const int some = std::min<int64_t>(LANES, n - i);
-    float group[LANES] = {};
-    std::memcpy(group, values + i, some * sizeof(float));
-    if (largest(load<Floats>(group)) < least) continue;
-    for (int l = 0; l < some; l++)
-      if (group[l] >= least) out[m++] = group[l];
+  int64_t m = 0, i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    const Floats v = load<Floats>(values + i);
+#ifdef AVX512
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)v, (__m512)all(least), _CMP_GE_OQ);
+    _mm512_mask_compressstoreu_ps(out + m, kept, (__m512)v);
+    m += __builtin_popcount(kept);
+#else
+    if (largest(v) < least) continue;
+    for (int l = 0; l < LANES; l++) {
+      out[m] = v[l];
+      m += v[l] >= least;
+    }
+#endif
   }
+  for (; i < n; i++)
+    if (values[i] >= least) out[m++] = values[i];
   return m;
 }
 
@@ -137,66 +143,62 @@ struct Draw {
     }
   }
 
-  static constexpr auto ONE = [](float) { return 1.0; };
-  static constexpr auto ITSELF = [](float w) { return w; };
-
   // The k-th largest.
   float kth(const float* weights, int32_t k, float* some) const {
     float bound = 0;
     const int64_t groups = columns / LANES;
     if (groups >= 4 * int64_t(k)) {
       for (int64_t g = 0; g < groups; g++) some[g] = largest(load<Floats>(weights + g * LANES));
-      bound = threshold(some, groups, k, ITSELF, ONE);
+      bound = threshold(some, nullptr, groups, k);
     }
-    return threshold(some, select(weights, columns, bound, some), k, ITSELF, ONE);
+    const int64_t n = select(weights, columns, bound, some);
+    return threshold(some, nullptr, n, k);
   }
 
   // The last of those that top_p keeps, of the weights from `least` on.
   float pth(const float* weights, float least, float top_p, float* some) const {
-    double whole;
-    int64_t n;
-    if (least > 0) {
-      n = select(weights, columns, least, some);
-      whole = sum_of(some, n);
-    } else {
-      whole = sum_of(weights, columns);
-      n = select(weights, columns, float((1 - double(top_p)) * whole / columns * 0.999), some);
+    int64_t n = select(weights, columns, least, some);
+    const double whole = sum_of(some, n), share = double(top_p) * whole;
+    // What is no larger than an equal part of all that may go, can go: it is not needed for the share.
+    for (double mass = whole;;) {
+      const int64_t before = n;
+      n = select(some, n, float((mass - share) / std::max<int64_t>(1, n) * 0.999), some);
+      if (n > before / 4 * 3) break;
+      mass = sum_of(some, n);
     }
-    return threshold(some, n, double(top_p) * whole, ITSELF, ITSELF);
+    return threshold(some, some, n, share);
   }
 
-  // Leaves those whose information is nearest to the entropy, until they have a share of typical_p.
-  void typical(float* weights, float typical_p, float* some) const {
+  // Leaves those whose information is nearest to the entropy, until they have a share of typical_p. With w of a whole
+  // W, information less entropy is (the sum of w log w) / W, less log w. Nearness falls as that grows: the largest are
+  // kept.
+  void typical(float* weights, float typical_p, float* near) const {
     const double whole = sum_of(weights, columns);
-    double entropy = 0;
-    for (int64_t i = 0; i < columns; i++)
-      if (weights[i] > 0) entropy -= weights[i] / whole * log_of(weights[i] / whole);
-    // Nearness, so that the largest are kept: numbers >= 0 that fall as |information - entropy| grows.
-    const auto nearness = [&](float w) {
-      const double far = -log_of(w / whole) - entropy;
-      return w > 0 ? float(1 / (1 + (far < 0 ? -far : far))) : 0.0f;
-    };
-    int64_t n = 0;
-    for (int64_t i = 0; i < columns; i++)
-      if (weights[i] > 0) some[n++] = weights[i];
-    const float limit = threshold(some, n, double(typical_p) * whole, nearness, ITSELF);
-    for (int64_t i = 0; i < columns; i++)
-      if (weights[i] > 0 && nearness(weights[i]) < limit) weights[i] = 0;
-  }
-
-  // The natural logarithm of x > 0, the same everywhere: by atanh of a number near 1, relative error below 1e-11.
-  static double log_of(double x) {
-    uint64_t b;
-    std::memcpy(&b, &x, sizeof b);
-    int64_t e = int64_t(b >> 52 & 0x7ff) - 1023;
-    b = (b & 0xfffffffffffffull) | 0x3ff0000000000000ull;
-    double m;
-    std::memcpy(&m, &b, sizeof m);
-    if (m > 1.4142135623730951) m *= 0.5, e++;
-    const double z = (m - 1) / (m + 1), z2 = z * z;
-    double series = 0;
-    for (int k = 15; k >= 1; k -= 2) series = series * z2 + 1.0 / k;
-    return 2 * z * series + e * 0.69314718055994531;
+    double sums = 0;
+    for (int64_t at = 0; at < columns; at += BLOCK) {
+      Floats some = {};
+      const int64_t end = std::min(columns, at + BLOCK);
+      for (int64_t i = at; i < end; i += LANES) {
+        const int n = std::min<int64_t>(LANES, end - i);
+        const Floats w = read_some<F32>(weights + i, n), l = log(w);
+        write_some<F32>(near + i, l, n);
+        some = fma(w, l, some);
+      }
+      sums += sum(some);
+    }
+    const Floats mean = all(float(sums / whole));
+    for (int64_t i = 0; i < columns; i += LANES) {
+      const int n = std::min<int64_t>(LANES, columns - i);
+      const Floats far = read_some<F32>(near + i, n) - mean;
+      const Floats found = 1.0f / (1.0f + (far < 0.0f ? -far : far));
+      write_some<F32>(near + i, read_some<F32>(weights + i, n) > 0.0f ? found : Floats{}, n);
+    }
+    const float limit = threshold(near, weights, columns, double(typical_p) * whole);
+    for (int64_t i = 0; i < columns; i += LANES) {
+      const int n = std::min<int64_t>(LANES, columns - i);
+      const Floats w = read_some<F32>(weights + i, n);
+      write_some<F32>(weights + i, read_some<F32>(near + i, n) < limit ? Floats{} : w, n);
+    }
   }
 
   // Where the sums of the weights first exceed a share u of the whole. It has a weight > 0, whatever is rounded.

@@ -137,6 +137,20 @@ inline Floats tanh(Floats x) {
   return x < 0.0f ? -t : t;
 }
 
+// The natural logarithm of x > 0 that is not denormal, as twice artanh of a number near 0; of 0, some number.
+inline Floats log(Floats x) {
+  const Words b = (Words)x;
+  Ints e = (Ints)(b >> 23) - 127;
+  Floats m = (Floats)((b & 0x7fffffu) | 0x3f800000u);
+  const Ints half = m > 1.41421356f;
+  m = half ? m * 0.5f : m;
+  e -= half;  // true is -1
+  const Floats n = __builtin_convertvector(e, Floats), s = (m - 1.0f) / (m + 1.0f);
+  Floats p = all(0.222222222f);
+  for (float c : {0.285714286f, 0.4f, 0.666666667f, 2.0f}) p = fma(p, s * s, all(c));
+  return fma(n, all(0.693359375f), fma(n, all(-2.12194440e-4f), p * s));
+}
+
 // log(1 + e^x). log(1 + e) = 2 artanh(e / (2 + e)), of which the series is cut where it is below half a unit.
 inline Floats softplus(Floats x) {
   Floats e = exp(x < 0.0f ? x : -x), s = e / (2.0f + e), p = all(0.153846154f);
