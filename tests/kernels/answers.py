@@ -1,6 +1,6 @@
-"""A digest of answers of the shipped model, tokens and all digits of log-probabilities.
+"""A digest of answers, of the shipped model if no other is named: tokens and all digits of log-probabilities.
 
-`python answers.py LIBRARY DTYPE [ENGINE]`: who prints another one computes other bits.
+`python answers.py LIBRARY DTYPE [ENGINE [MODEL [ANSWERS]]]`: who prints another one computes other bits.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ WORDS = [
     "her",
     "sister",
 ]
-MANY, NEW = 40, 16
+NEW = 16
 ENGINES = {
-    "ample": dict(max_batch_size=MANY),
+    "ample": dict(max_batch_size=40),
     "chunked": dict(max_batch_size=5, max_batch_tokens=24),
     "preempted": dict(max_batch_size=12, cache_bytes=700_000, block_size=4),
 }
 
 
-def asked() -> tuple[list[str], list[SamplingParams]]:
+def asked(many: int) -> tuple[list[str], list[SamplingParams]]:
     """Prompts of which many begin alike, greedy and drawn in all ways."""
     r = random.Random(1)
     begin = " ".join(r.choices(WORDS, k=20))
-    prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 40))) for _ in range(MANY)]
+    prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 40))) for _ in range(many)]
     prompts = [f"{begin} {p}" if i % 3 == 0 else p for i, p in enumerate(prompts)]
     params = [
         SamplingParams(
@@ -57,16 +57,19 @@ def asked() -> tuple[list[str], list[SamplingParams]]:
             max_tokens=NEW,
             logprobs=r.choice([None, 0, 3]),
         )
-        for i in range(MANY)
+        for i in range(many)
     ]
     return prompts, params
 
 
-def digest(library: str, dtype: str, how: str = "ample") -> str:
-    with LLM("tiny", backend=resolve(library), dtype=dtype, max_model_len=128, **ENGINES[how]) as llm:
+def digest(library: str, dtype: str, how: str = "ample", model: str = "tiny", many: str = "40") -> str:
+    options = dict(ENGINES[how])
+    if model != "tiny" and "cache_bytes" in options:
+        options["cache_bytes"] = 20_000_000
+    with LLM(model, backend=resolve(library), dtype=dtype, max_model_len=128, **options) as llm:
         assert llm.engine.facts.numerics == f"cpu-1 {dtype}", llm.backend.fingerprint()
         told = []
-        for answer in llm.generate(*asked()):
+        for answer in llm.generate(*asked(int(many))):
             choice = answer.choices[0]
             scores = choice.logprobs and [sorted((t, p.hex()) for t, p in by_id.items()) for by_id in choice.logprobs]
             told.append([choice.token_ids, scores])
