@@ -25,6 +25,7 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCa
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native import CODES, DEEPEST, LANES, Int8Backend, OwnLayout, int8_packed, unpacked
 from hibachi.tensor.program import ACTIVATIONS
+from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
 from hibachi_jax.backend import JaxBackend
 
 HANDLERS = (
@@ -209,6 +210,7 @@ class NativeJaxBackend(JaxBackend):
             q, k, v = (t.astype(keys.dtype) for t in (q, k, v))
         if any(t.dtype != keys.dtype for t in (q, k, v)):
             raise ValueError(f"expected {keys.dtype}, as in the cache; got {q.dtype}, {k.dtype} and {v.dtype}")
+        check_attend(q, k, v, keys.shape[1], cache.k_dim, cache.v_dim, x)
         index = [t.astype(jnp.int32) for t in (x.slot, x.pos, x.cu_q, x.block_table)]
         out, keys, values = jax.ffi.ffi_call(
             target("attend"),
@@ -227,6 +229,7 @@ class NativeJaxBackend(JaxBackend):
     def route(self, x: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
         if x.dtype not in _COMPUTED:
             return super().route(x, k, normalised=normalised)
+        check_route(x, k)
         made = (jax.ShapeDtypeStruct((len(x), k), dtype) for dtype in (jnp.float32, jnp.int32))
         weights, chosen = jax.ffi.ffi_call(target("route"), tuple(made))(x, ints=np.array([normalised], np.int64))
         return weights, chosen
@@ -243,6 +246,7 @@ class NativeJaxBackend(JaxBackend):
         *,
         gated: bool,
     ) -> Array:
+        check_experts(x, chosen, weights, into, out, gated)
         every = [*into, *out]
         packed = all(isinstance(w, PackedWeight) and w.dtype == _kind(w) == x.dtype for w in every)
         packed = packed and len({w.scales is None for w in every}) == 1
@@ -260,6 +264,9 @@ class NativeJaxBackend(JaxBackend):
         given = past, x, w, *(() if b is None else (b,))
         if x.dtype not in _COMPUTED or any(t.dtype != x.dtype for t in given):
             return super().convolve(past, x, w, b)
+        check_convolve(past, x, w, b)
+        if not x.shape[1]:
+            return x, past
         y, last = jax.ffi.ffi_call(target("convolve"), (_like(x), _like(past)))(*given)
         return y, last
 
@@ -270,7 +277,9 @@ class NativeJaxBackend(JaxBackend):
         narrow, summed = (x, dt, gate, write, read), (state, decay, skip)
         if x.dtype not in _COMPUTED or any(t.dtype != x.dtype for t in narrow):
             return super().selective_scan(state, x, dt, gate, write, read, decay, skip)
-        y, last = jax.ffi.ffi_call(target("scan"), (_like(x), _like(state)))(*narrow, *summed)
+        check_scan(state, x, dt, gate, write, read, decay, skip)
+        summed = tuple(t.astype(jnp.float32) for t in summed)
+        y, last = jax.ffi.ffi_call(target("scan"), (_like(x), _like(summed[0])))(*narrow, *summed)
         return y, last
 
     # ---- math --------------------------------------------------------------------------------------------------
@@ -279,6 +288,7 @@ class NativeJaxBackend(JaxBackend):
     def rms_norm(self, x: Array, w: Array, eps: float) -> Array:
         if w.dtype != x.dtype:
             return self.rms_norm(x, jnp.ones_like(w, x.dtype), eps) * w
+        expect("rms_norm", x, w=(w, x.shape[-1:]))
         return _rowwise("rms_norm", x, w, reals=[eps])
 
     @override
@@ -286,6 +296,7 @@ class NativeJaxBackend(JaxBackend):
         if w.dtype != x.dtype or (b is not None and b.dtype != x.dtype):
             y = self.layer_norm(x, jnp.ones_like(w, x.dtype), None, eps) * w
             return y if b is None else y + b
+        expect("layer_norm", x, w=(w, x.shape[-1:]), b=(b, x.shape[-1:]))
         return _rowwise("layer_norm", x, w, *(() if b is None else (b,)), reals=[eps])
 
     @override
@@ -300,6 +311,8 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
+        for t in how:
+            expect("draw", x, parameter=(t, (len(x),)))
         return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *how)
 
     @override
@@ -326,7 +339,7 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def gated(self, x: Array, activation: str) -> Array:
-        if activation not in ACTIVATIONS:
+        if activation not in ACTIVATIONS or x.shape[-1] % 2:
             return super().gated(x, activation)
         return _rowwise("activate", x, width=x.shape[-1] // 2, ints=[ACTIVATIONS[activation]])
 

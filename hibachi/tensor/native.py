@@ -27,6 +27,7 @@ from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
 from hibachi.tensor.program import ACTIVATIONS, Program, program
+from hibachi.tensor.shapechecks import expect
 
 LANES = 16  # as in lanes.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
@@ -243,8 +244,7 @@ class NativeBackend(NativeLayers):
         Raises ValueError for a vector of another length.
         """
         for w in vectors:
-            if w is not None and tuple(w.shape) != tuple(x.shape[-1:]):
-                raise ValueError(f"expected a vector [{x.shape[-1]}] as x is {tuple(x.shape)}; got {tuple(w.shape)}")
+            expect("a norm", x, vector=(w, tuple(x.shape[-1:])))
         alike = all(w is None or w.dtype == x.dtype for w in vectors)
         return self.codes.get(x.dtype) if alike and x.ndim else None
 
@@ -292,8 +292,8 @@ class NativeBackend(NativeLayers):
         x = self.row_major(self.float32(x))
         token, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
         kept = [self.row_major(t) for t in how]
-        if any(tuple(t.shape) != (len(x),) for t in kept):
-            raise ValueError(f"draw: expected {len(x)} of each parameter; got {[tuple(t.shape) for t in kept]}")
+        for t in kept:
+            expect("draw", x, parameter=(t, (len(x),)))
         self._run.draw(
             self.address(x), *x.shape, *(self.address(t) for t in kept), self.address(token), self.address(most)
         )
