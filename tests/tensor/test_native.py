@@ -545,7 +545,7 @@ def test_what_cannot_be_drawn_from_is_told_and_what_cannot_come_does_not(native)
 
 
 def test_a_draw_of_fewer_parameters_than_rows_is_refused(native):
-    with pytest.raises(ValueError, match="draw: expected 3 of each parameter"):
+    with pytest.raises(ValueError, match=r"draw: expected parameter \[3\] as x is \[3, 9\]; got parameter \[2\]"):
         drawn(native, np.zeros((3, 9), np.float32), parameters(2))
 
 
