@@ -22,6 +22,7 @@ from typing import Any
 
 import hatchling.build
 from hatchling.build import build_wheel as build_wheel
+from hatchling.build import get_requires_for_build_wheel as get_requires_for_build_wheel
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 

@@ -1,6 +1,6 @@
 """`JaxBackend` with hibachi's kernels: `JaxBackend("cpu", native=True)`.
 
-They are custom calls of XLA (`hibachi/kernels/src/xla.cpp`), whose handlers are in the library itself.
+They are custom calls of XLA (`hibachi/kernels/src/xla.h`), whose handlers are in the library itself.
 """
 
 from __future__ import annotations

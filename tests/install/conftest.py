@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from .wheels import Builder
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -34,6 +36,12 @@ def url(tmp_path_factory):
         server.terminate()
         status = server.wait(60)
     assert status == 0 and "Traceback" not in log.read_text(), log.read_text()
+
+
+@pytest.fixture(scope="session")
+def builder(tmp_path_factory):
+    """Of wheels. Whoever asks for it is in the xdist group "wheels"."""
+    return Builder(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture

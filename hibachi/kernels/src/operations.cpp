@@ -437,3 +437,5 @@ EXPORT int hibachi_mass(const float* x, int64_t rows, int64_t columns, float* mo
   return told(share(Mass{x, rows, columns, most, mass}));
 }
 }
+
+#include "xla.h"

@@ -1,8 +1,10 @@
-// The operations as custom calls of XLA. Its interface is one of plain C structs, each of which begins with its size
-// and may grow at its end; what is used of them is declared here, so that no file of XLA's is needed. Arrays are dense,
-// row by row. Shapes and dtypes were checked when the program was traced. Attributes: `ints` and `reals`, arrays.
+// The operations of operations.cpp as custom calls of XLA. Its interface is one of plain C structs, each of which
+// begins with its size and may grow at its end; what is used of them is declared here, so that no file of XLA's is
+// needed. Arrays are dense, row by row. Shapes and dtypes were checked when the program was traced. Attributes: `ints`
+// and `reals`, arrays.
 
-#include "api.h"
+#pragma once
+
 #include "attention.h"
 
 namespace {
