@@ -8,7 +8,6 @@
 
 #include "api.h"
 
-extern "C" void hibachi_set_threads(int);
 static uint64_t digest = 1469598103934665603u, state = 1;
 
 static float number() {  // between -1 and 1
@@ -36,24 +35,38 @@ static void add(const void* p, int64_t bytes) {  // FNV-1a
 static void* library;
 
 template <class F>
-static F* found(F*, const char* name) {
+static F* found(const char* name) {
   void* p = dlsym(library, name);
   if (!p) exit((puts(dlerror()), 3));
   return reinterpret_cast<F*>(p);
 }
-#define CALL(name) found(hibachi_##name, "hibachi_" #name)
+
+// As in operations.cpp.
+static_assert(ABI == 2, "another interface: are these as they were?");
+using In = const void*;
+using Size = int64_t;
+static const auto pack = [] { return found<int(int, In, void*, Size, Size)>("hibachi_pack"); };
+static const auto linear = [] {
+  return found<int(int, int, In, Size, In, In, void*, Size, Size, Size)>("hibachi_linear");
+};
+static const auto activate = [] { return found<int(int, int, In, Size, void*, Size, Size, int)>("hibachi_activate"); };
+static const auto softmax = [] { return found<int(int, In, void*, Size, Size)>("hibachi_softmax"); };
+static const auto draw = [] {
+  return found<int(In, Size, Size, In, In, In, In, In, In, void*, void*)>("hibachi_draw");
+};
+static const auto set_threads = [] { return found<void(int)>("hibachi_set_threads"); };
 
 template <class T>
 static int layer(int dtype) {
   constexpr int64_t M = 37, N = 500, K = 300, PADDED = 528;
   T *x = filled<T>(M * K, 2), *w = filled<T>(N * K, 1), *b = filled<T>(N, 1), *packed = filled<T>(PADDED * K, 0);
   T *y = filled<T>(M * N, 0), *z = filled<T>(M * N, 0);
-  int failed = CALL(pack)(dtype, w, packed, N, K);
-  failed |= CALL(linear)(dtype, 0, x, K, packed, b, y, M, N, K);
+  int failed = pack()(dtype, w, packed, N, K);
+  failed |= linear()(dtype, 0, x, K, packed, b, y, M, N, K);
   add(y, M * N * sizeof(T));
-  failed |= CALL(activate)(dtype, 0, y, N, z, M, N, 0);
+  failed |= activate()(dtype, 0, y, N, z, M, N, 0);
   add(z, M * N * sizeof(T));
-  failed |= CALL(softmax)(dtype, y, z, M, N);
+  failed |= softmax()(dtype, y, z, M, N);
   add(z, M * N * sizeof(T));
   return failed;
 }
@@ -66,7 +79,7 @@ static int draws() {
     temperature[i] = i % 3 * 0.7f, k[i] = i % 5 ? 0 : 40, p[i] = i % 4 ? 1 : 0.9f;
     none[i] = 1, zero[i] = 0, u[i] = 0.5f + 0.49f * number();
   }
-  const int failed = CALL(draw)(x, ROWS, COLUMNS, temperature, k, p, zero, none, u, token, most);
+  const int failed = draw()(x, ROWS, COLUMNS, temperature, k, p, zero, none, u, token, most);
   add(token, sizeof token), add(most, sizeof most);
   return failed;
 }
@@ -75,7 +88,7 @@ int main(int, char** arguments) {
   if (!(library = dlopen(arguments[1], RTLD_NOW))) return puts(dlerror()), 2;
   int failed = 0;
   for (int threads = 1; threads <= 4; threads += 3) {
-    CALL(set_threads)(threads);
+    set_threads()(threads);
     for (int again = 0; again < 50; again++) {
       state = 1;
       failed |= layer<float>(0) | layer<uint16_t>(1) | draws();
