@@ -23,6 +23,7 @@ constexpr int BYTES = 4;   // of a lane
 constexpr int GROUP = 32;  // numbers of a row of x with one scale
 constexpr int STEPS = GROUP / BYTES;
 constexpr int LARGEST = 127;
+constexpr int AHEAD = 10;         // as in linear.h
 constexpr int64_t WORTH = 65536;  // products that are worth waking another thread for
 
 // The bytes of a register of W, unsigned, and four bytes of x, signed, as they are multiplied.
@@ -183,6 +184,7 @@ static void multiply(const Rounded& x, int64_t i, const uint32_t* panel, int64_t
       }
       const int steps = std::min<int64_t>(STEPS, depth - g * STEPS);
       for (int s = 0; s < steps; s++, at += WIDTH) {
+        for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD * WIDTH + c * LANES);
         Wide w[WIDE * PARTS];
         for (int c = 0; c < WIDE * PARTS; c++) w[c] = wide(load<PartWords>(at + c * PART));
         for (int r = 0; r < N; r++) {

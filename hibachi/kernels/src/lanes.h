@@ -189,7 +189,7 @@ struct F32 {
 // two products of float32, and leave denormal numbers out. The second of a pair is added first, as they do.
 struct Bf16 {
   using Element = uint16_t;
-  using Lane = uint32_t;
+  typedef uint32_t Lane __attribute__((aligned(2), may_alias));  // two elements, wherever they lie
   using Bits = uint16_t;
   static constexpr int DEPTH = 2;
   static constexpr Bits EXPONENT = 0x7f80;

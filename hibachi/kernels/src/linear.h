@@ -15,6 +15,10 @@ constexpr int COLUMNS = 3;  // vectors of 16 in a panel
 constexpr int WIDTH = COLUMNS * LANES;
 constexpr int64_t WORTH = 32768;  // products that are worth waking another thread for
 
+// So many steps of k before a panel is needed, memory is asked for it, also for the next one: as it was measured.
+template <int N>
+constexpr int AHEAD = N > 2 && PART < LANES ? 60 : 10;
+
 // Rows of x that are multiplied at once, and the vectors of a panel that they are multiplied with meanwhile.
 template <class T>
 constexpr int ROWS = PART == LANES                              ? 8
@@ -30,6 +34,7 @@ static void multiply(
     const typename T::Lane* at = panel + first * LANES;
     Part sums[N][WIDE * PARTS] = {};
     for (int64_t k = 0; k < depth; k++, at += WIDTH) {
+      for (int c = 0; c < WIDE; c++) __builtin_prefetch(at + AHEAD<N> * WIDTH + c * LANES);
       typename T::Wide w[WIDE * PARTS];
       for (int c = 0; c < WIDE * PARTS; c++) w[c] = T::wide(load<PartWords>(at + c * PART));
       for (int r = 0; r < N; r++)
