@@ -148,9 +148,10 @@ class Longest:
     vocab_size = 64
 
     def __init__(self):
-        self.shapes = []
+        self.shapes, self.all_are_there = [], threading.Event()
 
     def logits(self, tokens, lengths):
+        self.all_are_there.wait(20)
         self.shapes.append(tokens.shape)
         return np.eye(self.vocab_size)[lengths]
 
@@ -161,6 +162,7 @@ def test_shorter_rows_that_are_filled_up_are_padding():
         model, max_model_len=60, backend="numpy", padding_token=0, deterministic=False
     ) as engine:
         streams = [engine.run(np.arange(1, n + 1), max_new_tokens=6) for n in (3, 10, 20)]
+        model.all_are_there.set()
         for stream in streams:
             stream.collect()
         meters = engine.meters()
@@ -230,5 +232,7 @@ def test_steps_that_overlap_are_measured_too():
 
 
 def test_an_engine_that_nobody_asked_anything_has_meters():
-    with AutoregressiveBatchInference(Longest(), max_model_len=60, max_batch_size=5) as engine:
+    model = Longest()
+    model.all_are_there.set()
+    with AutoregressiveBatchInference(model, max_model_len=60, max_batch_size=5) as engine:
         assert engine.meters().limit == 5 and isinstance(engine.meters().decode, Steps)
