@@ -5,7 +5,20 @@ from contextlib import contextmanager
 
 import pytest
 
+from hibachi.cachefolder import cache_folder
+
 from ...engine.conftest import no_thread_is_left  # noqa: F401  # a fixture
+
+
+KERNELS = cache_folder() / "kernels"
+
+
+@pytest.fixture
+def kernels_of_the_user(own_home):
+    """What the user has compiled already: else each process here would compile it anew."""
+    if KERNELS.exists():
+        (own_home / "cache" / "hibachi").mkdir(parents=True)
+        (own_home / "cache" / "hibachi" / "kernels").symlink_to(KERNELS)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,10 @@ pytest.importorskip("tokenizers")
 from hibachi.cli import bench, main
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /dev/full")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no /dev/full"),
+    pytest.mark.usefixtures("kernels_of_the_user"),
+]
 
 SERVE = """
 import logging, sys
