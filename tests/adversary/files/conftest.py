@@ -9,7 +9,6 @@ from hibachi.cachefolder import cache_folder
 
 from ...engine.conftest import no_thread_is_left  # noqa: F401  # a fixture
 
-
 KERNELS = cache_folder() / "kernels"
 
 
