@@ -21,6 +21,7 @@ from hibachi.cachefolder import cache_folder
 from hibachi.errors import HibachiError
 from hibachi.kernels.abi import Kernels, WrongLibrary
 from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, key, variants
+from hibachi.kernels.threads import why_so_many
 
 SWITCH = "HIBACHI_VARIANT"
 NUMERICS = "cpu-1"
@@ -68,7 +69,8 @@ def state() -> str:
     if asked == "none":
         return f"not used, as {SWITCH}=none is set"
     if (INSTALLED / "manifest.json").exists() or _known():
-        return str(_library(asked))
+        found = _library(asked)
+        return f"{found}; {why_so_many()}" if isinstance(found, Library) else found
     try:
         return f"to be compiled by {compiler()} when they are first asked for"
     except BuildFailed as e:
@@ -171,7 +173,7 @@ def _compiled(asked: str) -> Library:
     cxx, variant = compiler(level), choose(asked, there, level)
 
     def make(to: Path) -> None:
-        _log.warning("Compiling kernels, once for this machine, in half a minute or so: %s", to)
+        _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
         build(variant, to, cxx)
 
     path = _made(folder / f"{variant.name}-{key(cxx)}{_SUFFIX}", make)

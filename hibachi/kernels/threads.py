@@ -12,12 +12,22 @@ _SWITCHES = ("HIBACHI_THREADS", "OMP_NUM_THREADS")
 def most_threads(set_by_library: int | None = None) -> int:
     """The least of: what $HIBACHI_THREADS or $OMP_NUM_THREADS says, else what the array library was set to; the
     processors that this process may use; the whole processors of its quota, one at least."""
-    said = next((int(n) for name in _SWITCHES if (n := os.environ.get(name, "").split(",")[0]).isdecimal()), None)
-    asked = said or set_by_library
-    return max(1, min(asked or MOST, processors(), quota() or MOST))
+    return max(1, min(_said() or set_by_library or MOST, processors(), quota() or MOST))
 
 
 MOST = 256
+
+
+def _said() -> int | None:
+    return next((int(n) for name in _SWITCHES if (n := os.environ.get(name, "").split(",")[0]).isdecimal()), None)
+
+
+def why_so_many() -> str:
+    """`most_threads` in words."""
+    n, asked, limit = most_threads(), _said(), quota()
+    found = f"{n} thread{'s' * (n > 1)}: {processors()} of {os.cpu_count()} processors may be used"
+    found += "" if limit is None else f", a quota of {limit}"
+    return found + ("" if asked is None else f", {asked} asked for by the environment")
 
 
 def processors() -> int:

@@ -80,3 +80,16 @@ def test_the_least_of_what_was_set_affinity_and_quota(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
 def test_affinity_is_asked_for():
     assert threads.processors() == len(os.sched_getaffinity(0))
+
+
+def test_the_number_of_threads_is_told_with_its_reasons(monkeypatch):
+    monkeypatch.setattr(threads, "processors", lambda: 3)
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads, "quota", lambda: None)
+    for name in ("HIBACHI_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert threads.why_so_many() == "3 threads: 3 of 8 processors may be used"
+    monkeypatch.setattr(threads, "quota", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    told = "1 thread: 3 of 8 processors may be used, a quota of 1, 4 asked for by the environment"
+    assert threads.why_so_many() == told
