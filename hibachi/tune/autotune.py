@@ -24,6 +24,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tune import kept
 from hibachi.tune.cases import CASES, Cases, ModelSizes, sizes_of
+from hibachi.tune.others import WORTH_TELLING, Watch
 from hibachi.tune.right import CHECKS, NEAR
 from hibachi.tune.stepcost import padded
 from hibachi.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, unfit
@@ -200,7 +201,10 @@ def choose(
         timed |= set(STEP)
     if not timed:
         return KernelChoice(start if not kernels else backend, sizes.dtype, [])
+    watch = Watch()
     trials = _measure(start, sizes, found, allowed, timed, budget, deterministic, rounding)
+    if (others := watch.others()) is not None and others > WORTH_TELLING:
+        log.warning("Others had %.1f processors while kernels were timed. Measure again when they are free.", others)
     taken = {t.operation: t.name for t in trials if t.why_not is None}
     offered = kernels | {op: some for op, some in allowed.items() if op == "buckets"}
     chosen = {op: c for op, some in offered.items() for c in some if c.name == taken.get(op)}
