@@ -783,7 +783,8 @@ def raised(call):
 @pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of JAX, if it was imported before
 def test_m2_a_fork_has_no_engine(there):
-    running = there.stream("a", LONG)
+    long = LONG.with_(max_tokens=200)  # longer than what comes before a reader is waited for
+    running = there.stream("a", long)
     calls = {
         "stream": lambda: there.stream("a", LONG),
         "dump": there.dump,
@@ -794,7 +795,7 @@ def test_m2_a_fork_has_no_engine(there):
         assert "EngineClosed: The engine was made before a fork" in in_fork(lambda call=call: raised(call))
     assert "before a fork" in in_fork(lambda: (there.close(), there.health())[1].message)
     assert in_fork(lambda: there.engine._pipe.closed) == "True"
-    assert len(running.tokens.collect()) == LONG.max_tokens  # here all is as before
+    assert len(running.tokens.collect()) == long.max_tokens  # here all is as before
     assert there.generate("a", LONG)[0].token_ids
 
 
