@@ -119,11 +119,10 @@ def attentions(dtype: str, seconds: float) -> None:
             q, k, v = (torch.randn(total, heads, 64).to(b.dtype(dtype)) for heads in (9, 3, 3))
             # Several layers in turn, as many as a step has, so that keys and values come from memory.
             layers = min(30, int(COLD / (blocks * BLOCK * 768)) + 2)
-            spec = Paged(3, 64, 64)
             spec, options = Paged(3, 64, 64), dict(blocks=blocks, block_size=BLOCK, rows=1, dtype=dtype)
             caches = [b.make_cache(spec, **options) for _ in range(layers)]
             for cache in caches:
-                for half in cache[:2]:
+                for half in cache if isinstance(cache, tuple) else (cache.keys, cache.values):
                     half.normal_()  # zeros need no memory until they are written to
             cache = cycle(caches)
             calls[which] = lambda b=b, q=q, k=k, v=v, x=x, cache=cache: b.attend(q, k, v, next(cache), x)
