@@ -23,7 +23,7 @@ from hibachi.kernels.memory import Slabs
 from hibachi.kernels.threads import most_threads
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
-from hibachi.tensor.native import CODES, DEEPEST, LANES, Int8Backend, OwnLayout, int8_packed, unpacked
+from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, int8_packed, unpacked
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
 from hibachi_jax.backend import JaxBackend
@@ -313,7 +313,8 @@ class NativeJaxBackend(JaxBackend):
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
         for t in how:
             expect("draw", x, parameter=(t, (len(x),)))
-        return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *how)
+        kept = (t.astype(jnp.int32 if i == TOP_K else jnp.float32) for i, t in enumerate(how))
+        return _of_rows("draw", jnp.int32, x.astype(jnp.float32), *kept)
 
     @override
     def mass(self, x: Array) -> tuple[Array, Array]:
@@ -321,7 +322,9 @@ class NativeJaxBackend(JaxBackend):
 
     @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
-        if cos.dtype != x.dtype or cos.shape != (x.shape[0], 1, x.shape[2] // 2) or x.dtype not in _COMPUTED:
+        turns = (x.shape[0], 1, x.shape[2] // 2)
+        fits = x.shape[2] % 2 == 0 and all(t.dtype == x.dtype and t.shape == turns for t in (cos, sin))
+        if not fits or x.dtype not in _COMPUTED:
             return super().rope(x, cos, sin)
         return _call("rope", x.shape, x.dtype, x, cos, sin)
 

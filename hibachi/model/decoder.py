@@ -63,7 +63,9 @@ class Decoder:
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
         self._embed_scale = float(backend.get(backend.put(np.array([arch.embed_scale], np.float32), dtype))[0])
-        self.portable: bool = arch.logit_softcap is None
+        # XLA rounds once what is scaled and then added.
+        fuses = backend.shapes.compiled and (arch.residual_scale, arch.embed_scale) != (1.0, 1.0)
+        self.portable: bool = arch.logit_softcap is None and not fuses
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.fused: Callable[..., Any] | None = backend.fuse(self)
         """All layers in one call, where the backend can; None: operation by operation, with the same result."""
@@ -161,7 +163,8 @@ class Decoder:
         return self.backend.rms_norm(h, params[name], self.arch.norm_eps)
 
     def _residual(self, out: Array) -> Array:
-        return out if self.arch.residual_scale == 1.0 else out * self.arch.residual_scale
+        b, scale = self.backend, self.arch.residual_scale  # JAX would round the number to the dtype first
+        return out if scale == 1.0 else b.xp.astype(b.float32(out) * scale, out.dtype, copy=False)
 
     def _attend(
         self,

@@ -32,6 +32,7 @@ from hibachi.tensor.shapechecks import expect
 LANES = 16  # as in lanes.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
 BITS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}  # in the host's memory
+TOP_K = 1  # its place among the parameters of a draw, as in `How`
 DEEPEST = 2**16  # columns of a matrix of bytes, so that no sum of products leaves int32
 
 _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
@@ -291,7 +292,7 @@ class NativeBackend(NativeLayers):
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
         x = self.row_major(self.float32(x))
         token, most = self.empty((len(x),), self.xp.int32), self.empty((len(x),), self.xp.float32)
-        kept = [self.row_major(t) for t in how]
+        kept = [self.index(t) if i == TOP_K else self.row_major(self.float32(t)) for i, t in enumerate(how)]
         for t in kept:
             expect("draw", x, parameter=(t, (len(x),)))
         self._run.draw(

@@ -231,3 +231,24 @@ def test_the_seconds_of_each_operation_are_told():
     model.fused.seconds = np.zeros(len(model.fused.parts))
     stepped(model, model.fused, [inputs(backend, [0], [9], [True])])
     assert (model.fused.seconds > 0).all() and set(model.fused.parts) == {"linear", "attention", "norms", "model"}
+
+
+QUICK = "experts", "residual scale"
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in FUSED])
+def test_jax_has_these_bits_wherever_they_have_the_name(kind):
+    """XLA rounds once what is scaled and then added, so models that scale have no name there."""
+    jax = pytest.importorskip("hibachi_jax").JaxBackend("cpu", native=True)
+    found = []
+    for backend in (jax, NativeNumpyBackend()):
+        model = made(backend, "float32", **FUSED[kind])
+        x = inputs(backend, [0, 0, 0], [1, 17, 30], [True, True, False])
+        cache = [backend.make_cache(s, blocks=64, block_size=8, rows=5, dtype="float32") for s in model.cache_spec()]
+        found.append(backend.get(backend.compile(model.step)(model.params, cache, x)[0]))
+        if backend is jax:
+            scales = dataclasses.replace(PLAIN, **FUSED[kind])
+            assert model.portable is ((scales.residual_scale, scales.embed_scale) == (1.0, 1.0))
+    np.testing.assert_allclose(*found, atol=1e-4)
+    if model.portable and (scales.residual_scale, scales.embed_scale) == (1.0, 1.0):
+        np.testing.assert_array_equal(*found)

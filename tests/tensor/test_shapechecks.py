@@ -110,3 +110,45 @@ def test_vectors_of_other_lengths(library):
     ):
         with pytest.raises(ValueError, match=r"expected .* as x is \[3, 8\]; got"):
             wrong()
+
+
+def test_rows_without_numbers_end_nothing(library):
+    """They ended the process, as somebody divided by their length."""
+    none = ones(library, 3, 0)
+    for got in (
+        library.rms_norm(none, ones(library, 0), 1e-5),
+        library.layer_norm(none, ones(library, 0), None, 1e-5),
+        library.silu(none),
+        library.rope(ones(library, 3, 0, 4), ones(library, 3, 1, 2), ones(library, 3, 1, 2)),
+    ):
+        assert 0 in library.get(got).shape
+    into, out = ([library.put_weight(np.ones(s, np.float32), "float32")] * 3 for s in ((12, 8), (8, 6)))
+    nobody = library.put(np.zeros((3, 0), np.int32))
+    assert not library.get(library.experts(ones(library, 3, 8), nobody, none, into, out, "silu", gated=True)).any()
+
+
+def test_turns_of_other_sizes_and_dtypes(library):
+    x, turns = ones(library, 4, 1, 8), ones(library, 4, 1, 4)
+    wrong = ones(library, 4, 1, 3)
+    for cos, sin in ((turns, wrong), (wrong, turns)):
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            library.get(library.rope(x, cos, sin))
+    right = library.get(library.rope(x, turns, turns))
+    assert (right[..., :4] == 0).all() and (right[..., 4:] == 2).all()
+
+
+def test_parameters_of_a_draw_may_have_other_dtypes_and_be_next_to_nothing(library):
+    logits = library.put(np.float32([[1.5, 1, 1, 1, 1, 1, 1, 1]] * 8))
+    u = np.linspace(0.05, 0.95, 8)
+
+    def drawn(**given):
+        how = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0) | given
+        kinds = [np.float16, np.int16, np.float32, np.float32, np.float32]
+        parameters = [library.put(np.full(8, v, k)) for v, k in zip(how.values(), kinds, strict=True)]
+        return library.get(library.draw(logits, [*parameters, library.put(u.astype(np.float32))])[0]).tolist()
+
+    assert drawn() == [0, 0, 2, 3, 4, 5, 6, 7]
+    for name in ("top_p", "typical_p"):
+        assert len(set(drawn(**{name: 1e-50}))) < 8, name  # 0 in float32 kept all
+    assert drawn(top_p=1e-50) == drawn(top_k=1) == [0] * 8
+    assert drawn(top_p=0.5, min_p=1.1) == drawn(top_p=0.5, min_p=1.1)  # nothing is left: it looked for ever

@@ -30,7 +30,7 @@ static float threshold(const float* keys, const float* each, int64_t n, double s
       if (known == 31 || b >> known == prefix) masses[b >> low & ((1u << bits) - 1)] += each ? each[i] : 1.0f;
     }
     int64_t bin = (int64_t(1) << bits) - 1;
-    for (; bin > 0 && above + masses[bin] < share; bin--) above += masses[bin];
+    for (; bin > 0 && (masses[bin] == 0 || above + masses[bin] < share); bin--) above += masses[bin];
     prefix = prefix << bits | uint32_t(bin);
     known = low;
   }
@@ -163,7 +163,7 @@ struct Draw {
     for (double mass = whole;;) {
       const int64_t before = n;
       n = select(some, n, float((mass - share) / std::max<int64_t>(1, n) * 0.999), some);
-      if (n > before / 4 * 3) break;
+      if (!n || n > before / 4 * 3) break;
       mass = sum_of(some, n);
     }
     return threshold(some, some, n, share);

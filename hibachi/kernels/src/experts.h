@@ -44,7 +44,7 @@ struct Route {
   int32_t* chosen;
 
   int64_t count() const { return tokens; }
-  int64_t batch(int) const { return std::max<int64_t>(1, HEAVY / experts); }
+  int64_t batch(int) const { return worth(HEAVY, experts); }
   int64_t scratch() const { return 2 * up(experts, LANES) * sizeof(Floats); }
 
   void operator()(int64_t i, char* scratch) const {
@@ -137,7 +137,7 @@ struct Mix {
   int64_t added_stride = 0;
 
   int64_t count() const { return lists.tokens; }
-  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / (dim * lists.each)); }
+  int64_t batch(int) const { return worth(LIGHT, dim * lists.each); }
 
   void operator()(int64_t i) const {
     for (int64_t d = 0; d < dim; d += LANES) {

@@ -9,6 +9,11 @@ namespace hibachi {
 // Elements that are worth waking another thread for: of what is read and written once, and of what takes an exp.
 constexpr int64_t LIGHT = 32768, HEAVY = 8192;
 
+// How many parts of `each` elements are taken at once.
+inline int64_t worth(int64_t elements, int64_t each) {
+  return std::max<int64_t>(1, elements / std::max<int64_t>(1, each));
+}
+
 // A matrix whose rows may hold several pieces that are treated alike, such as the heads of a token.
 template <class E>
 struct Pieces {
@@ -32,7 +37,7 @@ struct RmsNorm {
   int64_t added_stride = 0;
 
   int64_t count() const { return rows * x.groups; }
-  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / dim); }
+  int64_t batch(int) const { return worth(LIGHT, dim); }
 
   void operator()(int64_t i) const {
     const Element *from = x(i), *more = added + i * added_stride;
@@ -66,7 +71,7 @@ struct LayerNorm {
   int64_t added_stride = 0;
 
   int64_t count() const { return rows * x.groups; }
-  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / dim); }
+  int64_t batch(int) const { return worth(LIGHT, dim); }
 
   void operator()(int64_t i) const {
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -102,7 +107,7 @@ struct Rope {
   int64_t tokens, half;
 
   int64_t count() const { return tokens; }
-  int64_t batch(int) const { return std::max<int64_t>(1, LIGHT / (x.groups * half * 2)); }
+  int64_t batch(int) const { return worth(LIGHT, x.groups * half * 2); }
 
   void operator()(int64_t t) const {
     for (int64_t h = 0; h < x.groups; h++) {
@@ -180,7 +185,7 @@ struct Activate {
   int64_t y_stride, rows, dim;
 
   int64_t count() const { return rows; }
-  int64_t batch(int) const { return std::max<int64_t>(1, HEAVY / dim); }
+  int64_t batch(int) const { return worth(HEAVY, dim); }
 
   void operator()(int64_t i) const {
     const Element* from = x + i * x_stride;

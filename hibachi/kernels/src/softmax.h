@@ -23,7 +23,7 @@ struct Softmax {
   int64_t rows, dim;
 
   int64_t count() const { return rows; }
-  int64_t batch(int) const { return std::max<int64_t>(1, 8192 / dim); }
+  int64_t batch(int) const { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, dim)); }
 
   int64_t scratch() const { return up(dim, LANES) * LANES * sizeof(float); }
 

@@ -22,7 +22,7 @@ struct Convolve {
   int64_t rows, tokens, dim, width;
 
   int64_t count() const { return rows * tokens; }
-  int64_t batch(int) const { return std::max<int64_t>(1, HEAVY / std::max<int64_t>(1, dim)); }
+  int64_t batch(int) const { return worth(HEAVY, dim); }
 
   // The input of token t of a row; below 0: of what came before.
   const Element* at(int64_t row, int64_t t) const {
@@ -64,7 +64,7 @@ struct Scan {
 
   int64_t chunks() const { return up(dim, LANES); }
   int64_t count() const { return rows * chunks(); }
-  int64_t batch(int) const { return std::max<int64_t>(1, HEAVY / std::max<int64_t>(1, tokens * size * LANES)); }
+  int64_t batch(int) const { return worth(HEAVY, tokens * size * LANES); }
   int64_t scratch() const { return 2 * up(size, LANES) * sizeof(Floats); }
 
   void operator()(int64_t i, char* scratch) const {
