@@ -62,7 +62,7 @@ class CheckedStep:
         if self.backend.owns(old):
             if not self.backend.owns(new) or self.backend.unfit(new) is not None or new.shape != old.shape:
                 raise self._wrong(f"an array of {self.backend.name} of shape {tuple(old.shape)} in layer {i}", new)
-        elif type(new) is not type(old):
+        elif type(new) is not type(old) or getattr(new, "shape", None) != getattr(old, "shape", None):
             raise self._wrong(f"layer {i} of the cache as {type(old).__qualname__}, as it was given", new)
         return new
 

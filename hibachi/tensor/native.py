@@ -39,7 +39,15 @@ _sizes = lru_cache(256)(Sizes)  # all layers of a step have the same
 
 
 class OwnLayout:
-    """Keys and values in an order that kernels alone know."""
+    """Keys and values in an order that kernels alone know. It has `keys` and `values`."""
+
+    keys: Array
+    values: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of both: what a layer is told from another one by."""
+        return (*self.keys.shape, *self.values.shape)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(

@@ -14,8 +14,10 @@ import pytest
 
 from hibachi import LLM, NumpyBackend, Paged, SamplingParams, StepInputs
 from hibachi.decode.sampling import How, sample
+from hibachi.errors import InvalidModelOutput
 from hibachi.kernels.library import NUMERICS, SWITCH, NativeUnavailable, library
 from hibachi.plan.lower import lower
+from hibachi.runners.checkedstep import CheckedStep
 from hibachi.tensor.native import _sizes
 
 from .native import (
@@ -711,3 +713,11 @@ def test_numpy_may_make_float64_of_what_a_model_computes():
     weight, x = backend.put_weight(np.ones((4, 6), np.float32), "float32"), np.ones((2, 6)) / 3
     got = backend.linear(x, weight)
     assert got.dtype == np.float32 and (got == backend.linear(x.astype(np.float32), weight)).all()
+
+
+def test_a_model_that_gives_another_layer_back_is_refused(native):
+    """Else all requests after it would find the wrong one."""
+    spec = [Paged(2, 8, 8), Paged(2, 8, 24)]
+    cache = [native.make_cache(s, blocks=3, block_size=4, rows=1, dtype="float32") for s in spec]
+    with pytest.raises(InvalidModelOutput, match="as it was given"):
+        CheckedStep(lambda params, cache, x: (None, cache[::-1]), native, "step")(None, cache, None)
