@@ -5,9 +5,9 @@ prefill, chunked prefill, decode, and computing again after a preemption differ 
 
 `schedule()` is optimistic: it advances both counters at once, leaving a placeholder for the token that the step will
 sample, and it publishes the blocks that the step will fill, so that those who start in the same step can share them
-(every layer writes before it reads, and the writer stands before its sharers). `commit()` says which sequences stopped;
-`rollback()` says that the step did not happen. Rows that were given to somebody else in between are recognised by their
-generation and ignored.
+(every layer writes before it reads, and the writer stands before its sharers; with recurrent states, where a step is
+several calls, they start in the next one). `commit()` says which sequences stopped; `rollback()` says that the step did
+not happen. Rows that were given to somebody else in between are recognised by their generation and ignored.
 """
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ class Scheduler:
         while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
             if self.short(seq) or seq.tenant in self.resting:
                 break
-            found = self._reserve(seq, at_work)
+            found = self._reserve(seq, at_work, published)
             if found is None:  # nobody overtakes: the next in order gets the next blocks
                 self._held_back = seq
                 break
@@ -540,7 +540,7 @@ class Scheduler:
             started.append((seq, hit, q))
         return started
 
-    def _reserve(self, seq: Seq, at_work: list[Seq]) -> tuple[int, int | None] | None:
+    def _reserve(self, seq: Seq, at_work: list[Seq], published: list[Published]) -> tuple[int, int | None] | None:
         """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None: not yet."""
         pool, limits = self.pool, self.limits
         most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
@@ -561,6 +561,8 @@ class Scheduler:
             while self.checkpoints and len(found) < most:  # blocks of its prefix were taken
                 most, slot = self.checkpoints.find(seq.salt, seq.keys, len(found)) or (0, None)
                 found, node = pool.match(seq.salt, seq.keys, most)
+            if self.checkpoints and not {block for *_, new in published for block, _ in new}.isdisjoint(found):
+                return None  # a step with states is several calls, and these blocks may be full after the last one only
             if (
                 not self.checkpoints
                 and len(found) < most

@@ -104,3 +104,30 @@ def test_tight_memory_and_checkpoints_together(library):
         streams = [e.run(p, GREEDY.with_(max_tokens=40)) for p in prompts]
         assert [s.collect() for s in streams] == [answer(p, 40) for p in prompts]
         assert e.stats().preemptions > 0
+
+
+def test_who_starts_on_blocks_waits_until_they_are_full():
+    """One is computed again that had made way, in a step of two calls: its last token comes with the second one."""
+
+    class Telling(SumBoth):
+        then = None
+
+        def step(self, params, cache, x):
+            if self.then and x.pos.max() == 38:
+                self.then, then = None, self.then
+                then()
+            return super().step(params, cache, x)
+
+    model = Telling(hibachi.load("numpy"))
+    spec = model.cache_spec()[0]
+    block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4
+    options = dict(max_model_len=200, block_size=4, max_batch_size=6, max_batch_tokens=13, cache_bytes=40 * block)
+    with AutoregressiveBatchInference(model, backend=model.backend, **options) as e:
+        for tokens in (prompt(44), prompt(150, 9)):  # of the first, the state is kept, and few of its blocks
+            assert e.run(tokens, GREEDY).collect() == answer(tokens)
+        first, second = (np.concatenate([prompt(44)[:40], prompt(4, i)]) for i in (1, 2))
+        streams = []
+        model.then = lambda: streams.append(e.run(second, GREEDY))
+        assert e.run(first, GREEDY).collect() == answer(first)
+        assert streams[0].collect() == answer(second)
+        assert e.stats().prefix_hits == 40

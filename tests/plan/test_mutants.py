@@ -12,6 +12,7 @@ from hibachi.plan.blocks import BlockPool
 from hibachi.plan.policy import Fair, Priority
 from hibachi.plan.scheduler import Scheduler
 
+from ..engine import test_checkpoints
 from . import test_bounds, test_facts, test_properties, test_scheduler
 from .world import KEEPING, drive, random_request, random_world
 
@@ -54,6 +55,9 @@ MUTANTS = [
            "return (salt,)", "return (None,)", "another salt"),
     Mutant("a hit covers the last token", Scheduler, "_reserve",
            "most = (seq.length - 1) // limits.block_size", "most = seq.length // limits.block_size", ""),
+    Mutant("who starts from a state reads blocks of this step", Scheduler, "_reserve",
+           ".isdisjoint(found)", ".isdisjoint([])", "",
+           test_checkpoints.test_who_starts_on_blocks_waits_until_they_are_full),
     Mutant("a rolled-back step leaves its blocks known", Scheduler, "rollback",
            "self.pool.withdraw_nodes(new)", "pass", "solo stream|known before|the trie|nobody knows"),
     Mutant("a rolled-back step leaves its counters", Scheduler, "rollback",
