@@ -63,12 +63,15 @@ RULES = {
     "hibachi/serve": Rule(
         f"{BATCH} lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
+    "hibachi/router": Rule(
+        "errors installed api web router", third_party="aiohttp msgspec prometheus_client uvicorn", not_std=""
+    ),
     "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/engines/peers": Rule(
         "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve sim bench testing verify cli"),
+    "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve router sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule(
         "errors shapes kernels tensor decode model",

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from hibachi.errors import HibachiError
 
-COMMANDS = ("demo", "generate", "chat", "serve", "inspect", "doctor", "verify", "conformance", "sim", "bench")
+COMMANDS = ("demo", "generate", "chat", "serve", "route", "inspect", "doctor", "verify", "conformance", "sim", "bench")
 FAILED = 1
 INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
 BROKEN_PIPE = 141  # and one whose reader went away

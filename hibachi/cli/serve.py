@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 
+from hibachi.cli.settings import settings_arguments
 from hibachi.errors import ConfigError
 from hibachi.model.extras import need
 from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
-from hibachi.web.kinds import SWITCH
 
 _PACKAGES = ("uvicorn", "starlette", "msgspec", "prometheus_client")
 
@@ -21,17 +21,7 @@ _PACKAGES = ("uvicorn", "starlette", "msgspec", "prometheus_client")
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hibachi serve [options] [MODEL]"
     parser.add_argument("place", nargs="?", metavar="MODEL", help="as --model")
-    parser.add_argument("--config", metavar="FILE", help="settings in TOML")
-    for title, settings in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for s in settings:
-            kind, text = s.kind, f"{s.help} (default: {s.default_text})".replace("%", "%%")
-            if kind is SWITCH:
-                group.add_argument(s.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-            elif kind.many:
-                group.add_argument(s.flag, nargs="+", action="extend", metavar=kind.metavar, help=text)
-            else:
-                group.add_argument(s.flag, metavar=kind.metavar, help=text)
+    settings_arguments(parser, GROUPS)
 
 
 def run(args: argparse.Namespace) -> int:

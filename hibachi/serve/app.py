@@ -17,7 +17,7 @@ from hibachi.serve import openai
 from hibachi.serve.flight import of_tenant
 from hibachi.serve.served import Served
 from hibachi.web.access import tell, tell_of_none
-from hibachi.web.deadlines import MOST_BYTES, MOST_HEADERS, Tell, too_large
+from hibachi.web.deadlines import Tell, check_headers
 from hibachi.web.exchange import Exchange, Gone
 
 Handler = Callable[[Served, Exchange], Awaitable[None]]
@@ -104,19 +104,6 @@ class Endpoint:
         finally:
             served.meter.answered(x.method, self._path, x.status, refused, x.record)
             tell(x, refused, quiet=not self._keyed)
-
-
-def check_headers(scope: Any) -> None:
-    """Raises Refused for too many of them, and for those of which HTTP/1.1 has one each."""
-    headers = scope["headers"]
-    if len(headers) > MOST_HEADERS or sum(len(n) + len(v) for n, v in headers) + len(scope["raw_path"]) > MOST_BYTES:
-        raise too_large()
-    seen = [name for name, _ in headers]
-    hosts = seen.count(b"host")
-    if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
-        raise Refused(f"Expected one header Host; got {hosts}.", code="invalid_http")
-    if seen.count(b"authorization") > 1:
-        raise Refused("Expected at most one header Authorization; got several.", code="invalid_http")
 
 
 def tells(served: Served) -> Tell:

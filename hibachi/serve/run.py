@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
-import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
 
 from hibachi.errors import ConfigError
 from hibachi.serve.load_model import about, opened
 from hibachi.web.address import bound
+from hibachi.web.certificate import certificate_of
 from hibachi.web.keys import tenants_of
 from hibachi.web.logs import log_to_stderr
 from hibachi.web.signals import ending
@@ -29,7 +28,7 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     log_to_stderr(settings.log_level, settings.log_format)
     for remark in remarks:
         log.warning("%s", remark)
-    tenants, certificate = tenants_of(settings), _certificate(settings)
+    tenants, certificate = tenants_of(settings), certificate_of(settings)
     with bound(settings) as (listeners, url, public), ending():
         if public and not tenants.keys:
             log.warning("whoever reaches %s may use it, as there is no --api-key", url)
@@ -53,17 +52,3 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
             except OSError as e:
                 raise ConfigError(f"Cannot listen on {url}: {e.strerror or e}.") from e
     return server.status
-
-
-def _certificate(settings: SimpleNamespace) -> dict[str, Any]:
-    """For uvicorn. Raises ConfigError for one that cannot be used, before the model is loaded."""
-    cert, key = settings.ssl_certfile, settings.ssl_keyfile
-    if cert is None:
-        if key is not None:
-            raise ConfigError("--ssl-keyfile is the key of --ssl-certfile, which is missing.")
-        return {}
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-        raise ConfigError(f"--ssl-certfile {cert}, --ssl-keyfile {key}: {e}.") from e
-    return {"ssl_certfile": cert, "ssl_keyfile": key}

@@ -1,20 +1,13 @@
-"""The HTTP server: uvicorn, with an end in good order, that comes in time whatever hangs."""
+"""The HTTP server of an engine: what its end takes, and how a lost engine ends it."""
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import logging
 import os
-import resource
 import signal
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any
 
 import uvicorn
 
@@ -22,19 +15,10 @@ from hibachi.serve.app import application, tells
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.served import Served
 from hibachi.streams.closeable import CLOSE_WITHIN
-from hibachi.web.deadlines import Arriving
-from hibachi.web.signals import end
+from hibachi.web.server import Server as Orderly
+from hibachi.web.server import config_of
 
-log: logging.Logger = logging.getLogger("hibachi.serve")
-BACKLOG = 2048  # connections that wait to be accepted
-KEPT = 75  # seconds an idle connection stays open: longer than balancers keep theirs, so that it is they who close
 CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
-FLUSHING = 1  # seconds for slow readers to fetch the end of their answers
-OVERTIME = 2.5  # seconds after the time of the requests, when whatever is left is let go
-LAST = 2.9  # likewise, for what holds the interpreter
-LOOK = 0.25  # seconds from one look at the engine to the next
-LOOKS = 4  # so often it must be found lost
-TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more often
 
 
 def server_of(
@@ -49,176 +33,39 @@ def server_of(
     engine is lost for good.
     """
     _, routes = metrics_for(served, metric_names)
-    config = uvicorn.Config(
-        application(served, more=routes),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        http=partial(Arriving, seconds=served.arrival, tell=tells(served)),  # type: ignore[arg-type]  # makes a protocol
-        backlog=BACKLOG,
-        timeout_keep_alive=KEPT,
-        timeout_graceful_shutdown=FLUSHING,
-        **certificate,
-    )
+    config = config_of(application(served, more=routes), served.arrival, tells(served), certificate)
     return Server(config, served, patience, exit_on_failure)
 
 
-class Server(uvicorn.Server):
-    """Ends when all requests have. tidings: what to say when it listens. status: of the process, once it has ended."""
-
-    tidings = ""
+class Server(Orderly):
+    """Ends when all requests have, and with it the engine."""
 
     def __init__(self, config: uvicorn.Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
-        super().__init__(config)
-        self._served, self._patience, self._exits = served, patience, exit_on_failure
-        self._draining: asyncio.Task[None] | None = None
-        self._stopped = False
-        self._complained = -TOLD_EVERY
-        self.status: int = 0
+        super().__init__(config, patience, served.arrival)
+        self._served, self._exits = served, exit_on_failure
 
-    async def startup(self, sockets: Any = None) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._complain)
-        # uvicorn does not pass it on: seconds for the handshake of TLS, which no timer of ours sees.
-        create, limit = loop.create_server, self._served.arrival
-        if self.config.ssl and limit:
-            loop.create_server = partial(create, ssl_handshake_timeout=limit)  # type: ignore[method-assign]  # for this call only
-        try:
-            await super().startup(sockets)
-        finally:
-            loop.create_server = create  # type: ignore[method-assign]  # as it was
-        self._watching = loop.create_task(self._watch())
-        _say(self.tidings)
+    def open_requests(self) -> int:
+        return self._served.open_requests
 
-    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Of what fails outside of requests, such as accepting connections."""
-        error = context.get("exception")
-        if isinstance(error, OSError):
-            self._tell_now_and_then("%s: %s", context.get("message"), error)
-        else:
-            loop.default_exception_handler(context)
+    def drain(self) -> None:
+        self._served.drain()
 
-    def _tell_now_and_then(self, *words: Any) -> None:
-        if (now := time.monotonic()) - self._complained >= TOLD_EVERY:
-            self._complained = now
-            log.error(*words)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """In place of uvicorn's, which raises the signal again when all is done, so that the status is not 0.
-
-        The first is for the loop; the second is heard also when the loop hangs.
-        """
-        loop = asyncio.get_running_loop()
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        numbers = [n for n in wanted if signal.getsignal(n) is not signal.SIG_IGN]
-        for number in numbers:
-            # `signal.signal`, not the loop's own: it comes between two lines of whatever the main thread is doing.
-            signal.signal(number, lambda n, _: self.signalled(loop, n))
-        try:
-            yield
-        finally:
-            for number in numbers:
-                signal.signal(number, end)
-
-    def signalled(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        if self._stopped:
-            self._abandon(128 + number)
-        self.finish(loop)
-
-    def finish(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`stop`, from any thread; and whatever hangs, the process ends in time."""
-        if self._stopped:
-            return
-        self._stopped = True
-        timer = threading.Timer(self._patience + OVERTIME, self._let_go)
-        timer.daemon = True
-        timer.start()
-        with suppress(Exception):  # without a standard error
-            # Its trace goes nowhere: standard error may be what hangs.
-            faulthandler.dump_traceback_later(self._patience + LAST, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        loop.call_soon_threadsafe(self.stop)
-
-    def stop(self) -> None:
-        """In good order."""
-        if self._draining is None:
-            self._served.drain()
-            self._draining = asyncio.get_running_loop().create_task(self._drain())
-
-    async def _drain(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it shows a trace for each that is cut off
-        served, until = self._served, time.monotonic() + self._patience
-        if served.open_requests:
-            log.info("draining: %d requests are running, and have %g s", served.open_requests, self._patience)
-        while served.open_requests and time.monotonic() < until and self._works():
-            await asyncio.sleep(0.02)
-        if served.open_requests:
-            log.warning("%d requests were not done after %g s, and are cut off", served.open_requests, self._patience)
-        left = max(until - time.monotonic(), 0.0) if self._works() else 0.0
-        closing = threading.Thread(target=served.texts.close, args=(min(left + CLOSING, CLOSE_WITHIN),), daemon=True)
+    async def end_all(self, left: float) -> None:
+        within = min(left + CLOSING, CLOSE_WITHIN)
+        closing = threading.Thread(target=self._served.texts.close, args=(within,), daemon=True)
         closing.start()  # it ends their streams
         while closing.is_alive():
             await asyncio.sleep(0.01)
-        self.should_exit = True
 
-    def _works(self) -> bool:
-        """Will running requests end by themselves?"""
+    def works(self) -> bool:
         return self._served.texts.health().state not in ("failed", "closed")
 
-    async def _watch(self) -> None:
-        """Look whether there are descriptors left, and whether the engine is lost for good."""
-        room, lost = _descriptors_left(), 0
-        while self._draining is None:
-            before = time.monotonic()
-            await asyncio.sleep(LOOK)
-            if self._stopped:
-                return
-            if len(self.server_state.connections) >= room:
-                self._tell_now_and_then(
-                    "no file descriptors are left: %d connections are open, and no further ones are taken until some "
-                    "end; raise the limit (ulimit -n)",
-                    len(self.server_state.connections),
-                )
-            # Found several times, and not just as this process goes on after it was stopped itself.
-            slept = time.monotonic() - before > 4 * LOOK
-            lost = lost + 1 if self._exits and not slept and self._is_lost() else 0
-            if lost > LOOKS:
-                log.error("the engine is lost, and the server ends: %s", self._served.texts.health().message)
-                self.status = 1
-                self._patience = 0.0
-                self.finish(asyncio.get_running_loop())
-                return
+    def is_lost(self) -> str | None:
+        health = self._served.texts.health()
+        lost = self._exits and not health.ok and not self._served.texts.engine.begins_again
+        return health.message if lost else None
 
-    def _is_lost(self) -> bool:
-        engine = self._served.texts.engine
-        return not self._served.texts.health().ok and not engine.begins_again
-
-    def _let_go(self) -> None:
-        words = "something still hangs %g s after the signal, and is let go", self._patience + OVERTIME
-        telling = threading.Thread(target=log.error, args=words, daemon=True)  # the log may be what hangs
-        telling.start()
-        telling.join(0.2)
-        self._abandon(1)
-
-    def _abandon(self, status: int) -> NoReturn:
+    def leave(self) -> None:
         if (pid := self._served.texts.engine.pid) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        os._exit(status)
-
-
-def _descriptors_left() -> float:
-    """How many connections this process may open."""
-    try:
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
-    except (OSError, ValueError):
-        return float("inf")
-
-
-def _say(text: str) -> None:
-    """A line on standard error, if anybody is there."""
-    with suppress(OSError, ValueError):
-        if sys.stderr is not None:
-            print(f"hibachi: {text}", file=sys.stderr, flush=True)

@@ -5,21 +5,11 @@ A flag wins over the environment, that over the file, and the file over the defa
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
-from hibachi.errors import ConfigError
 from hibachi.lm.llm import QUANTIZATIONS
-from hibachi.web.kinds import PREFIX, SWITCH, Setting, choice, integer, seconds, size, text, texts
-
-# ---- kinds ---------------------------------------------------------------------------------------------------------
-
-
-# ---- the list ------------------------------------------------------------------------------------------------------
+from hibachi.web import settle as shared
+from hibachi.web.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
 
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": (
@@ -85,76 +75,8 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
     ),
 }  # fmt: skip
-SETTINGS = {s.key: s for group in GROUPS.values() for s in group}
+SETTINGS = shared.by_key(GROUPS)
 
-# ---- their values --------------------------------------------------------------------------------------------------
-
-
-def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> SimpleNamespace:
-    """The value of each setting, by its key. flags: those that were given; file: of the configuration.
-
-    Raises ConfigError, which names where a wrong value came from.
-    """
-    values = {key: s.kind.read(s.default) if s.default is not None else None for key, s in SETTINGS.items()}
-    for source in (_from_file(file), _from_environment(environment), _from_flags(flags)):
-        for key, given, where in source:
-            values[key] = _read(SETTINGS[key], given, where)
-    return SimpleNamespace(**values)
-
-
-def _from_file(file: str | None) -> Iterator[tuple[str, Any, str]]:
-    if file is None:
-        return
-    try:
-        read = tomllib.loads(Path(file).read_text())
-    except OSError as e:
-        raise ConfigError(f"--config {file}: {e.strerror}.") from e
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise ConfigError(f"--config {file}: expected TOML; {e}.") from e
-    for name, given in read.items():
-        key = name.replace("-", "_")
-        if key not in SETTINGS:
-            near = difflib.get_close_matches(key, SETTINGS, 1)
-            hint = f" Did you mean {SETTINGS[near[0]].name}?" if near else " `hibachi serve --help` lists them."
-            raise ConfigError(f"{file}: there is no setting {name}.{hint}")
-        yield key, given, f"{file}: {name}"
-
-
-def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    for key, setting in SETTINGS.items():
-        if given := environment.get(setting.variable):  # as with many tools, empty is as if it were not there
-            yield key, given, setting.variable
-
-
-def _from_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    for key, given in flags.items():
-        yield key, given, SETTINGS[key].flag
-
-
-def _read(setting: Setting, given: Any, where: str) -> Any:
-    try:
-        return setting.kind.read(given)
-    except (ValueError, TypeError, AttributeError, LookupError, OverflowError):
-        shown = "something else" if setting.name == "api-key" else repr(given)[:80]  # keys are not for logs
-        raise ConfigError(f"{where}: expected {setting.kind.expected}; got {shown}.") from None
-
-
-def misspelled(environment: Mapping[str, str]) -> list[str]:
-    """Variables that look like settings and are none."""
-    known = {s.variable for s in SETTINGS.values()}
-    found = []
-    for name in environment:
-        if name.startswith(PREFIX) and name not in known and (near := difflib.get_close_matches(name, known, 1, 0.9)):
-            found.append(f"{name} is not a setting; {near[0]} is")
-    return found
-
-
-def table() -> str:
-    """All settings, in Markdown."""
-    lines = ["| flag | default | |", "|---|---|---|"]
-    for setting in SETTINGS.values():
-        metavar = setting.kind.metavar.replace("|", "\\|")
-        flag = f"--[no-]{setting.name}" if setting.kind is SWITCH else f"{setting.flag} {metavar}"
-        more = " ..." if setting.kind.many else ""
-        lines.append(f"| `{flag}{more}` | {setting.default_text} | {setting.help} |")
-    return "\n".join(lines)
+settle = partial(shared.settle, SETTINGS, "serve")
+misspelled = partial(shared.misspelled, SETTINGS)
+table = partial(shared.table, SETTINGS)

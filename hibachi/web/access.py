@@ -52,6 +52,7 @@ def fields(x: Exchange, refused: Refused | None, now: float) -> dict[str, Any]:
             told["ttft"] = record.first - record.arrival
         if record.error is not None:
             told["error"] = type(record.error).__name__
+    told |= x.more
     if refused is not None:
         told["code"] = refused.code or refused.kind
     told |= {"total": now - x.came, "id": x.id}

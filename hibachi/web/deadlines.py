@@ -29,6 +29,31 @@ def too_large() -> Refused:
     )
 
 
+def check_headers(scope: Any) -> None:
+    """Raises Refused for too many of them, and for those of which HTTP/1.1 has one each."""
+    headers = scope["headers"]
+    if len(headers) > MOST_HEADERS or sum(len(n) + len(v) for n, v in headers) + len(scope["raw_path"]) > MOST_BYTES:
+        raise too_large()
+    seen = [name for name, _ in headers]
+    if b"transfer-encoding" in seen and b"content-length" in seen:
+        raise Refused("Expected Content-Length or Transfer-Encoding; got both.", code="invalid_http")
+    hosts = seen.count(b"host")
+    if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):
+        raise Refused(f"Expected one header Host; got {hosts}.", code="invalid_http")
+    if seen.count(b"authorization") > 1:
+        raise Refused("Expected at most one header Authorization; got several.", code="invalid_http")
+
+
+def cut(receive: Any) -> None:
+    """End the connection of an answer that cannot be ended as it should, so that the client sees that it is not whole.
+
+    receive: of the application's call.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if (transport := getattr(cycle, "transport", None)) is not None:
+        transport.close()
+
+
 class Arriving(asyncio.Protocol):
     """uvicorn's protocol, with a timer that closes the connection and a bound for what it holds of the headers.
 

@@ -28,6 +28,7 @@ class Exchange:
 
     scope: MutableMapping[str, Any]
     begun: bool
+    done: bool
     status: int
 
     def __init__(
@@ -36,7 +37,7 @@ class Exchange:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
+        self.scope, self.receive, self._send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self.headers.get(b"x-request-id", b"")
         self.id: str = given.decode() if _ID.fullmatch(given) else secrets.token_hex(12)
@@ -47,7 +48,9 @@ class Exchange:
         self.came: float = time.monotonic()
         self.status = 0  # of its answer
         self.record: Any = None  # what a server notes of a request for text; see `access.Told`
+        self.more: dict[str, Any] = {}  # what else the log says of it
         self.begun = False  # its answer
+        self.done = False
 
     @property
     def params(self) -> dict[str, str]:
@@ -69,7 +72,7 @@ class Exchange:
             raise _too_large(int(length), most)
         parts, size = [], 0
         while True:
-            message = await self._receive()
+            message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise Gone
             part = message.get("body", b"")
@@ -82,7 +85,7 @@ class Exchange:
 
     async def left(self) -> None:
         """Returns when the client has left. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
     async def while_here(self, work: Awaitable[None], leave: Callable[[], object]) -> None:
@@ -106,11 +109,16 @@ class Exchange:
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         if kind == b"text/event-stream; charset=utf-8":
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await self.start(status, headers)
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """`begin` with these headers and no others."""
         self.begun, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Waits while the client reads slowly."""
+        self.done = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def answer(self, data: bytes, kind: bytes, status: int = 200, more: dict[str, str] | None = None) -> None:

@@ -32,7 +32,7 @@ def tenants_of(settings: SimpleNamespace) -> Tenants:
     for key, name in keys:
         if (other := owners.setdefault(key, name)) != name:
             raise ConfigError(f"{other} and {name} have the same API key. Give each its own.")
-    return Tenants(tuple(keys), named, settings.share_prefixes)
+    return Tenants(tuple(keys), named, getattr(settings, "share_prefixes", False))
 
 
 def _read(file: str) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Requests that begin alike go to the same server, which has their beginning in its cache, while it is not overloaded.
+
+Nobody remembers who went where: the home of a beginning follows from its digest and the servers' names and weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from hashlib import sha256
+from math import ceil
+
+from hibachi.router.policies import Ask, at_home, least_busy, quickest
+from hibachi.router.upstreams import Upstream
+
+STEP, FURTHEST = 1 << 10, 1 << 16  # bytes: from one piece to the next, and what is looked at in all
+SPAN, COMMON = 128, 16  # a piece is common if more than 16 of the latest 128 requests for each server have it,
+PARTING = 4  # and the end of what is common if so many different pieces follow it
+MORE, BESIDES = 1.25, 2  # a home has so many times its share of the requests at most, and so many besides
+
+
+def pieces_of(text: bytes) -> tuple[bytes, ...]:
+    """A digest of the first KiB, of the first two, and so on to 64. What is left over has none, so that a text that
+    goes on keeps the pieces that it had.
+    """
+    made, view = sha256(usedforsecurity=False), memoryview(text)  # many processors have instructions for it
+    pieces = []
+    for end in range(STEP, min(len(view), FURTHEST) + 1, STEP):
+        made.update(view[end - STEP : end])
+        pieces.append(made.copy().digest()[:8])
+    return tuple(pieces)
+
+
+class Latest:
+    """How many of the latest requests have a piece, and how many different pieces follow it.
+
+    Pieces are counted to twice the depth of those that are common: one of most requests, and soon enough of all.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Counter[bytes] = Counter()
+        self._next: Counter[bytes] = Counter()
+        self._latest: deque[tuple[bytes, ...]] = deque()
+
+    def shared(self, pieces: Sequence[bytes]) -> int:
+        """How many of the first pieces belong to a common beginning: all to the last one where requests part."""
+        parting = (i for i in range(self._common(pieces), 0, -1) if self._next[pieces[i - 1]] >= PARTING)
+        return next(parting, 0)
+
+    def add(self, pieces: tuple[bytes, ...], most: int) -> None:
+        """One more request; `most` of them are remembered."""
+        known = pieces[: 2 * self._common(pieces) + 1]
+        self._latest.append(known)
+        for before, piece in zip((b"", *known), known, strict=False):
+            if piece not in self._seen:
+                self._next[before] += 1
+            self._seen[piece] += 1
+        while len(self._latest) > most:
+            gone = self._latest.popleft()
+            for before, piece in zip((b"", *gone)[-2::-1], gone[::-1], strict=True):  # what follows goes first
+                self._seen[piece] -= 1
+                if not self._seen[piece]:
+                    del self._seen[piece], self._next[piece]  # a Counter: it need not be there
+                    self._next[before] -= 1
+
+    def _common(self, pieces: Sequence[bytes]) -> int:
+        return next((i for i, piece in enumerate(pieces) if self._seen[piece] <= COMMON), len(pieces))
+
+
+class PrefixAffine:
+    """A request's home is that of its first piece, by rendezvous hashing: a conversation goes on where it began. Where
+    the home has its share and more, the least busy server gets the request: consistent hashing with bounded loads
+    (Mirrokni, Thorup & Zadimoghaddam 2018). It may have two besides, as with few requests chance alone makes a
+    difference of more than a quarter.
+
+    A beginning that very many have, such as a system prompt, would fill one server, and is in all caches anyway. So
+    what is common among the latest requests for a model is passed over, and the piece after it counts; where nothing
+    comes after it, the least busy server is as good as any. That much is remembered, and no more: routers that do not
+    talk agree on it as far as they see the same mixture of requests, and on all other homes always.
+    """
+
+    pieces, loads = True, False
+
+    def __init__(self) -> None:
+        self._latest: defaultdict[str, Latest] = defaultdict(Latest)  # by model
+
+    def home(self, ask: Ask, among: Sequence[Upstream]) -> Upstream | None:
+        """Where it is at home, busy or not; None: nowhere. Changes nothing, and is right after `choose`, too."""
+        own = ask.pieces[self._latest[ask.model].shared(ask.pieces) :]
+        return at_home(own[0], among)[0] if own else None
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        everyone = ask.everyone or free
+        if ask.pieces:
+            self._latest[ask.model].add(ask.pieces, SPAN * len(everyone))
+        home = self.home(ask, everyone)
+        if home is not None and home in free and home.in_flight < bound(home, everyone):
+            return home
+        return quickest(least_busy(free))
+
+
+def bound(home: Upstream, everyone: Sequence[Upstream]) -> int:
+    """How many requests it may have, that which comes among them."""
+    share = home.place.weight / sum(u.place.weight for u in everyone)
+    return ceil(MORE * share * (sum(u.in_flight for u in everyone) + 1)) + BESIDES

@@ -1,0 +1,116 @@
+"""The body of a request, kept until it is answered, so that it can be sent twice: in memory, or in an unlinked file."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from hashlib import blake2b
+from typing import IO, Any
+
+from hibachi.api.errors import Refused
+from hibachi.router.peek import look
+from hibachi.web.exchange import Gone
+
+IN_MEMORY = 1 << 20  # bytes
+PIECE = 1 << 18  # bytes that are read of a file at once
+
+
+class Body:
+    """Either `data`, or a file of `size` bytes."""
+
+    data: bytes
+    size: int
+
+    def __init__(self, data: bytes = b"", file: IO[bytes] | None = None, size: int | None = None) -> None:
+        self.data, self._file = data, file
+        self.size = len(data) if size is None else size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def to_send(self) -> Any:
+        """For aiohttp: from the beginning, as often as it is asked."""
+        return self.data if self._file is None else self._pieces()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        at = 0
+        while at < self.size:
+            piece = await asyncio.to_thread(self._read, at)
+            at += len(piece)
+            yield piece
+
+    def _read(self, at: int) -> bytes:
+        assert self._file is not None
+        self._file.seek(at)
+        return self._file.read(PIECE)
+
+    async def look(self, kind: bytes, encoding: bytes, text: int, *, strict: bool) -> tuple[str | None, bytes]:
+        """See `peek.look`."""
+        if self._file is None:
+            return look(self.data, kind, encoding, text=text, strict=strict)
+        return await asyncio.to_thread(self._look, kind, encoding, text, strict)
+
+    def _look(self, kind: bytes, encoding: bytes, text: int, strict: bool) -> tuple[str | None, bytes]:
+        assert self._file is not None
+        with mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ) as whole:
+            return look(whole, kind, encoding, text=text, strict=strict)
+
+    async def digest(self, *more: bytes) -> bytes:
+        """Of the body, and of what else makes the request the same."""
+        hashed = blake2b(b"\0".join(more), digest_size=16)
+        if self._file is None:
+            hashed.update(self.data)
+        else:
+            async for piece in self._pieces():
+                hashed.update(piece)
+        return hashed.digest()
+
+
+async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: bytes) -> Body:
+    """announced: the header Content-Length. Raises Gone, and Refused for more than `most` bytes."""
+    if announced.isdigit() and int(announced) > most:
+        raise too_large(most)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        if len(message.get("body", b"")) > most:
+            raise too_large(most)
+        return Body(message.get("body", b""))
+    parts, size = list[bytes](), 0
+    file: IO[bytes] | None = None
+    try:
+        while True:
+            if message["type"] == "http.disconnect":
+                raise Gone
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise too_large(most)
+            if size > IN_MEMORY and sum(map(len, parts)) >= PIECE:
+                file = file or tempfile.TemporaryFile()  # noqa: SIM115  # closed with the body
+                await asyncio.to_thread(file.writelines, parts)
+                parts = []
+            if not message.get("more_body"):
+                break
+            message = await receive()
+        if file is None:
+            return Body(b"".join(parts))
+        await asyncio.to_thread(file.writelines, parts)
+        await asyncio.to_thread(file.flush)
+        return Body(file=file, size=size)
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+
+
+def too_large(most: int) -> Refused:
+    return Refused(
+        f"The body is too large: at most {most} bytes are taken.",
+        status=413,
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,185 @@
+"""Asks each upstream by a timer what models it has, and at once where a request has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import msgspec
+
+from hibachi.router.client import Client, Headers, words
+from hibachi.router.fleet import Fleet
+from hibachi.router.health import Thresholds, bad_check, good_check
+from hibachi.router.upstreams import State, Upstream
+
+log: logging.Logger = logging.getLogger("hibachi.route")
+JITTER = 0.1  # part of the time between two checks
+WHILE_ILL = 1.0  # seconds at most from one check to the next
+LOADS = 1.0  # seconds from one question for its load to the next
+MOST = 1 << 22  # bytes of an answer
+WAITING = re.compile(
+    rb"^(?:hibachi_requests_waiting|vllm:num_requests_waiting|tgi_queue_size)(?:\{[^}]*\})? +([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+
+
+class _Bad(Exception):
+    """The answer to a check is not what it should be."""
+
+
+class Checks:
+    """A task for each upstream. changed: called when somebody takes requests now, or has other models."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: Client,
+        changed: Callable[[], None],
+        *,
+        every: float,
+        within: float,
+        limits: Thresholds,
+        loads: bool = False,
+    ) -> None:
+        self._fleet, self._client, self._changed = fleet, client, changed
+        self._every, self._within, self._limits, self._loads = every, within, limits, loads
+        self._tasks: dict[Upstream, list[asyncio.Task[None]]] = {}
+        self._bells: dict[Upstream, asyncio.Event] = {}
+        self._random = Random()
+
+    def follow(self) -> None:
+        """Check those that are in the fleet now, and nobody else."""
+        for u in [u for u in self._tasks if u not in self._fleet.upstreams]:
+            for task in self._tasks.pop(u):
+                task.cancel()
+            del self._bells[u]
+        for u in self._fleet.upstreams:
+            if u not in self._tasks:
+                self._bells[u] = asyncio.Event()
+                self._tasks[u] = [asyncio.ensure_future(self._watch(u))]
+                if self._loads:
+                    self._tasks[u].append(asyncio.ensure_future(self._weigh(u)))
+
+    def now(self, u: Upstream) -> None:
+        """Check it at once."""
+        if (bell := self._bells.get(u)) is not None:
+            bell.set()
+
+    def stop(self) -> None:
+        for tasks in self._tasks.values():
+            for task in tasks:
+                task.cancel()
+        self._tasks, self._bells = {}, {}
+
+    async def _watch(self, u: Upstream) -> None:
+        bell = self._bells[u]
+        while True:
+            bell.clear()
+            try:
+                await self.check(u)
+            except Exception:
+                log.exception("the check of %s failed by a mistake of ours", u.name)
+            seconds = self._every * (1 + JITTER * (2 * self._random.random() - 1))
+            if u.state is not State.UP or u.bad:
+                seconds = min(seconds, WHILE_ILL)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(bell.wait(), seconds)
+
+    async def check(self, u: Upstream) -> None:
+        state, had, why = u.state, u.models, u.why
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._within):
+                models = await self._models(u)
+        except _Bad as e:
+            bad_check(u, str(e), self._limits)
+        except Exception as e:  # of aiohttp, of the system, of TLS
+            bad_check(u, words(e), self._limits)
+        else:
+            good_check(u, models, asyncio.get_running_loop().time() - began, self._limits)
+        if u.models.keys() != had.keys():
+            self._fleet.changed()
+        if u.state is not state or (not u.takes and u.why != why):
+            _tell(u, state)
+        if u.state is not state or u.models.keys() != had.keys():
+            self._changed()
+
+    async def _models(self, u: Upstream) -> Mapping[str, Any]:
+        """What `/v1/models` says. Raises _Bad, and what aiohttp raises."""
+        status, body = await self._get(u, "/v1/models")
+        if status in (401, 403):
+            if u.place.models:
+                return {}  # it is there, and which models it has is known
+            given = "does not take our key" if u.place.key else "wants a key: give it one (--config: key, or key_env)"
+            raise _Bad(f"it answered a check with {status}: it {given}")
+        if status != 200:
+            if u.place.models and status == 404:
+                return {}
+            raise _Bad(f"it answered a check (GET /v1/models) with {status}")
+        try:
+            found = msgspec.json.decode(body)
+            return {entry["id"]: entry for entry in found["data"] if isinstance(entry["id"], str)}
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+            raise _Bad("it answered a check (GET /v1/models) with something else than a list of models") from None
+
+    async def _weigh(self, u: Upstream) -> None:
+        """How much there is to do, by its own account."""
+        path = "/load"
+        while True:
+            try:
+                async with asyncio.timeout(self._within):
+                    status, body = await self._get(u, path)
+                    if status != 200 or (load := load_of(body, path)) is None:
+                        path = "/metrics" if path == "/load" else "/load"
+                        status, body = await self._get(u, path)
+                        load = load_of(body, path) if status == 200 else None
+                u.load = load
+            except Exception:
+                u.load = None
+            await asyncio.sleep(min(LOADS, self._every))
+
+    async def _get(self, u: Upstream, path: str) -> tuple[int, bytes]:
+        headers: Headers = [("Accept", "*/*"), ("User-Agent", "hibachi-route")]
+        if u.place.key:
+            headers.append(("Authorization", f"Bearer {u.place.key}"))
+        answer = await self._client.ask(u.place, "GET", path, headers, None)
+        try:
+            body = bytearray()
+            async for part in answer.content.iter_any():
+                body += part
+                if len(body) > MOST:
+                    raise _Bad(f"its answer to a check is longer than {MOST} bytes")
+            return answer.status, bytes(body)
+        finally:
+            answer.close() if not answer.content.at_eof() else answer.release()
+
+
+def load_of(body: bytes, path: str) -> float | None:
+    """Requests that wait, of an answer of `/load` or `/metrics`; None: it does not say."""
+    if path == "/metrics":
+        found = [float(n) for n in WAITING.findall(body)]
+        return sum(found) if found else None
+    try:
+        told = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(told, dict):
+        return None
+    for name in ("waiting", "server_load", "load"):
+        n = told.get(name)
+        if isinstance(n, (int, float)) and not isinstance(n, bool) and n >= 0:
+            return float(n)
+    return None
+
+
+def _tell(u: Upstream, before: State) -> None:
+    if u.takes:
+        names = ", ".join(list(u.models)[:8]) or "no models"
+        log.info("%s takes requests%s: %s", u.name, " again" if before is not State.NEW else "", names)
+    else:
+        log.warning("%s takes no requests: %s", u.name, u.why)

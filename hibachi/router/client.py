@@ -1,0 +1,91 @@
+"""Requests to upstreams, through aiohttp with all that it would do by itself switched off."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from hibachi.router.places import context_of, target
+from hibachi.router.upstreams import Place
+
+MOST_HEADERS = 1 << 18  # bytes of a header of an answer, and lines of headers at most
+MOST_LINES = 1024
+Headers = list[tuple[str, str]]
+
+
+class Client:
+    """connect: seconds to open a connection."""
+
+    def __init__(self, connect: float) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=30.0),
+            cookie_jar=aiohttp.DummyCookieJar(),  # it would hand one client's cookies to another
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect, sock_read=None),
+            max_line_size=MOST_HEADERS,
+            max_field_size=MOST_HEADERS,
+            max_headers=MOST_LINES,
+            raise_for_status=False,
+        )
+        self._session._retry_connection = False  # whether something is sent twice is decided by us
+        self._contexts: dict[tuple[bool, str], ssl.SSLContext | None] = {}
+
+    async def ask(self, place: Place, method: str, path: str, headers: Headers, body: Any) -> aiohttp.ClientResponse:
+        """The beginning of an answer: status and headers. path: as it stands in the request line.
+
+        Raises what aiohttp raises.
+        """
+        base, host, server_name = target(place)
+        if host is not None:
+            headers = [*headers, ("Host", host)]
+        return await self._session.request(
+            method,
+            URL(base + path, encoded=True),
+            headers=headers,
+            data=body,
+            allow_redirects=False,
+            ssl=self._context(place) or True,
+            server_hostname=server_name,
+        )
+
+    def _context(self, place: Place) -> ssl.SSLContext | None:
+        known = place.url.startswith("https:"), place.ca
+        if known not in self._contexts:
+            self._contexts[known] = context_of(place)
+        return self._contexts[known]
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def not_opened(e: BaseException) -> bool:
+    """Did the connection never come about, so that nothing was sent?"""
+    return isinstance(e, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+
+
+def words(e: BaseException) -> str:
+    """What went wrong, without what only concerns Python."""
+    if isinstance(e, aiohttp.ClientConnectorDNSError):
+        return "its name stands for no address"
+    if isinstance(e, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is not trusted ({e.certificate_error})"
+    if isinstance(e, aiohttp.ClientConnectorError):
+        return f"no connection ({e.strerror or e.os_error})"
+    if isinstance(e, (aiohttp.ConnectionTimeoutError, TimeoutError)):
+        return "it does not answer in time"
+    if isinstance(e, aiohttp.ServerDisconnectedError):
+        return "it closed the connection without an answer"
+    if isinstance(e, aiohttp.ClientResponseError):
+        return f"its answer is no HTTP ({e.message[:100]!r})"
+    return f"the connection broke ({str(e)[:100] or type(e).__name__})"
+
+
+def in_words(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """As aiohttp wants them. Raises UnicodeDecodeError for what is no UTF-8."""
+    return [(name.decode("ascii"), value.decode()) for name, value in headers]

@@ -1,0 +1,221 @@
+"""The ASGI application of the router: what passes, who may ask, and what it answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from hibachi.api.answers import encode
+from hibachi.api.errors import INVALID, SERVER, Refused, as_refused
+from hibachi.router import body as bodies
+from hibachi.router.affine import FURTHEST, pieces_of
+from hibachi.router.body import Body
+from hibachi.router.client import Headers, in_words
+from hibachi.router.cors import Cors
+from hibachi.router.dialects import said
+from hibachi.router.fleet import ANY
+from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown, without_hops
+from hibachi.router.peek import model_of_path
+from hibachi.router.policies import Ask, at_home
+from hibachi.router.routes import Kind, Routes
+from hibachi.router.upstreams import Upstream
+from hibachi.web.access import tell
+from hibachi.web.deadlines import check_headers
+from hibachi.web.exchange import Exchange, Gone
+from hibachi.web.tenants import Tenants
+
+log: logging.Logger = logging.getLogger("hibachi.route")
+LEFT = 499  # as nginx logs a client that left
+Own = Callable[[Exchange], Awaitable[None]]
+_NOT_SENT = frozenset((b"host", b"content-length"))
+
+
+class Door:
+    """own: (method, path) -> what answers it here, and whether it takes a key. sticky: a header, in small letters."""
+
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        routes: Routes,
+        tenants: Tenants,
+        own: Mapping[tuple[str, str], tuple[Own, bool]],
+        *,
+        cors: Cors | None,
+        sticky: str,
+        most: int,
+        arrival: float | None,
+    ) -> None:
+        self._forwarder, self._routes, self._tenants, self._own = forwarder, routes, tenants, own
+        self._fleet, self._cors, self._sticky = forwarder.fleet, cors, sticky.lower().encode()
+        self._most, self._arrival = most, arrival
+        self.draining = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        x = Exchange(scope, receive, send)
+        meter, refused = self._forwarder.meter, None
+        meter.running += 1
+        quiet, kind = False, "own"
+        try:
+            check_headers(scope)
+            own = self._own.get((x.method, x.path))
+            if self._cors is not None and (told := self._cors.preflight(x.headers, x.method)) is not None:
+                await x.start(204, told)
+                await x.write(b"", more=False)
+            elif own is not None:
+                answer, keyed = own
+                quiet = not keyed
+                if keyed:
+                    x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
+                await answer(x)
+            else:
+                found = self._routes.kind(x.method, x.path)
+                kind = "none" if found is None else found.value
+                await self._pass(x, found)
+        except Gone:
+            x.status = LEFT
+            meter.left += 1
+        except Broken as e:
+            log.warning("request %s: %s", x.id, e)
+            x.more["error"] = "cut off"
+        except Exception as e:
+            refused = as_refused(e)
+            x.blame(refused, e)
+            if x.begun:
+                raise
+            await self._refuse(x, refused)
+        finally:
+            meter.running -= 1
+            known = kind, x.status
+            meter.answers[known] = meter.answers.get(known, 0) + 1
+            tell(x, refused, quiet=quiet)
+
+    async def _refuse(self, x: Exchange, refused: Refused) -> None:
+        data = encode(said(refused, x.path))
+        told = {name.lower(): value for name, value in refused.headers.items()}
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+        headers += [(name.encode(), value.encode()) for name, value in told.items()]
+        await x.start(refused.status, headers if self._cors is None else self._cors.instead(headers, x.headers))
+        await x.write(data, more=False)
+
+    # ---- what passes -------------------------------------------------------------------------------------------
+
+    async def _pass(self, x: Exchange, kind: Kind | None) -> None:
+        if kind is None:
+            raise Refused(f"{x.method} {x.path[:200]}: this path does not pass.", status=404, code="not_found")
+        if self.draining:
+            raise Refused(
+                "The router is shutting down. Try again elsewhere.", status=503, kind=SERVER, code="shutting_down",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )  # fmt: skip
+        if wanted := x.headers.get(b"upgrade"):
+            protocol = wanted[:40].decode("latin-1")
+            raise Refused(
+                f"Upgrade: {protocol}: other protocols do not pass.", status=501, code="upgrade_not_supported"
+            )
+        x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
+        headers, path = self._sendable(x)
+        body = await self._body(x)
+        try:
+            ask = await self._ask(x, kind, body)
+            if body.size or b"content-length" in x.headers:
+                headers.append(("Content-Length", str(body.size)))
+            job = Job(x, ask, headers, path, body, again=kind is Kind.GENERATES)
+            if kind is Kind.OBJECT:
+                job.tried = self._all_but_its_own(x, ask)
+            await self._while_here(x, self._forwarder.forward(job))
+        finally:
+            body.close()
+
+    async def _body(self, x: Exchange) -> Body:
+        try:
+            async with asyncio.timeout(self._arrival):
+                return await bodies.read(x.receive, self._most, x.headers.get(b"content-length", b""))
+        except TimeoutError:
+            raise Refused(
+                f"The body did not come within {self._arrival:g} s.", status=408, code="arrival_timeout",
+                headers={"Connection": "close"},
+            ) from None  # fmt: skip
+
+    def _sendable(self, x: Exchange) -> tuple[Headers, str]:
+        """The headers that go on, and the request's path and query, as they were written."""
+        raw, query = x.scope["raw_path"], x.scope["query_string"]
+        try:
+            path = (raw + b"?" + query if query else raw).decode("ascii")
+            headers = in_words([(n, v) for n, v in without_hops(x.scope["headers"]) if n not in _NOT_SENT])
+        except UnicodeDecodeError:
+            raise Refused(
+                "This request cannot be sent on: its path must be ASCII, and its headers UTF-8.", code="invalid_http"
+            ) from None
+        if self._tenants.keys:  # ours; an upstream has one of its own
+            headers = [(name, value) for name, value in headers if name != "authorization"]
+        return headers, path
+
+    async def _ask(self, x: Exchange, kind: Kind, body: Body) -> Ask:
+        """What the policy is told. Raises Refused for a model that nobody has."""
+        wants_text = self._forwarder.lines.policy.pieces and kind is Kind.GENERATES
+        model, text = model_of_path(x.path), b""
+        if body.size and (model is None or wants_text):
+            named, text = await body.look(
+                x.headers.get(b"content-type", b""),
+                x.headers.get(b"content-encoding", b""),
+                FURTHEST if wants_text else 0,
+                strict=kind is Kind.GENERATES,
+            )
+            model = model or named
+        fleet = self._fleet
+        if model is None:
+            models = fleet.models
+            if kind is Kind.GENERATES and len(models) > 1:
+                raise Refused(
+                    f"The request names no model, and there are several: {listed(models)}.",
+                    kind=INVALID, param="model", code="model_missing",
+                )  # fmt: skip
+            model = models[0] if kind is Kind.GENERATES and models else ANY
+        elif not fleet.having(model):
+            if kind is not Kind.GENERATES and model_of_path(x.path) is None:
+                model = ANY  # a field of this name in something else
+            elif fleet.ready and fleet.asked:
+                raise unknown(model, fleet.models)
+        sticky = x.headers.get(self._sticky, b"").decode("latin-1")
+        return Ask(model, pieces_of(text) if text else (), sticky)
+
+    def _all_but_its_own(self, x: Exchange, ask: Ask) -> tuple[Upstream, ...]:
+        """What a path names is kept by one upstream: that of the sticky header. Raises Refused without one."""
+        fleet = self._fleet
+        if len(fleet.upstreams) <= 1:
+            return ()
+        if not ask.sticky:
+            name = self._sticky.decode().title()
+            raise Refused(
+                f"{x.method} {x.path[:200]}: what this path names is kept by one of {len(fleet.upstreams)} upstreams. "
+                f"Send the header {name} with all requests that belong together.",
+                code="sticky_header_missing",
+            )
+        home = at_home(ask.sticky.encode("latin-1"), fleet.upstreams)[0]
+        return tuple(u for u in fleet.upstreams if u is not home)
+
+    async def _while_here(self, x: Exchange, work: Awaitable[None]) -> None:
+        """Await `work` in this task; if the client leaves meanwhile, it is cancelled. Raises Gone then."""
+        task, left = asyncio.current_task(), False
+        assert task is not None
+
+        async def watch() -> None:
+            nonlocal left
+            while (await x.receive())["type"] != "http.disconnect":
+                pass
+            if not x.done:
+                left = True
+                task.cancel()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            task.uncancel()
+            raise Gone from None
+        finally:
+            watching.cancel()

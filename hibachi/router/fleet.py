@@ -1,0 +1,85 @@
+"""The upstreams that there are, and which of them have a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hibachi.router.health import drain
+from hibachi.router.upstreams import Place, State, Upstream
+
+ANY = ""  # in the place of a model: any upstream
+
+
+class Fleet:
+    """In the order of the configuration. Those that left it are in `leaving` until their last request has ended."""
+
+    upstreams: list[Upstream]
+    leaving: list[Upstream]
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self.upstreams, self.leaving = [], []
+        self._having: dict[str, list[Upstream]] = {}
+        self.settle(places)
+
+    def settle(self, places: Iterable[Place]) -> list[Upstream]:
+        """From now on there are these. One that was there goes on, with what is new of its place. Returns new ones."""
+        before = {u.name: u for u in self.upstreams}
+        now, new = dict[str, Upstream](), list[Upstream]()
+        for place in places:
+            u = before.pop(place.name, None)
+            if u is None:
+                u = Upstream(place)
+                new.append(u)
+            u.place = place
+            now[place.name] = u
+        for u in before.values():
+            drain(u, "it has left the configuration")
+            u.state = State.DRAINING
+        self.leaving = [u for u in (*self.leaving, *before.values()) if u.in_flight]
+        self.upstreams = list(now.values())
+        self.changed()
+        return new
+
+    def changed(self) -> None:
+        """Somebody's models are others."""
+        self._having = {}
+        for u in self.upstreams:
+            for model in u.models:
+                self._having.setdefault(model, []).append(u)
+
+    def having(self, model: str) -> Sequence[Upstream]:
+        """Who has a model, whether it takes requests or not."""
+        return self._having.get(model, ()) if model != ANY else self.upstreams
+
+    def taking(self, model: str) -> list[Upstream]:
+        return [u for u in self.having(model) if u.takes]
+
+    @property
+    def models(self) -> list[str]:
+        """Of those that take requests; where none does, of all."""
+        takes = [model for model, having in self._having.items() if any(u.takes for u in having)]
+        return takes or list(self._having)
+
+    @property
+    def ready(self) -> bool:
+        return any(u.takes for u in self.upstreams)
+
+    @property
+    def asked(self) -> bool:
+        """Has everybody been checked?"""
+        return all(u.state is not State.NEW for u in self.upstreams)
+
+    def listed(self, *, owners: bool) -> list[dict[str, Any]]:
+        """What `/v1/models` says: each model once, as the first says that has it; owners: with the names of all."""
+        out = []
+        for model, having in self._having.items():
+            if takes := [u for u in having if u.takes]:
+                entry = {**takes[0].models[model], "id": model}
+                out.append(entry | {"upstreams": [u.name for u in takes]} if owners else entry)
+        return out
+
+    def reasons(self, model: str = ANY) -> str:
+        """Why those that have a model take no requests."""
+        found = [f"{u.name}: {u.why or 'it is ready'}" for u in self.having(model) or self.upstreams]
+        return "; ".join(found[:20]) or "there are no upstreams"

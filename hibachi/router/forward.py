@@ -1,0 +1,439 @@
+"""One request and its answer: where it goes, where it is tried again, and what passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from hibachi.api.errors import LIMITED, SERVER, Refused
+from hibachi.router.affine import PrefixAffine
+from hibachi.router.body import Body
+from hibachi.router.client import Client, Headers, not_opened, words
+from hibachi.router.fleet import Fleet
+from hibachi.router.health import answered, drain, failed, put_back
+from hibachi.router.line import Lines, NoSlot
+from hibachi.router.policies import Ask
+from hibachi.router.upstreams import State, Times, Upstream
+from hibachi.web.deadlines import cut
+from hibachi.web.exchange import Exchange
+
+log: logging.Logger = logging.getLogger("hibachi.route")
+HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)  # fmt: skip
+HELD = 1 << 20  # bytes of an answer that is kept while another upstream is tried
+HELD_FOR = 1.0  # seconds for them to come
+POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
+MOST_POISON = 4096
+
+
+@dataclass(slots=True)
+class Meter:
+    """What became of requests, all upstreams together."""
+
+    answers: dict[tuple[str, int], int] = field(default_factory=dict)  # by kind of path and status
+    queued: Times = field(default_factory=Times)
+    poisonous: int = 0
+    left: int = 0
+    running: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0: any time."""
+
+    slot: float
+    idle: float
+    ready: float
+
+
+@dataclass(slots=True)
+class Job:
+    """A request as it is to be sent."""
+
+    x: Exchange
+    ask: Ask
+    headers: Headers
+    path: str  # and query, as it came
+    body: Body
+    again: bool  # may it be sent twice?
+    tried: tuple[Upstream, ...] = ()
+    faulty: list[Upstream] = field(default_factory=list)  # those that failed with it
+    since: float | None = None  # nobody could be reached
+    held: Held | None = None
+    slot: Upstream | None = None  # that it has already
+    poisonous: bool = False
+
+    def who(self) -> str:
+        """Whose request it is: of the key, where there is one, else of the address."""
+        key = self.x.headers.get(b"authorization")
+        return blake2b(key, digest_size=8).hexdigest() if key else str((self.x.client or ("",))[0])
+
+
+@dataclass(slots=True)
+class Held:
+    """An answer that goes to the client if no other comes."""
+
+    upstream: Upstream
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class Broken(Exception):
+    """What the upstream sent is not whole, and the client has some of it."""
+
+
+class Forwarder:
+    """dress: from headers of an upstream to those of the answer. recheck: asks for a check of an upstream at once.
+
+    keyed: clients send keys of the router's, so that upstreams get their own.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        lines: Lines,
+        client: Client,
+        patience: Patience,
+        dress: Callable[[Exchange, Upstream, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]],
+        recheck: Callable[[Upstream], None],
+        *,
+        keyed: bool = False,
+    ) -> None:
+        self.fleet, self.lines, self.client, self.patience = fleet, lines, client, patience
+        self.meter = Meter()
+        self._dress, self._recheck, self.keyed = dress, recheck, keyed
+        self._poison: OrderedDict[bytes, float] = OrderedDict()  # when each may be tried twice again
+
+    async def forward(self, job: Job) -> None:
+        """Raises Refused where no answer has begun, and Broken where one cannot be ended."""
+        if self._poison and job.again:
+            await self._look_up(job)
+        while True:
+            u = await self._slot(job)
+            job.x.more["upstream"] = u.name
+            try:
+                if await self._attempt(job, u):
+                    return
+            finally:
+                self.lines.give_back(u)
+
+    # ---- slots -------------------------------------------------------------------------------------------------
+
+    async def _slot(self, job: Job) -> Upstream:
+        """Raises Refused."""
+        u, job.slot = job.slot or self.lines.take(job.ask, job.tried), None
+        if u is None:
+            u = await self._wait(job)
+        u.used += 1
+        u.retries += bool(job.tried)
+        if job.ask.pieces and isinstance(self.lines.policy, PrefixAffine):
+            u.affine += self.lines.policy.home(job.ask, self.fleet.taking(job.ask.model)) is u
+        return u
+
+    async def _wait(self, job: Job) -> Upstream:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            u = await self.lines.wait(job.ask, job.who(), self.patience.slot, job.tried)
+        except NoSlot as e:
+            raise self._refused(job, e.why) from None
+        finally:
+            seconds = loop.time() - began
+            job.x.more["queued"] = job.x.more.get("queued", 0.0) + seconds
+            self.meter.queued.add(seconds)
+        return u
+
+    def _refused(self, job: Job, why: str) -> Refused:
+        again = {"Retry-After": "1"}
+        if why == "full":
+            return Refused(
+                "Too many requests wait already. Try again later.",
+                status=429, kind=LIMITED, code="queue_full", headers=again,
+            )  # fmt: skip
+        if why == "late":
+            return Refused(
+                f"Timeout waiting for a free upstream: none came within {self.patience.slot:g} s. Try again later.",
+                status=503, kind=SERVER, code="no_free_upstream", headers=again,
+            )  # fmt: skip
+        if self.fleet.ready and not self.fleet.having(job.ask.model):
+            return unknown(job.ask.model, self.fleet.models)
+        return Refused(
+            f"No upstream takes requests{f' for {job.ask.model[:200]}' if job.ask.model else ''}: "
+            f"{self.fleet.reasons(job.ask.model)}.",
+            status=503, kind=SERVER, code="no_upstream", headers=again,
+        )  # fmt: skip
+
+    def _others(self, job: Job) -> bool:
+        """Is there an upstream that takes such requests and has not had this one?"""
+        return any(u not in job.tried for u in self.fleet.taking(job.ask.model))
+
+    # ---- one attempt -------------------------------------------------------------------------------------------
+
+    async def _attempt(self, job: Job, u: Upstream) -> bool:
+        """Has the client its answer? Raises Refused and Broken."""
+        loop = asyncio.get_running_loop()
+        began, x = loop.time(), job.x
+        try:
+            async with asyncio.timeout(self.patience.slot):
+                headers = job.headers
+                if self.keyed and u.place.key:
+                    headers = [*headers, ("Authorization", f"Bearer {u.place.key}")]
+                answer = await self.client.ask(u.place, x.method, job.path, headers, job.body.to_send() or None)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as e:
+            return await self._fault(job, u, e)
+        try:
+            if (done := await self._second_thoughts(job, u, answer)) is not None:
+                return done
+            u.took(loop.time() - began)
+            x.more["ttft"] = loop.time() - began
+            if answer.status < 500:
+                self._well(u)
+            u.answers[answer.status] += 1
+            await self._pass_on(job, u, answer)
+            return True
+        finally:
+            if not (answer.content.at_eof() and answer.content.exception() is None):
+                answer.close()
+            else:
+                answer.release()
+
+    async def _fault(self, job: Job, u: Upstream, e: BaseException) -> bool:
+        """No answer came. False: it is to be tried again. Raises Refused."""
+        if isinstance(e, ValueError) and not isinstance(e, aiohttp.ClientError):
+            raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
+        if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
+            u.errors["first byte"] += 1
+            raise Refused(
+                f"The upstream sent no byte of an answer within {self.patience.slot:g} s.",
+                status=504, kind=SERVER, code="upstream_timeout",
+            ) from e  # fmt: skip
+        why = words(e)
+        job.tried += (u,)
+        if not_opened(e):
+            u.errors["connect"] += 1
+            self._ill(u, why)
+            return await self._reach_another(job, u, why)
+        u.errors["broken"] += 1
+        if await self._guilty(job, u, why) and self._others(job):
+            return False
+        if job.held is not None:
+            await self._send_held(job, job.held)
+            return True
+        raise Refused(f"The upstream failed: {why}.", status=502, kind=SERVER, code="upstream_failed") from e
+
+    async def _reach_another(self, job: Job, u: Upstream, why: str) -> bool:
+        """Nothing was sent. Where nobody else is left, somebody may be ready soon: also who was tried."""
+        if self._others(job):
+            return False
+        if job.held is not None:
+            await self._send_held(job, job.held)
+            return True
+        now = asyncio.get_running_loop().time()
+        job.since = job.since or now
+        if now - job.since < self.patience.ready:
+            job.tried = tuple(job.faulty)
+            if self._others(job):  # it was checked meanwhile, and is there; but let it breathe
+                await asyncio.sleep(0.05)
+            return False
+        raise Refused(
+            f"No upstream can be reached: {self.fleet.reasons(job.ask.model)}.",
+            status=503, kind=SERVER, code="no_upstream", headers={"Retry-After": "1"},
+        )  # fmt: skip
+
+    async def _second_thoughts(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
+        """Looks at a status: None: the answer passes on; else as `_attempt`."""
+        status, headers = answer.status, answer.headers
+        busy = status == 429 or (status == 503 and "Retry-After" in headers)
+        if not busy and (status < 500 or status in (501, 505) or not job.again):
+            return None
+        held, whole = await self._hold(u, answer)
+        if not whole:  # too long to be kept
+            if not busy:
+                await self._guilty(job, u, f"it answered a request with {status}")
+            u.answers[status] += 1
+            await self._pass_on(job, u, answer, held.body)
+            return True
+        code = _code_of(held.body) if status == 503 else ""
+        u.answers[status] += 1
+        job.tried += (u,)
+        if code == "shutting_down":
+            drain(u, "it is shutting down")
+            self._recheck(u)
+            if self._others(job):
+                return False  # it has not begun with it, so it may be done elsewhere, and waits for that
+        elif busy and code != "engine_failed":
+            job.slot = self.lines.take(job.ask, job.tried)
+            if job.slot is not None:
+                job.held = held
+                return False
+        elif await self._guilty(job, u, f"it answered a request with {status}") and self._others(job):
+            job.held = held
+            return False
+        await self._send_held(job, held)
+        return True
+
+    async def _hold(self, u: Upstream, answer: aiohttp.ClientResponse) -> tuple[Held, bool]:
+        """An answer that is short and comes soon; False: it is not whole."""
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(HELD_FOR):
+                while not answer.content.at_eof() and size < HELD:
+                    parts.append(await answer.content.readany())
+                    size += len(parts[-1])
+        except (TimeoutError, aiohttp.ClientError):
+            pass  # what is wrong shows when it is passed on
+        held = Held(u, answer.status, list(answer.raw_headers), b"".join(parts))
+        return held, answer.content.at_eof() and answer.content.exception() is None
+
+    # ---- whose fault -------------------------------------------------------------------------------------------
+
+    async def _guilty(self, job: Job, u: Upstream, why: str) -> bool:
+        """A request that was sent has failed. May it be sent once more?"""
+        if job.poisonous:
+            return False
+        job.faulty.append(u)
+        if len(job.faulty) == 1:
+            self._ill(u, why)
+            return job.again
+        for one in job.faulty:  # two have failed with it, so it is the fault of neither
+            put_back(one)
+        self.lines.changed()
+        self.meter.poisonous += 1
+        self._poison[await self._digest(job)] = asyncio.get_running_loop().time() + POISON_FOR
+        while len(self._poison) > MOST_POISON:
+            self._poison.popitem(last=False)
+        log.warning("request %s failed on %s; both go on", job.x.id, " and ".join(o.name for o in job.faulty))
+        return False
+
+    async def _look_up(self, job: Job) -> None:
+        """Has it failed twice not long ago?"""
+        now = asyncio.get_running_loop().time()
+        while self._poison and next(iter(self._poison.values())) <= now:
+            self._poison.popitem(last=False)
+        if self._poison and await self._digest(job) in self._poison:
+            job.poisonous, job.again = True, False
+
+    @staticmethod
+    async def _digest(job: Job) -> bytes:
+        return await job.body.digest(job.x.method.encode(), job.path.encode())
+
+    def _ill(self, u: Upstream, why: str) -> None:
+        if u.takes:
+            log.warning("%s takes no requests until its next good check: %s", u.name, why)
+        failed(u, why)
+        self._recheck(u)
+        self.lines.changed()
+
+    def _well(self, u: Upstream) -> None:
+        if u.state is State.TRIED:
+            answered(u)
+            self.lines.serve(u)
+
+    # ---- what passes -------------------------------------------------------------------------------------------
+
+    async def _send_held(self, job: Job, held: Held) -> None:
+        job.held = None
+        job.x.more["upstream"] = held.upstream.name
+        await job.x.start(held.status, self._headers(job.x, held.upstream, held.headers))
+        await job.x.write(held.body if job.x.method != "HEAD" else b"", more=False)
+
+    def _headers(self, x: Exchange, u: Upstream, given: Any) -> list[tuple[bytes, bytes]]:
+        return self._dress(x, u, without_hops(given))
+
+    async def _pass_on(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse, first: bytes = b"") -> None:
+        """The answer as it comes; first: what has come of it already. Raises Broken."""
+        x, content = job.x, answer.content
+        await x.start(answer.status, self._headers(x, u, answer.raw_headers))
+        if first:
+            await x.write(first)
+        watch = _Idle(self.patience.idle, answer)
+        try:
+            while not content.at_eof():
+                watch.begins()
+                part = await content.readany()
+                watch.ends()
+                if content.at_eof():
+                    await x.write(part, more=False)
+                    return
+                if part:
+                    await x.write(part)
+            await x.write(b"", more=False)
+        except (aiohttp.ClientError, OSError) as e:
+            u.errors["idle" if watch.over else "cut off"] += 1
+            cut(x.receive)
+            told = f"no byte for {self.patience.idle:g} s" if watch.over else words(e)
+            raise Broken(f"{u.name} did not end its answer: {told}") from e
+        finally:
+            watch.stop()
+
+
+class _Idle:
+    """Closes an answer for whose next byte we have waited so many seconds. One timer, however many come."""
+
+    def __init__(self, seconds: float, answer: aiohttp.ClientResponse) -> None:
+        self._seconds, self._answer = seconds, answer
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self.over = False
+        self._timer = self._loop.call_later(seconds, self._look) if seconds else None
+
+    def begins(self) -> None:
+        self._since = self._loop.time()
+
+    def ends(self) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self.over = True
+            self._answer.close()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def unknown(model: str, models: list[str]) -> Refused:
+    return Refused(
+        f"No upstream found with {model[:200]}, all available models: {listed(models)}.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def listed(models: list[str]) -> str:
+    shown = ", ".join(models[:50]) or "none"
+    return shown if len(models) <= 50 else f"{shown}, and {len(models) - 50} more"
+
+
+def without_hops(headers: Any) -> list[tuple[bytes, bytes]]:
+    """Without those that concern one connection (RFC 9110, 7.6.1), and those that `Connection` names."""
+    hops = HOP
+    for name, value in headers:
+        if len(name) == 10 and name.lower() == b"connection":
+            hops = hops | {word.strip().lower() for word in value.split(b",")} - {b"content-length", b"content-type"}
+    return [(name, value) for name, value in headers if name.lower() not in hops]
+
+
+def _code_of(body: bytes) -> str:
+    """What our own servers say of a 503: "shutting_down", "engine_failed", ..."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return ""
+    return code if isinstance(code, str) else ""

@@ -1,0 +1,70 @@
+"""Who takes requests: what checks and answers make of the state of an upstream. Pure: no clock, no socket.
+
+NEW -- good --> UP            ILL -- `rise` good checks --> TRIED -- an answer, or a good check --> UP
+ `---- bad ---> ILL           UP -- `fall` bad checks, or a request that failed --> ILL
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hibachi.router.upstreams import SLOWER, State, Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Checks in a row after which an upstream is ill, and after which it is tried again."""
+
+    fall: int = 2
+    rise: int = 1
+
+
+def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: Thresholds) -> None:
+    """It said in so many seconds that it has these models."""
+    u.good, u.bad = u.good + 1, 0
+    u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
+    if not u.measured:
+        u.latency = seconds if u.latency is None else u.latency + SLOWER * (seconds - u.latency)
+    if u.state is State.NEW or (u.state is State.TRIED and not u.in_flight):
+        _up(u)
+    elif u.state is State.ILL and u.good >= limits.rise:
+        u.state, u.why = State.TRIED, "it was ill, and is tried with one request at a time"
+
+
+def bad_check(u: Upstream, why: str, limits: Thresholds) -> None:
+    u.good, u.bad = 0, u.bad + 1
+    if u.state in (State.NEW, State.TRIED, State.DRAINING) or (u.state is State.UP and u.bad >= limits.fall):
+        u.state = State.ILL
+    if u.state is State.ILL:
+        u.why = why
+
+
+def failed(u: Upstream, why: str) -> None:
+    """A request that it had, or could not be given, failed: it is ill until the next good check."""
+    u.faults += 1
+    if u.takes:
+        u.state, u.why, u.good = State.ILL, why, 0
+
+
+def answered(u: Upstream) -> None:
+    """A request has its answer, or the beginning of it, and it is no fault of the server's."""
+    if u.state is State.TRIED:
+        _up(u)
+
+
+def put_back(u: Upstream) -> None:
+    """What failed was the request's fault. Who is ill by a check stays so."""
+    if u.state in (State.ILL, State.TRIED) and u.faults and not u.bad:
+        _up(u)
+
+
+def drain(u: Upstream, why: str) -> None:
+    """It takes no further requests, and says so itself, or the operator does."""
+    if u.takes or u.state is State.NEW:
+        u.state, u.why = State.DRAINING, why
+
+
+def _up(u: Upstream) -> None:
+    u.state, u.why, u.faults = State.UP, "", 0

@@ -1,0 +1,154 @@
+"""Slots and those who wait for them: a line for each model, fair between clients, with hand-off at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hibachi.router.fleet import ANY, Fleet
+from hibachi.router.policies import Ask, Policy
+from hibachi.router.upstreams import Upstream
+
+
+class NoSlot(Exception):
+    """why: "full": as many wait as may; "late": no slot came in time; "none": nobody takes requests for this model."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """model: ANY, or one that it needs. who: the key or address of its client. avoid: where it has been already."""
+
+    ask: Ask
+    who: str
+    avoid: tuple[Upstream, ...]
+    came: float
+    slot: asyncio.Future[Upstream]
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def refuse(self, why: str) -> None:
+        if not self.slot.done():
+            self.slot.set_exception(NoSlot(why))
+
+
+class Lines:
+    """Gives slots of the fleet. most: how many may wait in all. wait_for: seconds, where nobody takes requests."""
+
+    waiting: int
+
+    def __init__(self, fleet: Fleet, policy: Policy, *, most: int = 1024, wait_for: float = 5.0) -> None:
+        self.fleet, self.policy = fleet, policy
+        self._most, self._wait_for = most, wait_for
+        self._lines: dict[str, OrderedDict[str, deque[Waiter]]] = {}
+        self.waiting = 0
+
+    def take(self, ask: Ask, avoid: tuple[Upstream, ...] = ()) -> Upstream | None:
+        """A slot, if there is one now. Who waits already could not have it: they are served as slots become free."""
+        free = [u for u in self.fleet.having(ask.model) if u.slots > 0 and u not in avoid]
+        if not free:
+            return None
+        if len(free) > 1:
+            if ask.sticky or ask.pieces:
+                ask = replace(ask, everyone=self.fleet.taking(ask.model))
+            u = self.policy.choose(free, ask, asyncio.get_running_loop().time())
+        else:
+            u = free[0]
+        u.in_flight += 1
+        return u
+
+    async def wait(self, ask: Ask, who: str, seconds: float, avoid: tuple[Upstream, ...] = ()) -> Upstream:
+        """A slot, as soon as there is one. Raises NoSlot."""
+        loop = asyncio.get_running_loop()
+        if self.waiting >= self._most:
+            raise NoSlot("full")
+        waiter = Waiter(ask, who, avoid, loop.time(), loop.create_future())
+        waiter.timers.append(loop.call_later(seconds, waiter.refuse, "late"))
+        line = self._lines.setdefault(ask.model, OrderedDict())
+        line.setdefault(who, deque()).append(waiter)
+        self.waiting += 1
+        self._look(waiter)
+        try:
+            return await waiter.slot
+        except asyncio.CancelledError:
+            if waiter.slot.done() and not waiter.slot.cancelled() and waiter.slot.exception() is None:
+                self.give_back(waiter.slot.result())  # it came as the client left
+            raise
+        finally:
+            for timer in waiter.timers:
+                timer.cancel()
+            self.waiting -= 1
+            self._forget(waiter)
+
+    def give_back(self, u: Upstream) -> None:
+        """A slot is free again; who waits for it has it at once."""
+        assert u.in_flight > 0, "a slot is given back twice"
+        u.in_flight -= 1
+        self.serve(u)
+
+    def serve(self, u: Upstream) -> None:
+        """Give free slots of an upstream to those who wait."""
+        while self.waiting and u.slots > 0 and (waiter := self._next(u)) is not None:
+            u.in_flight += 1
+            waiter.slot.set_result(u)
+
+    def changed(self) -> None:
+        """Somebody takes requests now, or takes none any more."""
+        for u in self.fleet.upstreams:
+            self.serve(u)
+        for line in self._lines.values():
+            for waiters in line.values():
+                for waiter in waiters:
+                    self._look(waiter)
+
+    def _look(self, waiter: Waiter) -> None:
+        """If nobody takes its requests, it waits for so long only."""
+        if len(waiter.timers) == 1 and not self._hope(waiter):
+            loop = asyncio.get_running_loop()
+            waiter.timers.append(loop.call_later(self._wait_for, self._despair, waiter))
+
+    def _hope(self, waiter: Waiter) -> bool:
+        return any(u not in waiter.avoid for u in self.fleet.taking(waiter.ask.model))
+
+    def _despair(self, waiter: Waiter) -> None:
+        if not self._hope(waiter):
+            waiter.refuse("none")
+        else:
+            del waiter.timers[1:]  # somebody does, and it waits for a slot there
+
+    def _next(self, u: Upstream) -> Waiter | None:
+        """Whose turn it is to have a slot of this upstream: of the first in the line of each of its models, the one
+        who came first."""
+        mine = [model for model in self._lines if model == ANY or model in u.models]
+        found = [waiter for model in mine if (waiter := self._first(model, u)) is not None]
+        if not found:
+            return None
+        waiter = min(found, key=lambda w: w.came)
+        line = self._lines[waiter.ask.model]
+        line[waiter.who].remove(waiter)
+        line.move_to_end(waiter.who)  # its client's next one comes after those of others
+        return waiter
+
+    def _first(self, model: str, u: Upstream) -> Waiter | None:
+        return next((w for w in self._in_turn(model) if u not in w.avoid and not w.slot.done()), None)
+
+    def _in_turn(self, model: str) -> Iterator[Waiter]:
+        """One of each client, then the next one of each."""
+        line = list(self._lines[model].values())
+        for n in range(max(map(len, line), default=0)):
+            yield from (waiters[n] for waiters in line if n < len(waiters))
+
+    def _forget(self, waiter: Waiter) -> None:
+        line = self._lines[waiter.ask.model]
+        waiters = line.get(waiter.who)
+        if waiters is not None:
+            if waiter in waiters:
+                waiters.remove(waiter)
+            if not waiters:
+                del line[waiter.who]
+        if not line:
+            del self._lines[waiter.ask.model]

@@ -1,0 +1,131 @@
+"""What a request asks for, read without changing a byte of it: its model, and the beginning of its text."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import zlib
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import msgspec
+
+from hibachi.api.errors import Refused
+
+MOST_UNPACKED = 1 << 26  # bytes of a compressed body that are looked at
+LONGEST_FORM = 1 << 20  # bytes of a field of a form
+_ENGINES = re.compile(r"/v1/engines/([^/]+)/")
+_MODELS = re.compile(r"/v1/models/(.+)")
+_BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
+_MODEL_FIELD = re.compile(rb"""content-disposition:[^\r\n]*;\s*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE)
+_NOTHING = msgspec.Raw()
+Data = bytes | mmap.mmap
+
+
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+class _Texts(_Named):
+    messages: msgspec.Raw = _NOTHING
+    prompt: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
+    inputs: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+
+
+_named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
+
+
+def model_of_path(path: str) -> str | None:
+    """The model that a path names, as text-inference-batcher's `/v1/engines/MODEL/completions` does."""
+    found = _ENGINES.match(path) or _MODELS.fullmatch(path)
+    return unquote(found[1]) if found else None
+
+
+def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: bool = True) -> tuple[str | None, bytes]:
+    """(the model that a body names, the beginning of its text: at most `text` bytes).
+
+    kind, encoding: of the headers. strict: raises Refused for what says that it is JSON, and is none.
+    """
+    if encoding and encoding != b"identity":
+        unpacked = _unpacked(body, encoding)
+        if unpacked is None:
+            return None, b""
+        body = unpacked
+    kind, _, more = kind.partition(b";")
+    kind = kind.strip().lower()
+    if kind == b"multipart/form-data":
+        return _of_parts(body, more), b""
+    if kind == b"application/x-www-form-urlencoded" and not bytes(memoryview(body)[:64]).lstrip().startswith(b"{"):
+        return _of_form(body), b""
+    says_json = not kind or kind == b"application/json" or kind.endswith(b"+json")
+    try:
+        return _of_json(body, text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        if not (says_json and strict):
+            return None, b""
+        raise Refused(f"The body is no valid JSON object: {e}.", code="invalid_json") from None
+
+
+def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
+    found = _texts.decode(body) if text else _named.decode(body)
+    model = found.model
+    if model is not None and not isinstance(model, str):
+        raise Refused(f"model: expected a text; got {type(model).__name__}.", param="model")
+    if not text:
+        return model, b""
+    assert isinstance(found, _Texts)
+    said, left = [], text
+    for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs):
+        if left > 0 and part is not _NOTHING:
+            said.append(bytes(memoryview(part)[:left]))
+            left -= len(said[-1])
+    return model, b"".join(said)
+
+
+def _of_form(body: Data) -> str | None:
+    fields = parse_qs(bytes(memoryview(body)[:LONGEST_FORM]).decode("utf-8", "replace"))
+    return fields["model"][-1] if "model" in fields else None
+
+
+def _of_parts(body: Data, more: bytes) -> str | None:
+    """The field `model` of a form in parts (RFC 7578). Anything else than a short text is none."""
+    boundary = _BOUNDARY.search(more)
+    if boundary is None:
+        return None
+    mark = b"--" + (boundary[1] or boundary[2])
+    data = body
+    at = data.find(mark)
+    while at >= 0:
+        head = data.find(b"\r\n\r\n", at, at + 65536)
+        if head < 0:
+            return None
+        end = data.find(b"\r\n" + mark, head + 2)
+        if end < 0:
+            return None
+        if _MODEL_FIELD.search(data[at:head]):
+            value = data[head + 4 : min(end, head + 4 + LONGEST_FORM)]
+            return str(value.decode("utf-8", "replace").strip())
+        at = end + 2
+    return None
+
+
+def _unpacked(body: Data, encoding: bytes) -> bytes | None:
+    """None: not a packing that is read here, or damaged; the upstream will say. Raises Refused for one too large."""
+    bits = {b"gzip": 31, b"x-gzip": 31, b"deflate": 47}.get(encoding.strip().lower())
+    if bits is None:
+        return None
+    try:
+        unpacker = zlib.decompressobj(bits)
+        out = unpacker.decompress(bytes(body), MOST_UNPACKED)
+    except zlib.error:
+        return None
+    if unpacker.unconsumed_tail:
+        raise Refused(
+            f"The body is too large: unpacked it has more than {MOST_UNPACKED} bytes.",
+            status=413,
+            code="body_too_large",
+        )
+    return out

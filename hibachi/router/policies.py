@@ -1,0 +1,137 @@
+"""Which server gets a request: a class for each way to choose.
+
+A policy is shown the servers that have the model and a free slot, and names one of them. It does nothing else: records
+and the time are given to it, so that it can be tried without a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import inf, log
+from random import Random
+from typing import Protocol
+
+from hibachi.router.upstreams import Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a policy is told of a request. pieces: digests of the beginning of its text, each of all up to some length.
+
+    sticky: what the header says that ties requests together. everyone: servers that have the model and take requests,
+    with a free slot or not.
+    """
+
+    model: str = ""
+    pieces: tuple[bytes, ...] = ()
+    sticky: str = ""
+    everyone: Sequence[Upstream] = ()
+
+
+class Policy(Protocol):
+    """pieces: does it look at the text? loads: does it want to know how much is to do in each server?"""
+
+    pieces: bool
+    loads: bool
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        """One of `free`, of which there is at least one. now: seconds of a clock that never goes back."""
+        ...
+
+
+def least_busy(free: Sequence[Upstream]) -> list[Upstream]:
+    """Those with the fewest requests for their weight, in their order."""
+    busy = [u.in_flight / u.place.weight for u in free]
+    least = min(busy)
+    return [u for u, n in zip(free, busy, strict=True) if n == least]
+
+
+def quickest(free: Sequence[Upstream]) -> Upstream:
+    """That with the least latency, of equals the first; one that nobody knows comes before those that are known."""
+    return min(free, key=lambda u: -inf if u.latency is None else u.latency)
+
+
+class LeastConnection:
+    """The fewest requests, then the least latency: what text-inference-batcher does."""
+
+    pieces = loads = False
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        return quickest(least_busy(free))
+
+
+class LeastLatency:
+    """The least latency, as the latest requests had it."""
+
+    pieces = loads = False
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        return quickest(free)
+
+
+class RoundRobin:
+    """One after the other, each as often as its weight says."""
+
+    pieces = loads = False
+
+    def __init__(self) -> None:
+        self._turns: dict[str, float] = {}
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        # Smooth weighted round robin, as nginx has it: everybody gains its weight, and the richest pays for all.
+        turns = self._turns
+        for u in free:
+            turns[u.name] = turns.get(u.name, 0.0) + u.place.weight
+        best = max(free, key=lambda u: turns[u.name])
+        turns[best.name] -= sum(u.place.weight for u in free)
+        return best
+
+
+class PowerOfTwo:
+    """The less busy of two that are drawn (Mitzenmacher 2001): routers that do not talk do not all choose the same."""
+
+    pieces = loads = False
+
+    def __init__(self, random: Random | None = None) -> None:
+        self._random = random or Random()
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        if len(free) <= 2:
+            return quickest(least_busy(free))
+        return quickest(least_busy(self._random.sample(list(free), 2)))
+
+
+class LeastLoad:
+    """The least to do by its own account, with what we sent since; where it says nothing, what we sent."""
+
+    pieces, loads = False, True
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        return min(free, key=lambda u: (max(u.load or 0.0, u.in_flight) / u.place.weight, u.latency or 0.0))
+
+
+def at_home(key: bytes, among: Sequence[Upstream]) -> list[Upstream]:
+    """In the order in which they would get what has this key, the same in every router.
+
+    Rendezvous hashing (Thaler & Ravishankar 1998) with weights: one that comes or goes moves its own share only.
+    """
+
+    def score(u: Upstream) -> float:
+        digest = blake2b(key, digest_size=8, key=u.name.encode()[:64]).digest()
+        return -u.place.weight / log((int.from_bytes(digest) + 0.5) / 2**64)
+
+    return sorted(among, key=score, reverse=True)
+
+
+class Sticky:
+    """Requests with the same header go to the same server while it takes any; others as `LeastConnection`."""
+
+    pieces = loads = False
+
+    def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
+        if not ask.sticky:
+            return quickest(least_busy(free))
+        order = at_home(ask.sticky.encode(errors="surrogateescape"), ask.everyone or free)
+        return next(u for u in order if u in free)

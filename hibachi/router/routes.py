@@ -1,0 +1,85 @@
+"""Which paths pass, what may be done twice, and which belong to the one upstream that made what they name."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+
+class Kind(Enum):
+    """GENERATES: the same request may be tried again elsewhere. OBJECT: it concerns what one upstream keeps."""
+
+    GENERATES = "generates"
+    OBJECT = "object"
+    OTHER = "other"
+
+
+TGI = frozenset({"/", "/generate", "/generate_stream", "/chat_tokenize", "/info"})
+_GENERATE = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/moderations",
+        "/v1/images/generations",
+        "/v1/images/edits",
+        "/v1/images/variations",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/audio/speech",
+        "/v1/classify",
+        "/v1/pooling",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v2/rerank",
+        "/tokenize",
+        "/detokenize",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/rerank",
+        "/embed",
+        "/invocations",
+        "/vertex",
+        "/inference/v1/generate",
+        *(TGI - {"/info"}),
+    }
+)
+_ENGINES = re.compile(r"/v1/engines/[^/]+/(completions|embeddings)")
+_OBJECTS = re.compile(
+    r"/v1/(files|uploads|batches|responses/|threads|assistants|fine_tuning|fine-tunes|vector_stores|conversations"
+    r"|containers|evals|videos|chat/completions/)"
+)
+_BESIDES = frozenset({"/info", "/version", "/server_info", "/ping"})
+# What only the operator of an upstream may do, also where --pass would let it through.
+_NEVER = re.compile(
+    r"(/v1)?/(metrics|debug|reset_\w+|sleep|wake_up|is_sleeping|collective_rpc|start_profile|stop_profile|pause|resume"
+    r"|load_lora_adapter|unload_lora_adapter)(/.*)?"
+)
+
+
+class Routes:
+    """more: paths that pass besides; with a * at the end, all that begin so."""
+
+    def __init__(self, more: tuple[str, ...] = ()) -> None:
+        self._more = frozenset(path for path in more if not path.endswith("*"))
+        self._beginnings = tuple(path[:-1] for path in more if path.endswith("*"))
+
+    def kind(self, method: str, path: str) -> Kind | None:
+        """None: it does not pass."""
+        if _NEVER.fullmatch(path):
+            return None
+        if path in _GENERATE:
+            return Kind.GENERATES if method == "POST" else Kind.OTHER
+        if path in self._more or (self._beginnings and path.startswith(self._beginnings)):
+            return Kind.OTHER
+        if path.startswith("/v1/"):
+            if method == "POST" and _ENGINES.fullmatch(path):
+                return Kind.GENERATES
+            return Kind.OBJECT if _OBJECTS.match(path) else Kind.OTHER
+        return Kind.OTHER if path in _BESIDES else None

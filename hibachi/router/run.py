@@ -1,0 +1,207 @@
+"""The life of a router: an address, upstreams, requests, new upstreams at SIGHUP, and an end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.router.checks import Checks
+from hibachi.router.client import Client
+from hibachi.router.cors import Cors
+from hibachi.router.door import Door
+from hibachi.router.fleet import Fleet
+from hibachi.router.forward import Forwarder, Patience
+from hibachi.router.health import Thresholds
+from hibachi.router.line import Lines
+from hibachi.router.metrics import PLAIN, Page
+from hibachi.router.places import places_of, resolved
+from hibachi.router.policynames import policy_of
+from hibachi.router.routes import Routes
+from hibachi.router.status import told
+from hibachi.router.upstreams import Place, Upstream
+from hibachi.web.access import tell_of_none
+from hibachi.web.address import bound
+from hibachi.web.certificate import certificate_of
+from hibachi.web.exchange import Exchange
+from hibachi.web.keys import tenants_of
+from hibachi.web.logs import log_to_stderr
+from hibachi.web.server import Server, config_of
+from hibachi.web.signals import ending
+from hibachi.web.tenants import Tenants
+
+log: logging.Logger = logging.getLogger("hibachi.route")
+
+
+def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
+    """Routes until a signal comes. Returns the exit status. Raises ConfigError for what cannot be used."""
+    log_to_stderr(settings.log_level, settings.log_format)
+    for remark in remarks:
+        log.warning("%s", remark)
+    tenants, certificate, places = tenants_of(settings), certificate_of(settings), places_of(settings, os.environ)
+    policy_of(settings.policy)
+    if settings.tib and settings.max_connections == 1:
+        log.info("one request at a time for each upstream, as with text-inference-batcher; --max-connections is more")
+    with bound(settings) as (listeners, url, _), ending():
+        router = Router(settings, tenants, places)
+        config = config_of(
+            router, settings.arrival_timeout or None, lambda *told: tell_of_none(*told), certificate, date_header=False
+        )
+        server = RouterServer(config, router, settings)
+        server.tidings = f"routing to {len(places)} upstreams on {url} ({settings.policy})"
+        try:
+            server.run(listeners)
+        except OSError as e:
+            raise ConfigError(f"Cannot listen on {url}: {e.strerror or e}.") from e
+    return server.status
+
+
+class Router:
+    """Everything that runs while there are requests; made in any thread, `begin` in that of the loop."""
+
+    door: Door
+    forwarder: Forwarder
+
+    def __init__(self, settings: SimpleNamespace, tenants: Tenants, places: Sequence[Place]) -> None:
+        self._settings, self._tenants, self._places = settings, tenants, list(places)
+        self.fleet = Fleet()
+        self._resolving: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.door(scope, receive, send)
+
+    async def begin(self) -> None:
+        settings, fleet = self._settings, self.fleet
+        fleet.settle(await resolved(self._places, ()))
+        policy = policy_of(settings.policy)
+        self._lines = Lines(fleet, policy, most=settings.max_queued, wait_for=settings.wait_for)
+        self._client = Client(settings.connect_timeout)
+        self._checks = Checks(
+            fleet,
+            self._client,
+            self._lines.changed,
+            every=settings.check_interval,
+            within=settings.check_timeout,
+            limits=Thresholds(settings.fall, settings.rise),
+            loads=policy.loads,
+        )
+        cors = Cors(settings.cors) if settings.cors else None
+        origin = settings.origin_header
+
+        def dress(x: Exchange, u: Upstream, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+            if cors is not None:
+                headers = cors.instead(headers, x.headers)
+            if origin:
+                headers.append((b"x-upstream-origin", u.origin.encode()))
+            return headers
+
+        patience = Patience(settings.timeout, settings.idle_timeout, settings.wait_for)
+        self.forwarder = Forwarder(
+            fleet, self._lines, self._client, patience, dress, self._checks.now, keyed=bool(self._tenants.keys)
+        )
+        page = Page(self.forwarder)
+
+        async def models(x: Exchange) -> None:
+            await x.json({"object": "list", "data": fleet.listed(owners=origin)})
+
+        async def health(x: Exchange) -> None:
+            await x.json({"status": "ok"})
+
+        async def ready(x: Exchange) -> None:
+            if fleet.ready and not self.door.draining:
+                await x.json({"status": "ok"})
+            else:
+                why = "the router is shutting down" if self.door.draining else fleet.reasons()
+                await x.json({"status": "unavailable", "reason": why}, 503, {"Retry-After": "1"})
+
+        async def metrics(x: Exchange) -> None:
+            await x.answer(page.text(), PLAIN)
+
+        async def upstreams(x: Exchange) -> None:
+            await x.json(told(fleet, self._lines, settings.policy))
+
+        own = {
+            ("GET", "/v1/models"): (models, True),
+            ("GET", "/upstreams"): (upstreams, True),
+            ("GET", "/health"): (health, False),
+            ("GET", "/ready"): (ready, False),
+            ("GET", "/metrics"): (metrics, False),
+        }
+        self.door = Door(
+            self.forwarder,
+            Routes(getattr(settings, "pass") or ()),
+            self._tenants,
+            own,
+            cors=cors,
+            sticky=settings.sticky_header,
+            most=settings.max_body_size,
+            arrival=settings.arrival_timeout or None,
+        )
+        self._checks.follow()
+        if settings.resolve_interval:
+            self._resolving = asyncio.ensure_future(self._resolve())
+
+    async def end(self) -> None:
+        if self._resolving is not None:
+            self._resolving.cancel()
+        self._checks.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._client.close()
+
+    def reload(self) -> None:
+        """The configuration is read again; one that cannot be read changes nothing."""
+        try:
+            self._places = places_of(self._settings, os.environ)
+        except ConfigError as e:
+            log.error("the configuration was not read again: %s", e)
+            return
+        log.info("the configuration was read again: %d upstreams", len(self._places))
+        self._reloading = asyncio.ensure_future(self._settle())
+
+    async def _resolve(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.resolve_interval)
+            await self._settle()
+
+    async def _settle(self) -> None:
+        fleet = self.fleet
+        before = {u.name for u in fleet.upstreams}
+        fleet.settle(await resolved(self._places, [u.place for u in fleet.upstreams]))
+        now = {u.name for u in fleet.upstreams}
+        for words, names in (("there is", now - before), ("there is no more", before - now)):
+            if names:
+                log.info("%s %s", words, ", ".join(sorted(names)))
+        self._checks.follow()
+        self._lines.changed()
+
+
+class RouterServer(Server):
+    def __init__(self, config: Any, router: Router, settings: SimpleNamespace) -> None:
+        super().__init__(config, settings.drain_timeout, settings.arrival_timeout or None)
+        self._router = router
+
+    async def startup(self, sockets: Any = None) -> None:
+        await self._router.begin()
+        await super().startup(sockets)
+
+    def signalled(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        if number == getattr(signal, "SIGHUP", None):
+            loop.call_soon_threadsafe(self._router.reload)
+        else:
+            super().signalled(loop, number)
+
+    def open_requests(self) -> int:
+        return self._router.forwarder.meter.running
+
+    def drain(self) -> None:
+        self._router.door.draining = True
+
+    async def end_all(self, left: float) -> None:
+        await self._router.end()

@@ -1,0 +1,102 @@
+"""The settings of `hibachi route`, and the variables of text-inference-batcher, which still work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.web import settle as shared
+from hibachi.web.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
+
+LIMIT, TIBS_LIMIT = 64, 1  # requests of an upstream at once: ours, and that of text-inference-batcher
+TABLES = ("upstream",)  # of the configuration, besides settings
+
+GROUPS: dict[str, tuple[Setting, ...]] = {
+    "upstreams": (
+        Setting("upstream", texts("URL"), None, "servers with OpenAI's API, such as http://10.0.0.5:8000",
+                "those of --config and UPSTREAMS"),
+        Setting("max-connections", integer(1), None, "requests of an upstream at once, of all its models",
+                f"{LIMIT}, or {TIBS_LIMIT} with UPSTREAMS"),
+        Setting("upstream-key", text("KEY"), None, "for checks of upstreams, and for requests where --api-key is given;"
+                " --config has one for each"),
+        Setting("policy", text("NAME"), "least-connection", "least-connection, least-latency, round-robin,"
+                " power-of-two, least-load, prefix-affine, sticky, or another"),
+        Setting("sticky-header", text("NAME"), "X-Session-Id", "requests with the same value go to the same upstream,"
+                " with the policy sticky and where a path names an object"),
+        Setting("check-interval", seconds(0.01), 10.0, "from one check of an upstream to the next"),
+        Setting("check-timeout", seconds(0.01), 5.0, "for a check"),
+        Setting("fall", integer(1), 2, "failed checks in a row after which an upstream is ill"),
+        Setting("rise", integer(1), 1, "good checks in a row after which it is tried again"),
+        Setting("resolve-interval", seconds(), 30.0, "from one look at the addresses of names to the next; 0: only"
+                " once"),
+    ),
+    "waiting": (
+        Setting("timeout", seconds(0.01), 600.0, "until an upstream is free, and again until the first byte of its"
+                " answer"),
+        Setting("idle-timeout", seconds(), 300.0, "between two bytes of an answer; 0: any time"),
+        Setting("connect-timeout", seconds(0.01), 5.0, "to open a connection to an upstream"),
+        Setting("wait-for", seconds(), 5.0, "for an upstream to be ready, where none is"),
+        Setting("max-queued", integer(0), 1024, "requests that may wait; further ones get 429"),
+        Setting("max-body-size", size(), "256M", "of a request; what is above 1 MiB goes through a file"),
+        Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
+        Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
+    ),
+    "address": (
+        Setting("host", text("NAME"), "127.0.0.1", "to listen on; 0.0.0.0: every network"),
+        Setting("port", integer(0, 65535), 8000, "0: any that is free"),
+        Setting("uds", text("FILE"), None, "listen on a Unix socket in place of host and port"),
+        Setting("ssl-certfile", text("FILE"), None, "serve HTTPS with this certificate"),
+        Setting("ssl-keyfile", text("FILE"), None, "its key", "in the same file"),
+    ),
+    "doors": (
+        Setting("pass", texts("PATH"), None, "further paths that pass; with * at the end: all that begin so"),
+        Setting("api-key", texts("KEY"), None, "who sends one may ask", "whoever the upstream takes"),
+        Setting("api-keys", text("FILE"), None, "a TOML file of tenants and their keys"),
+        Setting("cors", texts("ORIGIN"), None, "pages of these origins may ask; *: any",
+                "as the upstreams say; any with UPSTREAMS"),
+        Setting("origin-header", SWITCH, True, "answers tell their upstream, in X-Upstream-Origin"),
+    ),
+    "reports": (
+        Setting("log-format", choice("text", "json"), "text", "a line for each event, or a JSON object"),
+        Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
+    ),
+}  # fmt: skip
+SETTINGS = shared.by_key(GROUPS)
+
+misspelled = partial(shared.misspelled, SETTINGS)
+table = partial(shared.table, SETTINGS)
+
+
+def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> SimpleNamespace:
+    """See `hibachi.web.settle`. With UPSTREAMS in the environment, defaults are those of text-inference-batcher.
+
+    `tib`: is that so? `config`: the file. Raises ConfigError.
+    """
+    tib = bool(environment.get("UPSTREAMS", "").strip())
+    others = list(_tibs(environment))
+    found = shared.settle(SETTINGS, "route", flags, environment, file, tables=TABLES, others=others)
+    found.tib, found.config = tib, file
+    if found.max_connections is None:
+        found.max_connections = TIBS_LIMIT if tib else LIMIT
+    if found.cors is None and tib:
+        found.cors = ("*",)
+    return found
+
+
+def _tibs(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    """text-inference-batcher's variables. Raises ConfigError. UPSTREAMS is read with the other upstreams."""
+    for name, key in (("MAX_CONNECT_PER_UPSTREAM", "max_connections"), ("TIB_PORT", "port")):
+        if given := environment.get(name, "").strip():
+            yield key, given, name
+    for name, key in (("TIMEOUT", "timeout"), ("WAIT_FOR", "wait_for")):
+        if given := environment.get(name, "").strip():
+            try:
+                milliseconds = float(given)
+            except ValueError:
+                raise ConfigError(f"{name}: expected milliseconds; got {given[:40]!r}.") from None
+            yield key, milliseconds / 1000, name
+    if environment.get("DEBUG", "").strip().lower() in ("1", "true"):
+        yield "log_level", "debug", "DEBUG"

@@ -1,0 +1,47 @@
+"""What the router says of its upstreams at /upstreams, and that as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hibachi.router.fleet import Fleet
+from hibachi.router.line import Lines
+
+
+def told(fleet: Fleet, lines: Lines, policy: str) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "waiting": lines.waiting,
+        "upstreams": [
+            {
+                "name": u.name,
+                "state": u.state.value,
+                "why": u.why,
+                "models": list(u.models),
+                "in_flight": u.in_flight,
+                "limit": u.place.limit,
+                "latency": u.latency,
+                "requests": u.used,
+                "errors": sum(u.errors.values()) + sum(n for status, n in u.answers.items() if status >= 500),
+                "retries": u.retries,
+            }
+            for u in (*fleet.upstreams, *fleet.leaving)
+        ],
+    }
+
+
+COLUMNS = ("upstream", "state", "in flight", "latency", "requests", "errors", "models")
+
+
+def as_table(found: dict[str, Any]) -> str:
+    """found: what `told` made."""
+    rows = [COLUMNS]
+    for u in found["upstreams"]:
+        latency = "-" if u["latency"] is None else f"{1000 * u['latency']:.0f} ms"
+        models = ", ".join(u["models"][:4]) + (f" and {len(u['models']) - 4} more" if len(u["models"]) > 4 else "")
+        busy = f"{u['in_flight']} of {u['limit']}"
+        rows.append((u["name"], u["state"], busy, latency, str(u["requests"]), str(u["errors"]), models or "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"{u['name']}: {u['why']}" for u in found["upstreams"] if u["why"]]
+    return "\n".join([*lines, f"{found['waiting']} requests wait; policy {found['policy']}"])

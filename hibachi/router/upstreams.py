@@ -1,0 +1,118 @@
+"""What is known of one server behind the router. Records only: whoever knows more writes it down here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+SLOWER = 0.2  # how much the latest request counts in `latency`
+BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the buckets of times, in seconds; the last one is open."""
+
+
+class State(Enum):
+    """NEW: not asked yet. UP: takes requests. TRIED: was ill, and takes one at a time until that one is answered. ILL:
+    takes none. DRAINING: takes none, and ends those that it has.
+    """
+
+    NEW = "new"
+    UP = "up"
+    TRIED = "tried"
+    ILL = "ill"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Times:
+    """A histogram. counts: of each bucket of `BOUNDS`, and of what is longer than all."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.total += seconds
+        for i, bound in enumerate(BOUNDS):
+            if seconds <= bound:
+                self.counts[i] += 1
+                return
+        self.counts[-1] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server is, and what its operator said of it: an entry of the configuration, at one of its addresses.
+
+    url: scheme, host and port, without a path; as it is written in `X-Upstream-Origin`. address: of several that the
+    name stands for, else "". limit: requests at once. models: it has these, whatever it says; (): what it says. key:
+    for checks, and for requests where the router has keys of its own. ca: a file of certificates that are trusted
+    besides. server_name: what its certificate must say; "": the host of `url`.
+    """
+
+    url: str
+    address: str = ""
+    limit: int = 64
+    weight: float = 1.0
+    models: tuple[str, ...] = ()
+    key: str = field(default="", repr=False)
+    ca: str = ""
+    server_name: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.url}@{self.address}" if self.address else self.url
+
+
+@dataclass(eq=False, slots=True)
+class Upstream:
+    """One server, as the router sees it. Times are those of a clock that never goes back, in seconds."""
+
+    place: Place
+    state: State = State.NEW
+    models: Mapping[str, Any] = field(default_factory=dict)  # by id: what `/v1/models` says of it
+    in_flight: int = 0
+    latency: float | None = None  # seconds to the first byte of an answer: of checks, until requests tell
+    load: float | None = None  # requests that wait or run there, as it says itself
+    why: str = "it has not been asked yet"  # it takes no requests
+    good: int = 0  # checks in a row
+    bad: int = 0
+    faults: int = 0  # of requests, since the last good check
+    measured: bool = False  # does `latency` come of requests?
+    # For reports.
+    used: int = 0
+    affine: int = 0  # requests that went where their prefix is at home
+    answers: Counter[int] = field(default_factory=Counter)  # by status
+    errors: Counter[str] = field(default_factory=Counter)  # by kind
+    retries: int = 0  # requests that came here after another had failed
+    times: Times = field(default_factory=Times)
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def origin(self) -> str:
+        """What `X-Upstream-Origin` says: as configured, with the address where there are several."""
+        place = self.place
+        return f"{place.url} ({place.address})" if place.address else place.url
+
+    @property
+    def takes(self) -> bool:
+        return self.state is State.UP or self.state is State.TRIED
+
+    @property
+    def slots(self) -> int:
+        """Free ones. Where it is tried again, there is one in all."""
+        if self.state is State.UP:
+            return self.place.limit - self.in_flight
+        return 1 - self.in_flight if self.state is State.TRIED else 0
+
+    def took(self, seconds: float) -> None:
+        """A request had its first byte after so long."""
+        self.times.add(seconds)
+        if self.latency is None or not self.measured:
+            self.latency, self.measured = seconds, True
+        else:
+            self.latency += SLOWER * (seconds - self.latency)
