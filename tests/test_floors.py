@@ -64,7 +64,7 @@ RULES = {
         f"{BATCH} lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
     "hibachi/router": Rule(
-        "errors installed api web router", third_party="aiohttp msgspec prometheus_client uvicorn", not_std=""
+        "errors installed api web router", third_party="aiohttp msgspec prometheus_client uvicorn yarl", not_std=""
     ),
     "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.

@@ -11,13 +11,9 @@ again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import urllib.error
-import urllib.request
 
 from hibachi.cli.settings import settings_arguments
-from hibachi.errors import ConfigError, HibachiError
 from hibachi.model.extras import need
 from hibachi.router.settings import GROUPS, SETTINGS, misspelled, settle
 
@@ -33,7 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.status is not None:
-        print(_status(args.status, args.api_key))
+        from hibachi.router.status import fetched
+
+        print(fetched(args.status, (args.api_key or [None])[0]))
         return 0
     flags = {key: value for key in SETTINGS if (value := getattr(args, key)) is not None}
     if args.places:
@@ -44,22 +42,3 @@ def run(args: argparse.Namespace) -> int:
     from hibachi.router.run import route
 
     return route(settings, remarks=misspelled(os.environ))
-
-
-def _status(url: str, keys: list[str] | None) -> str:
-    """A table. Raises HibachiError."""
-    from hibachi.router.status import as_table
-
-    if "://" not in url:
-        url = f"http://{url}"
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-    try:
-        request = urllib.request.Request(url.rstrip("/") + "/upstreams", headers=headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=10) as answer:
-            return as_table(json.load(answer))
-    except urllib.error.HTTPError as e:
-        why = "it wants a key: --api-key KEY" if e.code == 401 else f"it answered with {e.code}"
-        raise HibachiError(f"--status {url}: {why}.") from e
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        raise ConfigError(f"--status {url}: there is no router ({getattr(e, 'reason', e)}).") from e

@@ -14,7 +14,22 @@ from hibachi.router.upstreams import Place
 
 MOST_HEADERS = 1 << 18  # bytes of a header of an answer, and lines of headers at most
 MOST_LINES = 1024
+KEPT = 4.0  # seconds an idle connection is used again: uvicorn, on which many servers run, closes it after 5
 Headers = list[tuple[str, str]]
+
+
+class NoAnswer(aiohttp.ClientError):
+    """The connection broke before an answer came."""
+
+
+async def _once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """aiohttp would send some requests a second time by itself, after just these errors; we decide that."""
+    try:
+        return await handler(request)
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+        raise
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as e:
+        raise NoAnswer(words(e)) from e
 
 
 class Client:
@@ -22,7 +37,7 @@ class Client:
 
     def __init__(self, connect: float) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=30.0),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEPT),
             cookie_jar=aiohttp.DummyCookieJar(),  # it would hand one client's cookies to another
             auto_decompress=False,
             trust_env=False,
@@ -31,9 +46,8 @@ class Client:
             max_line_size=MOST_HEADERS,
             max_field_size=MOST_HEADERS,
             max_headers=MOST_LINES,
-            raise_for_status=False,
+            middlewares=(_once,),
         )
-        self._session._retry_connection = False  # whether something is sent twice is decided by us
         self._contexts: dict[tuple[bool, str], ssl.SSLContext | None] = {}
 
     async def ask(self, place: Place, method: str, path: str, headers: Headers, body: Any) -> aiohttp.ClientResponse:
@@ -71,6 +85,8 @@ def not_opened(e: BaseException) -> bool:
 
 def words(e: BaseException) -> str:
     """What went wrong, without what only concerns Python."""
+    if isinstance(e, NoAnswer):
+        return str(e)
     if isinstance(e, aiohttp.ClientConnectorDNSError):
         return "its name stands for no address"
     if isinstance(e, aiohttp.ClientConnectorCertificateError):

@@ -154,7 +154,7 @@ class Door:
 
     async def _ask(self, x: Exchange, kind: Kind, body: Body) -> Ask:
         """What the policy is told. Raises Refused for a model that nobody has."""
-        wants_text = self._forwarder.lines.policy.pieces and kind is Kind.GENERATES
+        wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is Kind.GENERATES
         model, text = model_of_path(x.path), b""
         if body.size and (model is None or wants_text):
             named, text = await body.look(

@@ -121,11 +121,13 @@ class Forwarder:
             await self._look_up(job)
         while True:
             u = await self._slot(job)
-            job.x.more["upstream"] = u.name
+            job.x.more["upstream"], trial = u.name, u.trial
             try:
                 if await self._attempt(job, u):
                     return
             finally:
+                if trial:
+                    u.trial = False  # also where its client has left, so that it showed nothing
                 self.lines.give_back(u)
 
     # ---- slots -------------------------------------------------------------------------------------------------
@@ -137,8 +139,8 @@ class Forwarder:
             u = await self._wait(job)
         u.used += 1
         u.retries += bool(job.tried)
-        if job.ask.pieces and isinstance(self.lines.policy, PrefixAffine):
-            u.affine += self.lines.policy.home(job.ask, self.fleet.taking(job.ask.model)) is u
+        if job.ask.pieces and isinstance(policy := self.lines.policy, PrefixAffine):
+            u.affine += policy.home(job.ask, self.fleet.taking(job.ask.model)) is u
         return u
 
     async def _wait(self, job: Job) -> Upstream:
@@ -214,6 +216,9 @@ class Forwarder:
             raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
         if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
             u.errors["first byte"] += 1
+            if job.held is not None:
+                await self._send_held(job, job.held)
+                return True
             raise Refused(
                 f"The upstream sent no byte of an answer within {self.patience.slot:g} s.",
                 status=504, kind=SERVER, code="upstream_timeout",
@@ -269,7 +274,6 @@ class Forwarder:
         job.tried += (u,)
         if code == "shutting_down":
             drain(u, "it is shutting down")
-            self._recheck(u)
             if self._others(job):
                 return False  # it has not begun with it, so it may be done elsewhere, and waits for that
         elif busy and code != "engine_failed":
@@ -308,6 +312,7 @@ class Forwarder:
             return job.again
         for one in job.faulty:  # two have failed with it, so it is the fault of neither
             put_back(one)
+        self._recheck(u)
         self.lines.changed()
         self.meter.poisonous += 1
         self._poison[await self._digest(job)] = asyncio.get_running_loop().time() + POISON_FOR

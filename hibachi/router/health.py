@@ -27,10 +27,10 @@ def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: T
     u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
     if not u.measured:
         u.latency = seconds if u.latency is None else u.latency + SLOWER * (seconds - u.latency)
-    if u.state is State.NEW or (u.state is State.TRIED and not u.in_flight):
+    if u.state is State.NEW or (u.state is State.TRIED and not u.trial):
         _up(u)
-    elif u.state is State.ILL and u.good >= limits.rise:
-        u.state, u.why = State.TRIED, "it was ill, and is tried with one request at a time"
+    elif u.state is State.DRAINING or (u.state is State.ILL and u.good >= limits.rise):
+        u.state, u.trial, u.why = State.TRIED, False, "it is tried again, with one request at a time"
 
 
 def bad_check(u: Upstream, why: str, limits: Thresholds) -> None:
@@ -67,4 +67,4 @@ def drain(u: Upstream, why: str) -> None:
 
 
 def _up(u: Upstream) -> None:
-    u.state, u.why, u.faults = State.UP, "", 0
+    u.state, u.trial, u.why, u.faults = State.UP, False, "", 0

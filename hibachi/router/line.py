@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hibachi.router.fleet import ANY, Fleet
 from hibachi.router.policies import Ask, Policy
-from hibachi.router.upstreams import Upstream
+from hibachi.router.upstreams import State, Upstream
 
 
 class NoSlot(Exception):
@@ -58,7 +58,7 @@ class Lines:
             u = self.policy.choose(free, ask, asyncio.get_running_loop().time())
         else:
             u = free[0]
-        u.in_flight += 1
+        _fill(u)
         return u
 
     async def wait(self, ask: Ask, who: str, seconds: float, avoid: tuple[Upstream, ...] = ()) -> Upstream:
@@ -88,12 +88,14 @@ class Lines:
         """A slot is free again; who waits for it has it at once."""
         assert u.in_flight > 0, "a slot is given back twice"
         u.in_flight -= 1
+        if not u.in_flight and u in self.fleet.leaving:
+            self.fleet.leaving.remove(u)
         self.serve(u)
 
     def serve(self, u: Upstream) -> None:
         """Give free slots of an upstream to those who wait."""
         while self.waiting and u.slots > 0 and (waiter := self._next(u)) is not None:
-            u.in_flight += 1
+            _fill(u)
             waiter.slot.set_result(u)
 
     def changed(self) -> None:
@@ -143,12 +145,18 @@ class Lines:
             yield from (waiters[n] for waiters in line if n < len(waiters))
 
     def _forget(self, waiter: Waiter) -> None:
-        line = self._lines[waiter.ask.model]
-        waiters = line.get(waiter.who)
-        if waiters is not None:
-            if waiter in waiters:
-                waiters.remove(waiter)
-            if not waiters:
-                del line[waiter.who]
-        if not line:
-            del self._lines[waiter.ask.model]
+        line = self._lines.get(waiter.ask.model)
+        waiters = None if line is None else line.get(waiter.who)
+        if line is None or waiters is None:
+            return  # others of the same line were the last to leave it
+        if waiter in waiters:
+            waiters.remove(waiter)
+        if not waiters:
+            del line[waiter.who]
+            if not line:
+                del self._lines[waiter.ask.model]
+
+
+def _fill(u: Upstream) -> None:
+    u.in_flight += 1
+    u.trial = u.state is State.TRIED

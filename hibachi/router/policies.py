@@ -104,12 +104,12 @@ class PowerOfTwo:
 
 
 class LeastLoad:
-    """The least to do by its own account, with what we sent since; where it says nothing, what we sent."""
+    """The fewest requests that wait there, by its own account, and that we have sent it."""
 
     pieces, loads = False, True
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
-        return min(free, key=lambda u: (max(u.load or 0.0, u.in_flight) / u.place.weight, u.latency or 0.0))
+        return min(free, key=lambda u: (((u.load or 0.0) + u.in_flight) / u.place.weight, u.latency or 0.0))
 
 
 def at_home(key: bytes, among: Sequence[Upstream]) -> list[Upstream]:

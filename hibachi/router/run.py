@@ -89,7 +89,7 @@ class Router:
             every=settings.check_interval,
             within=settings.check_timeout,
             limits=Thresholds(settings.fall, settings.rise),
-            loads=policy.loads,
+            loads=getattr(policy, "loads", False),
         )
         cors = Cors(settings.cors) if settings.cors else None
         origin = settings.origin_header

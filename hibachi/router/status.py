@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from typing import Any
 
+from hibachi.errors import ConfigError, HibachiError
 from hibachi.router.fleet import Fleet
 from hibachi.router.line import Lines
 
@@ -45,3 +49,19 @@ def as_table(found: dict[str, Any]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"{u['name']}: {u['why']}" for u in found["upstreams"] if u["why"]]
     return "\n".join([*lines, f"{found['waiting']} requests wait; policy {found['policy']}"])
+
+
+def fetched(url: str, key: str | None) -> str:
+    """The table of a router that runs. Raises HibachiError."""
+    url = url if "://" in url else f"http://{url}"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + "/upstreams", headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=10) as answer:
+            return as_table(json.load(answer))
+    except urllib.error.HTTPError as e:
+        why = "it wants a key: --api-key KEY" if e.code == 401 else f"it answered with {e.code}"
+        raise HibachiError(f"--status {url}: {why}.") from e
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        raise ConfigError(f"--status {url}: there is no router ({getattr(e, 'reason', e)}).") from e

@@ -73,6 +73,7 @@ class Upstream:
     state: State = State.NEW
     models: Mapping[str, Any] = field(default_factory=dict)  # by id: what `/v1/models` says of it
     in_flight: int = 0
+    trial: bool = False  # is the one request under way that is to show whether it works again?
     latency: float | None = None  # seconds to the first byte of an answer: of checks, until requests tell
     load: float | None = None  # requests that wait or run there, as it says itself
     why: str = "it has not been asked yet"  # it takes no requests
@@ -104,10 +105,11 @@ class Upstream:
 
     @property
     def slots(self) -> int:
-        """Free ones. Where it is tried again, there is one in all."""
-        if self.state is State.UP:
-            return self.place.limit - self.in_flight
-        return 1 - self.in_flight if self.state is State.TRIED else 0
+        """Free ones. Where it is tried again, there is one."""
+        if not self.takes or (self.state is State.TRIED and self.trial):
+            return 0
+        free = self.place.limit - self.in_flight
+        return min(free, 1) if self.state is State.TRIED else free
 
     def took(self, seconds: float) -> None:
         """A request had its first byte after so long."""

@@ -49,7 +49,8 @@ def text():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "demo", "generate", "chat", "serve", "inspect", "doctor", "verify", "conformance", "sim", "bench"]
+    "command",
+    ["", "demo", "generate", "chat", "serve", "route", "inspect", "doctor", "verify", "conformance", "sim", "bench"],
 )
 def test_help_fits_a_terminal(run, command):
     status, out, err = run(*command.split(), "--help")

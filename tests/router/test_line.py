@@ -1,0 +1,223 @@
+"""Slots: hand-off at once, first come first served, fair between clients, and nothing lost when somebody leaves."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+import pytest
+
+from hibachi.router.fleet import Fleet
+from hibachi.router.line import Lines, NoSlot
+from hibachi.router.policies import Ask, LeastConnection
+from hibachi.router.upstreams import Place, State
+
+
+def fleet(*limits, models=("m",)):
+    made = Fleet([Place(f"http://{n}", limit=limit) for n, limit in zip("abcdef", limits, strict=False)])
+    for u in made.upstreams:
+        u.state, u.models = State.UP, {model: {"id": model} for model in models}
+    made.changed()
+    return made
+
+
+def lines(made, **more):
+    return Lines(made, LeastConnection(), **more)
+
+
+ASK = Ask("m")
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test):
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_b17_the_oldest_waiter_has_a_slot_as_soon_as_it_is_free():
+    async def test():
+        made = fleet(1)
+        line, order = lines(made), []
+        u = line.take(ASK)
+        assert u is made.upstreams[0] and line.take(ASK) is None
+
+        async def wait(n):
+            found = await line.wait(ASK, "me", 10)
+            order.append(n)
+            line.give_back(found)
+
+        tasks = [asyncio.ensure_future(wait(n)) for n in range(5)]
+        await settled()
+        assert line.waiting == 5 and u.in_flight == 1
+        line.give_back(u)
+        assert u.in_flight == 1  # it has changed hands, and was never free
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3, 4] and u.in_flight == line.waiting == 0
+
+    run(test)
+
+
+def test_who_asks_for_much_waits_behind_who_asks_for_little():
+    async def test():
+        made = fleet(1)
+        line, order = lines(made), []
+        u = line.take(ASK)
+
+        async def wait(who):
+            found = await line.wait(ASK, who, 10)
+            order.append(who)
+            line.give_back(found)
+
+        tasks = [asyncio.ensure_future(wait(who)) for who in ("greedy",) * 6 + ("small",) * 2]
+        await settled()
+        line.give_back(u)
+        await asyncio.gather(*tasks)
+        assert order == ["greedy", "small", "greedy", "small", "greedy", "greedy", "greedy", "greedy"]
+
+    run(test)
+
+
+def test_a_slot_goes_to_whoever_can_use_it():
+    """Of several models, to the one who came first; never to who has been there already."""
+
+    async def test():
+        made = fleet(1, 1)
+        a, b = made.upstreams
+        b.models = {"x": {"id": "x"}, "m": {"id": "m"}}
+        made.changed()
+        line = lines(made)
+        assert {line.take(ASK), line.take(ASK)} == {a, b}
+        first = asyncio.ensure_future(line.wait(Ask("x"), "1", 10))
+        await settled()
+        second = asyncio.ensure_future(line.wait(ASK, "2", 10, (a,)))
+        await settled()
+        third = asyncio.ensure_future(line.wait(ASK, "3", 10))
+        await settled()
+        line.give_back(a)
+        assert await third is a
+        line.give_back(b)
+        assert await first is b and not second.done()
+        line.give_back(b)
+        assert await second is b
+        for u in (a, b):
+            line.give_back(u)
+        assert line.waiting == 0
+
+    run(test)
+
+
+def test_too_many_too_late_and_nobody_there():
+    async def test():
+        made = fleet(1)
+        line = lines(made, most=1, wait_for=0.05)
+        u = line.take(ASK)
+        late = asyncio.ensure_future(line.wait(ASK, "1", 0.1))
+        await settled()
+        with pytest.raises(NoSlot, match="full"):
+            await line.wait(ASK, "2", 10)
+        with pytest.raises(NoSlot, match="late"):
+            await late
+        u.state = State.ILL
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NoSlot, match="none"):
+            await line.wait(ASK, "3", 10)
+        assert 0.04 < asyncio.get_running_loop().time() - began < 5
+        waiting = asyncio.ensure_future(line.wait(ASK, "4", 10))
+        await settled()
+        u.state = State.UP
+        line.give_back(u)
+        line.changed()
+        assert await waiting is u
+        line.give_back(u)
+        with pytest.raises(NoSlot, match="none"):  # no model of that name
+            await line.wait(Ask("other"), "5", 10)
+        assert not line.waiting and not u.in_flight
+
+    run(test)
+
+
+def test_who_waits_for_a_slot_despairs_only_while_nobody_takes_requests():
+    async def test():
+        made = fleet(1)
+        line = lines(made, wait_for=0.1)
+        u = line.take(ASK)
+        waiting = asyncio.ensure_future(line.wait(ASK, "1", 10))
+        await settled()
+        u.state = State.ILL
+        line.changed()
+        await asyncio.sleep(0.05)
+        u.state = State.UP
+        line.changed()
+        await asyncio.sleep(0.15)
+        assert not waiting.done()  # it is busy, but there
+        u.state = State.ILL
+        line.changed()
+        with pytest.raises(NoSlot, match="none"):
+            await waiting
+
+    run(test)
+
+
+def test_b26_slots_are_never_negative_nor_above_the_limit():
+    """Clients that leave at any moment, upstreams that come and go, limits that change."""
+
+    async def test():
+        rng = random.Random(5)
+        made = fleet(2, 3, 1)
+        line = lines(made, most=30, wait_for=0.01)
+        done = 0
+
+        async def client(n):
+            nonlocal done
+            ask = Ask(rng.choice(["m", ""]))
+            try:
+                u = line.take(ask) or await line.wait(ask, str(n % 5), rng.choice([0.001, 1]))
+            except NoSlot:
+                return
+            assert 0 < u.in_flight <= 3
+            try:
+                await asyncio.sleep(rng.random() * 0.002)
+            finally:
+                line.give_back(u)
+            done += 1
+
+        tasks = []
+        for n in range(600):
+            tasks.append(asyncio.ensure_future(client(n)))
+            if rng.random() < 0.2:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.1:
+                u = rng.choice(made.upstreams)
+                u.state = State.ILL if u.takes else State.UP
+                line.changed()
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * 0.002)
+            assert all(0 <= u.in_flight <= u.place.limit for u in made.upstreams)
+        for u in made.upstreams:
+            u.state = State.UP
+        line.changed()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        assert done > 200 and line.waiting == 0 and not line._lines
+        assert [u.in_flight for u in made.upstreams] == [0, 0, 0]
+
+    run(test)
+
+
+def test_who_leaves_the_configuration_ends_what_it_has():
+    async def test():
+        made = fleet(2, 2)
+        line = lines(made)
+        a, b = made.upstreams
+        a.in_flight = 1
+        made.settle([b.place])
+        line.changed()
+        assert made.upstreams == [b] and made.leaving == [a] and not a.takes
+        assert line.take(ASK) is b
+        line.give_back(a)
+        assert made.leaving == []
+
+    run(test)

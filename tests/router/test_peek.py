@@ -1,0 +1,97 @@
+"""The model and the beginning of the text, out of bodies of every kind."""
+
+import gzip
+import json
+import zlib
+
+import pytest
+
+from hibachi.api.errors import Refused
+from hibachi.router import peek
+from hibachi.router.peek import look, model_of_path
+
+JSON = b"application/json"
+
+
+@pytest.mark.parametrize(
+    "body, model",
+    [
+        (b'{"model": "m"}', "m"),
+        (b'{"messages": [{"model": "inner", "content": "\\"model\\": \\"text\\""}], "n": 1e3, "model": "m"}', "m"),
+        (b'{"model": "a", "model": "b"}', "b"),
+        (b'{"mod\\u0065l": "\\u00fc"}', "ü"),
+        (b'{"prompt": "x"}', None),
+        (b'{"model": null}', None),
+        (b"  {}\n", None),
+    ],
+)
+def test_the_top_level_model_of_json(body, model):
+    assert look(body, JSON, b"") == (model, b"")
+    assert look(body, b"", b"")[0] == look(body, b"application/vnd.api+json; charset=utf-8", b"")[0] == model
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"m"', b"\xff{}", b'{"model": "m"} x', b"[" * 100_000])
+def test_what_is_no_json_object_is_refused_where_it_says_that_it_is(body):
+    with pytest.raises(Refused, match="no valid JSON object") as e:
+        look(body, JSON, b"")
+    assert e.value.status == 400
+    assert look(body, JSON, b"", strict=False) == (None, b"")
+    assert look(body, b"text/plain", b"") == (None, b"")
+
+
+@pytest.mark.parametrize("model", ["5", "[]", "{}", "true"])
+def test_a_model_is_a_text(model):
+    with pytest.raises(Refused, match="model: expected a text"):
+        look(b'{"model": %s}' % model.encode(), JSON, b"")
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, zlib.compress])
+def test_packed_bodies_are_looked_at_and_bounded(packed, monkeypatch):
+    encoding = b"gzip" if packed is gzip.compress else b"deflate"
+    body = packed(json.dumps({"prompt": "x" * 5000, "model": "m"}).encode())
+    assert look(body, JSON, encoding)[0] == "m"
+    assert look(body[:-9], JSON, b"br") == look(b"nothing", JSON, encoding) == (None, b"")
+    monkeypatch.setattr(peek, "MOST_UNPACKED", 1000)
+    with pytest.raises(Refused) as e:
+        look(body, JSON, encoding)
+    assert e.value.status == 413
+
+
+def parts(*fields, boundary=b"xyz"):
+    lines = []
+    for head, value in fields:
+        lines += [b"--" + boundary, b"Content-Disposition: form-data; " + head, b"", value]
+    return b"\r\n".join([*lines, b"--" + boundary + b"--", b""])
+
+
+@pytest.mark.parametrize("quoted", [b"xyz", b'"xyz"'])
+def test_a_field_of_a_form_in_parts(quoted):
+    sound = (b'name="file"; filename="a.wav"\r\nContent-Type: audio/wav', b'\x00\xff name="model"\r\n\r\nno')
+    model = (b'name="model"', b"whisper")
+    kind = b"Multipart/Form-Data; boundary=" + quoted
+    assert look(parts(sound, model), kind, b"")[0] == look(parts(model, sound), kind, b"")[0] == "whisper"
+    assert look(parts(sound), kind, b"")[0] is None
+    assert look(parts(sound)[:60], kind, b"")[0] is None
+    assert look(b"", kind, b"")[0] is look(parts(model), b"multipart/form-data", b"")[0] is None
+
+
+def test_a_form_and_what_curl_sends_without_being_told():
+    kind = b"application/x-www-form-urlencoded"
+    assert look(b"prompt=x&model=m%20n", kind, b"")[0] == "m n"
+    assert look(b' {"model": "m"}', kind, b"")[0] == "m"
+    assert look(b"{broken", kind, b"")[0] is None
+
+
+def test_the_beginning_of_a_text_is_raw_and_bounded():
+    body = b'{"model": "m", "temperature": 1, "system": "be brief", "messages": [ {"role":"user"} ]}'
+    assert look(body, JSON, b"", text=100)[1] == b'"be brief"[ {"role":"user"} ]'
+    assert look(body, JSON, b"", text=12)[1] == b'"be brief"[ '
+    assert look(b'{"inputs": "abc"}', JSON, b"", text=100)[1] == b'"abc"'
+    assert look(b'{"prompt": [1, 2]}', JSON, b"", text=100)[1] == b"[1, 2]"
+    assert look(b"{}", JSON, b"", text=100)[1] == b""
+
+
+def test_b27_the_model_of_a_path():
+    assert model_of_path("/v1/engines/m%2Fn/completions") == "m/n"
+    assert model_of_path("/v1/models/org/name") == "org/name"
+    assert model_of_path("/v1/completions") is model_of_path("/v1/models") is None
