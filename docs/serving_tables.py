@@ -1,4 +1,4 @@
-"""Writes the tables of serving.md from the code: every setting, every route, and the fields of requests.
+"""Writes the tables of serving.md and routing.md from the code: every setting, every route, the fields of requests.
 
 python docs/serving_tables.py
 """
@@ -6,18 +6,19 @@ python docs/serving_tables.py
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from hibachi.api.asking import REFUSED
 from hibachi.api.bodies import IGNORED, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from hibachi.router.settings import table as route_table
 from hibachi.serve.app import ROUTES
 from hibachi.serve.metrics import PATH
 from hibachi.serve.settings import table
 
-PAGE = Path(__file__).parent / "serving.md"
+PAGE, ROUTING = Path(__file__).parent / "serving.md", Path(__file__).parent / "routing.md"
 
 
 def routes() -> str:
@@ -68,10 +69,12 @@ TABLES = {
     "refused fields": lambda: _list(REFUSED),
 }
 
+OF_ROUTE = {"settings of route": route_table}
 
-def written(page: str) -> str:
+
+def written(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with its tables as the code has them, each between two comments."""
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         begin, end = f"<!-- {name}, by serving_tables.py -->\n", f"<!-- end of {name} -->"
         assert page.count(begin) == page.count(end) == 1, name
         before, _, rest = page.partition(begin)
@@ -81,3 +84,4 @@ def written(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    ROUTING.write_text(written(ROUTING.read_text(), OF_ROUTE))

@@ -385,6 +385,8 @@ def test_the_tables_of_the_page_are_those_of_the_code():
     spec.loader.exec_module(tables)
     page = (ROOT / "docs" / "serving.md").read_text()
     assert tables.written(page) == page, "run: python docs/serving_tables.py"
+    page = (ROOT / "docs" / "routing.md").read_text()
+    assert tables.written(page, tables.OF_ROUTE) == page, "run: python docs/serving_tables.py"
 
 
 def test_every_setting_says_what_it_is_in_a_line():
