@@ -55,8 +55,8 @@ class Body:
 
     def _look(self, kind: bytes, encoding: bytes, text: int, strict: bool) -> tuple[str | None, bytes]:
         assert self._file is not None
-        with mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ) as whole:
-            return look(whole, kind, encoding, text=text, strict=strict)
+        whole = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
+        return look(whole, kind, encoding, text=text, strict=strict)
 
     async def digest(self, *more: bytes) -> bytes:
         """Of the body, and of what else makes the request the same."""

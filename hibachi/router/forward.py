@@ -121,6 +121,8 @@ class Forwarder:
             await self._look_up(job)
         while True:
             u = await self._slot(job)
+            if u is None:
+                return
             job.x.more["upstream"], trial = u.name, u.trial
             try:
                 if await self._attempt(job, u):
@@ -132,11 +134,17 @@ class Forwarder:
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
-    async def _slot(self, job: Job) -> Upstream:
-        """Raises Refused."""
+    async def _slot(self, job: Job) -> Upstream | None:
+        """None: there is none, and the client has the answer that was held. Raises Refused."""
         u, job.slot = job.slot or self.lines.take(job.ask, job.tried), None
         if u is None:
-            u = await self._wait(job)
+            try:
+                u = await self._wait(job)
+            except NoSlot as e:
+                if job.held is None:
+                    raise self._refused(job, e.why) from None
+                await self._send_held(job, job.held)
+                return None
         u.used += 1
         u.retries += bool(job.tried)
         if job.ask.pieces and isinstance(policy := self.lines.policy, PrefixAffine):
@@ -144,17 +152,15 @@ class Forwarder:
         return u
 
     async def _wait(self, job: Job) -> Upstream:
+        """Raises NoSlot."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            u = await self.lines.wait(job.ask, job.who(), self.patience.slot, job.tried)
-        except NoSlot as e:
-            raise self._refused(job, e.why) from None
+            return await self.lines.wait(job.ask, job.who(), self.patience.slot, job.tried)
         finally:
             seconds = loop.time() - began
             job.x.more["queued"] = job.x.more.get("queued", 0.0) + seconds
             self.meter.queued.add(seconds)
-        return u
 
     def _refused(self, job: Job, why: str) -> Refused:
         again = {"Retry-After": "1"}
@@ -359,7 +365,10 @@ class Forwarder:
     async def _pass_on(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse, first: bytes = b"") -> None:
         """The answer as it comes; first: what has come of it already. Raises Broken."""
         x, content = job.x, answer.content
-        await x.start(answer.status, self._headers(x, u, answer.raw_headers))
+        headers = self._headers(x, u, answer.raw_headers)
+        if answer.status in (204, 304):  # uvicorn wants as many bytes as that says, though here it only tells
+            headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+        await x.start(answer.status, headers)
         if first:
             await x.write(first)
         watch = _Idle(self.patience.idle, answer)

@@ -6,7 +6,7 @@ import mmap
 import re
 import zlib
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -14,7 +14,7 @@ from hibachi.api.errors import Refused
 
 MOST_UNPACKED = 1 << 26  # bytes of a compressed body that are looked at
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
-_ENGINES = re.compile(r"/v1/engines/([^/]+)/")
+_ENGINES = re.compile(r"/v1/engines/(.+)/(?:completions|embeddings)")
 _MODELS = re.compile(r"/v1/models/(.+)")
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _MODEL_FIELD = re.compile(rb"""content-disposition:[^\r\n]*;\s*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE)
@@ -39,9 +39,9 @@ _named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
 
 
 def model_of_path(path: str) -> str | None:
-    """The model that a path names, as text-inference-batcher's `/v1/engines/MODEL/completions` does."""
-    found = _ENGINES.match(path) or _MODELS.fullmatch(path)
-    return unquote(found[1]) if found else None
+    """The model that a path (decoded) names, as text-inference-batcher's `/v1/engines/MODEL/completions` does."""
+    found = _ENGINES.fullmatch(path) or _MODELS.fullmatch(path)
+    return found[1] if found else None
 
 
 def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: bool = True) -> tuple[str | None, bytes]:

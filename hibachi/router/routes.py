@@ -50,7 +50,7 @@ _GENERATE = frozenset(
         *(TGI - {"/info"}),
     }
 )
-_ENGINES = re.compile(r"/v1/engines/[^/]+/(completions|embeddings)")
+_ENGINES = re.compile(r"/v1/engines/.+/(completions|embeddings)")
 _OBJECTS = re.compile(
     r"/v1/(files|uploads|batches|responses/|threads|assistants|fine_tuning|fine-tunes|vector_stores|conversations"
     r"|containers|evals|videos|chat/completions/)"

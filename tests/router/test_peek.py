@@ -92,6 +92,6 @@ def test_the_beginning_of_a_text_is_raw_and_bounded():
 
 
 def test_b27_the_model_of_a_path():
-    assert model_of_path("/v1/engines/m%2Fn/completions") == "m/n"
+    assert model_of_path("/v1/engines/m/n/completions") == "m/n"
     assert model_of_path("/v1/models/org/name") == "org/name"
     assert model_of_path("/v1/completions") is model_of_path("/v1/models") is None
