@@ -87,7 +87,7 @@ class PrefixAffine:
     def home(self, ask: Ask, among: Sequence[Upstream]) -> Upstream | None:
         """Where it is at home, busy or not; None: nowhere. Changes nothing, and is right after `choose`, too."""
         own = ask.pieces[self._latest[ask.model].shared(ask.pieces) :]
-        return at_home(own[0], among)[0] if own else None
+        return at_home(own[0], among)[0] if own and among else None
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
         everyone = ask.everyone or free

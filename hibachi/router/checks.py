@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from hibachi.router.client import Client, Headers, words
+from hibachi.router.client import Client, Headers, is_ours, words
 from hibachi.router.fleet import Fleet
 from hibachi.router.health import Thresholds, bad_check, good_check
 from hibachi.router.upstreams import State, Upstream
@@ -99,6 +99,9 @@ class Checks:
         except _Bad as e:
             bad_check(u, str(e), self._limits)
         except Exception as e:  # of aiohttp, of the system, of TLS
+            if is_ours(e):
+                log.error("a check could not be made: %s", e)
+                return
             bad_check(u, words(e), self._limits)
         else:
             good_check(u, models, asyncio.get_running_loop().time() - began, self._limits)

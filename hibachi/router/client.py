@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ssl
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,12 @@ class Client:
 def not_opened(e: BaseException) -> bool:
     """Did the connection never come about, so that nothing was sent?"""
     return isinstance(e, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+
+
+def is_ours(e: BaseException) -> bool:
+    """Is it for lack of something here, of descriptors or ports, and no upstream is to blame?"""
+    number = getattr(e, "errno", None) or getattr(getattr(e, "os_error", None), "errno", None)
+    return number in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
 
 
 def words(e: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hibachi.api.answers import encode
@@ -20,7 +21,6 @@ from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown, with
 from hibachi.router.peek import model_of_path
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.routes import Kind, Routes
-from hibachi.router.upstreams import Upstream
 from hibachi.web.access import tell
 from hibachi.web.deadlines import check_headers
 from hibachi.web.exchange import Exchange, Gone
@@ -121,9 +121,9 @@ class Door:
             ask = await self._ask(x, kind, body)
             if body.size or b"content-length" in x.headers:
                 headers.append(("Content-Length", str(body.size)))
-            job = Job(x, ask, headers, path, body, again=kind is Kind.GENERATES)
             if kind is Kind.OBJECT:
-                job.tried = self._all_but_its_own(x, ask)
+                ask = replace(ask, only=self._its_own(x, ask))
+            job = Job(x, ask, headers, path, body, again=kind is Kind.GENERATES)
             await self._while_here(x, self._forwarder.forward(job))
         finally:
             body.close()
@@ -176,16 +176,16 @@ class Door:
         elif not fleet.having(model):
             if kind is not Kind.GENERATES and model_of_path(x.path) is None:
                 model = ANY  # a field of this name in something else
-            elif fleet.ready and fleet.asked:
+            elif fleet.known:
                 raise unknown(model, fleet.models)
         sticky = x.headers.get(self._sticky, b"").decode("latin-1")
         return Ask(model, pieces_of(text) if text else (), sticky)
 
-    def _all_but_its_own(self, x: Exchange, ask: Ask) -> tuple[Upstream, ...]:
+    def _its_own(self, x: Exchange, ask: Ask) -> str:
         """What a path names is kept by one upstream: that of the sticky header. Raises Refused without one."""
         fleet = self._fleet
         if len(fleet.upstreams) <= 1:
-            return ()
+            return ""
         if not ask.sticky:
             name = self._sticky.decode().title()
             raise Refused(
@@ -193,8 +193,7 @@ class Door:
                 f"Send the header {name} with all requests that belong together.",
                 code="sticky_header_missing",
             )
-        home = at_home(ask.sticky.encode("latin-1"), fleet.upstreams)[0]
-        return tuple(u for u in fleet.upstreams if u is not home)
+        return at_home(ask.sticky.encode("latin-1"), fleet.upstreams)[0].name
 
     async def _while_here(self, x: Exchange, work: Awaitable[None]) -> None:
         """Await `work` in this task; if the client leaves meanwhile, it is cancelled. Raises Gone then."""

@@ -24,19 +24,22 @@ class Fleet:
 
     def settle(self, places: Iterable[Place]) -> list[Upstream]:
         """From now on there are these. One that was there goes on, with what is new of its place. Returns new ones."""
-        before = {u.name: u for u in self.upstreams}
+        before = {u.name: u for u in (*self.leaving, *self.upstreams)}
         now, new = dict[str, Upstream](), list[Upstream]()
         for place in places:
             u = before.pop(place.name, None)
             if u is None:
                 u = Upstream(place)
                 new.append(u)
+            elif u in self.leaving:  # it is back, with what it still has
+                u.state, u.good, u.bad, u.faults, u.why = State.NEW, 0, 0, 0, "it has not been asked yet"
+                new.append(u)
             u.place = place
             now[place.name] = u
         for u in before.values():
             drain(u, "it has left the configuration")
             u.state = State.DRAINING
-        self.leaving = [u for u in (*self.leaving, *before.values()) if u.in_flight]
+        self.leaving = [u for u in before.values() if u.in_flight]
         self.upstreams = list(now.values())
         self.changed()
         return new
@@ -66,9 +69,9 @@ class Fleet:
         return any(u.takes for u in self.upstreams)
 
     @property
-    def asked(self) -> bool:
-        """Has everybody been checked?"""
-        return all(u.state is not State.NEW for u in self.upstreams)
+    def known(self) -> bool:
+        """Is it known which models there are? Not while one that was never reached may have others."""
+        return self.ready and all(u.models or u.takes for u in self.upstreams)
 
     def listed(self, *, owners: bool) -> list[dict[str, Any]]:
         """What `/v1/models` says: each model once, as the first says that has it; owners: with the names of all."""
@@ -79,7 +82,10 @@ class Fleet:
                 out.append(entry | {"upstreams": [u.name for u in takes]} if owners else entry)
         return out
 
-    def reasons(self, model: str = ANY) -> str:
-        """Why those that have a model take no requests."""
+    def reasons(self, model: str = ANY, only: str = "") -> str:
+        """Why those that have a model take no requests. only: the name of the one that may."""
+        if only:
+            mine = next((u for u in self.upstreams if u.name == only), None)
+            return f"{only}: {(mine.why or 'it has already had it') if mine else 'it has left the configuration'}"
         found = [f"{u.name}: {u.why or 'it is ready'}" for u in self.having(model) or self.upstreams]
         return "; ".join(found[:20]) or "there are no upstreams"

@@ -16,10 +16,10 @@ import msgspec
 from hibachi.api.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
-from hibachi.router.client import Client, Headers, not_opened, words
+from hibachi.router.client import Client, Headers, is_ours, not_opened, words
 from hibachi.router.fleet import Fleet
 from hibachi.router.health import answered, drain, failed, put_back
-from hibachi.router.line import Lines, NoSlot
+from hibachi.router.line import Lines, NoSlot, may_have
 from hibachi.router.policies import Ask
 from hibachi.router.upstreams import State, Times, Upstream
 from hibachi.web.deadlines import cut
@@ -125,6 +125,7 @@ class Forwarder:
                 return
             job.x.more["upstream"], trial = u.name, u.trial
             try:
+                self._count(job, u)
                 if await self._attempt(job, u):
                     return
             finally:
@@ -145,11 +146,13 @@ class Forwarder:
                     raise self._refused(job, e.why) from None
                 await self._send_held(job, job.held)
                 return None
+        return u
+
+    def _count(self, job: Job, u: Upstream) -> None:
         u.used += 1
         u.retries += bool(job.tried)
         if job.ask.pieces and isinstance(policy := self.lines.policy, PrefixAffine):
             u.affine += policy.home(job.ask, self.fleet.taking(job.ask.model)) is u
-        return u
 
     async def _wait(self, job: Job) -> Upstream:
         """Raises NoSlot."""
@@ -174,17 +177,22 @@ class Forwarder:
                 f"Timeout waiting for a free upstream: none came within {self.patience.slot:g} s. Try again later.",
                 status=503, kind=SERVER, code="no_free_upstream", headers=again,
             )  # fmt: skip
-        if self.fleet.ready and not self.fleet.having(job.ask.model):
+        if self.fleet.known and not self.fleet.having(job.ask.model):
             return unknown(job.ask.model, self.fleet.models)
         return Refused(
             f"No upstream takes requests{f' for {job.ask.model[:200]}' if job.ask.model else ''}: "
-            f"{self.fleet.reasons(job.ask.model)}.",
+            f"{self.fleet.reasons(job.ask.model, job.ask.only)}.",
             status=503, kind=SERVER, code="no_upstream", headers=again,
         )  # fmt: skip
 
-    def _others(self, job: Job) -> bool:
-        """Is there an upstream that takes such requests and has not had this one?"""
-        return any(u not in job.tried for u in self.fleet.taking(job.ask.model))
+    def _others(self, job: Job, *, soon: bool = False) -> bool:
+        """Is there an upstream that takes such requests and has not had this one? soon: or that may take them again as
+        soon as it has been checked, as it failed with a request only."""
+        return any(
+            u.takes or (soon and u.state is State.ILL and not u.bad)
+            for u in self.fleet.having(job.ask.model)
+            if may_have(u, job.ask, job.tried)
+        )
 
     # ---- one attempt -------------------------------------------------------------------------------------------
 
@@ -233,10 +241,16 @@ class Forwarder:
         job.tried += (u,)
         if not_opened(e):
             u.errors["connect"] += 1
+            if is_ours(e):
+                log.error("no connection can be opened: %s", e)
+                raise Refused(
+                    "The router has no room for a further connection. Try again later.",
+                    status=503, kind=SERVER, code="router_full", headers={"Retry-After": "1"},
+                ) from e  # fmt: skip
             self._ill(u, why)
             return await self._reach_another(job, u, why)
         u.errors["broken"] += 1
-        if await self._guilty(job, u, why) and self._others(job):
+        if await self._guilty(job, u, why) and self._others(job, soon=True):
             return False
         if job.held is not None:
             await self._send_held(job, job.held)
@@ -245,7 +259,7 @@ class Forwarder:
 
     async def _reach_another(self, job: Job, u: Upstream, why: str) -> bool:
         """Nothing was sent. Where nobody else is left, somebody may be ready soon: also who was tried."""
-        if self._others(job):
+        if self._others(job, soon=job.held is not None):
             return False
         if job.held is not None:
             await self._send_held(job, job.held)
@@ -258,7 +272,7 @@ class Forwarder:
                 await asyncio.sleep(0.05)
             return False
         raise Refused(
-            f"No upstream can be reached: {self.fleet.reasons(job.ask.model)}.",
+            f"No upstream can be reached: {self.fleet.reasons(job.ask.model, job.ask.only)}.",
             status=503, kind=SERVER, code="no_upstream", headers={"Retry-After": "1"},
         )  # fmt: skip
 
@@ -269,6 +283,8 @@ class Forwarder:
         if not busy and (status < 500 or status in (501, 505) or not job.again):
             return None
         held, whole = await self._hold(u, answer)
+        if (broke := answer.content.exception()) is not None:
+            return await self._fault(job, u, broke)  # nobody has seen anything of it
         if not whole:  # too long to be kept
             if not busy:
                 await self._guilty(job, u, f"it answered a request with {status}")
@@ -280,6 +296,7 @@ class Forwarder:
         job.tried += (u,)
         if code == "shutting_down":
             drain(u, "it is shutting down")
+            self.lines.changed()
             if self._others(job):
                 return False  # it has not begun with it, so it may be done elsewhere, and waits for that
         elif busy and code != "engine_failed":
@@ -287,7 +304,7 @@ class Forwarder:
             if job.slot is not None:
                 job.held = held
                 return False
-        elif await self._guilty(job, u, f"it answered a request with {status}") and self._others(job):
+        elif await self._guilty(job, u, f"it answered a request with {status}") and self._others(job, soon=True):
             job.held = held
             return False
         await self._send_held(job, held)
@@ -321,7 +338,9 @@ class Forwarder:
         self._recheck(u)
         self.lines.changed()
         self.meter.poisonous += 1
-        self._poison[await self._digest(job)] = asyncio.get_running_loop().time() + POISON_FOR
+        digest = await self._digest(job)
+        self._poison.pop(digest, None)  # in the order of their times
+        self._poison[digest] = asyncio.get_running_loop().time() + POISON_FOR
         while len(self._poison) > MOST_POISON:
             self._poison.popitem(last=False)
         log.warning("request %s failed on %s; both go on", job.x.id, " and ".join(o.name for o in job.faulty))

@@ -49,7 +49,7 @@ class Lines:
 
     def take(self, ask: Ask, avoid: tuple[Upstream, ...] = ()) -> Upstream | None:
         """A slot, if there is one now. Who waits already could not have it: they are served as slots become free."""
-        free = [u for u in self.fleet.having(ask.model) if u.slots > 0 and u not in avoid]
+        free = [u for u in self.fleet.having(ask.model) if u.slots > 0 and may_have(u, ask, avoid)]
         if not free:
             return None
         if len(free) > 1:
@@ -76,7 +76,9 @@ class Lines:
             return await waiter.slot
         except asyncio.CancelledError:
             if waiter.slot.done() and not waiter.slot.cancelled() and waiter.slot.exception() is None:
-                self.give_back(waiter.slot.result())  # it came as the client left
+                u = waiter.slot.result()  # it came as the client left
+                u.trial = False
+                self.give_back(u)
             raise
         finally:
             for timer in waiter.timers:
@@ -114,7 +116,7 @@ class Lines:
             waiter.timers.append(loop.call_later(self._wait_for, self._despair, waiter))
 
     def _hope(self, waiter: Waiter) -> bool:
-        return any(u not in waiter.avoid for u in self.fleet.taking(waiter.ask.model))
+        return any(may_have(u, waiter.ask, waiter.avoid) for u in self.fleet.taking(waiter.ask.model))
 
     def _despair(self, waiter: Waiter) -> None:
         if not self._hope(waiter):
@@ -136,7 +138,7 @@ class Lines:
         return waiter
 
     def _first(self, model: str, u: Upstream) -> Waiter | None:
-        return next((w for w in self._in_turn(model) if u not in w.avoid and not w.slot.done()), None)
+        return next((w for w in self._in_turn(model) if may_have(u, w.ask, w.avoid) and not w.slot.done()), None)
 
     def _in_turn(self, model: str) -> Iterator[Waiter]:
         """One of each client, then the next one of each."""
@@ -155,6 +157,11 @@ class Lines:
             del line[waiter.who]
             if not line:
                 del self._lines[waiter.ask.model]
+
+
+def may_have(u: Upstream, ask: Ask, avoid: tuple[Upstream, ...]) -> bool:
+    """May it get this request? By names: one that left the configuration and came back is still the same server."""
+    return (not ask.only or u.name == ask.only) and all(u.name != other.name for other in avoid)
 
 
 def _fill(u: Upstream) -> None:

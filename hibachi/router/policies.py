@@ -27,6 +27,7 @@ class Ask:
     model: str = ""
     pieces: tuple[bytes, ...] = ()
     sticky: str = ""
+    only: str = ""  # the name of the one upstream that keeps what it is about
     everyone: Sequence[Upstream] = ()
 
 

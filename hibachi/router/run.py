@@ -72,6 +72,7 @@ class Router:
         self._settings, self._tenants, self._places = settings, tenants, list(places)
         self.fleet = Fleet()
         self._resolving: asyncio.Task[None] | None = None
+        self._settling = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await self.door(scope, receive, send)
@@ -172,8 +173,9 @@ class Router:
 
     async def _settle(self) -> None:
         fleet = self.fleet
-        before = {u.name for u in fleet.upstreams}
-        fleet.settle(await resolved(self._places, [u.place for u in fleet.upstreams]))
+        async with self._settling:  # a slow look at names must not undo a reload that came after it
+            before = {u.name for u in fleet.upstreams}
+            fleet.settle(await resolved(self._places, [u.place for u in fleet.upstreams]))
         now = {u.name for u in fleet.upstreams}
         for words, names in (("there is", now - before), ("there is no more", before - now)):
             if names:

@@ -50,7 +50,8 @@ def cut(receive: Any) -> None:
     receive: of the application's call.
     """
     cycle = getattr(receive, "__self__", None)
-    if (transport := getattr(cycle, "transport", None)) is not None:
+    if cycle is not None and (transport := getattr(cycle, "transport", None)) is not None:
+        cycle.disconnected = True  # else uvicorn complains in the log of an answer without an end
         transport.close()
 
 
