@@ -127,7 +127,7 @@ class Checks:
         try:
             found = msgspec.json.decode(body)
             return {entry["id"]: entry for entry in found["data"] if isinstance(entry["id"], str)}
-        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
             raise _Bad("it answered a check (GET /v1/models) with something else than a list of models") from None
 
     async def _weigh(self, u: Upstream) -> None:
@@ -169,7 +169,7 @@ def load_of(body: bytes, path: str) -> float | None:
         return sum(found) if found else None
     try:
         told = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(told, dict):
         return None

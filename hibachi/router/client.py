@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import ssl
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ MOST_HEADERS = 1 << 18  # bytes of a header of an answer, and lines of headers a
 MOST_LINES = 1024
 KEPT = 4.0  # seconds an idle connection is used again: uvicorn, on which many servers run, closes it after 5
 Headers = list[tuple[str, str]]
+_ODD_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
+_ODD_VALUE = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class NoAnswer(aiohttp.ClientError):
@@ -107,6 +110,16 @@ def words(e: BaseException) -> str:
     if isinstance(e, aiohttp.ClientResponseError):
         return f"its answer is no HTTP ({e.message[:100]!r})"
     return f"the connection broke ({str(e)[:100] or type(e).__name__})"
+
+
+def not_http(answer: aiohttp.ClientResponse) -> str | None:
+    """Why an answer cannot be passed on: uvicorn would not send it."""
+    if not 200 <= answer.status < 600:
+        return f"its answer has the status {answer.status}"
+    for name, value in answer.raw_headers:
+        if _ODD_NAME.search(name) or _ODD_VALUE.search(value):
+            return f"its answer has the header {name[:40]!r} with letters that no header may have"
+    return None
 
 
 def in_words(headers: Sequence[tuple[bytes, bytes]]) -> Headers:

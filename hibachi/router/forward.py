@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ import msgspec
 from hibachi.api.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
-from hibachi.router.client import Client, Headers, is_ours, not_opened, words
+from hibachi.router.client import Client, Headers, NoAnswer, is_ours, not_http, not_opened, words
 from hibachi.router.fleet import Fleet
 from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.line import Lines, NoSlot, may_have
@@ -34,6 +35,7 @@ HELD = 1 << 20  # bytes of an answer that is kept while another upstream is trie
 HELD_FOR = 1.0  # seconds for them to come
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
+LOOK = 1.0  # seconds from one look at an answer that is waited for to the next
 
 
 @dataclass(slots=True)
@@ -209,6 +211,8 @@ class Forwarder:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as e:
             return await self._fault(job, u, e)
         try:
+            if (why := not_http(answer)) is not None:
+                return await self._fault(job, u, NoAnswer(why))
             if (done := await self._second_thoughts(job, u, answer)) is not None:
                 return done
             u.took(loop.time() - began)
@@ -412,14 +416,16 @@ class Forwarder:
 
 
 class _Idle:
-    """Closes an answer for whose next byte we have waited so many seconds. One timer, however many come."""
+    """Closes an answer for whose next byte we have waited so many seconds (0: any), or of which nothing can come any
+    more. One timer, however many bytes come.
+    """
 
     def __init__(self, seconds: float, answer: aiohttp.ClientResponse) -> None:
-        self._seconds, self._answer = seconds, answer
+        self._seconds, self._answer = seconds or inf, answer
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         self.over = False
-        self._timer = self._loop.call_later(seconds, self._look) if seconds else None
+        self._timer = self._loop.call_later(min(self._seconds, LOOK), self._look)
 
     def begins(self) -> None:
         self._since = self._loop.time()
@@ -429,15 +435,17 @@ class _Idle:
 
     def _look(self) -> None:
         left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
+        # aiohttp tells nobody who waits that what came is no HTTP.
+        protocol = None if self._answer.connection is None else self._answer.connection.protocol
+        broken = protocol is not None and protocol.exception() is not None
+        if left > 0 and not broken:
+            self._timer = self._loop.call_later(min(left, LOOK), self._look)
         else:
-            self.over = True
+            self.over = not broken
             self._answer.close()
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
 
 def unknown(model: str, models: list[str]) -> Refused:
@@ -467,6 +475,6 @@ def _code_of(body: bytes) -> str:
     """What our own servers say of a 503: "shutting_down", "engine_failed", ..."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         return ""
     return code if isinstance(code, str) else ""

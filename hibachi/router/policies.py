@@ -120,7 +120,9 @@ def at_home(key: bytes, among: Sequence[Upstream]) -> list[Upstream]:
     """
 
     def score(u: Upstream) -> float:
-        digest = blake2b(key, digest_size=8, key=u.name.encode()[:64]).digest()
+        name = u.name.encode()
+        salt = name if len(name) <= 64 else blake2b(name).digest()  # no key may be longer
+        digest = blake2b(key, digest_size=8, key=salt).digest()
         return -u.place.weight / log((int.from_bytes(digest) + 0.5) / 2**64)
 
     return sorted(among, key=score, reverse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from posixpath import normpath
 
 
 class Kind(Enum):
@@ -72,7 +73,8 @@ class Routes:
 
     def kind(self, method: str, path: str) -> Kind | None:
         """None: it does not pass."""
-        if _NEVER.fullmatch(path):
+        plain = normpath(path) if "//" in path or "/." in path else path  # as an upstream may understand it
+        if _NEVER.fullmatch(plain) or (plain is not path and not plain.startswith("/v1/")):
             return None
         if path in _GENERATE:
             return Kind.GENERATES if method == "POST" else Kind.OTHER
