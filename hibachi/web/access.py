@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -12,6 +13,7 @@ from hibachi.web.exchange import Exchange
 from hibachi.web.logs import FIELDS
 
 _LONGEST = 200  # characters of a path
+_PLAIN = re.compile(r"[A-Za-z0-9_.~/:@+,=-]*")  # nothing that is to be quoted
 log: logging.Logger = logging.getLogger("hibachi.request")
 
 
@@ -44,7 +46,7 @@ def _log(level: int, make: Any) -> None:
 
 def fields(x: Exchange, refused: Refused | None, now: float) -> dict[str, Any]:
     """Times in seconds."""
-    told: dict[str, Any] = {"method": x.method, "path": quote(x.path, safe="/:@+,=")[:_LONGEST], "status": x.status}
+    told: dict[str, Any] = {"method": x.method, "path": _quoted(x.path, "/:@+,=")[:_LONGEST], "status": x.status}
     record: Told | None = x.record
     if record is not None:
         told |= {"prompt": record.prompt_tokens, "new": record.tokens}
@@ -67,9 +69,13 @@ def line(told: dict[str, Any]) -> str:
     """As words: the first three without their names, times in seconds."""
     words = [str(told[name]) for name in ("method", "path", "status")]
     for name, value in list(told.items())[3:]:
-        shown = f"{value:.3f}s" if isinstance(value, float) else quote(str(value), safe="/:@+,=[]()")
+        shown = f"{value:.3f}s" if isinstance(value, float) else _quoted(str(value), "/:@+,=[]()")
         words.append(f"{name}={shown}")
     return " ".join(words)
+
+
+def _quoted(text: str, safe: str) -> str:
+    return text if _PLAIN.fullmatch(text) else quote(text, safe=safe)  # which is slow
 
 
 def _address(client: Any) -> str:
