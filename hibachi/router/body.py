@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
@@ -44,8 +45,7 @@ class Body:
 
     def _read(self, at: int) -> bytes:
         assert self._file is not None
-        self._file.seek(at)
-        return self._file.read(PIECE)
+        return os.pread(self._file.fileno(), PIECE, at)  # another thread may still be reading for an attempt that ended
 
     async def look(self, kind: bytes, encoding: bytes, text: int, *, strict: bool) -> tuple[str | None, bytes]:
         """See `peek.look`."""

@@ -20,14 +20,14 @@ from hibachi.router.fleet import ANY
 from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown, without_hops
 from hibachi.router.peek import model_of_path
 from hibachi.router.policies import Ask, at_home
-from hibachi.router.routes import Kind, Routes
+from hibachi.router.routes import KEPT, Kind, Routes
 from hibachi.web.access import tell
-from hibachi.web.deadlines import check_headers
+from hibachi.web.deadlines import LEFT, Left, check_headers
 from hibachi.web.exchange import Exchange, Gone
 from hibachi.web.tenants import Tenants
 
 log: logging.Logger = logging.getLogger("hibachi.route")
-LEFT = 499  # as nginx logs a client that left
+CLIENT_LEFT = 499  # as nginx logs a client that left
 Own = Callable[[Exchange], Awaitable[None]]
 _NOT_SENT = frozenset((b"host", b"content-length"))
 
@@ -74,7 +74,7 @@ class Door:
                 kind = "none" if found is None else found.value
                 await self._pass(x, found)
         except Gone:
-            x.status = LEFT
+            x.status = CLIENT_LEFT
             meter.left += 1
         except Broken as e:
             log.warning("request %s: %s", x.id, e)
@@ -121,7 +121,7 @@ class Door:
             ask = await self._ask(x, kind, body)
             if body.size or b"content-length" in x.headers:
                 headers.append(("Content-Length", str(body.size)))
-            if kind is Kind.OBJECT:
+            if kind is Kind.OBJECT or (ask.sticky and x.path in KEPT):
                 ask = replace(ask, only=self._its_own(x, ask))
             job = Job(x, ask, headers, path, body, again=kind is Kind.GENERATES)
             await self._while_here(x, self._forwarder.forward(job))
@@ -197,24 +197,23 @@ class Door:
 
     async def _while_here(self, x: Exchange, work: Awaitable[None]) -> None:
         """Await `work` in this task; if the client leaves meanwhile, it is cancelled. Raises Gone then."""
-        task, left = asyncio.current_task(), False
+        task, gone = asyncio.current_task(), False
         assert task is not None
 
-        async def watch() -> None:
-            nonlocal left
-            while (await x.receive())["type"] != "http.disconnect":
-                pass
+        def leave() -> None:
+            nonlocal gone
             if not x.done:
-                left = True
+                gone = True
                 task.cancel()
 
-        watching = asyncio.ensure_future(watch())
+        left: Left = x.scope[LEFT]
+        left.then(leave)
         try:
             await work
         except asyncio.CancelledError:
-            if not left:
+            if not gone:
                 raise
             task.uncancel()
             raise Gone from None
         finally:
-            watching.cancel()
+            left.then(None)

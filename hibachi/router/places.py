@@ -60,6 +60,9 @@ def origin_of(given: str, where: str) -> str:
     """A URL without what says nothing: http://Llama.ai:6666/ is http://llama.ai:6666. Raises ConfigError."""
     url = given.strip()
 
+    if "@" in url:
+        raise ConfigError(f"{where}: a URL with a user in it. Give the upstream a key instead.")
+
     def wrong(cause: str) -> ConfigError:
         return ConfigError(f"{where}: {url[:200]} is not a valid URL: {cause}. Expected such as http://10.0.0.5:8000.")
 
@@ -72,8 +75,6 @@ def origin_of(given: str, where: str) -> str:
     if scheme not in ("http", "https"):
         raise wrong(f"{scheme}:// is not supported" if "://" in url and scheme else "it begins neither with http:// "
                     "nor with https://")  # fmt: skip
-    if parts.username is not None:
-        raise ConfigError(f"{where}: a URL with a user in it. Give the upstream a key instead.")
     host = (parts.hostname or "").lower()
     if not host:
         raise wrong("it has no host")

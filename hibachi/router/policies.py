@@ -136,5 +136,5 @@ class Sticky:
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
         if not ask.sticky:
             return quickest(least_busy(free))
-        order = at_home(ask.sticky.encode(errors="surrogateescape"), ask.everyone or free)
+        order = at_home(ask.sticky.encode("latin-1"), ask.everyone or free)
         return next(u for u in order if u in free)

@@ -51,6 +51,7 @@ _GENERATE = frozenset(
         *(TGI - {"/info"}),
     }
 )
+KEPT = frozenset({"/v1/responses"})  # what they generate is kept, and may be asked for again
 _ENGINES = re.compile(r"/v1/engines/.+/(completions|embeddings)")
 _OBJECTS = re.compile(
     r"/v1/(files|uploads|batches|responses/|threads|assistants|fine_tuning|fine-tunes|vector_stores|conversations"

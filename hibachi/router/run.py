@@ -169,14 +169,15 @@ class Router:
             log.error("the configuration was not read again: %s", e)
             return
         log.info("the configuration was read again: %d upstreams", len(self._places))
-        self._reloading = asyncio.ensure_future(self._settle())
+        self._reloading = asyncio.ensure_future(self._settle(anew=True))
 
     async def _resolve(self) -> None:
         while True:
             await asyncio.sleep(self._settings.resolve_interval)
             await self._settle()
 
-    async def _settle(self) -> None:
+    async def _settle(self, *, anew: bool = False) -> None:
+        """anew: what is known of the places may be wrong."""
         fleet = self.fleet
         async with self._settling:  # a slow look at names must not undo a reload that came after it
             before = {u.name for u in fleet.upstreams}
@@ -186,6 +187,8 @@ class Router:
             if names:
                 log.info("%s %s", words, ", ".join(sorted(names)))
         self._checks.follow()
+        for u in fleet.upstreams if anew else ():
+            self._checks.now(u)
         self._lines.changed()
 
 

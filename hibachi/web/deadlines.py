@@ -14,6 +14,7 @@ from hibachi.api.errors import Refused, body_of
 
 MOST_BYTES = 1 << 16  # of the first line and the headers of a request
 MOST_HEADERS = 128
+LEFT = "hibachi.left"  # where a request's scope has its `Left`
 LINGERING = 1.0  # seconds that a client has to read why it was refused, while it may still be sending
 
 Tell = Callable[[Refused, "tuple[str, int] | None", float], None]
@@ -55,6 +56,42 @@ def cut(receive: Any) -> None:
         transport.close()
 
 
+class Left:
+    """Tells when the client of a request has left, without a task that waits for it. flow: of uvicorn's, which must be
+    reading, or nobody notices.
+    """
+
+    def __init__(self, flow: Any) -> None:
+        self._flow, self._gone = flow, False
+        self._call: Callable[[], object] | None = None
+
+    def tell(self) -> None:
+        self._gone = True
+        if self._call is not None:
+            self._call()
+
+    def then(self, call: Callable[[], object] | None) -> None:
+        """What is called; at once, if the client has left already. None: nothing. The body must have been read."""
+        self._call = call
+        if call is not None and self._flow is not None:
+            self._flow.resume_reading()
+        if self._gone and call is not None:
+            call()
+
+
+class _Any(int):
+    """How many bytes an answer has that ends with its connection: never too many, and always enough."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _Any:
+        return self
+
+
 class Arriving(asyncio.Protocol):
     """uvicorn's protocol, with a timer that closes the connection and a bound for what it holds of the headers.
 
@@ -77,10 +114,16 @@ class Arriving(asyncio.Protocol):
         self._inner = inner
         inner.send_400_response = self._malformed
         self._answering: Any = None  # the cycle of the request that is being answered
+        self._left = Left(None)  # what hears that its client has left
         app = inner.app
 
         async def noting(scope: Any, receive: Any, send: Any) -> None:
-            self._answering = getattr(receive, "__self__", None)
+            cycle: Any = getattr(receive, "__self__", None)
+            self._answering = cycle
+            scope[LEFT] = self._left = Left(getattr(cycle, "flow", None))
+            if scope["http_version"] == "1.0" and hasattr(cycle, "chunked_encoding"):
+                # An answer without a length ends with the connection; uvicorn would send it in chunks.
+                cycle.chunked_encoding, cycle.expected_content_length = False, _Any()
             await app(scope, receive, send)
 
         inner.app = noting
@@ -117,6 +160,7 @@ class Arriving(asyncio.Protocol):
         if (cycle := self._answering) is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+            self._left.tell()
 
     def eof_received(self) -> bool | None:
         kept: bool | None = self._inner.eof_received()

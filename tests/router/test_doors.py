@@ -16,8 +16,8 @@ from hibachi.errors import HibachiError
 from hibachi.router import places, status
 from hibachi.router.upstreams import State
 
-from .conftest import BODY, ROOT, ask, eventually, routing
-from .mocks import full, of_json
+from .conftest import BODY, ROOT, ask, eventually, request, routing
+from .mocks import HANG, full, of_json
 
 KEY = b"Authorization: Bearer ours"
 
@@ -346,3 +346,15 @@ def test_the_log_has_the_id_of_the_client_and_no_secret(mock, route, caplog):
     assert line.startswith("POST /v1/completions 200 ") and f"upstream={a.url}" in line and "ttft=" in line
     assert "secret" not in caplog.text and "Emma" not in caplog.text
     assert a.requests[0][b"x-request-id"] == b"my-id"
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 3_000_000])
+def test_b20_a_client_that_leaves_after_a_body_of_any_size(mock, route, size):
+    a = mock("m", script=lambda r: [HANG])
+    router = route(a)
+    body = json.dumps({"model": "m", "prompt": "x" * size}).encode()
+    with router.wire() as wire:
+        wire.send(request("POST", "/v1/completions", body, b"Content-Type: application/json"))
+        eventually(lambda: a.running == 1)
+    assert a.requests[0].left.wait(5)
+    eventually(lambda: router.of(a).in_flight == 0)
