@@ -9,7 +9,8 @@ from typing import Any
 
 from hibachi.errors import ConfigError
 from hibachi.web import settle as shared
-from hibachi.web.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
+from hibachi.web.kinds import SWITCH, Setting, integer, seconds, size, text, texts
+from hibachi.web.settings import ADDRESS, LOG
 
 LIMIT, TIBS_LIMIT = 64, 1  # requests of an upstream at once: ours, and that of text-inference-batcher
 TABLES = ("upstream",)  # of the configuration, besides settings
@@ -44,13 +45,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
         Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
     ),
-    "address": (
-        Setting("host", text("NAME"), "127.0.0.1", "to listen on; 0.0.0.0: every network"),
-        Setting("port", integer(0, 65535), 8000, "0: any that is free"),
-        Setting("uds", text("FILE"), None, "listen on a Unix socket in place of host and port"),
-        Setting("ssl-certfile", text("FILE"), None, "serve HTTPS with this certificate"),
-        Setting("ssl-keyfile", text("FILE"), None, "its key", "in the same file"),
-    ),
+    "address": ADDRESS,
     "doors": (
         Setting("pass", texts("PATH"), None, "further paths that pass; with * at the end: all that begin so"),
         Setting("api-key", texts("KEY"), None, "who sends one may ask", "whoever the upstream takes"),
@@ -59,10 +54,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
                 "as the upstreams say; any with UPSTREAMS"),
         Setting("origin-header", SWITCH, True, "answers tell their upstream, in X-Upstream-Origin"),
     ),
-    "reports": (
-        Setting("log-format", choice("text", "json"), "text", "a line for each event, or a JSON object"),
-        Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
-    ),
+    "reports": LOG,
 }  # fmt: skip
 SETTINGS = shared.by_key(GROUPS)
 

@@ -10,6 +10,7 @@ from functools import partial
 from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.web import settle as shared
 from hibachi.web.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
+from hibachi.web.settings import ADDRESS, LOG
 
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": (
@@ -44,13 +45,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("exit-on-failure", SWITCH, False, "end with status 1 when the engine has failed, or stalls, for good"),
         Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
     ),
-    "address": (
-        Setting("host", text("NAME"), "127.0.0.1", "to listen on; 0.0.0.0: every network"),
-        Setting("port", integer(0, 65535), 8000, "0: any that is free"),
-        Setting("uds", text("FILE"), None, "listen on a Unix socket in place of host and port"),
-        Setting("ssl-certfile", text("FILE"), None, "serve HTTPS with this certificate"),
-        Setting("ssl-keyfile", text("FILE"), None, "its key", "in the same file"),
-    ),
+    "address": ADDRESS,
     "keys": (
         Setting("api-key", texts("KEY"), None, "who sends one may ask; each is a tenant of its own", "anybody may"),
         Setting("api-keys", text("FILE"), None, "a TOML file of tenants: their keys, priorities and limits"),
@@ -71,8 +66,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     ),
     "reports": (
         Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "whose names /metrics uses"),
-        Setting("log-format", choice("text", "json"), "text", "a line for each event, or a JSON object"),
-        Setting("log-level", choice("debug", "info", "warning", "error"), "info", "warning: no line for each request"),
+        *LOG,
     ),
 }  # fmt: skip
 SETTINGS = shared.by_key(GROUPS)
