@@ -17,7 +17,8 @@ from hibachi.router.client import Headers, in_words
 from hibachi.router.cors import Cors
 from hibachi.router.dialects import said
 from hibachi.router.fleet import ANY
-from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown, without_hops
+from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown
+from hibachi.router.passing import without_hops
 from hibachi.router.peek import model_of_path
 from hibachi.router.policies import Ask, at_home
 from hibachi.router.routes import KEPT, Kind, Routes

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import inf
 from typing import Any
 
 import aiohttp
@@ -21,21 +20,17 @@ from hibachi.router.client import Client, Headers, NoAnswer, is_ours, not_http, 
 from hibachi.router.fleet import Fleet
 from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.line import Lines, NoSlot, may_have
+from hibachi.router.passing import Idle, without_hops
 from hibachi.router.policies import Ask
 from hibachi.router.upstreams import State, Times, Upstream
 from hibachi.web.deadlines import cut
 from hibachi.web.exchange import Exchange
 
 log: logging.Logger = logging.getLogger("hibachi.route")
-HOP = frozenset(
-    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-     b"trailer", b"transfer-encoding", b"upgrade", b"expect")
-)  # fmt: skip
 HELD = 1 << 20  # bytes of an answer that is kept while another upstream is tried
 HELD_FOR = 1.0  # seconds for them to come
 POISON_FOR = 60.0  # seconds that a request which failed twice is not tried twice
 MOST_POISON = 4096
-LOOK = 1.0  # seconds from one look at an answer that is waited for to the next
 
 
 @dataclass(slots=True)
@@ -394,7 +389,7 @@ class Forwarder:
         await x.start(answer.status, headers)
         if first:
             await x.write(first)
-        watch = _Idle(self.patience.idle, answer)
+        watch = Idle(self.patience.idle, answer)
         try:
             while not content.at_eof():
                 watch.begins()
@@ -415,39 +410,6 @@ class Forwarder:
             watch.stop()
 
 
-class _Idle:
-    """Closes an answer for whose next byte we have waited so many seconds (0: any), or of which nothing can come any
-    more. One timer, however many bytes come.
-    """
-
-    def __init__(self, seconds: float, answer: aiohttp.ClientResponse) -> None:
-        self._seconds, self._answer = seconds or inf, answer
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-        self.over = False
-        self._timer = self._loop.call_later(min(self._seconds, LOOK), self._look)
-
-    def begins(self) -> None:
-        self._since = self._loop.time()
-
-    def ends(self) -> None:
-        self._since = None
-
-    def _look(self) -> None:
-        left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
-        # aiohttp tells nobody who waits that what came is no HTTP.
-        protocol = None if self._answer.connection is None else self._answer.connection.protocol
-        broken = protocol is not None and protocol.exception() is not None
-        if left > 0 and not broken:
-            self._timer = self._loop.call_later(min(left, LOOK), self._look)
-        else:
-            self.over = not broken
-            self._answer.close()
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-
 def unknown(model: str, models: list[str]) -> Refused:
     return Refused(
         f"No upstream found with {model[:200]}, all available models: {listed(models)}.",
@@ -460,15 +422,6 @@ def unknown(model: str, models: list[str]) -> Refused:
 def listed(models: list[str]) -> str:
     shown = ", ".join(models[:50]) or "none"
     return shown if len(models) <= 50 else f"{shown}, and {len(models) - 50} more"
-
-
-def without_hops(headers: Any) -> list[tuple[bytes, bytes]]:
-    """Without those that concern one connection (RFC 9110, 7.6.1), and those that `Connection` names."""
-    hops = HOP
-    for name, value in headers:
-        if len(name) == 10 and name.lower() == b"connection":
-            hops = hops | {word.strip().lower() for word in value.split(b",")} - {b"content-length", b"content-type"}
-    return [(name, value) for name, value in headers if name.lower() not in hops]
 
 
 def _code_of(body: bytes) -> str:

@@ -221,3 +221,35 @@ def test_who_leaves_the_configuration_ends_what_it_has():
         assert made.leaving == []
 
     run(test)
+
+
+@pytest.mark.parametrize("state", [State.UP, State.TRIED])
+def test_a_slot_that_comes_as_its_client_leaves_goes_to_the_next(state):
+    async def test():
+        made = fleet(1)
+        line = lines(made)
+        u = line.take(ASK)
+        first, second = (asyncio.ensure_future(line.wait(ASK, who, 10)) for who in "12")
+        await settled()
+        u.state = state
+        line.give_back(u)  # to the first, which does not know yet
+        first.cancel()
+        assert await second is u and u.in_flight == 1 and u.trial == (state is State.TRIED)
+        line.give_back(u)
+        assert u.in_flight == line.waiting == 0
+
+    run(test)
+
+
+def test_which_models_there_are_is_known_when_everybody_was_reached_once():
+    made = fleet(1, 1)
+    a, b = made.upstreams
+    assert made.known
+    a.state = State.ILL
+    assert made.known  # its models are still those that it had
+    b.state = State.ILL
+    assert not made.known
+    a.state, b.models = State.UP, {}
+    assert not made.known
+    b.state = State.UP
+    assert made.known  # it has none

@@ -85,6 +85,8 @@ def test_least_load_believes_what_servers_say():
     assert LeastLoad().choose(made, ASK, 0.0) is made[2]
     made[2].in_flight = 4
     assert LeastLoad().choose(made, ASK, 0.0) is made[1]
+    heavy = upstreams(0, 0, loads=(4.0, 3.0), weights=(2.0, 1.0))
+    assert LeastLoad().choose(heavy, ASK, 0.0) is heavy[0]
 
 
 def test_the_home_of_a_key_is_the_same_everywhere_and_few_move():
