@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import os
 import tempfile
@@ -10,12 +11,30 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from typing import IO, Any
 
-from hibachi.api.errors import Refused
+from hibachi.api.errors import SERVER, Refused
 from hibachi.router.peek import look
 from hibachi.web.exchange import Gone
 
+log: logging.Logger = logging.getLogger("hibachi.route")
 IN_MEMORY = 1 << 20  # bytes
 PIECE = 1 << 18  # bytes that are read of a file at once
+
+
+class Room:
+    """Bytes of bodies in files, of all requests together. looking: who unpacks or searches one, which takes memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._used = most, 0
+        self.looking = asyncio.Semaphore(2)
+
+    def take(self, size: int) -> None:
+        """Raises Refused."""
+        if self._used + size > self._most:
+            raise no_room()
+        self._used += size
+
+    def give_back(self, size: int) -> None:
+        self._used -= size
 
 
 class Body:
@@ -24,13 +43,18 @@ class Body:
     data: bytes
     size: int
 
-    def __init__(self, data: bytes = b"", file: IO[bytes] | None = None, size: int | None = None) -> None:
-        self.data, self._file = data, file
+    def __init__(
+        self, data: bytes = b"", file: IO[bytes] | None = None, size: int | None = None, room: Room | None = None
+    ) -> None:
+        self.data, self._file, self._room = data, file, room
         self.size = len(data) if size is None else size
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+        if self._room is not None:
+            self._room.give_back(self.size)
+            self._room = None
 
     def to_send(self) -> Any:
         """For aiohttp: from the beginning, as often as it is asked."""
@@ -47,14 +71,18 @@ class Body:
         assert self._file is not None
         return os.pread(self._file.fileno(), PIECE, at)  # another thread may still be reading for an attempt that ended
 
-    async def look(self, kind: bytes, encoding: bytes, text: int, *, strict: bool) -> tuple[str | None, bytes]:
+    async def look(
+        self, kind: bytes, encoding: bytes, text: int, room: Room, *, strict: bool
+    ) -> tuple[str | None, bytes]:
         """See `peek.look`."""
-        if self._file is None:
+        if self._file is None and not encoding and b"form" not in kind.lower():
             return look(self.data, kind, encoding, text=text, strict=strict)
-        return await asyncio.to_thread(self._look, kind, encoding, text, strict)
+        async with room.looking:
+            return await asyncio.to_thread(self._look, kind, encoding, text, strict)
 
     def _look(self, kind: bytes, encoding: bytes, text: int, strict: bool) -> tuple[str | None, bytes]:
-        assert self._file is not None
+        if self._file is None:
+            return look(self.data, kind, encoding, text=text, strict=strict)
         whole = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_READ)  # an error may still refer to it
         return look(whole, kind, encoding, text=text, strict=strict)
 
@@ -69,8 +97,10 @@ class Body:
         return hashed.digest()
 
 
-async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: bytes) -> Body:
-    """announced: the header Content-Length. Raises Gone, and Refused for more than `most` bytes."""
+async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: bytes, room: Room) -> Body:
+    """announced: the header Content-Length. Raises Gone, and Refused for more than `most` bytes, or where there is no
+    room.
+    """
     if announced.isdigit() and int(announced) > most:
         raise too_large(most)
     message = await receive()
@@ -78,7 +108,7 @@ async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: byte
         if len(message.get("body", b"")) > most:
             raise too_large(most)
         return Body(message.get("body", b""))
-    parts, size = list[bytes](), 0
+    parts, size, taken = list[bytes](), 0, 0
     file: IO[bytes] | None = None
     try:
         while True:
@@ -89,6 +119,9 @@ async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: byte
             size += len(part)
             if size > most:
                 raise too_large(most)
+            if size > IN_MEMORY:
+                room.take(size - taken)
+                taken = size
             if size > IN_MEMORY and sum(map(len, parts)) >= PIECE:
                 file = file or tempfile.TemporaryFile()  # noqa: SIM115  # closed with the body
                 await asyncio.to_thread(file.writelines, parts)
@@ -100,11 +133,25 @@ async def read(receive: Callable[[], Awaitable[Any]], most: int, announced: byte
             return Body(b"".join(parts))
         await asyncio.to_thread(file.writelines, parts)
         await asyncio.to_thread(file.flush)
-        return Body(file=file, size=size)
-    except BaseException:
+        return Body(file=file, size=size, room=room)
+    except BaseException as e:
         if file is not None:
             file.close()
+        room.give_back(taken)
+        if isinstance(e, OSError):
+            log.error("a body could not be written to a file: %s", e)
+            raise no_room() from e
         raise
+
+
+def no_room() -> Refused:
+    return Refused(
+        "The router has no room for this body now. Try again later.",
+        status=503,
+        kind=SERVER,
+        code="router_full",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
 
 
 def too_large(most: int) -> Refused:

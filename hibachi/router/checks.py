@@ -20,6 +20,7 @@ from hibachi.router.upstreams import State, Upstream
 log: logging.Logger = logging.getLogger("hibachi.route")
 JITTER = 0.1  # part of the time between two checks
 WHILE_ILL = 1.0  # seconds at most from one check to the next
+AT_LEAST = 0.02  # seconds between two checks, however many requests fail
 LOADS = 1.0  # seconds from one question for its load to the next
 MOST = 1 << 22  # bytes of an answer
 WAITING = re.compile(
@@ -89,6 +90,7 @@ class Checks:
                 seconds = min(seconds, WHILE_ILL)
             with suppress(TimeoutError):
                 await asyncio.wait_for(bell.wait(), seconds)
+                await asyncio.sleep(AT_LEAST)
 
     async def check(self, u: Upstream) -> None:
         state, had, why = u.state, u.models, u.why

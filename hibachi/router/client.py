@@ -14,9 +14,11 @@ from yarl import URL
 from hibachi.router.places import context_of, target
 from hibachi.router.upstreams import Place
 
-MOST_HEADERS = 1 << 18  # bytes of a header of an answer, and lines of headers at most
-MOST_LINES = 1024
-KEPT = 4.0  # seconds an idle connection is used again: uvicorn, on which many servers run, closes it after 5
+LONGEST_HEADER, MOST_LINES = 1 << 16, 256  # bytes of one header of an answer, and how many there may be
+MOST_HEAD = 1 << 18  # bytes of all
+IDLE_FOR = (
+    4.0  # seconds after which a connection is not used again: uvicorn, on which many servers run, closes it after 5
+)
 Headers = list[tuple[str, str]]
 _ODD_NAME = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
 _ODD_VALUE = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
@@ -36,19 +38,30 @@ async def _once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerTy
         raise NoAnswer(words(e)) from e
 
 
+class _Pool(aiohttp.TCPConnector):
+    """Closes an idle connection on which bytes came that nobody asked for: they would answer the next request."""
+
+    async def _get(self, *args: Any) -> Any:
+        while (connection := await super()._get(*args)) is not None:
+            if connection.protocol is not None and not connection.protocol.should_close:
+                break
+            connection.close()
+        return connection
+
+
 class Client:
     """connect: seconds to open a connection."""
 
     def __init__(self, connect: float) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEPT),
+            connector=_Pool(limit=0, limit_per_host=0, keepalive_timeout=IDLE_FOR),
             cookie_jar=aiohttp.DummyCookieJar(),  # it would hand one client's cookies to another
             auto_decompress=False,
             trust_env=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect, sock_read=None),
-            max_line_size=MOST_HEADERS,
-            max_field_size=MOST_HEADERS,
+            max_line_size=LONGEST_HEADER,
+            max_field_size=LONGEST_HEADER,
             max_headers=MOST_LINES,
             middlewares=(_once,),
         )
@@ -77,6 +90,10 @@ class Client:
         if known not in self._contexts:
             self._contexts[known] = context_of(place)
         return self._contexts[known]
+
+    def forget(self) -> None:
+        """Certificates are read again."""
+        self._contexts = {}
 
     async def close(self) -> None:
         await self._session.close()
@@ -116,7 +133,10 @@ def not_http(answer: aiohttp.ClientResponse) -> str | None:
     """Why an answer cannot be passed on: uvicorn would not send it."""
     if not 200 <= answer.status < 600:
         return f"its answer has the status {answer.status}"
+    size = 0
     for name, value in answer.raw_headers:
+        if (size := size + len(name) + len(value)) > MOST_HEAD:
+            return f"the head of its answer is longer than {MOST_HEAD} bytes"
         if _ODD_NAME.search(name) or _ODD_VALUE.search(value):
             return f"its answer has the header {name[:40]!r} with letters that no header may have"
     return None

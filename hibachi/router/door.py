@@ -12,7 +12,7 @@ from hibachi.api.answers import encode
 from hibachi.api.errors import INVALID, SERVER, Refused, as_refused
 from hibachi.router import body as bodies
 from hibachi.router.affine import FURTHEST, pieces_of
-from hibachi.router.body import Body
+from hibachi.router.body import Body, Room
 from hibachi.router.client import Headers, in_words
 from hibachi.router.cors import Cors
 from hibachi.router.dialects import said
@@ -21,7 +21,7 @@ from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown
 from hibachi.router.passing import without_hops
 from hibachi.router.peek import model_of_path
 from hibachi.router.policies import Ask, at_home
-from hibachi.router.routes import KEPT, Kind, Routes
+from hibachi.router.routes import STORED, Kind, Routes
 from hibachi.web.access import tell
 from hibachi.web.deadlines import LEFT, Left, check_headers
 from hibachi.web.exchange import Exchange, Gone
@@ -34,7 +34,9 @@ _NOT_SENT = frozenset((b"host", b"content-length"))
 
 
 class Door:
-    """own: (method, path) -> what answers it here, and whether it takes a key. sticky: a header, in small letters."""
+    """own: (method, path) -> what answers it here, and whether it takes a key. sticky: a header. most, room: bytes of a
+    body, and of all that are in files. arrival: seconds for a body to come.
+    """
 
     def __init__(
         self,
@@ -46,11 +48,13 @@ class Door:
         cors: Cors | None,
         sticky: str,
         most: int,
+        room: int,
         arrival: float | None,
     ) -> None:
         self._forwarder, self._routes, self._tenants, self._own = forwarder, routes, tenants, own
         self._fleet, self._cors, self._sticky = forwarder.fleet, cors, sticky.lower().encode()
         self._most, self._arrival = most, arrival
+        self._room = Room(room)
         self.draining = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -60,13 +64,15 @@ class Door:
         quiet, kind = False, "own"
         try:
             check_headers(scope)
-            own = self._own.get((x.method, x.path))
+            own = self._own.get(("GET" if x.method == "HEAD" else x.method, x.path))
             if self._cors is not None and (told := self._cors.preflight(x.headers, x.method)) is not None:
                 await x.start(204, told)
                 await x.write(b"", more=False)
             elif own is not None:
                 answer, keyed = own
                 quiet = not keyed
+                if self._cors is not None:
+                    x.always = self._cors.told(x.headers)
                 if keyed:
                     x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
                 await answer(x)
@@ -115,16 +121,18 @@ class Door:
             raise Refused(
                 f"Upgrade: {protocol}: other protocols do not pass.", status=501, code="upgrade_not_supported"
             )
-        x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
+        x.tenant = self._tenants.admit(_key(x))
         headers, path = self._sendable(x)
         body = await self._body(x)
         try:
             ask = await self._ask(x, kind, body)
             if body.size or b"content-length" in x.headers:
                 headers.append(("Content-Length", str(body.size)))
-            if kind is Kind.OBJECT or (ask.sticky and x.path in KEPT):
-                ask = replace(ask, only=self._its_own(x, ask))
-            job = Job(x, ask, headers, path, body, again=kind is Kind.GENERATES)
+            if kind is Kind.OBJECT or (ask.sticky and x.path in STORED):
+                own = self._its_own(x, ask)
+                if kind is Kind.OBJECT or any(u.name == own for u in self._fleet.having(ask.model)):
+                    ask = replace(ask, only=own)
+            job = Job(x, ask, headers, path, body, kind, again=kind is Kind.GENERATES)
             await self._while_here(x, self._forwarder.forward(job))
         finally:
             body.close()
@@ -132,7 +140,8 @@ class Door:
     async def _body(self, x: Exchange) -> Body:
         try:
             async with asyncio.timeout(self._arrival):
-                return await bodies.read(x.receive, self._most, x.headers.get(b"content-length", b""))
+                length = x.headers.get(b"content-length", b"")
+                return await bodies.read(x.receive, self._most, length, self._room)
         except TimeoutError:
             raise Refused(
                 f"The body did not come within {self._arrival:g} s.", status=408, code="arrival_timeout",
@@ -150,21 +159,22 @@ class Door:
                 "This request cannot be sent on: its path must be ASCII, and its headers UTF-8.", code="invalid_http"
             ) from None
         if self._tenants.keys:  # ours; an upstream has one of its own
-            headers = [(name, value) for name, value in headers if name != "authorization"]
+            headers = [(name, value) for name, value in headers if name not in ("authorization", "x-api-key")]
         return headers, path
 
     async def _ask(self, x: Exchange, kind: Kind, body: Body) -> Ask:
         """What the policy is told. Raises Refused for a model that nobody has."""
         wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is Kind.GENERATES
         model, text = model_of_path(x.path), b""
-        if body.size and (model is None or wants_text):
+        if body.size and (model is None or kind is Kind.GENERATES):
             named, text = await body.look(
                 x.headers.get(b"content-type", b""),
                 x.headers.get(b"content-encoding", b""),
                 FURTHEST if wants_text else 0,
+                self._room,
                 strict=kind is Kind.GENERATES,
             )
-            model = model or named
+            model = named or model
         fleet = self._fleet
         if model is None:
             models = fleet.models
@@ -218,3 +228,9 @@ class Door:
             raise Gone from None
         finally:
             left.then(None)
+
+
+def _key(x: Exchange) -> bytes | None:
+    """As the header Authorization has it; Anthropic's clients send theirs in one of their own."""
+    key = x.headers.get(b"x-api-key") if x.path.startswith("/v1/messages") else None
+    return x.headers.get(b"authorization") or (None if key is None else b"Bearer " + key)

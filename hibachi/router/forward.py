@@ -22,6 +22,7 @@ from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.line import Lines, NoSlot, may_have
 from hibachi.router.passing import Idle, without_hops
 from hibachi.router.policies import Ask
+from hibachi.router.routes import Kind
 from hibachi.router.upstreams import State, Times, Upstream
 from hibachi.web.deadlines import cut
 from hibachi.web.exchange import Exchange
@@ -62,7 +63,8 @@ class Job:
     headers: Headers
     path: str  # and query, as it came
     body: Body
-    again: bool  # may it be sent twice?
+    kind: Kind
+    again: bool = False  # may it be sent twice?
     tried: tuple[Upstream, ...] = ()
     faulty: list[Upstream] = field(default_factory=list)  # those that failed with it
     since: float | None = None  # nobody could be reached
@@ -72,7 +74,8 @@ class Job:
 
     def who(self) -> str:
         """Whose request it is: of the key, where there is one, else of the address."""
-        key = self.x.headers.get(b"authorization")
+        headers = self.x.headers
+        key = headers.get(b"authorization") or headers.get(b"x-api-key")
         return blake2b(key, digest_size=8).hexdigest() if key else str((self.x.client or ("",))[0])
 
 
@@ -210,8 +213,8 @@ class Forwarder:
                 return await self._fault(job, u, NoAnswer(why))
             if (done := await self._second_thoughts(job, u, answer)) is not None:
                 return done
-            u.took(loop.time() - began)
-            x.more["ttft"] = loop.time() - began
+            x.more["ttft"] = seconds = loop.time() - began
+            u.took(seconds, telling=answer.status < 400 and job.kind is Kind.GENERATES)
             if answer.status < 500:
                 self._well(u)
             u.answers[answer.status] += 1
@@ -229,6 +232,8 @@ class Forwarder:
             raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
         if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
             u.errors["first byte"] += 1
+            u.took(self.patience.slot, telling=True)
+            self._recheck(u)
             if job.held is not None:
                 await self._send_held(job, job.held)
                 return True
@@ -389,12 +394,12 @@ class Forwarder:
         await x.start(answer.status, headers)
         if first:
             await x.write(first)
-        watch = Idle(self.patience.idle, answer)
+        watch = Idle(self.patience.idle, answer, x.receive)
         try:
             while not content.at_eof():
-                watch.begins()
+                watch.reads()
                 part = await content.readany()
-                watch.ends()
+                watch.writes()
                 if content.at_eof():
                     await x.write(part, more=False)
                     return

@@ -12,6 +12,8 @@ from typing import Any
 
 from hibachi.router.upstreams import SLOWER, State, Upstream
 
+FORGETS = 0.5  # how much of its latency an upstream loses with a check, when it had no request since the one before
+
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
@@ -25,6 +27,9 @@ def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: T
     """It said in so many seconds that it has these models."""
     u.good, u.bad = u.good + 1, 0
     u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
+    if u.measured and u.used == u.used_before and not u.in_flight and u.latency is not None:
+        u.latency += FORGETS * (seconds - u.latency)  # else one that was slow once would never be tried again
+    u.used_before = u.used
     if not u.measured:
         u.latency = seconds if u.latency is None else u.latency + SLOWER * (seconds - u.latency)
     if u.state is State.NEW or (u.state is State.TRIED and not u.trial):

@@ -64,7 +64,7 @@ class Lines:
     async def wait(self, ask: Ask, who: str, seconds: float, avoid: tuple[Upstream, ...] = ()) -> Upstream:
         """A slot, as soon as there is one. Raises NoSlot."""
         loop = asyncio.get_running_loop()
-        if self.waiting >= self._most:
+        if self.waiting >= self._most and not self._displace(who):
             raise NoSlot("full")
         waiter = Waiter(ask, who, avoid, loop.time(), loop.create_future())
         waiter.timers.append(loop.call_later(seconds, waiter.refuse, "late"))
@@ -85,6 +85,18 @@ class Lines:
                 timer.cancel()
             self.waiting -= 1
             self._forget(waiter)
+
+    def _displace(self, who: str) -> bool:
+        """Somebody else's newest waiter goes, if that client has more than this one would have."""
+        of: dict[str, list[Waiter]] = {}
+        for line in self._lines.values():
+            for client, waiters in line.items():
+                of.setdefault(client, []).extend(w for w in waiters if not w.slot.done())
+        most = max(of.values(), key=len, default=[])
+        if len(most) <= len(of.get(who, ())) + 1:
+            return False
+        max(most, key=lambda w: w.came).refuse("full")
+        return True
 
     def give_back(self, u: Upstream) -> None:
         """A slot is free again; who waits for it has it at once."""

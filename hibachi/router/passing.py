@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from hibachi.web.deadlines import cut
+
 LOOK = 1.0  # seconds from one look at an answer that is waited for to the next
 HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -16,33 +18,36 @@ HOP = frozenset(
 
 
 class Idle:
-    """Closes an answer for whose next byte we have waited so many seconds (0: any), or of which nothing can come any
-    more. One timer, however many bytes come.
+    """Ends an exchange where we have waited so many seconds (0: any) for the next byte, or for the client to take one,
+    or where nothing can come any more. One timer, however many bytes come.
     """
 
-    def __init__(self, seconds: float, answer: aiohttp.ClientResponse) -> None:
-        self._seconds, self._answer = seconds or inf, answer
+    def __init__(self, seconds: float, answer: aiohttp.ClientResponse, receive: Any) -> None:
+        """receive: of the application's call."""
+        self._seconds, self._answer, self._receive = seconds or inf, answer, receive
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
+        self._since, self._reading = self._loop.time(), True
         self.over = False
         self._timer = self._loop.call_later(min(self._seconds, LOOK), self._look)
 
-    def begins(self) -> None:
-        self._since = self._loop.time()
+    def reads(self) -> None:
+        self._since, self._reading = self._loop.time(), True
 
-    def ends(self) -> None:
-        self._since = None
+    def writes(self) -> None:
+        self._since, self._reading = self._loop.time(), False
 
     def _look(self) -> None:
-        left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
+        left = self._since + self._seconds - self._loop.time()
         # aiohttp tells nobody who waits that what came is no HTTP.
         protocol = None if self._answer.connection is None else self._answer.connection.protocol
         broken = protocol is not None and protocol.exception() is not None
         if left > 0 and not broken:
             self._timer = self._loop.call_later(min(left, LOOK), self._look)
-        else:
+        elif broken or self._reading:
             self.over = not broken
             self._answer.close()
+        else:
+            cut(self._receive, unread=True)  # which is to the exchange as if the client had left
 
     def stop(self) -> None:
         self._timer.cancel()

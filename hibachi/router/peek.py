@@ -12,12 +12,17 @@ import msgspec
 
 from hibachi.api.errors import Refused
 
-MOST_UNPACKED = 1 << 26  # bytes of a compressed body that are looked at
+MOST_UNPACKED = 1 << 25  # bytes of a compressed body that are looked at
+SLICE = 1 << 18  # bytes of it that are unpacked at once
+LONGEST_HEAD = 1 << 13  # bytes of the head of a part of a form
+MOST_FIELDS = 1000
 LONGEST_FORM = 1 << 20  # bytes of a field of a form
 _ENGINES = re.compile(r"/v1/engines/(.+)/(?:completions|embeddings)")
 _MODELS = re.compile(r"/v1/models/(.+)")
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
-_MODEL_FIELD = re.compile(rb"""content-disposition:[^\r\n]*;\s*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE)
+_MODEL_FIELD = re.compile(
+    rb"""\r\ncontent-disposition:[^\r\n]*;[ \t]*name=(?:"model"|model)(?=[\s;]|$)""", re.IGNORECASE
+)
 _NOTHING = msgspec.Raw()
 Data = bytes | mmap.mmap
 
@@ -74,6 +79,7 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     model = found.model
     if model is not None and not isinstance(model, str):
         raise Refused(f"model: expected a text; got {type(model).__name__}.", param="model")
+    model = model or None
     if not text:
         return model, b""
     assert isinstance(found, _Texts)
@@ -86,7 +92,11 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
 
 
 def _of_form(body: Data) -> str | None:
-    fields = parse_qs(bytes(memoryview(body)[:LONGEST_FORM]).decode("utf-8", "replace"))
+    text = bytes(memoryview(body)[:LONGEST_FORM]).decode("utf-8", "replace")
+    try:
+        fields = parse_qs(text, max_num_fields=MOST_FIELDS)
+    except ValueError:
+        return None
     return fields["model"][-1] if "model" in fields else None
 
 
@@ -99,7 +109,7 @@ def _of_parts(body: Data, more: bytes) -> str | None:
     data = body
     at = data.find(mark)
     while at >= 0:
-        head = data.find(b"\r\n\r\n", at, at + 65536)
+        head = data.find(b"\r\n\r\n", at, at + LONGEST_HEAD)
         if head < 0:
             return None
         end = data.find(b"\r\n" + mark, head + 2)
@@ -117,15 +127,17 @@ def _unpacked(body: Data, encoding: bytes) -> bytes | None:
     bits = {b"gzip": 31, b"x-gzip": 31, b"deflate": 47}.get(encoding.strip().lower())
     if bits is None:
         return None
-    try:
-        unpacker = zlib.decompressobj(bits)
-        out = unpacker.decompress(bytes(body), MOST_UNPACKED)
-    except zlib.error:
-        return None
-    if unpacker.unconsumed_tail:
-        raise Refused(
-            f"The body is too large: unpacked it has more than {MOST_UNPACKED} bytes.",
-            status=413,
-            code="body_too_large",
-        )
-    return out
+    out, unpacker = bytearray(), zlib.decompressobj(bits)
+    with memoryview(body) as packed:
+        for at in range(0, len(packed), SLICE):
+            try:
+                out += unpacker.decompress(packed[at : at + SLICE], MOST_UNPACKED + 1 - len(out))
+            except zlib.error:
+                return None
+            if len(out) > MOST_UNPACKED:
+                raise Refused(
+                    f"The body is too large: unpacked it has more than {MOST_UNPACKED} bytes.",
+                    status=413,
+                    code="body_too_large",
+                )
+    return bytes(out)

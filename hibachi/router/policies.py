@@ -129,7 +129,7 @@ def at_home(key: bytes, among: Sequence[Upstream]) -> list[Upstream]:
 
 
 class Sticky:
-    """Requests with the same header go to the same server while it takes any; others as `LeastConnection`."""
+    """Requests with the same header go to the same server while it has a free slot; others as `LeastConnection`."""
 
     pieces = loads = False
 

@@ -51,17 +51,17 @@ _GENERATE = frozenset(
         *(TGI - {"/info"}),
     }
 )
-KEPT = frozenset({"/v1/responses"})  # what they generate is kept, and may be asked for again
+STORED = frozenset({"/v1/responses"})  # what they generate is kept, and may be asked for again
 _ENGINES = re.compile(r"/v1/engines/.+/(completions|embeddings)")
 _OBJECTS = re.compile(
     r"/v1/(files|uploads|batches|responses/|threads|assistants|fine_tuning|fine-tunes|vector_stores|conversations"
-    r"|containers|evals|videos|chat/completions/)"
+    r"|containers|evals|videos|chat/completions/|messages/batches)"
 )
-_BESIDES = frozenset({"/info", "/version", "/server_info", "/ping"})
+_BESIDES = frozenset({"/info", "/version", "/ping"})
 # What only the operator of an upstream may do, also where --pass would let it through.
 _NEVER = re.compile(
     r"(/v1)?/(metrics|debug|reset_\w+|sleep|wake_up|is_sleeping|collective_rpc|start_profile|stop_profile|pause|resume"
-    r"|load_lora_adapter|unload_lora_adapter)(/.*)?"
+    r"|load_lora_adapter|server_info|unload_lora_adapter)(/.*)?"
 )
 
 
@@ -75,7 +75,7 @@ class Routes:
     def kind(self, method: str, path: str) -> Kind | None:
         """None: it does not pass."""
         plain = normpath(path) if "//" in path or "/." in path else path  # as an upstream may understand it
-        if _NEVER.fullmatch(plain) or (plain is not path and not plain.startswith("/v1/")):
+        if "\\" in path or _NEVER.fullmatch(plain) or (plain is not path and not plain.startswith("/v1/")):
             return None
         if path in _GENERATE:
             return Kind.GENERATES if method == "POST" else Kind.OTHER
@@ -84,5 +84,5 @@ class Routes:
         if path.startswith("/v1/"):
             if method == "POST" and _ENGINES.fullmatch(path):
                 return Kind.GENERATES
-            return Kind.OBJECT if _OBJECTS.match(path) else Kind.OTHER
+            return Kind.OBJECT if _OBJECTS.match(plain) else Kind.OTHER
         return Kind.OTHER if path in _BESIDES else None

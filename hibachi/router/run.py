@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,13 +48,12 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
         log.warning("%s", remark)
     tenants, certificate, places = tenants_of(settings), certificate_of(settings), places_of(settings, os.environ)
     policy_of(settings.policy)
+    _all_descriptors()
     if settings.tib and settings.max_connections == 1:
         log.info("one request at a time for each upstream, as with text-inference-batcher; --max-connections is more")
     with bound(settings) as (listeners, url, _), ending():
         router = Router(settings, tenants, places)
-        config = config_of(
-            router, settings.arrival_timeout or None, lambda *told: tell_of_none(*told), certificate, date_header=False
-        )
+        config = config_for(router, settings, certificate)
         server = RouterServer(config, router, settings)
         # Requests leave no garbage in circles (none after 5,189), and looking for some took an eighth of the time.
         gc.collect()
@@ -65,6 +65,19 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
         except OSError as e:
             raise ConfigError(f"Cannot listen on {url}: {e.strerror or e}.") from e
     return server.status
+
+
+def config_for(router: Router, settings: SimpleNamespace, certificate: dict[str, Any]) -> Any:
+    """For uvicorn. Dates are the upstreams', and a client does not choose the address by which it waits in line."""
+    arrival = settings.arrival_timeout or None
+    return config_of(router, arrival, tell_of_none, certificate, date_header=False, proxy_headers=False)
+
+
+def _all_descriptors() -> None:
+    """A stream takes two; systems give 1,024 to who does not ask."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Router:
@@ -147,6 +160,7 @@ class Router:
             cors=cors,
             sticky=settings.sticky_header,
             most=settings.max_body_size,
+            room=max(settings.max_body_size, settings.max_bodies_size),
             arrival=settings.arrival_timeout or None,
         )
         self._checks.follow()
@@ -168,6 +182,7 @@ class Router:
         except ConfigError as e:
             log.error("the configuration was not read again: %s", e)
             return
+        self._client.forget()
         log.info("the configuration was read again: %d upstreams", len(self._places))
         self._reloading = asyncio.ensure_future(self._settle(anew=True))
 

@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("wait-for", seconds(), 5.0, "for an upstream to be ready, where none is"),
         Setting("max-queued", integer(0), 1024, "requests that may wait; further ones get 429"),
         Setting("max-body-size", size(), "256M", "of a request; what is above 1 MiB goes through a file"),
+        Setting("max-bodies-size", size(), "2G", "of all bodies in files together; further ones get 503"),
         Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
         Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
     ),

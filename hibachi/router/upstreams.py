@@ -80,6 +80,7 @@ class Upstream:
     good: int = 0  # checks in a row
     bad: int = 0
     faults: int = 0  # of requests, since the last good check
+    used_before: int = 0  # requests, at the last check
     measured: bool = False  # does `latency` come of requests?
     # For reports.
     used: int = 0
@@ -111,9 +112,11 @@ class Upstream:
         free = self.place.limit - self.in_flight
         return min(free, 1) if self.state is State.TRIED else free
 
-    def took(self, seconds: float) -> None:
-        """A request had its first byte after so long."""
+    def took(self, seconds: float, *, telling: bool = True) -> None:
+        """A request had its first byte after so long. telling: others will take as long; refusals are quick."""
         self.times.add(seconds)
+        if not telling:
+            return
         if self.latency is None or not self.measured:
             self.latency, self.measured = seconds, True
         else:

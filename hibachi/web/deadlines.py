@@ -45,13 +45,16 @@ def check_headers(scope: Any) -> None:
         raise Refused("Expected at most one header Authorization; got several.", code="invalid_http")
 
 
-def cut(receive: Any) -> None:
+def cut(receive: Any, *, unread: bool = False) -> None:
     """End the connection of an answer that cannot be ended as it should, so that the client sees that it is not whole.
 
-    receive: of the application's call.
+    receive: of the application's call. unread: without what the client has not taken yet.
     """
     cycle = getattr(receive, "__self__", None)
-    if cycle is not None and (transport := getattr(cycle, "transport", None)) is not None:
+    transport = getattr(cycle, "transport", None)
+    if cycle is not None and transport is not None and unread:
+        transport.abort()
+    elif cycle is not None and transport is not None:
         cycle.disconnected = True  # else uvicorn complains in the log of an answer without an end
         transport.close()
 

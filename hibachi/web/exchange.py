@@ -48,6 +48,7 @@ class Exchange:
         self.came: float = time.monotonic()
         self.status = 0  # of its answer
         self.record: Any = None  # what a server notes of a request for text; see `access.Told`
+        self.always: list[tuple[bytes, bytes]] = []  # headers of all answers of our own
         self.more: dict[str, Any] = {}  # what else the log says of it
         self.begun = False  # its answer
         self.done = False
@@ -107,6 +108,7 @@ class Exchange:
     async def begin(self, status: int, kind: bytes, more: dict[str, str] | None = None) -> None:
         headers = [(b"content-type", kind), (b"x-request-id", self.id.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
+        headers += self.always
         if kind == b"text/event-stream; charset=utf-8":
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await self.start(status, headers)
@@ -131,7 +133,7 @@ class Exchange:
     def blame(self, refused: Refused, error: BaseException) -> None:
         """Tell the operator what the client is not told."""
         if refused.status == 500:
-            log.error("request %s: %s %s", self.id, self.method, self.path[:200], exc_info=error)
+            log.error("request %s: %s %r", self.id, self.method, self.path[:200], exc_info=error)
 
     async def refuse(self, refused: Refused) -> None:
         await self.json(body_of(refused), refused.status, refused.headers)

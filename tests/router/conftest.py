@@ -25,12 +25,10 @@ for name in ("aiohttp", "uvicorn", "msgspec", "prometheus_client"):
     pytest.importorskip(name)
 
 from hibachi.router.places import places_of  # noqa: E402
-from hibachi.router.run import Router, RouterServer  # noqa: E402
+from hibachi.router.run import Router, RouterServer, config_for  # noqa: E402
 from hibachi.router.settings import settle  # noqa: E402
 from hibachi.router.upstreams import State, Upstream  # noqa: E402
-from hibachi.web.access import tell_of_none  # noqa: E402
 from hibachi.web.keys import tenants_of  # noqa: E402
-from hibachi.web.server import config_of  # noqa: E402
 
 from .mocks import Mock  # noqa: E402
 
@@ -305,9 +303,7 @@ def routing(
     given = {**QUICK, **flags} | ({"upstream": urls} if urls else {})
     settings = settle({key: value for key, value in given.items() if value is not None}, environment, config)
     router = Router(settings, tenants_of(settings), places_of(settings, environment))
-    serving = config_of(
-        router, settings.arrival_timeout or None, lambda *told: tell_of_none(*told), {}, date_header=False
-    )
+    serving = config_for(router, settings, {})
     server = Serving(serving, router, settings)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

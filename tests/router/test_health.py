@@ -123,11 +123,29 @@ def test_b12_latency_is_that_of_checks_until_requests_tell():
     assert u.latency == 0.2
     good(u, 0.1)
     assert u.latency == pytest.approx(0.18)
+    u.used = 1
     u.took(2.0)
     assert u.latency == 2.0
     good(u, 0.1)
     u.took(1.0)
     assert u.latency == pytest.approx(1.8)
+    u.took(0.001, telling=False)  # a refusal is quick, and says nothing
+    assert u.latency == pytest.approx(1.8) and sum(u.times.counts) == 3
+
+
+def test_who_was_slow_once_is_tried_again():
+    u = upstream(State.NEW)
+    good(u, 0.01)
+    u.used = 1
+    u.took(30.0)
+    good(u, 0.01)
+    assert u.latency == 30.0
+    for _ in range(12):  # without a request between
+        good(u, 0.01)
+    assert u.latency < 0.05
+    u.in_flight, u.latency = 1, 30.0
+    good(u, 0.01)
+    assert u.latency == 30.0  # it has one that may take as long
 
 
 @given(st.lists(st.sampled_from(["good", "bad", "failed", "answered", "put back", "drain"])))
