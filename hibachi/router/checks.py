@@ -93,18 +93,20 @@ class Checks:
                 await asyncio.sleep(AT_LEAST)
 
     async def check(self, u: Upstream) -> None:
-        state, had, why = u.state, u.models, u.why
-        began = asyncio.get_running_loop().time()
+        began, wrong, models = asyncio.get_running_loop().time(), "", None
         try:
             async with asyncio.timeout(self._within):
                 models = await self._models(u)
         except _Bad as e:
-            bad_check(u, str(e), self._limits)
+            wrong = str(e)
         except Exception as e:  # of aiohttp, of the system, of TLS
             if is_ours(e):
                 log.error("a check could not be made: %s", e)
                 return
-            bad_check(u, words(e), self._limits)
+            wrong = words(e)
+        state, had, why = u.state, u.models, u.why  # requests may have changed them meanwhile
+        if models is None:
+            bad_check(u, wrong, self._limits)
         else:
             good_check(u, models, asyncio.get_running_loop().time() - began, self._limits)
         if u.models.keys() != had.keys():

@@ -8,6 +8,8 @@ import urllib.parse
 
 import pytest
 
+from hibachi.router.upstreams import State
+
 from .conftest import BODY, eventually, request
 from .mocks import HANG, chunk, full, of_json
 
@@ -207,3 +209,23 @@ def test_a_line_of_the_log_is_a_line(mock, route, caplog, monkeypatch):
     assert router.ask(path, None).status == 500
     (told,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "\nFORGED" not in told.getMessage()
+
+
+def test_who_fails_and_is_well_again_during_one_check_serves_who_waits(mock, route, monkeypatch):
+    """It is tried before and after the check: that looked as if nothing had happened, and a free slot was given to
+    nobody until the next check."""
+    monkeypatch.setattr("hibachi.router.checks.WHILE_ILL", 60.0)
+    a = mock("m")
+    router = route(a, check_interval=60.0, wait_for=20.0, fall=1)
+    u, go = router.of(a), threading.Event()
+    a.check = lambda request: [go, of_json({"data": [{"id": "m"}]})]
+    router.call(lambda: setattr(u, "state", State.TRIED))
+    router.call(lambda: router.router._checks.now(u))
+    eventually(lambda: len(a.checks) > 1)
+    router.call(lambda: router.router.forwarder._ill(u, "it failed"))
+    asking = router.asking("/v1/completions", BODY)
+    eventually(lambda: router.waiting)
+    a.check = None
+    router.router._checks._bells[u].clear()
+    go.set()
+    assert asking.result().status == 200
