@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hibachi.router.client import Client, Headers, is_ours, words
-from hibachi.router.fleet import Fleet
+from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import Thresholds, bad_check, good_check
 from hibachi.router.upstreams import State, Upstream
 
@@ -186,7 +186,7 @@ def load_of(body: bytes, path: str) -> float | None:
 
 def _tell(u: Upstream, before: State) -> None:
     if u.takes:
-        names = ", ".join(list(u.models)[:8]) or "no models"
-        log.info("%s takes requests%s: %s", u.name, " again" if before is not State.NEW else "", names)
+        again = " again" if before is not State.NEW else ""
+        log.info("%s takes requests%s; models: %s", u.name, again, shown(list(u.models), 8))
     else:
         log.warning("%s takes no requests: %s", u.name, u.why)

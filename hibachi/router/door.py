@@ -16,8 +16,8 @@ from hibachi.router.body import Body, Room
 from hibachi.router.client import Headers, in_words
 from hibachi.router.cors import Cors
 from hibachi.router.dialects import said
-from hibachi.router.fleet import ANY
-from hibachi.router.forward import Broken, Forwarder, Job, listed, unknown
+from hibachi.router.fleet import ANY, shown
+from hibachi.router.forward import Broken, Forwarder, Job, unknown
 from hibachi.router.passing import without_hops
 from hibachi.router.peek import model_of_path
 from hibachi.router.policies import Ask, at_home
@@ -180,7 +180,7 @@ class Door:
             models = fleet.models
             if kind is Kind.GENERATES and len(models) > 1:
                 raise Refused(
-                    f"The request names no model, and there are several: {listed(models)}.",
+                    f"The request names no model, and there are several: {shown(models, 50)}.",
                     kind=INVALID, param="model", code="model_missing",
                 )  # fmt: skip
             model = models[0] if kind is Kind.GENERATES and models else ANY

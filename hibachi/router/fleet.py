@@ -89,3 +89,10 @@ class Fleet:
             return f"{only}: {(mine.why or 'it has already had it') if mine else 'it has left the configuration'}"
         found = [f"{u.name}: {u.why or 'it is ready'}" for u in self.having(model) or self.upstreams]
         return "; ".join(found[:20]) or "there are no upstreams"
+
+
+def shown(models: Sequence[str], most: int) -> str:
+    """Names for an error or the log, where an upstream says what it is called: short, and on one line."""
+    names = (name if name.isprintable() else repr(name) for name in models[:most])
+    text = ", ".join(name[:80] for name in names) or "none"
+    return text if len(models) <= most else f"{text}, and {len(models) - most} more"

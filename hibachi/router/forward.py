@@ -17,7 +17,7 @@ from hibachi.api.errors import LIMITED, SERVER, Refused
 from hibachi.router.affine import PrefixAffine
 from hibachi.router.body import Body
 from hibachi.router.client import Client, Headers, NoAnswer, is_ours, not_http, not_opened, words
-from hibachi.router.fleet import Fleet
+from hibachi.router.fleet import Fleet, shown
 from hibachi.router.health import answered, drain, failed, put_back
 from hibachi.router.line import Lines, NoSlot, may_have
 from hibachi.router.passing import Idle, without_hops
@@ -47,7 +47,10 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0: any time."""
+    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0: any time.
+
+    ready: until somebody can be reached, where nobody can.
+    """
 
     slot: float
     idle: float
@@ -67,7 +70,7 @@ class Job:
     again: bool = False  # may it be sent twice?
     tried: tuple[Upstream, ...] = ()
     faulty: list[Upstream] = field(default_factory=list)  # those that failed with it
-    since: float | None = None  # nobody could be reached
+    since: float | None = None  # when nobody could be reached, for the first time
     held: Held | None = None
     slot: Upstream | None = None  # that it has already
     poisonous: bool = False
@@ -252,7 +255,7 @@ class Forwarder:
                     status=503, kind=SERVER, code="router_full", headers={"Retry-After": "1"},
                 ) from e  # fmt: skip
             self._ill(u, why)
-            return await self._reach_another(job, u, why)
+            return await self._reach_another(job)
         u.errors["broken"] += 1
         if await self._guilty(job, u, why) and self._others(job, soon=True):
             return False
@@ -261,7 +264,7 @@ class Forwarder:
             return True
         raise Refused(f"The upstream failed: {why}.", status=502, kind=SERVER, code="upstream_failed") from e
 
-    async def _reach_another(self, job: Job, u: Upstream, why: str) -> bool:
+    async def _reach_another(self, job: Job) -> bool:
         """Nothing was sent. Where nobody else is left, somebody may be ready soon: also who was tried."""
         if self._others(job, soon=job.held is not None):
             return False
@@ -417,16 +420,11 @@ class Forwarder:
 
 def unknown(model: str, models: list[str]) -> Refused:
     return Refused(
-        f"No upstream found with {model[:200]}, all available models: {listed(models)}.",
+        f"No upstream found with {model[:200]}, all available models: {shown(models, 50)}.",
         status=404,
         param="model",
         code="model_not_found",
     )
-
-
-def listed(models: list[str]) -> str:
-    shown = ", ".join(models[:50]) or "none"
-    return shown if len(models) <= 50 else f"{shown}, and {len(models) - 50} more"
 
 
 def _code_of(body: bytes) -> str:

@@ -229,3 +229,13 @@ def test_who_fails_and_is_well_again_during_one_check_serves_who_waits(mock, rou
     router.router._checks._bells[u].clear()
     go.set()
     assert asking.result().status == 200
+
+
+def test_names_of_models_are_short_and_on_one_line(mock, route, caplog):
+    """An upstream may call its models what it likes."""
+    with caplog.at_level("INFO", "hibachi.route"):
+        router = route(mock("x" * 1_000_000, "a\nFORGED"))
+        eventually(lambda: "takes requests" in caplog.text)
+    (line,) = [r.getMessage() for r in caplog.records if "takes requests" in r.getMessage()]
+    message = router.ask("/v1/completions", b'{"model": "other"}').error["message"]
+    assert all(len(told) < 400 and "\n" not in told and "FORGED" in told for told in (line, message))
