@@ -38,11 +38,11 @@ import numpy as np
 from hibachi import Paged
 from hibachi.bench import work
 from hibachi.bench.load import report, traffic
-from hibachi.bench.load.client import Client, Url
 from hibachi.bench.load.generator import AnswerReader, Generator, Sample, run
 from hibachi.bench.load.traffic import Ask, Form
-from hibachi.bench.load.wire import BadAnswer
 from hibachi.bench.machine import CONTENDED, Watch
+from hibachi.web.client import Client, Url
+from hibachi.web.wire import BadAnswer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:;-"
 KINDS = ("own", "child")
@@ -143,7 +143,7 @@ class Server:
         """(figures, processor seconds of the server) of a run. Says so if others used the machine meanwhile."""
 
         async def inner():
-            client = Client(Url.of(self.url))
+            client = Client(Url.of(self.url), agent="hibachi-bench")
             try:
                 return await Generator(client, Form("completions", None), **options).run(asks)
             finally:
@@ -312,7 +312,7 @@ def idle(args) -> None:
 
 async def _open(one: Server, asks) -> float:
     """Opens all of them, waits until each has had some tokens, and looks at the memory."""
-    client = Client(Url.of(one.url))
+    client = Client(Url.of(one.url), agent="hibachi-bench")
     form = Form("completions", None)
     start = time.perf_counter()
     samples = [Sample(a.id, None, a.new) for a in asks]
@@ -370,7 +370,7 @@ def leak(args) -> None:
 
 
 async def _hang_up(one: Server, n: int, seed: int) -> tuple[int, int]:
-    client, form, rng = Client(Url.of(one.url)), Form("completions", None), random.Random(seed)
+    client, form, rng = Client(Url.of(one.url), agent="hibachi-bench"), Form("completions", None), random.Random(seed)
     places, start = asyncio.Semaphore(64), time.perf_counter()
     done = hung = 0
 

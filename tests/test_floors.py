@@ -37,6 +37,7 @@ RULES = {
     "hibachi/shapes.py": Rule("errors", third_party=""),
     "hibachi/named.py": Rule("errors", third_party=""),
     "hibachi/cachefolder.py": Rule("", third_party=""),
+    "hibachi/settings": Rule("errors settings", third_party=""),
     "hibachi/kernels": Rule("errors cachefolder kernels"),
     "hibachi/tensor": Rule(
         "errors installed named shapes kernels tensor", third_party="numpy array_api_compat typing_extensions"
@@ -53,25 +54,27 @@ RULES = {
     "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
     "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
     "hibachi/lm": Rule(f"{BATCH} tune lm"),
-    "hibachi/remote": Rule(f"{BATCH} tune lm remote"),
+    "hibachi/remote": Rule(f"{BATCH} settings tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
     "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request streams model api", third_party="msgspec"),
-    "hibachi/web": Rule("errors api web", third_party="uvicorn", not_std=""),
+    "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
-        f"{BATCH} lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+        f"{BATCH} settings lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
     ),
     "hibachi/router": Rule(
-        "errors installed api web router", third_party="aiohttp msgspec prometheus_client uvicorn yarl", not_std=""
+        "errors installed settings api web router",
+        third_party="aiohttp msgspec prometheus_client uvicorn yarl",
+        not_std="",
     ),
-    "hibachi/bench": Rule(f"{BATCH} tune lm remote sim bench", third_party="numpy uvloop"),
+    "hibachi/bench": Rule(f"{BATCH} tune lm remote web sim bench", third_party="numpy uvloop"),
     # One script for each engine, in a process of its own that has it.
     "hibachi/bench/engines/peers": Rule(
         "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BATCH} tune lm remote api web serve router sim bench testing verify cli"),
+    "hibachi/cli": Rule(f"{BATCH} settings tune lm remote api web serve router sim bench testing verify cli"),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule(
         "errors shapes kernels tensor decode model",

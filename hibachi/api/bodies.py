@@ -174,27 +174,42 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """Raises Refused, which names the field."""
+    """Of JSON. Raises Refused, which names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
-        text = str(e)
-        at = _AT.search(text)
-        place = at[1] if at else None
-        what = text[: at.start()] if at else text
-        if unknown := _UNKNOWN.search(what):
-            own = unknown[1][:MOST_SHOWN]
-            name = f"{place}.{own}" if place else own
-            raise Refused(
-                f"Unknown field: {name}. This server has none of that name here; docs/serving.md lists them.",
-                param=name,
-                code="unknown_parameter",
-            ) from None
-        if missing := re.search(r"missing required field `(.*)`", what):
-            name = f"{place}.{missing[1]}" if place else missing[1]
-            raise Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter") from None
-        raise Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type") from None
+        raise _refused(e) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
         raise Refused("The body is nested too deep.", code="invalid_json") from None
+
+
+def taken(kind: type[T], value: Any) -> T:
+    """Of what JSON was read as: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
+
+    Where a field may hold anything, the record holds what was given, not a copy.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise _refused(e) from None
+
+
+def _refused(error: msgspec.ValidationError) -> Refused:
+    text = str(error)
+    at = _AT.search(text)
+    place = at[1] if at else None
+    what = text[: at.start()] if at else text
+    if unknown := _UNKNOWN.search(what):
+        own = unknown[1][:MOST_SHOWN]
+        name = f"{place}.{own}" if place else own
+        return Refused(
+            f"Unknown field: {name}. This server has none of that name here; docs/serving.md lists them.",
+            param=name,
+            code="unknown_parameter",
+        )
+    if missing := re.search(r"missing required field `(.*)`", what):
+        name = f"{place}.{missing[1]}" if place else missing[1]
+        return Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter")
+    return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")

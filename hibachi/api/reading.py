@@ -1,8 +1,9 @@
-"""What a request says becomes token ids, which are checked. Long texts are read beside the event loop."""
+"""What a request says becomes token ids, which are checked. Beside an event loop, long texts are read in threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hibachi.api.conversation import rendered
@@ -45,36 +46,58 @@ class Reading:
                 f"for at most {longest - n}."
             )
 
+    # ---- beside an event loop ------------------------------------------------------------------------------------
+
     async def encode(
         self, prompts: Sequence[Any], param: str, tenant: str = "", *, special: bool = True
     ) -> list[list[int]]:
         """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
-        for prompt in prompts:  # all of them, before any is read
-            if isinstance(prompt, str):
-                self.prompts.check_text(prompt)
-            else:
-                self.check_length(prompt, None)
-                self.check_ids(prompt, param)
-        texts = [p for p in prompts if isinstance(p, str)]
-        found = iter(await self.tokens(texts, special, tenant))
-        ids = [next(found) if isinstance(p, str) else list(p) for p in prompts]
-        if not all(ids):
-            raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
-        return ids
+        self._check(prompts, param)
+        return _filled(prompts, await self.tokens(_texts(prompts), special, tenant), param)
 
     async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
         """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
-        tokenizer = self.prompts.tokenizer
-
-        def work() -> list[list[int]]:
-            return [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-
-        return await self._tokenizing.run(sum(map(len, texts)), work, tenant)
+        return await self._tokenizing.run(sum(map(len, texts)), partial(self._cut, texts, special), tenant)
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tenant: str = ""
     ) -> list[int]:
         """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        text = await self._tokenizing.aside(self._rendering(messages, variables), tenant)
+        self.prompts.check_text(text)
+        [ids] = await self.tokens([text], False, tenant)
+        return _said(ids)
+
+    # ---- here and now, where nobody else waits -------------------------------------------------------------------
+
+    def encode_now(self, prompts: Sequence[Any], param: str, *, special: bool = True) -> list[list[int]]:
+        """As `encode`."""
+        self._check(prompts, param)
+        return _filled(prompts, self._cut(_texts(prompts), special), param)
+
+    def render_now(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        """As `render`."""
+        text = self._rendering(messages, variables)()
+        self.prompts.check_text(text)
+        [ids] = self._cut([text], False)
+        return _said(ids)
+
+    # ---- what both do --------------------------------------------------------------------------------------------
+
+    def _check(self, prompts: Sequence[Any], param: str) -> None:
+        """All of them, before any is read."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.prompts.check_text(prompt)
+            else:
+                self.check_length(prompt, None)
+                self.check_ids(prompt, param)
+
+    def _cut(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        return [self.prompts.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+    def _rendering(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Callable[[], str]:
+        """A call that makes the text of a conversation. Raises Refused if there is no template for it."""
         tokenizer = self.prompts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
             raise Refused(
@@ -85,13 +108,23 @@ class Reading:
             )
         more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
+        return lambda: rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
 
-        def work() -> str:
-            return rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
 
-        text = await self._tokenizing.aside(work, tenant)
-        self.prompts.check_text(text)
-        [ids] = await self.tokens([text], False, tenant)
-        if not ids:
-            raise Refused("The conversation is empty.", param="messages", code="empty_array")
-        return ids
+def _texts(prompts: Sequence[Any]) -> list[str]:
+    return [p for p in prompts if isinstance(p, str)]
+
+
+def _filled(prompts: Sequence[Any], found: Sequence[list[int]], param: str) -> list[list[int]]:
+    """The ids of all prompts. found: of those that are texts. Raises Refused if any has none."""
+    next_ = iter(found)
+    ids = [next(next_) if isinstance(p, str) else list(p) for p in prompts]
+    if not all(ids):
+        raise Refused(f"{param} is empty: it must hold at least one token.", param=param, code="empty_string")
+    return ids
+
+
+def _said(ids: list[int]) -> list[int]:
+    if not ids:
+        raise Refused("The conversation is empty.", param="messages", code="empty_array")
+    return ids

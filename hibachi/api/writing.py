@@ -26,7 +26,11 @@ from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, Te
 
 
 class Writer:
-    """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued."""
+    """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
+
+    id: behind the prefix, if the request names none; None: random. created: Unix time in seconds; None: now. cached:
+    tell how many tokens were found in the cache, which depends on who else was there.
+    """
 
     asked: Asked
     name: str
@@ -36,9 +40,21 @@ class Writer:
 
     prefix = object = ""
 
-    def __init__(self, asked: Asked, name: str, vocabulary: Vocabulary, numerics: str | None = None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        name: str,
+        vocabulary: Vocabulary,
+        numerics: str | None = None,
+        *,
+        id: str | None = None,
+        created: int | None = None,
+        cached: bool = True,
+    ) -> None:
         self.asked, self.name, self.vocabulary, self.numerics = asked, name, vocabulary, numerics
-        self.id, self.created = f"{self.prefix}-{asked.id or secrets.token_hex(12)}", int(time.time())
+        self.id = f"{self.prefix}-{asked.id or id or secrets.token_hex(12)}"
+        self.created = int(time.time()) if created is None else created
+        self.cached = cached
         self.streams: list[TextStream] = []
         self.ids: list[list[int]] = []
         self._lengths: dict[int, int] = {}  # characters written, by choice
@@ -47,7 +63,7 @@ class Writer:
     def usage(self) -> Usage:
         """Of what has been read so far."""
         new = sum(len(c.token_ids) for s in self.streams for c in s.choices)
-        cached = sum(s.tokens.reused for s in self.streams)
+        cached = sum(s.tokens.reused for s in self.streams) if self.cached else None
         return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached)
 
     def prompt_of(self, index: int) -> int:

@@ -15,12 +15,12 @@ from typing import Any
 from hibachi.bench import work
 from hibachi.bench.engines.figures import Slo
 from hibachi.bench.load import report, traffic
-from hibachi.bench.load.client import Client, Url
 from hibachi.bench.load.generator import Generator, Loaded, Sample, check, model_of, run
 from hibachi.bench.load.traffic import Ask, Form
 from hibachi.bench.machine import cores, machine
 from hibachi.sim.plot import check_format
 from hibachi.sim.trace import read_trace
+from hibachi.web.client import Client, Url
 
 KEY = "HIBACHI_API_KEY"
 _LONGEST_RANDOM = 100  # requests, where nothing says how many
@@ -136,7 +136,7 @@ def _asks(args: argparse.Namespace) -> Iterator[Ask]:
 
 async def _drive(args: argparse.Namespace, asks: Iterator[Ask]) -> tuple[Loaded, str | None]:
     key = args.api_key or os.environ.get(KEY)
-    client = Client(Url.of(args.url), {"Authorization": f"Bearer {key}"} if key else {})
+    client = Client(Url.of(args.url), {"Authorization": f"Bearer {key}"} if key else {}, agent="hibachi-bench")
     try:
         model = args.model or await model_of(client)
         form = Form(

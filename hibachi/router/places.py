@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from hibachi.errors import ConfigError
 from hibachi.router.upstreams import Place
-from hibachi.web.settle import read_toml
+from hibachi.settings.settle import read_toml
 
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _FIELDS = {

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.web import settle as shared
-from hibachi.web.kinds import SWITCH, Setting, integer, seconds, size, text, texts
+from hibachi.settings import settle as shared
+from hibachi.settings.kinds import SWITCH, Setting, integer, seconds, size, text, texts
 from hibachi.web.settings import ADDRESS, LOG
 
 LIMIT, TIBS_LIMIT = 64, 1  # requests of an upstream at once: ours, and that of text-inference-batcher
@@ -64,7 +64,7 @@ table = partial(shared.table, SETTINGS)
 
 
 def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None = None) -> SimpleNamespace:
-    """See `hibachi.web.settle`. With UPSTREAMS in the environment, defaults are those of text-inference-batcher.
+    """See `hibachi.settings.settle`. With UPSTREAMS in the environment, defaults are those of text-inference-batcher.
 
     `tib`: is that so? `config`: the file. Raises ConfigError.
     """

@@ -10,7 +10,8 @@ from contextlib import closing
 from types import SimpleNamespace
 
 from hibachi.errors import ConfigError
-from hibachi.serve.load_model import about, opened
+from hibachi.remote.opening import about
+from hibachi.serve.load_model import opened
 from hibachi.web.address import bound
 from hibachi.web.certificate import certificate_of
 from hibachi.web.keys import tenants_of

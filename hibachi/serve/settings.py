@@ -7,38 +7,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from hibachi.lm.llm import QUANTIZATIONS
-from hibachi.web import settle as shared
-from hibachi.web.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
+from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.settings import settle as shared
+from hibachi.settings.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
 from hibachi.web.settings import ADDRESS, LOG
 
+_MODEL, *_OTHERS = MODEL
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": (
-        Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
+        _MODEL,
         Setting("served-model-name", texts("NAME"), None, "names that requests may call it", "as --model says"),
-        Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another", "numpy"),
-        Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
-        Setting("dtype", text("NAME"), None, "to compute in", "the checkpoint's, else float32"),
-        Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),
-        Setting("autotune", text("S"), None, "seconds to time kernels of the same bits, with --kernels of any: 1s,"
-                " full, off", "off"),
-        Setting("kernels", text("FILE"), None, "take the kernels that a file names; with --autotune: write it",
-                "by rule"),
-        Setting("deterministic", SWITCH, None, "the same bits whoever shares the batch", "wherever kernels load"),
-        Setting("max-model-len", integer(2), None, "most tokens of a request, prompt included", "the model's"),
-        Setting("generation-config", text("auto|vllm|PATH"), "auto", "defaults of sampling: the model's, none, or of"
-                " another folder"),
-        Setting("chat-template", text("T"), None, "a file, the name of one of the model's, or Jinja source",
-                "the model's"),
+        *_OTHERS,
         Setting("seed", integer(0), None, "of requests that bring none", "random"),
     ),
     "engine": (
         Setting("engine", choice("child", "own"), "child", "where it runs: a process of its own, or the server's"),
-        Setting("max-num-seqs", integer(1), 64, "requests that run at once"),
-        Setting("max-num-batched-tokens", integer(1), 2048, "tokens computed in a step"),
-        Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
-        Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
-        Setting("enable-prefix-caching", SWITCH, True, "requests share what they have in common at the beginning"),
+        *ENGINE,
         Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, shares, waiting-served, or another",
                 "shares with several keys, else priority"),
         Setting("restart", SWITCH, False, "begin again when the engine dies, fails or stalls, or its device is lost"),

@@ -1,1 +1,1 @@
-"""What servers share that knows no engine: exchanges and their log, deadlines, addresses, signals, tenants and keys."""
+"""What servers share that knows no engine: exchanges, their log, deadlines, addresses, signals, tenants; a client."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hibachi.web.kinds import Setting, choice, integer, text
+from hibachi.settings.kinds import Setting, choice, integer, text
 
 ADDRESS = (
     Setting("host", text("NAME"), "127.0.0.1", "to listen on; 0.0.0.0: every network"),

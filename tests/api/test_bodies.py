@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import UNSET
 
@@ -18,6 +19,7 @@ from hibachi.api.bodies import (
     StreamOptions,
     TokenizeBody,
     read,
+    taken,
 )
 from hibachi.api.errors import Refused
 
@@ -171,6 +173,10 @@ def refused(kind, body):
         read(kind, body)
     error = caught.value
     assert (error.status, error.kind, error.headers) == (400, "invalid_request_error", {})
+    if error.code != "invalid_json":
+        with pytest.raises(Refused) as caught:
+            taken(kind, json.loads(body))
+        assert vars(caught.value) == vars(error) and str(caught.value) == str(error)
     return str(error), error.param, error.code
 
 
@@ -193,6 +199,7 @@ def test_what_a_field_may_say(kind, field, known):
     for text, value in known.items():
         found = getattr(read(kind, with_field(kind, field, text)), field)
         assert found == value and type(found) is type(value), text
+        assert taken(kind, json.loads(with_field(kind, field, text))) == read(kind, with_field(kind, field, text))
 
 
 @pytest.mark.parametrize("kind, field, default", each(lambda known, default: default))
@@ -279,6 +286,19 @@ def test_a_body_that_is_nested_too_deep():
     for part in ("[", '{"a":'):
         body = f'{{"prompt": "a", "user": {part * 50_000}'.encode()
         assert refused(CompletionBody, body) == ("The body is nested too deep.", None, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"prompt": b"a"}, "prompt: Expected `str | array`, got `bytes`."),
+        ({"prompt": "a", "n": np.int64(2)}, "n: Expected `int | null`, got `numpy.int64`."),
+    ],
+)
+def test_a_record_of_what_json_does_not_have(value, message):
+    with pytest.raises(Refused) as caught:
+        taken(CompletionBody, value)
+    assert str(caught.value) == message
 
 
 def test_what_a_request_may_ask_for_unless_the_server_says_otherwise():

@@ -15,13 +15,13 @@ import pytest
 from hibachi.bench import work
 from hibachi.bench.engines.figures import Slo
 from hibachi.bench.load import report, traffic
-from hibachi.bench.load.client import Client, Unreachable, Url
 from hibachi.bench.load.generator import Generator, check, model_of
 from hibachi.bench.load.traffic import Ask, Form
-from hibachi.bench.load.wire import BadAnswer, Events, Response
 from hibachi.cli import main
 from hibachi.errors import ConfigError
 from hibachi.sim.trace import read_trace
+from hibachi.web.client import Client, Unreachable, Url
+from hibachi.web.wire import BadAnswer, Events, Response
 
 
 def splits(data, seed):
@@ -338,6 +338,26 @@ def test_errors_by_kind(answer, kind, message):
     of = report.figures(loaded, Slo())
     assert of["ok"] == 0 and of["rejected"] + of["failed"] == 2 and of["goodput"] == 0
     assert kind.split(" (")[0] in report.text(of)
+
+
+def test_the_client_says_who_it_is():
+    async def inner(**options):
+        heads = []
+
+        async def answer(reader, writer):
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = Client(Url.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), {"X-A": "b"}, **options)
+        await client.get("/")
+        await client.close()
+        server.close()
+        return heads[0].decode()
+
+    assert "\r\nUser-Agent: hibachi\r\nX-A: b\r\n" in asyncio.run(inner())
+    assert "\r\nUser-Agent: mine\r\n" in asyncio.run(inner(agent="mine"))
 
 
 def test_no_server_is_an_error_of_its_own():

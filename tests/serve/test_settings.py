@@ -11,11 +11,12 @@ import pytest
 from hibachi.cli import main
 from hibachi.cli.main import parser
 from hibachi.errors import ConfigError
+from hibachi.remote.opening import engine_options
 from hibachi.request import SamplingParams
 from hibachi.serve import load_model as opening
 from hibachi.serve.settings import GROUPS, SETTINGS, misspelled, settle
+from hibachi.settings.kinds import SWITCH
 from hibachi.web.keys import tenants_of
-from hibachi.web.kinds import SWITCH
 from hibachi.web.tenants import Tenant
 
 ROOT = Path(__file__).parents[2]
@@ -286,8 +287,7 @@ def test_a_wrong_file_of_keys_is_explained(tmp_path, text, message):
 def test_settings_become_options_of_the_engine():
     every = settle({key: text.split() if SETTINGS[key].kind.many else text for key, (text, _) in GIVEN.items()}, {})
     tenants = tenants_of(settings(api_key=["a", "b"]))
-    options = opening.options(every, tenants)
-    assert options == dict(
+    assert engine_options(every) | opening.options(every, tenants) == dict(
         backend="torch",
         device="cuda:1",
         dtype="bfloat16",
@@ -307,8 +307,9 @@ def test_settings_become_options_of_the_engine():
         restart="on_failure",
         stall_after=2.5,
     )
-    child = opening.options(settings(restart=True, stall_after="0", pause_after="0"), tenants)
-    assert child["restart"] == "on_failure" and child["stall_after"] is None and "pause_after" not in child
+    child = opening.options(settings(restart=True, pause_after="0"), tenants)
+    assert child["restart"] == "on_failure" and "pause_after" not in child
+    assert engine_options(settings(stall_after="0"))["stall_after"] is None
     assert child["policy"] == "shares"
     assert "policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from hibachi.bench.load.client import Client, Unreachable
 from hibachi.bench.load.traffic import Ask, Form
-from hibachi.bench.load.wire import BadAnswer, Events, Response
 from hibachi.errors import ConfigError
+from hibachi.web.client import Client, Unreachable
+from hibachi.web.wire import BadAnswer, Events, Response
 
 REJECTED, CUT, INTERRUPTED = "rejected (429)", "cut off", "interrupted"
 _AHEAD = 1000  # bodies that are made before the start, so that making them is no part of it

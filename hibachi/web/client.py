@@ -1,4 +1,4 @@
-"""A light HTTP client for one server: requests in JSON, answers as they come. A load generator must cost little."""
+"""A light HTTP client for one server: requests in JSON, answers as they come. It must cost little."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from hibachi.bench.load.wire import BadAnswer, Response
 from hibachi.errors import ConfigError
+from hibachi.web.wire import BadAnswer, Response
 
 _URL = re.compile(r"(https?)://(\[[0-9a-fA-F:.]+\]|[^/:@\s\[\]?#]+)(?::(\d{1,5}))?(/[^\s?#]*)?")
 Take = Callable[[Response, bytes, float], None]
@@ -118,18 +118,25 @@ class Connection(asyncio.Protocol):
 class Client:
     """Requests to one server, over as many connections as there are requests at a time; they are kept for the next.
 
-    headers: sent with each request. Close it by `close`.
+    headers: sent with each request. agent: what it calls itself. connect_timeout: seconds. Close it by `close`.
     """
 
     made: int
     url: Url
 
-    def __init__(self, url: Url, headers: Mapping[str, str] | None = None, *, connect_timeout: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: Url,
+        headers: Mapping[str, str] | None = None,
+        *,
+        agent: str = "hibachi",
+        connect_timeout: float = 30.0,
+    ) -> None:
         self.url, self._timeout = url, connect_timeout
         more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         if more.count("\r\n") != len(headers or {}) or not more.isascii():
             raise ConfigError("A header, such as the API key, must be plain ASCII on one line.")
-        self._common = f"Host: {url.authority}\r\nAccept: */*\r\nUser-Agent: hibachi-bench\r\n{more}"
+        self._common = f"Host: {url.authority}\r\nAccept: */*\r\nUser-Agent: {agent}\r\n{more}"
         self._free: list[Connection] = []
         self.made = 0  # connections
 

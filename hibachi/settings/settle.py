@@ -1,4 +1,4 @@
-"""What the settings of a server are worth: flags, then the environment, then a TOML file, then defaults."""
+"""What settings are worth: flags, then the environment, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.web.kinds import PREFIX, SWITCH, Setting
+from hibachi.settings.kinds import PREFIX, SWITCH, Setting
 
 Settings = Mapping[str, Setting]  # by their keys
 Groups = Mapping[str, tuple[Setting, ...]]  # by the titles that --help shows

@@ -1,0 +1,127 @@
+"""From settings to a language model that is ready: its engine, what it answers by default, and its first tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
+from hibachi.lm.own import is_own, open_texts
+from hibachi.lm.texts import Texts
+from hibachi.model.generation import generation_defaults
+from hibachi.remote.llm import RemoteLLM
+from hibachi.request import SamplingParams
+
+log: logging.Logger = logging.getLogger("hibachi.remote")
+
+
+def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts, str | None]:
+    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source.
+
+    settings: of `MODEL` and `ENGINE` (hibachi/remote/settings.py), `engine` and `stall_after`. more: options as
+    `open_texts` takes them. What can be wrong in the settings alone is found before the model is loaded.
+
+    Raises what making a model raises, and ConfigError.
+    """
+    template, defaults = _template(settings.chat_template), _defaults(settings.generation_config)
+    make = RemoteLLM if settings.engine == "child" else open_texts
+    texts = make(settings.model, **engine_options(settings), **more)
+    try:
+        if template is not None and "{" not in template and template not in texts.tokenizer.chat_templates:
+            known = ", ".join(texts.tokenizer.chat_templates) or "none"
+            raise ConfigError(
+                f"--chat-template {settings.chat_template}: expected a file, Jinja source, or the name of one of the "
+                f"model's templates, of which there are: {known}."
+            )
+        if defaults is not None:
+            texts.default_params = defaults
+        _warm(texts, template)
+    except BaseException:
+        texts.close()
+        raise
+    return texts, template
+
+
+def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
+    """What settings say, as options of `open_texts` and `RemoteLLM`; what was not decided is left out."""
+    found = dict(
+        backend=settings.backend,
+        device=settings.device,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        autotune=None if is_own(settings.model) else settings.autotune,  # it has no kernels to choose from
+        kernels=settings.kernels,
+        deterministic=settings.deterministic,
+        max_model_len=settings.max_model_len,
+        max_batch_size=settings.max_num_seqs,
+        max_batch_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        cache_bytes=settings.kv_cache_memory_bytes,
+        prefix_cache=settings.enable_prefix_caching,
+    )
+    return {name: value for name, value in found.items() if value is not None} | {
+        "stall_after": settings.stall_after or None
+    }
+
+
+def about(texts: Texts) -> str:
+    """The engine in a few words."""
+    engine = texts.engine
+    facts = engine.facts
+    library, device, *_ = facts.fingerprint.split("; ")
+    same = "deterministic" if facts.deterministic else "not deterministic"
+    where = "this process" if engine.pid is None else f"process {engine.pid}"
+    return f"{library} on {device}, {facts.dtype}, {same}; engine in {where}"
+
+
+def _warm(texts: Texts, template: str | None) -> None:
+    """The first tokens, so that no request waits for what is made once. Raises EngineError, and ConfigError."""
+    try:
+        texts.generate([[0]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    except EngineError:
+        raise
+    except HibachiError as e:  # a model of one's own may want longer prompts
+        log.warning("the model was tried with the prompt [0], and failed: %s", e)
+    getattr(texts.tokenizer, "fewest_tokens", len)("a")  # it finds out how long tokens are, once
+    if template is None and not texts.tokenizer.chat_templates:
+        return
+    more = {} if template is None else {"chat_template": template}
+    try:
+        texts.tokenizer.render_chat([{"role": "user", "content": "Hello"}], **more)
+    except InvalidRequest as e:  # it may be a template that wants more
+        log.warning("the chat template was tried with a greeting, and failed: %s", e)
+    except InvalidModelFiles as e:
+        if template is not None:
+            raise ConfigError(f"--chat-template: {e}") from e
+        log.warning("%s", e)
+
+
+def _template(given: str | None) -> str | None:
+    """What a file of that name holds; else as it is: a name, or Jinja source. Raises ConfigError."""
+    if given is None or "{" in given:
+        return given
+    file = Path(given)
+    try:
+        if file.is_file():
+            return file.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--chat-template {given}: {e}.") from e
+    if "/" in given or file.suffix:
+        raise ConfigError(f"--chat-template {given}: there is no such file.")
+    return given
+
+
+def _defaults(which: str) -> SamplingParams | None:
+    """Of requests that do not say how to sample; None: as the model's files say. Raises ConfigError."""
+    if which == "auto":
+        return None
+    if which == "vllm":
+        return SamplingParams()
+    folder = Path(which).parent if Path(which).name == "generation_config.json" else Path(which)
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--generation-config {which}: expected auto, vllm, or a folder with a generation_config.json."
+        )
+    return SamplingParams(**generation_defaults(folder))
