@@ -23,6 +23,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.plan.policies import SHIPPED, policy_of
 from hibachi.plan.policy import Policy
+from hibachi.sim.feed import ORDERS, WINDOW
 from hibachi.sim.plot import check_format, plot, seconds
 from hibachi.sim.simulate import Run, Setup, simulate
 from hibachi.sim.steptime import StepTime, read_step_time
@@ -77,6 +78,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group("--reserve-all", action="store_true", help="blocks for prompt and answer from the start")
     group("--no-prefix-cache", action="store_true", help="prefixes are not shared")
     group("--step-time", metavar="FILE", help="from `hibachi bench fit` (default: an 8B model on a large GPU)")
+    group = parser.add_argument_group("a run offline").add_argument
+    group("--order", choices=ORDERS, help="all requests are there at the start, and start in this order")
+    group("--window", type=int, metavar="N", help=f"composed out of the next N (default: {WINDOW:,})")
     add("--json", metavar="FILE", help="write all figures")
     add("--plot", metavar="FILE", help="draw a picture, .png or .svg (extra: plot)")
 
@@ -101,14 +105,17 @@ def run(args: argparse.Namespace) -> int:
             prefill=args.prefill,
             reserve_all=args.reserve_all,
             cache=not args.no_prefix_cache,
+            order=args.order,
+            window=WINDOW if args.window is None else args.window,
         )
         for policy, rows, blocks in product(policies, args.rows, args.blocks)
     ]
     for setup in setups:
         setup.limits(trace)
-    span = float(trace.arrival[-1]) / 1e12
+    span = 0.0 if args.order else float(trace.arrival[-1]) / 1e12
+    when = f"at once, order {args.order}" if args.order else f"in {seconds(span)}"
     print(
-        f"{trace.name}: {len(trace):,} requests in {seconds(span)}, {int(trace.prompt.sum()):,} tokens of prompts, "
+        f"{trace.name}: {len(trace):,} requests {when}, {int(trace.prompt.sum()):,} tokens of prompts, "
         f"{int(trace.output.sum()):,} of answers\n"
     )
     print(_line([head for head, _ in _COLUMNS]))
@@ -137,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace) -> Trace:
     """The trace that the arguments name, changed as they say."""
+    if args.window is not None and args.order != "composed":
+        args.parser.error("--window goes with --order composed")
     if (args.trace is None) == (args.synthetic is None):
         args.parser.error("give a TRACE or --synthetic N")
     for name, least in (("requests", 1), ("repeat", 1), ("tenants", 1), ("priorities", 1), ("synthetic", 1)):

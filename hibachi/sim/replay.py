@@ -16,6 +16,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import Sent, StepPlan
 from hibachi.plan.stretch import Stretch, look_ahead
+from hibachi.sim.feed import Arrivals, Feed
 from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
@@ -77,27 +78,27 @@ class Replay:
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
-    def run(self, fast: bool = True) -> SimOutcome:
+    def run(self, fast: bool = True, feed: Feed | None = None) -> SimOutcome:
         """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
+        feed: says which requests come when (None: as the trace does).
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.
         """
         trace, scheduler, outcome = self.trace, self.scheduler, self.outcome
-        arrival = [*trace.arrival.tolist(), math.inf]
-        n, i, clock = len(trace), 0, 0
+        feed = feed or Arrivals(trace)
+        clock = 0
         while True:
-            while arrival[i] <= clock:
+            while (i := feed.take(clock, scheduler.waiting + scheduler.running)) is not None:
                 self._add(i)
-                i += 1
             if fast and self._each == 1 and (stretch := look_ahead(scheduler)):
-                clock = self._stretch(stretch, clock, arrival[i])
+                clock = self._stretch(stretch, clock, feed.next)
                 continue
             self._suspend(scheduler.make_room())
             plan = scheduler.schedule(clock / PICOSECONDS)
             if plan is not None:
                 clock = self._step(plan, clock)
-            elif i < n:
-                clock = arrival[i]
+            elif feed.next < math.inf:
+                clock = int(feed.next)
             elif scheduler.waiting or scheduler.running:
                 raise InvalidTrace(
                     f"{trace.name}: the policy lets none of {scheduler.waiting} waiting requests in while "

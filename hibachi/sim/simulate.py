@@ -13,6 +13,7 @@ from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
+from hibachi.sim.feed import ORDERS, WINDOW, Offline
 from hibachi.sim.outcome import NEVER, SimOutcome
 from hibachi.sim.replay import Replay
 from hibachi.sim.steptime import StepTime
@@ -20,6 +21,7 @@ from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
 
 PERCENTILES = (50, 90, 95, 99)
 BINS = 300  # of what is shown over time
+_COUNTS = ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill", "each", "window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class Setup:
     rows: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short (and
     without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_len: tokens of a
     request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share prefixes.
-    each: tokens that a row gets in a step.
+    each: tokens that a row gets in a step. order: None: requests come when the trace says; "file" or "composed": a run
+    offline, to which all are there at the start and which hands at most 2 x rows to the scheduler at a time, in the
+    order of the file, or as a `Composer` takes them from a rolling window of `window`.
     """
 
     policy: str = "fcfs"
@@ -44,13 +48,17 @@ class Setup:
     reserve_all: bool = False
     cache: bool = True
     each: int = 1
+    order: str | None = None
+    window: int = WINDOW
 
     def limits(self, trace: Trace) -> Limits:
         """Raises ConfigError for what no engine can have."""
-        for name in ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill", "each"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
+        if self.order is not None:
+            self._check_offline()
         if self.rows > self.budget:
             raise ConfigError(
                 f"A step must have a token for each row: expected a budget of at least {self.rows}; got {self.budget}."
@@ -72,6 +80,20 @@ class Setup:
             prefill=self.prefill,
             reserve_all=self.reserve_all,
         )
+
+    def _check_offline(self) -> None:
+        if self.order not in ORDERS:
+            raise ConfigError(f"order must be one of {', '.join(ORDERS)}, or None; got {self.order!r}.")
+        if self.policy != "fcfs":
+            raise ConfigError(
+                f"Offline the order decides who is next: expected the policy fcfs with order={self.order!r}; got "
+                f"{self.policy!r}. Leave one of the two out."
+            )
+        if self.max_waiting is not None:
+            raise ConfigError(
+                f"Offline at most 2 x rows requests are in the scheduler, and none is refused: expected no max_waiting "
+                f"with order={self.order!r}; got {self.max_waiting}."
+            )
 
     def _kept(self, trace: Trace, size: int) -> int:
         """Blocks for everything that the trace's requests might share."""
@@ -174,7 +196,12 @@ def _rounded(values: Numbers) -> list[float]:
 def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Policy], *, fast: bool = True) -> Run:
     """Replay a trace. policy: makes a fresh one, of the name that the setup has. Raises ConfigError, InvalidTrace."""
     limits = setup.limits(trace)
+    feed = None
+    if setup.order is not None:
+        trace = trace.at_once()
+        keys = trace.block_keys(limits.block_size) if setup.cache and limits.blocks else lambda i: None
+        feed = Offline(trace, 2 * setup.rows, setup.order, setup.window, keys)
     replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache, each=setup.each)
     began = perf_counter()
-    outcome = replay.run(fast)
+    outcome = replay.run(fast, feed)
     return Run(trace, setup, limits, outcome, perf_counter() - began)

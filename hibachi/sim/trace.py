@@ -63,6 +63,10 @@ class Trace:
         """The same requests, coming `factor` times as fast."""
         return replace(self, arrival=np.rint(self.arrival / factor).astype(np.int64))
 
+    def at_once(self) -> Trace:
+        """The same requests, all of them there at the start."""
+        return replace(self, arrival=np.zeros_like(self.arrival))
+
     def repeated(self, times: int) -> Trace:
         """The trace `times` in a row. A repeated prompt shares its keys with the first."""
         n = len(self)
