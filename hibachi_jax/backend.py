@@ -146,6 +146,11 @@ class JaxBackend(ArrayBackend):
         return self.zeros((*shape, spec.k_dim), dtype), self.zeros((*shape, spec.v_dim), dtype)
 
     @override
+    def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
+        found = super().positions(cache, blocks)
+        return [half.swapaxes(1, 2) for half in found] if self._loops and len(found) == 2 else found
+
+    @override
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
         if not self._loops:
             return super().write_cache(cache, slot, rows)

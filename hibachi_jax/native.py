@@ -184,10 +184,10 @@ class NativeJaxBackend(JaxBackend):
         )
 
     @override
-    def positions(self, cache: LayerCache) -> list[HostArray]:
+    def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
         if not isinstance(cache, PagedCache):
-            return super().positions(cache)
-        keys, values = (np.asarray(t, np.float32) for t in (cache.keys, cache.values))
+            return super().positions(cache, blocks)
+        keys, values = (np.asarray(self._some_blocks(t, blocks), np.float32) for t in (cache.keys, cache.values))
         return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
 
     @override

@@ -10,10 +10,14 @@ from typing import Any, get_args
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.given import checked_begun, checked_kept
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown
 from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
+
+_UNLIMITED = SamplingParams(max_tokens=None)
+_PLAIN = SamplingParams()
 
 
 def check_ids(prompt: HostArray, vocab: int) -> None:
@@ -35,7 +39,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     params, limit, vocab = request.params, request.max_new_tokens, facts.vocab_size
     if request.pooling is not None:
         check_pooling(request.pooling, facts.has_hidden)
-        params, limit = (None if vocab is None else SamplingParams()), 1
+        params, limit = (None if vocab is None else _PLAIN), 1
     if vocab is None:
         if params is not None:
             raise InvalidRequest(
@@ -43,7 +47,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
                 f"out and pass max_new_tokens= or stop=."
             )
     else:
-        params = as_params(params, SamplingParams(max_tokens=None))
+        params = as_params(params, _UNLIMITED)
         if request.embeds is not None and params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
         limit = params.max_tokens if limit is None else limit
@@ -54,8 +58,10 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
     limit = None if limit is None else int(limit)
-    facts.limits.fit(n, limit)
-    return replace(request, prompt=prompt, params=params, max_new_tokens=limit, terms=as_terms(request.terms))
+    end = facts.limits.fit(n, limit)
+    checked_kept(request, facts)
+    terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
+    return replace(request, prompt=prompt, params=params, max_new_tokens=limit, terms=terms, begun=begun)
 
 
 def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> HostArray:

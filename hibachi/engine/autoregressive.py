@@ -324,7 +324,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         scored = params is not None and params.prompt_logprobs is not None
-        if built.block_size and embeds is None and request.pooling is None and not scored:
+        begun = request.begun
+        seq.begun = begun is not None
+        known = embeds is None and (begun is None or begun.known)
+        if built.block_size and known and request.pooling is None and not scored:
             seq.keys, seq.salt = built.block_keys(host, kind), terms.cache_salt
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
@@ -341,7 +344,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             embeds=embeds,
             pooling=request.pooling,
             unit=request.unit,
+            kept=request.kept,
         )
+        if begun is not None:
+            job.kv = begun.kv
+            job.history.append(np.array([begun.token], kind.dtype))
         if scored:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job

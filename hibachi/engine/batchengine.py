@@ -12,6 +12,7 @@ from hibachi.plan.limits import Limits
 from hibachi.request import Request
 from hibachi.runners.meters import Meters
 from hibachi.streams.stream import ItemStream
+from hibachi.tensor.layout import CacheSpec
 
 R = TypeVar("R")
 
@@ -23,7 +24,7 @@ class Facts:
     vocab_size: None: the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size: of
     the embeddings that may stand in the place of a prompt; None: none may. has_hidden: vectors can be made.
     fingerprint: library, device and kernels. model: how errors name it. numerics: the name of the bits that come out,
-    such as "cpu-1 float32"; None: they have none.
+    such as "cpu-1 float32"; None: they have none. layers: what each keeps in the cache; (): there is none.
     """
 
     vocab_size: int | None
@@ -36,6 +37,7 @@ class Facts:
     dtype: str
     model: str
     numerics: str | None = None
+    layers: CacheSpec = ()
 
 
 class BatchEngine(Protocol[R]):
@@ -79,6 +81,11 @@ class BatchEngine(Protocol[R]):
     def health(self) -> Health: ...
 
     def dump(self) -> dict[str, Any]: ...
+
+    def reset_cache(self) -> None:
+        """Who comes from now on finds no prefix in the cache that was computed before; who runs goes on. Waits for the
+        end of the running step. Raises EngineClosed or EngineFailed."""
+        ...
 
     def drain(self, timeout: float | None = None) -> bool: ...
 

@@ -120,6 +120,11 @@ class BatchInference(Closing):
         """
         return self._worker.dump() if self._worker else {"complete": True, "events": []}
 
+    def reset_cache(self) -> None:
+        """See `BatchEngine`."""
+        if self._worker is not None:
+            self._worker.reset_cache()
+
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others.
 

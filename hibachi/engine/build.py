@@ -174,6 +174,7 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         numerics=f"{backend.numerics} {plan.dtype}"
         if backend.numerics and getattr(plan.model, "portable", False)
         else None,
+        layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
     )
 
 

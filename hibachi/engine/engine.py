@@ -150,6 +150,16 @@ class Engine:
             self.scheduler.cancel(job.seq)
             self._ended(job, Finish.CANCELLED)
 
+    def drop_prefixes(self, job: Job) -> None:
+        """Who comes finds nothing of what was computed so far. job: it is no request; its channel ends with this."""
+        try:
+            self.recorder.note("drop")
+            self.scheduler.drop_prefixes()
+        except BaseException as e:
+            job.channel.end(Finish.ERROR, internal(e))
+        else:
+            job.channel.end(Finish.STOP)
+
     def resume(self, job: Job) -> None:
         """The consumer of a paused request has caught up."""
         if job in self._paused:
@@ -470,10 +480,21 @@ class Engine:
             alive[alive] = committed.alive
         for part in outcome.parts:
             self._deliver(plan, part, alive)
+        for seq in [s for s in committed.finished if s.owner.kept is not None]:
+            self._keep(seq, plan)
         for seq in committed.finished:
-            assert seq.finish is not None
-            self._ended(seq.owner, seq.finish)
+            if seq.owner is not None:  # else its keys and values could not be had
+                assert seq.finish is not None
+                self._ended(seq.owner, seq.finish)
         self._wakeups.post()
+
+    def _keep(self, seq: Seq, plan: StepPlan) -> None:
+        """Copy the keys and values of a request that has finished in this step, before its blocks are another's."""
+        i, job = plan.seqs.index(seq), seq.owner
+        try:
+            job.kept += self.runner.keys_and_values(int(plan.rows[i]), int(plan.end[i]))
+        except BaseException as e:
+            self._give_up(job, e)
 
     def _deliver(self, plan: StepPlan, part: Part, alive: Any) -> None:
         keep = np.flatnonzero(alive[part.idx])

@@ -64,6 +64,7 @@ class HostPrompts:
         self._stop, self._padding = stop_token, padding_token
         self._fitted, self._dtypes = dict[Kind, Fitted](), dict[Any, Any]()
         self._stoppers: WeakValueDictionary[tuple[Kind, StopRule], Stopper] = WeakValueDictionary()
+        self._of_ids: WeakValueDictionary[tuple[Kind, tuple[int, ...]], Stopper] = WeakValueDictionary()
         self.kind = None if vocab_size is None else IDS
         if vocab_size is None and token is not None:
             one = self.host(token)
@@ -96,9 +97,10 @@ class HostPrompts:
             )
         if self._vocab is not None:
             check_ids(host, self._vocab)
-        with np.errstate(over="ignore", invalid="ignore"):
             tokens = host.astype(own.dtype)  # a copy: the caller's may change
-        if self._vocab is None:
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                tokens = host.astype(own.dtype)
             for i, value in misfits(host, tokens):
                 raise InvalidRequest(
                     f"The tokens are {own.dtype} here, which cannot hold {value}, token {i} of the prompt. Send "
@@ -147,6 +149,8 @@ class HostPrompts:
         if stop is None and not ids:
             own: Stopper | None = self.fitted(kind).stop
             return own
+        if stop is None and (known := self._of_ids.get((kind, ids))) is not None:
+            return known
         extra = as_rule(stop)
         rule = StopRule((*extra.tokens, *ids), extra.where, extra.atol)
         try:
@@ -155,6 +159,8 @@ class HostPrompts:
             return self._made(kind, rule)
         if found is None:
             found = self._stoppers[kind, rule] = self._made(kind, rule)
+        if stop is None:
+            self._of_ids[kind, ids] = found
         return found
 
     def _made(self, kind: Kind, rule: StopRule) -> Stopper:

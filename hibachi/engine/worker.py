@@ -19,6 +19,7 @@ from hibachi.engine.engine import MOST_RESTARTS, TOLD_AFTER, Command, Engine
 from hibachi.engine.health import STALL_AFTER, Health, State, Watchdog, where
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineError, EngineFailed, HibachiError
+from hibachi.plan.sequence import Seq
 from hibachi.request import Finish
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.job import Job
@@ -101,6 +102,21 @@ class Worker:
 
     def cancel(self, job: Job) -> None:
         self._inbox.put((self.engine.cancel, job))
+
+    def reset_cache(self) -> None:
+        """See `BatchEngine`."""
+        with self._changed:
+            if self._refusal not in (None, _draining):
+                assert self._refusal is not None
+                raise self._refusal()
+            if self._thread is None:  # nothing was computed
+                return
+            done: Channel[Any] = Channel()
+            done.thread = self._thread.ident
+            self._inbox.put((self.engine.drop_prefixes, Job(Seq(0, None, finish=Finish.STOP), done, None)))
+        done.wait_end()
+        if done.finish is not Finish.STOP:
+            raise done.error or _closed()
 
     def _loop(self) -> None:
         while True:

@@ -165,11 +165,15 @@ class BlockPool:
         if place is not None:
             del self._trie[place]
 
+    def drop(self) -> None:
+        """Nobody finds what is published now; idle blocks become free, and who holds some keeps them."""
+        self.withdraw(list(self._trie.values()))
+
     def reset(self) -> bool:
         """Forget all that is published; False, and nothing done, while a sequence holds a block."""
         if self.free < self.usable:
             return False
-        self.withdraw(list(self._trie.values()))
+        self.drop()
         return True
 
     # ---- invariants --------------------------------------------------------------------------------------------

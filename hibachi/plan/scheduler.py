@@ -104,7 +104,7 @@ class Scheduler:
                 f"{self.waiting}. Try again later."
             )
         self._numbers += 1
-        seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len
+        seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len + seq.begun
         seq.rank = self.policy.rank(seq)
         self._queue(seq)  # a policy that raises has queued nothing
         for time in (seq.start_by, seq.deadline):
@@ -295,6 +295,13 @@ class Scheduler:
         if self.checkpoints:
             self.checkpoints.reset()
         return sent
+
+    def drop_prefixes(self) -> None:
+        """Who comes finds nothing of what was computed so far; those who run go on."""
+        if self.pool:
+            self.pool.drop()
+        if self.checkpoints:
+            self.checkpoints.reset()
 
     # ---- one step ----------------------------------------------------------------------------------------------
 
@@ -515,6 +522,8 @@ class Scheduler:
             row = seq.row = self.free_rows.pop()
             self.paused_rows += seq.paused
             hit = seq.reused = known * limits.block_size
+            if seq.begun:  # not found: its runner writes them
+                hit = seq.prompt_len
             q = min(seq.length - hit, tokens_left, seq.most or limits.chunk)
             if self.checkpoints and seq.keys is not None:
                 mark = self.checkpoints.mark(hit, seq.length, limits.block_size)
@@ -531,7 +540,7 @@ class Scheduler:
                 self.table.published[row] = seq.published if seq.keys is not None else NEVER
                 if seq.keys is not None and (hit + q) // limits.block_size > seq.published:
                     self.table.published[row] = self._publish(seq, hit + q, seq.length, -1, published)
-            if seq.keys is not None and not seq.started:
+            if seq.keys is not None and not (seq.started or seq.begun):
                 self.counts.prefix_queries += seq.length
                 self.counts.prefix_hits += hit
             if hit + q < seq.length:
@@ -545,7 +554,7 @@ class Scheduler:
         pool, limits = self.pool, self.limits
         most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
         slot = None
-        if seq.keys is None:
+        if seq.keys is None or seq.begun:
             most = 0
         elif self.checkpoints:
             ahead = self._to_come(seq, most, at_work)

@@ -25,6 +25,8 @@ class Seq:
     # must have in common besides. None: nothing. The list grows with what is generated.
     keys: list[Hashable] | None = None
     salt: Hashable = None
+    # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.
+    begun: bool = False
 
     # The rest belongs to the scheduler and its policy.
     number: int = 0  # in order of arrival

@@ -124,6 +124,7 @@ class Recorder:
                 words |= {"now": now, "seq": seq.number, "prompt_len": seq.prompt_len, "max_new": seq.max_new}
                 words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
                 words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
+                words |= {"begun": True} if seq.begun else {}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
             case "commit", (stopped, seconds, counts):

@@ -98,6 +98,8 @@ class _Player:
                 s.rollback(self._plans.pop())  # the newest first
             case "forget":
                 s.forget()
+            case "drop":
+                s.drop_prefixes()
             case "limit":
                 s.limit(event["budget"])
             case "rest":

@@ -253,6 +253,9 @@ class Child:
     def _tell_dump(self) -> Any:
         return self._engine.dump()
 
+    def _tell_reset_cache(self) -> None:
+        self._engine.reset_cache()
+
     def _beat(self) -> None:
         while True:
             self._tell_how()

@@ -323,7 +323,7 @@ class RemoteEngine(Closing):
                 raise InvalidRequest(f"A prompt must hold at least one token id; got shape {prompt.shape}.")
             check_ids(prompt, facts.vocab_size or MOST_IDS)
         sent = checked(request, prompt, len(prompt), facts)
-        sent = replace(sent, prompt=None if embeds is not None else prompt, embeds=embeds)
+        sent = sent if embeds is None else replace(sent, prompt=None, embeds=embeds)
         return PackedRequest(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
 
     def check_room(self, tenant: Hashable, new: int) -> None:
@@ -370,8 +370,10 @@ class RemoteEngine(Closing):
         return replace(self._health, restarts=self._health.restarts + self.restarts)
 
     def dump(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask("dump")
-        return found
+        return dict(self._ask("dump"))
+
+    def reset_cache(self) -> None:
+        self._ask("reset_cache")
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests and wait for the others; False after `timeout` seconds, or once the process stalls or is
@@ -464,6 +466,11 @@ def _forked() -> EngineClosed:
 
 def _packed(request: object) -> bytes:
     """Raises InvalidRequest, which names the part that cannot be sent."""
+    if getattr(request, "kept", None) is not None:
+        raise InvalidRequest(
+            "Keys and values stay in the engine's process: expected kept=None; got a list for them. Run the engine in "
+            "this process (hibachi.LLM)."
+        )
     try:
         return pickle.dumps(request)
     except Exception as e:

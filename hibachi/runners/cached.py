@@ -37,7 +37,7 @@ from hibachi.runners.runner import (
 from hibachi.runners.sampler import Drawn
 from hibachi.runners.tokentable import Kind, Tables
 from hibachi.shapes import size_for
-from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
 
 OUTPUTS_AHEAD = 16  # calls of one step that may run before the first one's output is read
@@ -117,6 +117,9 @@ class CachedRunner(BaseRunner):
                 self._vectors = Call(head, self.model, self.backend, self.memory)
             call = self._vectors
         self.inputs.admit(job, call.head.admit(job))
+        if job.kv is not None:  # each time that it gets a row: it has other blocks then, or they were lost
+            with self.tally:
+                self.memory.write(seq.blocks, job.kv)
 
     def run(self, plan: StepPlan) -> Outcome:
         groups = self._groups(plan, writers_first(plan))
@@ -228,6 +231,11 @@ class CachedRunner(BaseRunner):
             self.main.compile()
             self._vectors = None
         memory.make()
+
+    @override
+    def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
+        blocks = self.inputs.block_table[row, : -(-tokens // self.limits.block_size)]
+        return self.memory.read(blocks, tokens)
 
     @override
     def restore(self, pairs: list[tuple[int, int]]) -> None:

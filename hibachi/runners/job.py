@@ -37,6 +37,8 @@ class Job:
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
     pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None: tokens
     unit: bool = False  # and of length 1
+    kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
+    kept: list[Any] | None = None  # see `Request`
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property

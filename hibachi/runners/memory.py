@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
+from hibachi.errors import UnsupportedOperation
 from hibachi.plan.limits import Limits
-from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.layout import CacheSpec, Paged, State
+from hibachi.plan.lower import Packed, lower
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
+from hibachi.tensor.layout import CacheSpec, Paged, State, StepInputs
 
 
 class Memory:
@@ -36,6 +38,7 @@ class Memory:
         self.gather: Callable[..., Any] = self.backend.compile(self._gather)
         self.scatter: Callable[..., Any] = self.backend.compile(self._scatter)
         self._copy = self.backend.compile(self._copy_states, donate=(0,) if donate else ())
+        self._fill = self.backend.compile(self._fill_blocks, donate=(0,) if donate else ())
 
     def make(self) -> None:
         b, lim = self.backend, self.limits
@@ -84,6 +87,61 @@ class Memory:
 
     def _copy_states(self, into: Array, to: Array, source: Array, at: Array) -> Array:
         return self.backend.scatter_rows(into, to, self.backend.take(source, at))
+
+    # ---- keys and values that come from elsewhere, and go there -------------------------------------------------
+
+    def write(self, blocks: Sequence[int], kv: Sequence[tuple[HostArray, HostArray]]) -> None:
+        """Keys and values of each layer, [kv_heads, n, dim], into the first of these blocks.
+
+        `attend` is what writes to a cache, whatever a backend has for one. Each block is given to it as a sequence of
+        its own, which costs next to nothing, and blocks come in few shapes.
+        """
+        b, size = self.backend, self.limits.block_size
+        n = kv[0][0].shape[1]
+        full = -(-n // size)
+        most = max(1, self.limits.budget // size)
+        with b.guard():
+            for at in range(0, full, most):
+                mine = blocks[at : min(at + most, full)]
+                some = np.zeros(1 << (len(mine) - 1).bit_length(), np.int32)  # what is too many is block 0, the trash
+                some[: len(mine)] = mine
+                x = self._alone(some)
+                for i, (halves, spec) in enumerate(zip(kv, self.spec, strict=True)):
+                    assert isinstance(spec, Paged)
+                    put = (_positions(half, at * size, len(some) * size) for half in halves)
+                    with np.errstate(over="ignore"):  # what its dtype cannot hold, `attend` stores as NaN
+                        k, v = (b.put(half, spec.dtype or self._dtype) for half in put)
+                    self.cache[i] = self._fill(self.cache[i], k, v, x)
+            b.settle(self.cache)
+
+    def read(self, blocks: Sequence[int], tokens: int) -> list[tuple[HostArray, HostArray]]:
+        """Keys and values of each layer, float32 [kv_heads, tokens, dim]: copies. Raises UnsupportedOperation."""
+        out = []
+        with self.backend.guard():
+            for layer in self.cache:
+                halves = self.backend.positions(layer, blocks)
+                if len(halves) != 2:
+                    raise UnsupportedOperation(
+                        f"{self.backend!r} keeps keys and values in a form that `positions` cannot tell apart. Take "
+                        f"another backend to have them returned."
+                    )
+                k, v = (half.reshape(-1, *half.shape[2:])[:tokens].transpose(1, 0, 2).copy() for half in halves)
+                out.append((k, v))
+        return out
+
+    def _alone(self, blocks: Any) -> StepInputs[Array]:
+        """A step of full sequences, each of which has one of these blocks [n]."""
+        n, size = len(blocks), self.limits.block_size
+        one, start, none = np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.zeros(n, bool)
+        choices = self.backend.shapes.choices
+        packed = lower(one, start, np.full(n, size, np.int32), none, blocks[:, None], size, tiles=choices)
+        packed = replace(packed, row=np.full(n, self.limits.rows, np.int32))
+        names = [f.name for f in fields(Packed)]
+        tok, *rest = self.backend.put_all([packed.pos, *(getattr(packed, name) for name in names)])
+        return StepInputs(tok=tok, **dict(zip(names, rest, strict=True)))
+
+    def _fill_blocks(self, cache: LayerCache, k: Array, v: Array, x: StepInputs[Array]) -> LayerCache:
+        return self.backend.attend(self.backend.xp.zeros_like(k), k, v, cache, x)[1]
 
     # ---- states of a step, which are stepped as a copy and kept on success ---------------------------------------
 
@@ -138,3 +196,11 @@ class RecurrentStep:
             for old, n, s in zip(cache, new, self.spec, strict=True)
         ]
         return out, joined
+
+
+def _positions(half: HostArray, start: int, count: int) -> HostArray:
+    """[heads, n, dim] -> so many positions from `start` on, [count, heads, dim]; those beyond n are zeros."""
+    part = half[:, start : start + count]
+    out = np.zeros((count, half.shape[0], half.shape[2]), half.dtype)
+    out[: part.shape[1]] = part.transpose(1, 0, 2)
+    return out

@@ -105,6 +105,10 @@ class Runner(Protocol):
         """The sequence has lost its row; keep its first `seq.length` tokens for when it gets another."""
         ...
 
+    def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
+        """Of each layer, of the first tokens of a row: copies, float32 [kv_heads, tokens, dim]."""
+        ...
+
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         """(row, checkpoint): the recurrent state of each row is the one kept in the checkpoint."""
         ...
@@ -151,6 +155,10 @@ class BaseRunner:
     def suspend(self, seq: Seq, row: int) -> None:
         if self.tables is not None:
             self.tables.of(seq.owner.kind).leave(row, seq.owner.history, seq.length)
+
+    def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
+        """There is no cache."""
+        return []
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         """There are no states."""

@@ -307,12 +307,17 @@ class ArrayBackend(Library):
         shape = (blocks, block_size, spec.kv_heads)
         return self.zeros((*shape, spec.k_dim), dtype), self.zeros((*shape, spec.v_dim), dtype)
 
-    def positions(self, cache: LayerCache) -> list[HostArray]:
-        """Keys and values of a paged layer by position, for people to look at: float32 copies [blocks, block_size,
-        kv_heads, dim] on the host; []: it is not one that `make_cache` made."""
+    def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
+        """Keys and values of a paged layer by position: float32 copies [blocks, block_size, kv_heads, dim] on the host;
+        []: it is not one that `make_cache` made. blocks: only these, in this order; None: all."""
         if not isinstance(cache, tuple) or not all(self.owns(half) for half in cache):
             return []
-        return [np.array(self.get(self.float32(half))) for half in cache]
+        some = cache if blocks is None else [self._some_blocks(half, blocks) for half in cache]
+        return [np.array(self.get(self.float32(half))) for half in some]
+
+    def _some_blocks(self, half: Array, blocks: Sequence[int] | None) -> Array:
+        """Some blocks of an array [blocks, ...], or all."""
+        return half if blocks is None else self.take(half, self.put(np.array(blocks, np.int32)))
 
     def write_cache(self, cache: Array, slot: Array, rows: Array) -> Array:
         """One half of a paged cache [blocks, block_size, ...] with positions `slot` [T] set to `rows` [T, ...]."""

@@ -199,10 +199,11 @@ class NativeBackend(NativeLayers):
         return PagedCache(*held, block_size, spec.k_dim, spec.v_dim)
 
     @override
-    def positions(self, cache: LayerCache) -> list[HostArray]:
+    def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
         if not isinstance(cache, PagedCache):
-            return super().positions(cache)
-        return unpacked(self.get(cache.keys), self.get(cache.values), cache.block_size, cache.k_dim, cache.v_dim)
+            return super().positions(cache, blocks)
+        keys, values = (self.get(self._some_blocks(t, blocks)) for t in (cache.keys, cache.values))
+        return unpacked(keys, values, cache.block_size, cache.k_dim, cache.v_dim)
 
     @override
     def attend(

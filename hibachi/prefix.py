@@ -1,0 +1,548 @@
+"""Prompts that share a beginning: found, grouped, computed once, and gone on with from keys and values of elsewhere.
+
+The names and meanings are those of kvboost's batch module; the results are those of a run without any sharing. What
+requests have in common is found by the engine, block by block, among all that it has computed, so nothing here needs
+to be called for prefixes to be shared: `generate_many` only puts the prompts into the best order. What would reuse
+keys and values where they are not those of the model (at another position, after other tokens) is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.batchengine import BatchEngine, Facts
+from hibachi.engine.build import level_of
+from hibachi.engine.given import check_paged, on_host
+from hibachi.errors import InvalidRequest, UnsupportedOperation, shown
+from hibachi.lm.texts import Texts
+from hibachi.remote.engine import RemoteEngine
+from hibachi.request import Begun, Prompt, Request, SamplingParams, Terms, as_params, as_terms
+from hibachi.streams.stream import ItemStream
+from hibachi.streams.textstream import Completion
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.discover import backend_for, resolve
+from hibachi.tensor.layout import Paged
+from hibachi.tensor.whose import backend_of
+
+KV: TypeAlias = "Sequence[tuple[Array, Array]]"  # (keys, values) of each layer, [B, kv_heads, S, dim]
+GREEDY = SamplingParams(temperature=0)
+ID_BYTES = 4  # of an id, in what is hashed
+
+
+# ---- chunks, groups, padding -----------------------------------------------------------------------------------------
+
+
+def find_common_chunk_prefix(all_token_ids: Sequence[Iterable[int]], chunk_size: int) -> int:
+    """How many tokens all prompts begin with, in whole chunks; 0 for none, and of a single prompt its own length.
+
+    Raises InvalidRequest for a chunk_size below 1.
+    """
+    _check_least("chunk_size", chunk_size)
+    prompts = [_ids(ids) for ids in all_token_ids]
+    if len(prompts) < 2:
+        return len(prompts[0]) if prompts else 0
+    first, shortest = prompts[0], min(map(len, prompts))
+    common = 0
+    while (end := common + chunk_size) <= shortest and all(p[common:end] == first[common:end] for p in prompts):
+        common = end
+    return common
+
+
+def group_by_prefix(
+    prompts: Sequence[Prompt], token_ids_list: Sequence[Iterable[int]], chunk_size: int, n_prefix_chunks: int = 3
+) -> dict[str, list[int]]:
+    """Which prompts agree in their first `n_prefix_chunks` chunks: {hash of these tokens: numbers of prompts}.
+
+    Groups come in the order of their first prompts, prompts in theirs; those without tokens are the group "empty".
+    Prompts of different groups may have a prefix in common all the same, and the engine shares it. Raises
+    InvalidRequest.
+    """
+    _check_least("chunk_size", chunk_size)
+    _check_least("n_prefix_chunks", n_prefix_chunks)
+    if len(prompts) != len(token_ids_list):
+        raise InvalidRequest(f"Expected token ids for each of {len(prompts)} prompts; got {len(token_ids_list)} lists.")
+    groups: dict[str, list[int]] = {}
+    for i, ids in enumerate(token_ids_list):
+        prefix = _ids(ids)[: n_prefix_chunks * chunk_size]
+        groups.setdefault(content_hash_from_tokens(prefix) if prefix else "empty", []).append(i)
+    return groups
+
+
+def pad_and_mask(
+    suffix_ids_list: Sequence[Iterable[int]], pad_token_id: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The lists filled up on the right to the longest, and masks: 1 for a token, 0 for padding. 0 is an id like others.
+
+    The engine needs neither, as it packs rows of any length. Raises InvalidRequest for no lists, or an id that is none.
+    """
+    rows = [_ids(ids) for ids in suffix_ids_list]
+    if not rows:
+        raise InvalidRequest("pad_and_mask takes at least one list of token ids; got none.")
+    (pad,) = _ids([pad_token_id])
+    longest = max(map(len, rows))
+    padded = [row + [pad] * (longest - len(row)) for row in rows]
+    return padded, [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+
+
+def content_hash_from_tokens(token_ids: Iterable[int]) -> str:
+    """SHA-256 of the ids as four bytes each, the lowest first. Raises InvalidRequest for one outside 0 to 2^32 - 1."""
+    return sha256(_hashed(token_ids)).hexdigest()
+
+
+def chained_hash(token_ids: Iterable[int], parent: str | None = None, *, fingerprint: str = "") -> str:
+    """The name of a chunk after another: SHA-256 of `parent` (None: "root") and of the ids.
+
+    fingerprint: of the model that keys and values are of, with its adapter and dtype; others give other names. Without
+    one the name says nothing about the model. Raises InvalidRequest as `content_hash_from_tokens`.
+    """
+    salt = sha256(fingerprint.encode()).digest() if fingerprint else b""
+    return sha256(salt + (parent or "root").encode() + _hashed(token_ids)).hexdigest()
+
+
+def broadcast_kv(kv: KV, batch_size: int) -> tuple[tuple[Array, Array], ...]:
+    """[1, heads, S, dim] of each layer as [batch_size, heads, S, dim]: a view on NumPy and PyTorch (stride 0, the same
+    memory), a copy where a library has no views (JAX).
+
+    The engine never does this: rows that share a prefix read the same blocks. Raises InvalidRequest.
+    """
+    _check_least("batch_size", batch_size)
+
+    def wide(half: Array, name: str) -> Array:
+        backend = backend_for(half)
+        shape = tuple(half.shape)
+        if len(shape) != 4 or shape[0] != 1:
+            raise InvalidRequest(f"{name} must have shape (1, heads, tokens, size); got {shape}. Take one row of them.")
+        return backend.xp.broadcast_to(half, (batch_size, *shape[1:]))
+
+    return tuple((wide(k, "Keys"), wide(v, "Values")) for k, v in kv)
+
+
+# ---- many prompts ----------------------------------------------------------------------------------------------------
+
+
+def generate_many(
+    llm: Texts,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    terms: Terms | Sequence[Terms] | None = None,
+    mode: str = "prefix_cache",
+    recompute_strategy: str | None = None,
+) -> list[Completion]:
+    """`llm.generate`, where prompts that begin alike stand together in the queue: each prefix is computed once, also
+    where the cache does not hold all of them. Results in the order of `prompts`, each with its own parameters.
+
+    mode: "prefix_cache", or "baseline": every prompt is computed on its own. Ways of approximate reuse, kvboost's
+    "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend", raise UnsupportedOperation. Raises what
+    `llm.generate` raises.
+    """
+    alone = _alone(mode, recompute_strategy)
+    ids = [llm.prompts.given(prompt) for prompt in prompts]
+    each, served = _for_each(params, len(ids), "SamplingParams"), _for_each(terms, len(ids), "Terms")
+    if alone:
+        served = [_unshared(t) for t in served]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    given = [prompts[i] if isinstance(prompts[i], Mapping) else ids[i] for i in order]
+    outs = llm.generate(given, [each[i] for i in order], terms=[served[i] for i in order]) if order else []
+    back = dict(zip(order, outs, strict=True))
+    return [replace(back[i], prompt=prompt) for i, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What `verify_correctness` found. differing: numbers of prompts whose tokens were others with the cache.
+    difference: the largest of a log-probability. reused: of each prompt, tokens that were found the second time."""
+
+    differing: list[int]
+    difference: float
+    tolerance: float
+    reused: list[int]
+
+    @property
+    def correct(self) -> bool:
+        return not self.differing and self.difference <= self.tolerance
+
+
+def verify_correctness(
+    llm: Texts, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, tolerance: float | None = None
+) -> Verified:
+    """Answer prompts without the prefix cache, then twice with it, and compare tokens and log-probabilities.
+
+    params: None: greedy, 16 tokens; without a seed, 0. tolerance: None: 0 where the engine is deterministic, else 1e-3.
+    """
+    p = as_params(params, GREEDY)
+    p = p.with_(logprobs=p.logprobs or 0, seed=p.seed or 0)
+    wanted = _answers(llm, prompts, p, [_unshared(None) for _ in prompts])
+    _answers(llm, prompts, p, None)
+    cached = _answers(llm, prompts, p, None)
+    differing, difference = [], 0.0
+    for i, ((want, _), (got, _)) in enumerate(zip(wanted, cached, strict=True)):
+        if [c.token_ids for c in want.choices] != [c.token_ids for c in got.choices]:
+            differing.append(i)
+        else:
+            difference = max(difference, _farthest(want, got))
+    if tolerance is None:
+        tolerance = 0.0 if llm.engine.facts.deterministic else 1e-3
+    return Verified(differing, difference, tolerance, [reused for _, reused in cached])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A snapshot of the prefix cache. Blocks have `block_size` tokens; counters run from the start of the engine."""
+
+    blocks: int
+    free_blocks: int  # that can be had, `cached_blocks` among them
+    cached_blocks: int  # that nobody holds, with contents that may serve again
+    block_size: int
+    tokens_asked: int  # of requests that started and might have shared
+    tokens_found: int  # of these, those that were in the cache
+    evictions: int  # blocks with such contents that were taken for something else
+
+    @property
+    def hit_rate(self) -> float:
+        return self.tokens_found / self.tokens_asked if self.tokens_asked else 0.0
+
+
+def cache_stats(llm: Texts | BatchEngine[Any]) -> CacheStats:
+    engine: BatchEngine[Any] = llm.engine if isinstance(llm, Texts) else llm
+    s, size = engine.stats(), engine.facts.limits.block_size
+    return CacheStats(s.blocks, s.free_blocks, s.cached_blocks, size, s.prefix_queries, s.prefix_hits, s.evictions)
+
+
+def reset_cache(llm: Texts | BatchEngine[Any]) -> None:
+    """Forget all prefixes: who comes now shares nothing that was computed before. Requests that run are not disturbed.
+
+    Returns when it is done. Raises EngineClosed or EngineFailed.
+    """
+    engine: BatchEngine[Any] = llm.engine if isinstance(llm, Texts) else llm
+    engine.reset_cache()
+
+
+# ---- keys and values from elsewhere ----------------------------------------------------------------------------------
+
+
+class Prefilled(NamedTuple):
+    """kv: (keys, values) of each layer, NumPy's float32 [B, kv_heads, S, dim], zeros behind the end of a row.
+    first_tokens: one for each row. lengths: tokens of each prompt."""
+
+    kv: list[tuple[HostArray, HostArray]]
+    first_tokens: list[int]
+    lengths: list[int]
+
+
+def prefill(
+    model: Any,
+    token_ids: Sequence[Iterable[int]],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    backend: str | ArrayBackend | None = None,
+) -> Prefilled:
+    """Compute prompts, and hand out their keys and values and the first token after each: what `batched_decode` takes.
+
+    model, backend: as for `batched_decode`. params: None: greedy. Raises what that raises.
+    """
+    prompts = [_ids(ids) for ids in token_ids]
+    each = [as_params(p, GREEDY) for p in _for_each(params, len(prompts), "SamplingParams")]
+    with _engine(model, backend, (), len(prompts), max(map(len, prompts), default=1) + 1) as (engine, _):
+        kept: list[list[Any]] = [[] for _ in prompts]
+        requests = [
+            Request(np.array(ids), _of_ids(p).with_(max_tokens=1, min_tokens=0), kept=own)
+            for ids, p, own in zip(prompts, each, kept, strict=True)
+        ]
+        firsts = [tokens[0] for tokens in _collected(engine, requests)]
+    return Prefilled(_side_by_side(kept), firsts, [len(ids) for ids in prompts])
+
+
+def batched_decode(
+    model: Any,
+    past_kv: KV,
+    first_tokens: Any,
+    *,
+    lengths: int | Iterable[int] | None = None,
+    token_ids: Sequence[Iterable[int]] | None = None,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    max_new_tokens: int | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    return_kv: bool = False,
+    backend: str | ArrayBackend | None = None,
+) -> tuple[list[list[int]], list[tuple[Array, Array]] | None]:
+    """Go on from keys and values that were computed elsewhere: (the new token ids of each row, keys and values).
+
+    model: an `LLM` or `RemoteLLM`, an engine, or a model of level 2, which gets an engine for this call.
+    past_kv: (keys, values) of each layer, floats [B, kv_heads, S, dim] of any library, as the model's `step` gives them
+    to `attend` (keys with their positions in them, for our decoders and for transformers' Llama); position i of a row
+    is its token i. They are rounded to the dtype of the model's cache. first_tokens [B]: drawn already from the last
+    logits of each row; they come first in the result and count as generated.
+
+    lengths: how many positions of each row are real, from 1 to S; None: as many as token_ids, else all. token_ids: what
+    they are of. Only where these are given may other requests find the blocks in the prefix cache: they must be right.
+    params: for all rows, or one for each; None: greedy. max_new_tokens: in the place of their max_tokens, first token
+    included. eos_token_id: one or several, in the place of the model's own. A stop token is part of the result.
+    Each row ends by its own stop tokens, limit and parameters, and has the tokens that it would have alone.
+
+    return_kv: also return (keys, values) of each layer, [B, kv_heads, S_total, dim], in the library and dtype of
+    past_kv: of all tokens but the last of each row, zeros behind them; else None.
+
+    Raises InvalidRequest, PromptTooLong, UnsupportedOperation for a model without a cache or with recurrent states, and
+    what the engine raises.
+    """
+    firsts = _ids(first_tokens)
+    each = [as_params(p, GREEDY) for p in _for_each(params, len(firsts), "SamplingParams")]
+    if max_new_tokens is not None:
+        _check_least("max_new_tokens", max_new_tokens)
+        each = [p.with_(max_tokens=max_new_tokens, min_tokens=min(p.min_tokens, max_new_tokens)) for p in each]
+    layers = [tuple(layer) for layer in past_kv]
+    longest = _tokens_of(layers) + max((p.max_tokens or 0 for p in each), default=0)
+    with _engine(model, backend, layers, len(firsts), longest) as (engine, own_eos):
+        host = _rows_of(layers, len(firsts), engine.facts)
+        ids = _prompts(token_ids, lengths, len(firsts), host[0][0].shape[2])
+        eos = own_eos if eos_token_id is None else _ids_or_one(eos_token_id)
+        kept: list[list[Any]] = [[] for _ in firsts]
+        requests: dict[int, Request] = {}
+        for b, (p, first, own) in enumerate(zip(each, firsts, ids, strict=True)):
+            p = _of_ids(p, eos)
+            mine = [(k[b, :, : len(own)], v[b, :, : len(own)]) for k, v in host]
+            if _is_over(p, first, len(own), engine.facts):
+                kept[b] += mine
+                continue
+            begun = Begun(mine, first, known=token_ids is not None)
+            requests[b] = Request(np.array(own), p, begun=begun, kept=kept[b] if return_kv else None)
+        more = dict(zip(requests, _collected(engine, list(requests.values())), strict=True))
+    out = [[first, *more.get(b, ())] for b, first in enumerate(firsts)]
+    return out, _as_given(_side_by_side(kept), layers) if return_kv else None
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _check_least(name: str, value: Any) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise InvalidRequest(f"{name} must be an integer >= 1; got {shown(value)}.")
+
+
+def _ids(ids: Any) -> list[int]:
+    """Token ids of a list, or of an array [n] or [n, 1] of any library. Raises InvalidRequest."""
+    try:
+        found = ids if isinstance(ids, (list, tuple)) else backend_for(ids).get(ids) if hasattr(ids, "dtype") else ids
+        found = found.reshape(-1) if isinstance(found, np.ndarray) and found.shape[1:] == (1,) else found
+        out = [operator.index(i) for i in found]
+    except Exception as e:
+        raise InvalidRequest(f"Token ids must be integers in a list or an array [n]; got {shown(ids)}.") from e
+    if wrong := [i for i in out if not 0 <= i < 1 << 8 * ID_BYTES]:
+        raise InvalidRequest(f"Token ids must be from 0 to 2^32 - 1; got {wrong[0]}.")
+    return out
+
+
+def _ids_or_one(ids: Any) -> tuple[int, ...]:
+    return tuple(_ids([ids] if isinstance(ids, (int, np.integer)) else ids))
+
+
+def _hashed(token_ids: Iterable[int]) -> bytes:
+    return b"".join(i.to_bytes(ID_BYTES, "little") for i in _ids(token_ids))
+
+
+def _for_each(given: Any, n: int, what: str) -> list[Any]:
+    """One for all of n, or one for each, as a list. Raises InvalidRequest."""
+    each = list(given) if isinstance(given, Sequence) else [given] * n
+    if len(each) != n:
+        raise InvalidRequest(f"Expected one {what}, or one for each of {n} rows; got {len(each)}.")
+    return each
+
+
+APPROXIMATE: Mapping[str, tuple[str, ...]] = {
+    "recompute_strategy": ("selective", "cacheblend"),
+    "mode": ("chunk_kv_reuse",),
+}
+
+
+def _alone(mode: str, recompute_strategy: str | None) -> bool:
+    """Is every prompt computed on its own? Raises UnsupportedOperation, InvalidRequest."""
+    strategy = "none" if recompute_strategy is None else recompute_strategy
+    for name, value, exact in (
+        ("recompute_strategy", strategy, ("none",)),
+        ("mode", mode, ("prefix_cache", "baseline")),
+    ):
+        word = value.lower() if isinstance(value, str) else value
+        if word in APPROXIMATE[name]:
+            raise UnsupportedOperation(
+                f"{name}={value!r} reuses keys and values that are not those of the prompt, so answers would differ "
+                f"from those without a cache, which is never done here: expected {' or '.join(map(repr, exact))}."
+            )
+        if word not in exact:
+            raise InvalidRequest(f"{name} must be {' or '.join(map(repr, exact))}; got {shown(value)}.")
+    return mode.lower() == "baseline"
+
+
+def _unshared(terms: Any) -> Terms:
+    """The same under a salt that nobody else has."""
+    return replace(as_terms(terms), cache_salt=secrets.token_hex(16))
+
+
+def _answers(llm: Texts, prompts: Sequence[Prompt], params: SamplingParams, terms: Any) -> list[tuple[Completion, int]]:
+    """Of each prompt what was answered, and how many of its tokens were found in the cache."""
+    streams = llm.submit(prompts, params, terms=terms)
+    try:
+        for stream in streams:
+            for _ in stream:
+                pass
+        return [(stream.completion(), stream.reused(params.runs)) for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _farthest(a: Completion, b: Completion) -> float:
+    """The largest difference of a log-probability of two answers with the same tokens."""
+    pairs = [
+        (x[i], y[i])
+        for one, other in zip(a.choices, b.choices, strict=True)
+        for i, x, y in zip(one.token_ids, one.logprobs or (), other.logprobs or (), strict=True)
+        if x is not None and y is not None
+    ]
+    return max((abs(x - y) for x, y in pairs), default=0.0)
+
+
+@contextmanager
+def _engine(
+    model: Any, backend: Any, layers: Sequence[Any], rows: int, longest: int
+) -> Iterator[tuple[BatchEngine[Any], tuple[int, ...]]]:
+    """The engine of a model, and the tokens that end its texts; one for this time, if it has none. Raises
+    InvalidRequest, UnsupportedOperation."""
+    if not rows:
+        raise InvalidRequest("Expected at least one row; got none.")
+    if isinstance(model, (Texts, AutoregressiveBatchInference, RemoteEngine)):
+        if backend is not None:
+            raise InvalidRequest(f"{type(model).__name__} has its backend; got backend={backend!r}. Leave it out.")
+        yield (model.engine, model.eos_ids) if isinstance(model, Texts) else (model, ())
+        return
+    if (level := level_of(model)) < 2:
+        raise UnsupportedOperation(
+            f"Keys and values need a model with a cache (level 2); {type(model).__name__} is of level {level}. Give it "
+            f"`cache_spec` and `step`."
+        )
+    arrays = [half for layer in layers for half in layer if not isinstance(half, np.ndarray)]
+    library: Any = backend_of(backend, model, *arrays) or resolve("numpy")
+    own = getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
+    dtype = getattr(model, "dtype", None)
+    engine = AutoregressiveBatchInference(
+        model,
+        backend=library,
+        max_model_len=own or max(longest, 2),
+        max_batch_size=min(rows, 64),
+        dtype=dtype if isinstance(dtype, str) else "float32",
+    )
+    with engine:
+        yield engine, tuple(getattr(model, "eos_ids", ()))
+
+
+def _of_ids(p: SamplingParams, eos: Iterable[int] = ()) -> SamplingParams:
+    """Parameters of one row of ids, with the tokens that end it. Raises InvalidRequest for what needs a tokenizer."""
+    for name in ("stop", "bad_words"):
+        if got := getattr(p, name):
+            raise InvalidRequest(
+                f"{name} takes texts, and here are token ids only; got {shown(got)}. Use stop_token_ids or logit_bias."
+            )
+    if p.runs > 1:
+        raise InvalidRequest(f"A row is one sequence, so n and best_of must be 1; got n={p.n}, best_of={p.best_of}.")
+    return p.with_(stop_token_ids=(*p.stop_token_ids, *(() if p.ignore_eos else eos)))
+
+
+def _is_over(p: SamplingParams, first: int, n: int, facts: Facts) -> bool:
+    """Does the first token end its row? Raises PromptTooLong."""
+    return (first in p.stop_token_ids and p.min_tokens <= 1) or facts.limits.fit(n, p.max_tokens) == n + 1
+
+
+def _collected(engine: BatchEngine[Any], requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of all, which are queued after all have been checked. No request outlives the call."""
+    engine.check_room("", len(requests))
+    ready = [engine.check(request) for request in requests]
+    streams: list[ItemStream[int]] = []
+    try:
+        for each in ready:
+            streams.append(engine.submit(each))
+        return [stream.collect() for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _tokens_of(layers: Sequence[Any]) -> int:
+    shape: Any = getattr(layers[0][0], "shape", ()) if layers and layers[0] else ()
+    return int(shape[2]) if len(shape) == 4 else 1
+
+
+def _rows_of(layers: Sequence[Any], rows: int, facts: Facts) -> list[tuple[HostArray, HostArray]]:
+    """Keys and values on the host, [B, kv_heads, S, dim]. Raises InvalidRequest, UnsupportedOperation."""
+    check_paged(facts, "Keys and values cannot be taken from elsewhere")
+    if len(layers) != len(facts.layers) or any(len(layer) != 2 for layer in layers):
+        raise InvalidRequest(
+            f"past_kv must have (keys, values) for each of the {len(facts.layers)} layers of {facts.model}; got "
+            f"{len(layers)} layers with {sorted({len(layer) for layer in layers})} arrays each."
+        )
+    out, tokens = [], _tokens_of(layers)
+    for i, (layer, spec) in enumerate(zip(layers, facts.layers, strict=True)):
+        assert isinstance(spec, Paged)
+        k, v = (on_host(half, f"{name} of layer {i}") for half, name in zip(layer, ("Keys", "Values"), strict=True))
+        for name, half, dim in (("Keys", k, spec.k_dim), ("Values", v, spec.v_dim)):
+            if half.shape != (expected := (rows, spec.kv_heads, tokens, dim)):
+                raise InvalidRequest(
+                    f"{name} of layer {i} must have shape {expected}: rows, heads, tokens, size; got {half.shape}. "
+                    f"There is a first token for each row, and every layer has every position."
+                )
+        out.append((k, v))
+    return out
+
+
+def _prompts(token_ids: Any, lengths: Any, rows: int, tokens: int) -> list[list[int]]:
+    """Of each row the ids of its real positions, zeros where they are not known. Raises InvalidRequest."""
+    given = None if token_ids is None else [_ids(ids) for ids in token_ids]
+    if lengths is None:
+        real = [tokens] * rows if given is None else [len(ids) for ids in given]
+    else:
+        real = [int(lengths)] * rows if isinstance(lengths, (int, np.integer)) else _ids(lengths)
+    for name, found in (("lengths", real), ("token_ids", real if given is None else given)):
+        if len(found) != rows:
+            raise InvalidRequest(f"{name} must have one entry for each of {rows} rows; got {len(found)}.")
+    if wrong := [n for n in real if not 1 <= n <= tokens]:
+        raise InvalidRequest(f"lengths must be from 1 to {tokens}, the positions in past_kv; got {wrong[0]}.")
+    if given is not None and real != [len(ids) for ids in given]:
+        raise InvalidRequest(
+            f"token_ids must be of the real positions of each row: expected {real} ids; got {[*map(len, given)]}."
+        )
+    return [[0] * n for n in real] if given is None else given
+
+
+def _side_by_side(kept: Sequence[Sequence[Any]]) -> list[tuple[HostArray, HostArray]]:
+    """Rows of layers of [heads, n, dim] as layers of [B, heads, longest, dim]."""
+    longest = max(row[0][0].shape[1] for row in kept)
+
+    def joined(halves: Sequence[HostArray]) -> HostArray:
+        heads, _, dim = halves[0].shape
+        out = np.zeros((len(halves), heads, longest, dim), np.float32)
+        for whole, half in zip(out, halves, strict=True):
+            whole[:, : half.shape[1]] = half
+        return out
+
+    each = list(zip(*kept, strict=True))  # by layer
+    return [(joined([k for k, _ in layer]), joined([v for _, v in layer])) for layer in each]
+
+
+def _as_given(kv: list[tuple[HostArray, HostArray]], layers: Sequence[Any]) -> list[tuple[Array, Array]]:
+    """In the library and dtype of the layers that were given."""
+
+    def like(half: HostArray, given: Array) -> Array:
+        if isinstance(given, (np.ndarray, list, tuple)):
+            return half.astype(getattr(given, "dtype", np.float32))
+        backend = backend_for(given)
+        return backend.xp.astype(backend.put(half), given.dtype)
+
+    return [(like(k, given[0]), like(v, given[1])) for (k, v), given in zip(kv, layers, strict=True)]
