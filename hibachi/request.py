@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from hibachi.errors import InvalidRequest, shown
 
@@ -59,6 +59,29 @@ def _is_real(x: object) -> bool:
         return False
 
 
+T = TypeVar("T")
+
+
+def _soon_pickled(cls: type[T]) -> type[T]:
+    """Of a frozen dataclass with slots: it crosses a pipe as the tuple of its fields, which takes little time."""
+    names = tuple(f.name for f in fields(cls))  # type: ignore[arg-type]  # a dataclass, as said
+    values = operator.attrgetter(*names)
+
+    def names_of(x: Any) -> tuple[str, ...]:
+        return names if type(x) is cls else tuple(f.name for f in fields(x))  # a subclass may have others
+
+    def state(self: T) -> Any:
+        return values(self) if type(self) is cls else operator.attrgetter(*names_of(self))(self)
+
+    def restore(self: T, state: Iterable[Any]) -> None:
+        for name, value in zip(names_of(self), state, strict=True):
+            object.__setattr__(self, name, value)
+
+    for method, does in (("__getstate__", state), ("__setstate__", restore)):
+        setattr(cls, method, does)
+    return cls
+
+
 # Larger numbers mean the same as these, and are clipped so that no counter, clock or float32 overflows.
 MOST_INT = 2**31 - 1
 MOST_FLOAT = 1e30  # its inverse is the least; logits times or over either are finite in float32
@@ -66,6 +89,125 @@ MOST_SECONDS = 100 * 365.25 * 24 * 3600.0  # a century
 MOST_RUNS = 2**14  # sequences of one request
 
 
+def _filters(p: SamplingParams) -> None:
+    t, k = p.temperature, p.top_k
+    _check(_is_real(t) and t >= 0, "temperature", "a finite number >= 0 (0 is greedy)", t)
+    _check(_is_int(k) and k >= -1, "top_k", "an integer >= -1 (0 or -1: no limit)", k)
+    _check(_is_real(p.top_p) and 0 < p.top_p <= 1, "top_p", "a number in (0, 1]", p.top_p)
+    _check(_is_real(p.min_p) and 0 <= p.min_p <= 1, "min_p", "a number in [0, 1]", p.min_p)
+    _check(_is_real(p.typical_p) and 0 < p.typical_p <= 1, "typical_p", "a number in (0, 1]", p.typical_p)
+    x = p.repetition_penalty
+    _check(_is_real(x) and x > 0, "repetition_penalty", "a finite number > 0 (1: none)", x)
+    for name in ("presence_penalty", "frequency_penalty"):
+        x = getattr(p, name)
+        _check(_is_real(x) and -2 <= x <= 2, name, "a number in [-2, 2]", x)
+    _clip_ints(p, "top_k")
+    for name in ("temperature", "repetition_penalty"):
+        x = getattr(p, name)
+        if x and not 1 / MOST_FLOAT <= x <= MOST_FLOAT:
+            object.__setattr__(p, name, min(max(x, 1 / MOST_FLOAT), MOST_FLOAT))
+
+
+def _seed(p: SamplingParams) -> None:
+    seed = p.seed
+    _check(seed is None or (_is_int(seed) and seed >= 0), "seed", "an integer >= 0 (or None)", seed)
+
+
+def _lengths(p: SamplingParams) -> None:
+    n, least = p.max_tokens, p.min_tokens
+    _check(n is None or (_is_int(n) and n >= 1), "max_tokens", "an integer >= 1 (or None: no limit)", n)
+    _check(_is_int(least) and least >= 0, "min_tokens", "an integer >= 0", least)
+    _check(n is None or least <= n, "min_tokens", f"at most max_tokens, {n}", least)
+    _clip_ints(p, "max_tokens", "min_tokens")
+
+
+def _scores(p: SamplingParams) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        n = getattr(p, name)
+        _check(n is None or (_is_int(n) and n >= 0), name, "an integer >= 0 (or None: none)", n)
+    _clip_ints(p, "logprobs", "prompt_logprobs")
+
+
+def _continuations(p: SamplingParams) -> None:
+    _check(_is_int(p.n) and 1 <= p.n <= MOST_RUNS, "n", f"an integer from 1 to {MOST_RUNS}", p.n)
+    best, expected = p.best_of, f"an integer from n, {p.n}, to {MOST_RUNS}"
+    _check(best is None or (_is_int(best) and p.n <= best <= MOST_RUNS), "best_of", expected, best)
+
+
+def _flags(p: SamplingParams) -> None:
+    for name in ("ignore_eos", "include_stop"):
+        _check(isinstance(getattr(p, name), bool), name, "True or False", getattr(p, name))
+
+
+def _texts(p: SamplingParams) -> None:
+    for name in ("stop", "bad_words"):
+        given = getattr(p, name)
+        texts = (given,) if isinstance(given, str) else _tuple(given)
+        _check(all(isinstance(s, str) and s for s in texts), name, "non-empty strings", given)
+        object.__setattr__(p, name, texts)
+
+
+def _stop_ids(p: SamplingParams) -> None:
+    _set_ids(p, "stop_token_ids")
+
+
+def _allowed_ids(p: SamplingParams) -> None:
+    if p.allowed_token_ids is not None:
+        _set_ids(p, "allowed_token_ids")
+        given = p.allowed_token_ids
+        _check(len(given) > 0, "allowed_token_ids", "at least one token id (or None: all)", given)
+
+
+def _bias(p: SamplingParams) -> None:
+    given = p.logit_bias
+    pairs = _tuple(given.items() if isinstance(given, Mapping) else given)
+    _check(all(isinstance(x, tuple) and len(x) == 2 for x in pairs), "logit_bias", "{token id: number}", given)
+    pairs = tuple((_as_int(i), x) for i, x in pairs)
+    _check(all(_is_int(i) and i >= 0 for i, _ in pairs), "logit_bias", "for token ids, integers >= 0", given)
+    fine = all(_is_real(x) and -100 <= x <= 100 for _, x in pairs)
+    _check(fine, "logit_bias", "of numbers in [-100, 100]", given)
+    object.__setattr__(p, "logit_bias", tuple(dict(pairs).items()))
+
+
+def _processors(p: SamplingParams) -> None:
+    processors = _tuple(p.logits_processors)
+    _check(all(map(callable, processors)), "logits_processors", "callables", p.logits_processors)
+    object.__setattr__(p, "logits_processors", processors)
+
+
+def _clip_ints(p: SamplingParams, *names: str) -> None:
+    for name in names:
+        if (n := getattr(p, name)) is not None and n > MOST_INT:
+            object.__setattr__(p, name, MOST_INT)
+
+
+def _set_ids(p: SamplingParams, name: str) -> None:
+    given = getattr(p, name)
+    ids = tuple(map(_as_int, _tuple(given)))
+    _check(all(_is_int(i) and i >= 0 for i in ids), name, "integers >= 0", given)
+    object.__setattr__(p, name, ids)
+
+
+# What checks which fields of SamplingParams, and brings them into their form; in this order.
+_FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")
+_CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
+    _filters: (*_FILTERS, "frequency_penalty"),
+    _seed: ("seed",),
+    _lengths: ("max_tokens", "min_tokens"),
+    _scores: ("logprobs", "prompt_logprobs"),
+    _continuations: ("n", "best_of"),
+    _flags: ("ignore_eos", "include_stop"),
+    _texts: ("stop", "bad_words"),
+    _stop_ids: ("stop_token_ids",),
+    _allowed_ids: ("allowed_token_ids",),
+    _bias: ("logit_bias",),
+    _processors: ("logits_processors",),
+}
+_CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
+_values = operator.attrgetter(*_CHECK_OF)
+
+
+@_soon_pickled
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw tokens from logits and when to end; definitions and defaults are vLLM's.
@@ -127,75 +269,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        t, k, p, seed = self.temperature, self.top_k, self.top_p, self.seed
-        _check(_is_real(t) and t >= 0, "temperature", "a finite number >= 0 (0 is greedy)", t)
-        _check(_is_int(k) and k >= -1, "top_k", "an integer >= -1 (0 or -1: no limit)", k)
-        _check(_is_real(p) and 0 < p <= 1, "top_p", "a number in (0, 1]", p)
-        _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
-        p = self.typical_p
-        _check(_is_real(p) and 0 < p <= 1, "typical_p", "a number in (0, 1]", p)
-        p = self.repetition_penalty
-        _check(_is_real(p) and p > 0, "repetition_penalty", "a finite number > 0 (1: none)", p)
-        for name in ("presence_penalty", "frequency_penalty"):
-            p = getattr(self, name)
-            _check(_is_real(p) and -2 <= p <= 2, name, "a number in [-2, 2]", p)
-        _check(seed is None or (_is_int(seed) and seed >= 0), "seed", "an integer >= 0 (or None)", seed)
-        n = self.max_tokens
-        _check(n is None or (_is_int(n) and n >= 1), "max_tokens", "an integer >= 1 (or None: no limit)", n)
-        least = self.min_tokens
-        _check(_is_int(least) and least >= 0, "min_tokens", "an integer >= 0", least)
-        _check(n is None or least <= n, "min_tokens", f"at most max_tokens, {n}", least)
-        for name in ("logprobs", "prompt_logprobs"):
-            n = getattr(self, name)
-            _check(n is None or (_is_int(n) and n >= 0), name, "an integer >= 0 (or None: none)", n)
-        _check(_is_int(self.n) and 1 <= self.n <= MOST_RUNS, "n", f"an integer from 1 to {MOST_RUNS}", self.n)
-        best, expected = self.best_of, f"an integer from n, {self.n}, to {MOST_RUNS}"
-        _check(best is None or (_is_int(best) and self.n <= best <= MOST_RUNS), "best_of", expected, best)
-        for name in ("ignore_eos", "include_stop"):
-            _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        self._set_texts("stop")
-        self._set_texts("bad_words")
-        self._set_ids("stop_token_ids")
-        if self.allowed_token_ids is not None:
-            self._set_ids("allowed_token_ids")
-            given = self.allowed_token_ids
-            _check(len(given) > 0, "allowed_token_ids", "at least one token id (or None: all)", given)
-        self._set_bias()
-        processors = _tuple(self.logits_processors)
-        _check(all(map(callable, processors)), "logits_processors", "callables", self.logits_processors)
-        object.__setattr__(self, "logits_processors", processors)
-        self._clip()
-
-    def _clip(self) -> None:
-        for name in ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
-            if (n := getattr(self, name)) is not None and n > MOST_INT:
-                object.__setattr__(self, name, MOST_INT)
-        for name in ("temperature", "repetition_penalty"):
-            x = getattr(self, name)
-            if x and not 1 / MOST_FLOAT <= x <= MOST_FLOAT:
-                object.__setattr__(self, name, min(max(x, 1 / MOST_FLOAT), MOST_FLOAT))
-
-    def _set_texts(self, name: str) -> None:
-        given = getattr(self, name)
-        texts = (given,) if isinstance(given, str) else _tuple(given)
-        _check(all(isinstance(s, str) and s for s in texts), name, "non-empty strings", given)
-        object.__setattr__(self, name, texts)
-
-    def _set_ids(self, name: str) -> None:
-        given = getattr(self, name)
-        ids = tuple(map(_as_int, _tuple(given)))
-        _check(all(_is_int(i) and i >= 0 for i in ids), name, "integers >= 0", given)
-        object.__setattr__(self, name, ids)
-
-    def _set_bias(self) -> None:
-        given = self.logit_bias
-        pairs = _tuple(given.items() if isinstance(given, Mapping) else given)
-        _check(all(isinstance(x, tuple) and len(x) == 2 for x in pairs), "logit_bias", "{token id: number}", given)
-        pairs = tuple((_as_int(i), x) for i, x in pairs)
-        _check(all(_is_int(i) and i >= 0 for i, _ in pairs), "logit_bias", "for token ids, integers >= 0", given)
-        fine = all(_is_real(x) and -100 <= x <= 100 for _, x in pairs)
-        _check(fine, "logit_bias", "of numbers in [-100, 100]", given)
-        object.__setattr__(self, "logit_bias", tuple(dict(pairs).items()))
+        for check in _CHECKS:
+            check(self)
 
     @property
     def greedy(self) -> bool:
@@ -207,12 +282,29 @@ class SamplingParams:
         return self.best_of or self.n
 
     def with_(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed. Raises InvalidRequest for an unknown field."""
-        if unknown := changes.keys() - {f.name for f in fields(self)}:
-            raise InvalidRequest(f"SamplingParams has no field {', '.join(sorted(unknown))}.")
-        return replace(self, **changes)
+        """A copy with some fields changed. Raises InvalidRequest for an unknown field, or a value out of its range.
+
+        Only what changes is checked, so that a seed of its own for each of a million rows costs little.
+        """
+        own = type(self) is SamplingParams  # else a subclass, which may have fields of its own
+        known = _CHECK_OF.keys() if own else {f.name for f in fields(self)}
+        if not changes.keys() <= known:
+            raise InvalidRequest(f"SamplingParams has no field {', '.join(sorted(changes.keys() - known))}.")
+        if not own:
+            return replace(self, **changes)
+        copy = object.__new__(SamplingParams)
+        for name, value in zip(_CHECK_OF, _values(self), strict=True):
+            object.__setattr__(copy, name, value)
+        for name, value in changes.items():
+            object.__setattr__(copy, name, value)
+        due = {_CHECK_OF[name] for name in changes}
+        for check in _CHECKS:
+            if check in due:
+                check(copy)
+        return copy
 
 
+@_soon_pickled
 @dataclass(frozen=True, slots=True)
 class Terms:
     """On what terms a request is served; the engine's policy decides what they count.
@@ -245,10 +337,13 @@ class Terms:
         _check(salt is None or isinstance(salt, str), "cache_salt", "a string (or None)", salt)
 
 
+PLAIN: Terms = Terms()
+
+
 def as_terms(value: object) -> Terms:
     """The terms that a caller passed; None: the default. Raises InvalidRequest for anything else."""
     if value is None:
-        return Terms()
+        return PLAIN
     if not isinstance(value, Terms):
         raise InvalidRequest(f"terms must be a hibachi.Terms (or None); got {shown(value)}. Write Terms(priority=...).")
     return value
@@ -300,6 +395,21 @@ def as_rule(stop: Any) -> StopRule:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """What a request brings that was begun elsewhere: the keys and values of its prompt, and its first token.
+
+    kv: for each layer (keys, values), floats [kv_heads, n, dim] for the n tokens of the prompt, as `model.step` gives
+    them to `attend`. token: the first of the output; it counts as output and is not delivered. known: the prompt's ids
+    are those that keys and values belong to; False: they only hold places, and nothing is shared with others.
+    """
+
+    kv: Any
+    token: int
+    known: bool = False
+
+
+@_soon_pickled
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What an engine is asked for: one stream. It crosses threads, and the pipe to an engine in another process.
 
@@ -307,7 +417,8 @@ class Request:
     params: how to sample; None: plain sampling, or a model that returns tokens. max_new_tokens: before
     params.max_tokens. stop, include_stop: as for `AutoregressiveBatchInference.run`. bad_words: token ids that may not
     come one after another. pooling: a vector is wanted in the place of tokens, made so of the model's hidden states;
-    unit: of length 1.
+    unit: of length 1. begun: it was begun elsewhere. kept: a list that gets, before the stream ends, (keys, values) for
+    each layer, on the host, float32 [kv_heads, tokens, dim] of all tokens that were computed: all but the last.
     """
 
     prompt: Any
@@ -320,3 +431,5 @@ class Request:
     terms: Terms = Terms()
     pooling: Pooling | None = None
     unit: bool = False
+    begun: Begun | None = None
+    kept: list[Any] | None = None

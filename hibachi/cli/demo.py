@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import textwrap
 import time
 
 from hibachi.cli.options import deterministic_argument
 from hibachi.lm.llm import LLM
+from hibachi.progress import FRAME, Screen, is_live
 from hibachi.request import SamplingParams
 from hibachi.streams.merge import merge
 from hibachi.streams.textstream import Completion
@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
         title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.cache_spec())} layers, {place}"
-        live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not args.plain
-        view = Live(title) if live else Plain(title)
+        view = Live(title) if is_live(sys.stdout) and not args.plain else Plain(title)
         if llm.backend.shapes.compiled:  # the compiler is not what we measure
             view.say("compiling ...")
             Pass(llm, params, len(PROMPTS)).run()
@@ -152,7 +151,7 @@ class Live:
     def __init__(self, title: str) -> None:
         self._title, self._said = title, list[str]()
         self._prompts, self._texts = list[str](), list[str]()
-        self._size, self._height, self._shown = shutil.get_terminal_size(), 0, 0.0
+        self._screen, self._shown = Screen(sys.stdout), 0.0
         self._draw()
 
     def say(self, line: str) -> None:
@@ -160,7 +159,7 @@ class Live:
         self._draw()
 
     def update(self, now: Pass) -> None:
-        if time.perf_counter() - self._shown > 0.1:
+        if time.perf_counter() - self._shown > FRAME:
             self._shown = time.perf_counter()
             self._draw(now)
 
@@ -171,21 +170,12 @@ class Live:
     def _draw(self, now: Pass | None = None) -> None:
         if now and now.size > 1:
             self._prompts, self._texts = list(now.prompts), now.texts
-        size = shutil.get_terminal_size()
+        columns = self._screen.size().columns
         texts = [
-            f"{i + 1:2d}  {_newest(prompt, text, max(size.columns - 4, 8))}"
+            f"{i + 1:2d}  {_newest(prompt, text, max(columns - 4, 8))}"
             for i, (prompt, text) in enumerate(zip(self._prompts, self._texts, strict=True))
         ]
-        lines = [self._title, *texts, *self._said, *([now.line()] if now else [])]
-        lines = lines[-max(size.lines - 1, 1) :]
-        if size != self._size:  # the terminal has moved the old lines anywhere
-            start = "\x1b[2J\x1b[H"
-        else:
-            start = f"\x1b[{self._height}A" if self._height else ""
-        self._size, self._height = size, len(lines)
-        # In one piece, so that nothing is left behind if we die: without wrapping, from the top, each line to its end.
-        frame = "".join(f"{line}\x1b[K\n" for line in lines)
-        print(f"\x1b[?7l{start}\r{frame}\x1b[J\x1b[?7h", end="", flush=True)
+        self._screen.draw([self._title, *texts, *self._said, *([now.line()] if now else [])])
 
 
 def _newest(prompt: str, text: str, width: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import AsyncIterable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
 from hibachi.errors import InvalidRequest
+from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
+from hibachi.lm.progress import counted, watch
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
@@ -86,15 +88,17 @@ class Texts(Closing):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         terms: Terms | Sequence[Terms] | None = None,
+        progress: bool = False,
     ) -> list[Completion]:
         """Complete all prompts together; results in their order. params, terms: one for all, or one for each; None:
         `default_params`, and plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats
-        (sequence, hidden)}, which the first layer sees instead of the embeddings of tokens.
+        (sequence, hidden)}, which the first layer sees instead of the embeddings of tokens. progress: show on standard
+        error how far it is, by tqdm where that is installed.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
         prompts = listed(prompts)
-        return _finish(self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms))
+        return _finish(self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms), progress)
 
     async def agenerate(
         self,
@@ -115,21 +119,112 @@ class Texts(Closing):
             for s in streams:
                 s.close()
 
+    @overload
+    def each(
+        self,
+        prompts: Iterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: Literal[True] = True,
+        ahead: int | None = None,
+        errors: Literal["raise"] = "raise",
+    ) -> Each[Completion]: ...
+
+    @overload
+    def each(
+        self,
+        prompts: Iterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: bool = True,
+        ahead: int | None = None,
+        errors: str = "raise",
+    ) -> Each[Any]: ...
+
+    def each(
+        self,
+        prompts: Iterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: bool = True,
+        ahead: int | None = None,
+        errors: str = "raise",
+    ) -> Each[Any]:
+        """A Completion for each prompt of any iterable, also an endless one: `for c in llm.each(prompts)`.
+
+        At most 2 x max_batch_size requests are in the engine at a time. params, terms: one for all, or an iterable in
+        step with the prompts. ordered: in the order of the prompts; False: as they end, (place of the prompt, its
+        Completion). ahead: at most so many prompts run or have results that you have not read, so that memory is
+        bounded where the first takes long; None: 2 x max_batch_size.
+        errors: "raise": the error of a prompt is raised at its place, and the rest is cancelled; "return": it stands in
+        the place of the Completion. What reading the prompts raises comes after all results.
+
+        Leaving the loop cancels what runs. An iterable that is no sequence is read in a thread of its own, as far
+        ahead as said, so that one that blocks holds nobody up. Raises InvalidRequest, ConfigError; EngineClosed or
+        EngineFailed after the results that there are.
+        """
+        return Each(window_of(self, prompts, params, terms, ordered=ordered, ahead=ahead, errors=errors))
+
+    @overload
+    def aeach(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: Literal[True] = True,
+        ahead: int | None = None,
+        errors: Literal["raise"] = "raise",
+    ) -> AsyncEach[Completion]: ...
+
+    @overload
+    def aeach(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: bool = True,
+        ahead: int | None = None,
+        errors: str = "raise",
+    ) -> AsyncEach[Any]: ...
+
+    def aeach(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        params: OneOrEach[SamplingParams] = None,
+        *,
+        terms: OneOrEach[Terms] = None,
+        ordered: bool = True,
+        ahead: int | None = None,
+        errors: str = "raise",
+    ) -> AsyncEach[Any]:
+        """`each` for asyncio and trio: `async for c in llm.aeach(prompts)`. prompts: also an asynchronous iterable,
+        which a task of its own reads.
+        """
+        window = window_of(self, prompts, params, terms, ordered=ordered, ahead=ahead, errors=errors, tasks=True)
+        return AsyncEach(window)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         terms: Terms | Sequence[Terms] | None = None,
+        progress: bool = False,
         **variables: Any,
     ) -> list[Completion]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}, in the model's chat template.
 
-        variables: further ones for the template, such as tools. Raises InvalidRequest if the model has no template.
+        progress: see `generate`. variables: further ones for the template, such as tools. Raises InvalidRequest if the
+        model has no template.
         """
         texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
-        return _finish(self._start(texts, ids, params, terms))
+        return _finish(self._start(texts, ids, params, terms), progress)
 
     def embed(
         self,
@@ -138,18 +233,20 @@ class Texts(Closing):
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         terms: Terms | Sequence[Terms] | None = None,
+        progress: bool = False,
     ) -> list[Embedding]:
         """A vector for each text, from the model's last hidden states.
 
         pooling: "mean" of all tokens, the "last" or the first ("cls"); None: what the model's files say, else the last.
-        normalize: to length 1; None: likewise. Raises InvalidRequest, PromptTooLong, QueueFull, UnsupportedOperation
-        for a model whose hidden states cannot be had.
+        normalize: to length 1; None: likewise. progress: see `generate`. Raises InvalidRequest, PromptTooLong,
+        QueueFull, UnsupportedOperation for a model whose hidden states cannot be had.
         """
         prompts = listed(prompts)
         ids = [self.prompts.encode(p) for p in prompts]
         items = self.submit_vectors(ids, pooling=pooling, normalize=normalize, terms=terms)
         try:
-            return [Embedding(p, own, v.result()) for p, own, v in zip(prompts, ids, items, strict=True)]
+            vectors = counted([item.result for item in items]) if progress else [item.result() for item in items]
+            return [Embedding(p, own, v) for p, own, v in zip(prompts, ids, vectors, strict=True)]
         finally:  # whatever happens, no request outlives the call
             for item in items:
                 item.cancel()
@@ -227,8 +324,11 @@ class Texts(Closing):
 
     def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms) -> list[Any]:
         """What the engine has to do for one prompt, checked: a request for each continuation."""
-        eos = () if p.ignore_eos else self.eos_ids
-        run = p.with_(stop=(), bad_words=(), n=1, best_of=None, stop_token_ids=(*p.stop_token_ids, *eos))
+        run = p
+        if p.stop or p.bad_words or p.runs > 1:
+            run = run.with_(stop=(), bad_words=(), n=1, best_of=None)
+        if self.eos_ids and not p.ignore_eos:
+            run = run.with_(stop_token_ids=(*p.stop_token_ids, *self.eos_ids))
         if p.runs > p.n and p.logprobs is None:
             run = run.with_(logprobs=0)  # to choose by
         words = tuple(seq for word in p.bad_words for seq in self.prompts.spellings(word))
@@ -287,9 +387,11 @@ def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
     return each
 
 
-def _finish(streams: list[TextStream]) -> list[Completion]:
+def _finish(streams: list[TextStream], progress: bool = False) -> list[Completion]:
     """What becomes of all of them. Whatever happens, no request outlives the call."""
     try:
+        if progress:
+            watch(streams)
         choices = [c for s in streams for c in s.choices]
         for i, tokens in merge([c.tokens for c in choices]):
             choices[i].feed(tokens)

@@ -20,7 +20,33 @@ from hibachi.streams.loops import LoopEvent, LoopFuture, Wakeups, loop_future
 NOTICED = 1.0  # seconds until a thread that waits notices a signal that came just before it began to
 
 T = TypeVar("T")
-Waiter = threading.Event | LoopFuture | LoopEvent
+
+
+class Bell:
+    """An event for one thread that may be set from anywhere, also by a signal's handler in the midst of its `wait`,
+    where a threading.Event deadlocks.
+    """
+
+    __slots__ = ("_silent",)
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()  # held while it is not set
+        self._silent.acquire()
+
+    def set(self) -> None:
+        if self._silent.locked():
+            with suppress(RuntimeError):  # another was faster
+                self._silent.release()
+
+    def clear(self) -> None:
+        self._silent.acquire(blocking=False)
+
+    def wait(self, timeout: float) -> bool:
+        """False after `timeout` seconds, else clears."""
+        return self._silent.acquire(timeout=timeout)
+
+
+Waiter = threading.Event | Bell | LoopFuture | LoopEvent
 
 
 class Channel(Generic[T]):
@@ -136,7 +162,7 @@ class Channel(Generic[T]):
                 waiter = self._waiters.popleft()
             except IndexError:  # the other of `push` and `end` took it
                 return
-            if isinstance(waiter, threading.Event):
+            if isinstance(waiter, (Bell, threading.Event)):
                 waiter.set()
             else:
                 wakeups.add(waiter)

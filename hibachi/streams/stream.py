@@ -221,6 +221,11 @@ class Item(Generic[T]):
     def __init__(self, stream: ItemStream[T]) -> None:
         self._stream = stream
 
+    @property
+    def stream(self) -> ItemStream[T]:
+        """That brings it, for those who watch many."""
+        return self._stream
+
     def done(self) -> bool:
         return self._stream.channel.ready
 

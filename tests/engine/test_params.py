@@ -1,5 +1,9 @@
 """Sampling parameters: their ranges, what a level refuses, and how requests end."""
 
+import copy
+import pickle
+from dataclasses import dataclass, fields, replace
+
 import numpy as np
 import pytest
 
@@ -116,6 +120,65 @@ def test_a_model_that_samples_by_itself_takes_no_parameters(serve):
 def test_a_limit_below_min_tokens_is_refused(serve):
     with pytest.raises(InvalidRequest, match="min_tokens must be at most max_new_tokens, 2; got 3"):
         serve(SumLogits(NUMPY)).run([1], SamplingParams(min_tokens=3), max_new_tokens=2)
+
+
+# ---- copies with changes: what does not change is not checked again --------------------------------------------
+
+OTHERS = {
+    "temperature": 1e40, "top_k": 2**40, "top_p": 0.5, "seed": 7, "max_tokens": 2**40, "stop": "x", "n": 3,
+    "stop_token_ids": [np.int64(3)], "ignore_eos": True, "logprobs": 2**33, "min_p": 0.1, "typical_p": 0.5,
+    "repetition_penalty": 1e-40, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {3: 1, 4: 2},
+    "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print], "min_tokens": 3,
+    "include_stop": True, "best_of": 4, "prompt_logprobs": 2,
+}  # fmt: skip
+
+
+def test_a_copy_is_what_would_have_been_made():
+    assert OTHERS.keys() == {f.name for f in fields(SamplingParams)}
+    first = SamplingParams(stop=["a"], max_tokens=9)
+    for changes in (*({name: value} for name, value in OTHERS.items()), {}, OTHERS):
+        assert first.with_(**changes) == replace(first, **changes)
+    assert first == SamplingParams(stop=["a"], max_tokens=9)
+
+
+@pytest.mark.parametrize("field, value", [(f, v) for f, (_, values) in RANGES.items() for v in values], ids=str)
+def test_a_change_out_of_range_is_refused(field, value):
+    with pytest.raises(InvalidRequest) as new:
+        SamplingParams(**{field: value})
+    with pytest.raises(InvalidRequest) as changed:
+        SamplingParams(seed=3, min_p=0.5).with_(**{field: value})
+    assert str(changed.value) == str(new.value)
+
+
+def test_what_depends_on_another_field_is_checked_with_it():
+    for params, change in (
+        (SamplingParams(min_tokens=5), {"max_tokens": 4}),
+        (SamplingParams(max_tokens=5), {"min_tokens": 6}),
+        (SamplingParams(best_of=2), {"n": 3}),
+    ):
+        with pytest.raises(InvalidRequest, match=r"min_tokens must be at most|best_of must be an integer from n"):
+            params.with_(**change)
+    with pytest.raises(InvalidRequest, match=r"^temperature"):  # the first of several, as when it is made
+        SamplingParams().with_(logit_bias=3, temperature=-1)
+    with pytest.raises(InvalidRequest, match="SamplingParams has no field hot, warm"):
+        SamplingParams().with_(warm=1, seed=2, hot=1)
+
+
+@dataclass(frozen=True)
+class More(SamplingParams):
+    extra: int = 0
+
+
+def test_a_subclass_has_its_own_fields():
+    more = More(seed=1, extra=2)
+    assert more.with_(extra=3) == More(seed=1, extra=3)
+    assert pickle.loads(pickle.dumps(more)) == copy.copy(more) == more
+
+
+def test_they_cross_a_pipe():
+    params = SamplingParams(seed=3, stop="x", logit_bias={3: 1})
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    assert len(pickle.dumps(params)) < 250
 
 
 # ---- endings -------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ class Prompts:
             ids = self.tokenizer.encode(prompt)
         else:
             ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or not all(map(_is_id, ids)):
+            if not _are_ids(ids):
                 raise InvalidRequest(f"A prompt must be a text or a list of token ids; got {_shown(prompt)}.")
         if not len(ids):
             raise InvalidRequest(f"A prompt must hold at least one token; got {_shown(prompt)}. Write something in it.")
-        return [int(i) for i in ids]
+        return list(map(int, ids))
 
     def joined(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
         """The tokens of a prompt and of its continuation."""
@@ -113,6 +113,12 @@ def listed(prompts: Any) -> list[Prompt]:
 
 def _is_id(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _are_ids(x: Any) -> bool:
+    if type(x) is list and set(map(type, x)) == {int}:  # soon said, also of a long prompt
+        return True
+    return isinstance(x, Sequence) and not isinstance(x, (bytes, bytearray)) and all(map(_is_id, x))
 
 
 def conversations(messages: Any) -> list[Any]:

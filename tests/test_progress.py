@@ -1,0 +1,275 @@
+"""What a person sees of long work: bars on terminals, lines in pipes, and never a failure."""
+
+import io
+import os
+import sys
+
+import pytest
+
+from hibachi import progress
+from hibachi.progress import Progress, Screen, duration, figure, is_live, shown, size_of
+
+from .cli.terminal import Screen as Glass
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+class Terminal(io.StringIO):
+    """columns x lines."""
+
+    def __init__(self, columns=80, lines=24):
+        super().__init__()
+        self.size = columns, lines
+
+    def isatty(self):
+        return True
+
+    def seen(self):
+        glass = Glass(self.size[1])
+        glass.write(self.getvalue().replace("\n", "\r\n"))  # as terminals do
+        return glass.text
+
+
+@pytest.fixture(autouse=True)
+def sizes(monkeypatch):
+    """The terminals of these tests say their own size."""
+    monkeypatch.setattr(progress, "size_of", lambda file: os.terminal_size(file.size))
+    monkeypatch.setenv("TERM", "xterm")
+
+
+# ---- in a pipe ---------------------------------------------------------------------------------------------------
+
+
+def test_a_line_after_a_few_seconds_then_one_a_minute_and_one_at_the_end(clock):
+    file = io.StringIO()
+    bar, at = Progress(1000, "rows", file, clock=clock), []
+    for second in range(200):
+        before = len(file.getvalue())
+        clock.now = 100.0 + second
+        bar.update(second * 5, **{"tokens/s": second * 10.0})
+        if len(file.getvalue()) > before:
+            at.append(second)
+    assert at == [5, 65, 125, 185]
+    bar.close()
+    bar.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "25/1,000 rows, 2 %  5 rows/s  50 tokens/s  5.0 s, 3:15 min left"
+    assert lines[-1] == "ended at 995 of 1,000 rows in 3:19 min  5 rows/s  1,990 tokens/s"
+    assert len(lines) == 5 and "\x1b" not in file.getvalue()
+
+
+def test_without_a_total_there_is_no_end_in_sight(clock):
+    file = io.StringIO()
+    with Progress(None, "rows", file, clock=clock, what="reading") as bar:
+        clock.now += 10
+        bar.update(50)
+    assert file.getvalue() == "reading  50 rows  5 rows/s  10.0 s\nreading  50 rows in 10.0 s  5 rows/s\n"
+
+
+def test_what_was_done_earlier_says_nothing_of_the_speed(clock):
+    file = io.StringIO()
+    bar = Progress(1000, "rows", file, clock=clock, before=900)
+    clock.now += 10
+    bar.update(950)
+    assert file.getvalue() == "950/1,000 rows, 95 %  5 rows/s  10.0 s, 10.0 s left\n"
+
+
+def test_figures_stay_and_may_be_text(clock):
+    file = io.StringIO()
+    bar = Progress(None, "rows", file, clock=clock)
+    bar.update(0, failed=3, **{"of the cache": "41 %"})
+    clock.now += 10
+    bar.update(10, failed=4)
+    assert file.getvalue() == "10 rows  1 rows/s  4 failed  41 % of the cache  10.0 s\n"
+
+
+def test_nothing_to_do(clock):
+    file = io.StringIO()
+    bar = Progress(0, "rows", file, clock=clock)
+    clock.now += 10
+    bar.update(0)
+    bar.close()
+    assert file.getvalue() == "0/0 rows, 100 %  10.0 s\n0 rows in 10.0 s\n"
+
+
+# ---- on a terminal -----------------------------------------------------------------------------------------------
+
+
+def test_a_bar_is_drawn_in_its_place(clock):
+    file = Terminal()
+    bar = Progress(40, "requests", file, clock=clock)
+    for i in range(0, 41, 5):
+        clock.now += 1
+        bar.update(i)
+        share = "#" * (i // 2)
+        (line, rest) = file.seen()
+        assert line.startswith(f"[{share:20}] {i}/40 requests, ") and rest == ""
+    bar.close()
+    assert file.seen() == ["40 requests in 9.0 s  4.44 requests/s", ""]
+
+
+def test_frames_are_whole_and_not_too_many(clock):
+    file = Terminal()
+    bar = Progress(10**6, "rows", file, clock=clock)
+    for i in range(1000):
+        clock.now += 0.001
+        bar.update(i)
+    frames = file.getvalue().split("\x1b[?7l")[1:]
+    assert 9 <= len(frames) <= 11 and all(f.endswith("\x1b[?7h") for f in frames)
+
+
+def test_a_line_that_stays_stands_above_the_bar(clock):
+    file = Terminal()
+    bar = Progress(4, "rows", file, clock=clock)
+    bar.update(1)
+    bar.say("row 1 failed")
+    bar.say("row 2 failed")
+    bar.update(2)
+    clock.now += 1
+    bar.update(3)
+    lines = file.seen()
+    assert lines[:2] == ["row 1 failed", "row 2 failed"] and "3/4 rows" in lines[2] and lines[3:] == [""]
+    bar.close()
+    bar.say("over")
+    assert file.seen()[2].startswith("ended at 3 of 4 rows") and file.seen()[3:] == ["over", ""]
+
+
+def test_a_said_line_in_a_pipe(clock):
+    file = io.StringIO()
+    Progress(4, "rows", file, clock=clock).say("row 1 failed")
+    assert file.getvalue() == "row 1 failed\n"
+
+
+def test_a_screen_shows_the_last_lines_that_fit():
+    file = Terminal(80, 4)
+    screen = Screen(file)
+    for frame in (["a", "b"], ["c", "d", "e", "f", "g"], ["h"]):
+        screen.draw(frame)
+        assert file.seen() == [*frame[-3:], ""]
+
+
+def test_a_screen_begins_anew_when_its_size_has_changed():
+    file = Terminal(80, 10)
+    screen = Screen(file)
+    screen.draw(["a", "b"])
+    assert "\x1b[2J" not in file.getvalue()
+    file.size = 40, 10
+    screen.draw(["a", "b"])
+    assert file.getvalue().count("\x1b[2J\x1b[H") == 1
+    screen.draw(["a", "b"])
+    assert file.getvalue().count("\x1b[2J\x1b[H") == 1 and file.seen()[:2] == ["a", "b"]
+
+
+# ---- what kind of file it is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("term, live", [("xterm", True), ("dumb", False), (None, False)])
+def test_only_a_terminal_that_understands_is_drawn_on(monkeypatch, term, live):
+    monkeypatch.delenv("TERM")
+    if term:
+        monkeypatch.setenv("TERM", term)
+    assert is_live(Terminal()) is live and not is_live(io.StringIO())
+
+
+def test_what_is_no_file_any_more_is_not_live():
+    closed = io.StringIO()
+    closed.close()
+    assert not is_live(closed) and not is_live(None)
+
+
+def test_sizes(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
+    assert size_of(io.StringIO()) == (80, 24)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert size_of(io.StringIO()) == (120, 24)
+    monkeypatch.setenv("COLUMNS", "many")
+    monkeypatch.setenv("LINES", "7")
+    assert size_of(io.StringIO()) == (80, 7)
+
+
+class Broken(Terminal):
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.tries = error, 0
+
+    def write(self, text):
+        self.tries += 1
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(), OSError(5, "gone"), ValueError("closed"), UnicodeEncodeError("ascii", "é", 0, 1, "x")]
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_a_file_that_goes_away_fails_nothing(clock, error, live):
+    file = Broken(error)
+    with Progress(4, "rows", file, live, clock=clock) as bar:
+        for i in range(4):
+            clock.now += 100
+            bar.update(i)
+        bar.say("so")
+    assert file.tries == 1  # and nothing more is tried
+
+
+def test_a_program_without_standard_error(monkeypatch, clock):
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress(4, "rows", clock=clock) as bar:
+        clock.now += 10
+        bar.update(1)
+
+
+# ---- tqdm --------------------------------------------------------------------------------------------------------
+
+
+def test_tqdm_is_taken_where_it_is(capsys):
+    pytest.importorskip("tqdm")
+    with shown(4, "requests") as bar:
+        for i in range(1, 5):
+            bar.update(i, **{"tokens/s": 1234.5})
+    err = capsys.readouterr().err
+    assert "4/4" in err and "requests/s" in err and "tokens/s=1,23" in err
+
+
+def test_ours_is_taken_where_it_is_not(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with shown(4, "requests") as bar:
+        bar.update(4)
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("4 requests in ")
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x, text", [(0.12345, "0.123"), (5, "5"), (12.34, "12.3"), (1234, "1,234"), (1234567.8, "1,234,568"), (0.0, "0")]
+)
+def test_figures(x, text):
+    assert figure(x) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0.0 s"),
+        (59.9, "59.9 s"),
+        (59.99, "60.0 s"),
+        (245, "4:05 min"),
+        (11220, "3:07:00 h"),
+        (1e12, "277,777:46:40 h"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
