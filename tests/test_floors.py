@@ -38,6 +38,7 @@ RULES = {
     "hibachi/named.py": Rule("errors", third_party=""),
     "hibachi/cachefolder.py": Rule("", third_party=""),
     "hibachi/settings": Rule("errors settings", third_party=""),
+    "hibachi/progress.py": Rule("", third_party=""),
     "hibachi/kernels": Rule("errors cachefolder kernels"),
     "hibachi/tensor": Rule(
         "errors installed named shapes kernels tensor", third_party="numpy array_api_compat typing_extensions"
@@ -53,7 +54,7 @@ RULES = {
     "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
     "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
-    "hibachi/lm": Rule(f"{BATCH} tune lm"),
+    "hibachi/lm": Rule(f"{BATCH} tune lm progress"),
     "hibachi/remote": Rule(f"{BATCH} settings tune lm remote"),
     "hibachi/__init__.py": Rule(f"{BATCH} lm"),
     "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
@@ -63,6 +64,10 @@ RULES = {
     "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
         f"{BATCH} settings lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""
+    ),
+    "hibachi/prefix.py": Rule(f"{BATCH} lm remote"),
+    "hibachi/offline": Rule(
+        f"{BATCH} progress settings lm remote api web sim offline", third_party="numpy msgspec", not_std=""
     ),
     "hibachi/router": Rule(
         "errors installed settings api web router",
@@ -74,7 +79,9 @@ RULES = {
     "hibachi/bench/engines/peers": Rule(
         "public streams engine lm bench", third_party="numpy torch vllm openvino openvino_genai", not_std=""
     ),
-    "hibachi/cli": Rule(f"{BATCH} settings tune lm remote api web serve router sim bench testing verify cli"),
+    "hibachi/cli": Rule(
+        f"{BATCH} settings tune lm remote api web serve offline router sim bench testing verify progress cli"
+    ),
     "hibachi/__main__.py": Rule("cli"),
     "hibachi_torch": Rule(
         "errors shapes kernels tensor decode model",
@@ -133,7 +140,17 @@ def violation(rule: Rule, core: bool, module: str, name: str) -> str | None:
 
 
 # Through `need`, which says how to install them.
-OPTIONAL = {"safetensors", "tokenizers", "minijinja", "gguf", "transformers", "huggingface_hub", "matplotlib"}
+OPTIONAL = {
+    "safetensors",
+    "tokenizers",
+    "minijinja",
+    "gguf",
+    "transformers",
+    "huggingface_hub",
+    "matplotlib",
+    "pyarrow",
+    "tqdm",
+}
 
 
 def violations(path: str, source: str) -> list[str]:

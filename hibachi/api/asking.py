@@ -24,13 +24,13 @@ REFUSED = {
     "guided_choice": _LATER,
     "guided_grammar": _LATER,
     "structured_outputs": _LATER,
-    "chat_template": "The server decides it (--chat-template)",
+    "chat_template": "It is given at the start (--chat-template)",
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
     "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
-    "web_search_options": "The server searches nothing",
+    "web_search_options": "Nothing is searched",
 }
 _SAME = (  # fields of SamplingParams by the same name
     "temperature",

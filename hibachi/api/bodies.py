@@ -205,7 +205,7 @@ def _refused(error: msgspec.ValidationError) -> Refused:
         own = unknown[1][:MOST_SHOWN]
         name = f"{place}.{own}" if place else own
         return Refused(
-            f"Unknown field: {name}. This server has none of that name here; docs/serving.md lists them.",
+            f"Unknown field: {name}. There is none of that name here; docs/serving.md lists them.",
             param=name,
             code="unknown_parameter",
         )

@@ -101,8 +101,8 @@ class Reading:
         tokenizer = self.prompts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
             raise Refused(
-                "This model has no chat template: send a prompt to /v1/completions. The server can be started with "
-                "a template for it (--chat-template).",
+                "This model has no chat template: send a prompt to /v1/completions, or give it a template at the "
+                "start, with --chat-template.",
                 param="messages",
                 code="no_chat_template",
             )

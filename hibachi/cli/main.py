@@ -12,7 +12,20 @@ from importlib.metadata import version
 
 from hibachi.errors import HibachiError
 
-COMMANDS = ("demo", "generate", "chat", "serve", "route", "inspect", "doctor", "verify", "conformance", "sim", "bench")
+COMMANDS = (
+    "demo",
+    "generate",
+    "chat",
+    "run-batch",
+    "serve",
+    "route",
+    "inspect",
+    "doctor",
+    "verify",
+    "conformance",
+    "sim",
+    "bench",
+)
 FAILED = 1
 INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
 BROKEN_PIPE = 141  # and one whose reader went away
@@ -29,7 +42,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"hibachi {version('hibachi')}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in (only,) if only in COMMANDS else COMMANDS:
-        module = import_module(f"hibachi.cli.{name}")
+        module = import_module(f"hibachi.cli.{name.replace('-', '')}")
         title, _, rest = (module.__doc__ or "").partition("\n")
         sub = commands.add_parser(
             name,

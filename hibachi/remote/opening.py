@@ -25,7 +25,7 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts, str | N
 
     Raises what making a model raises, and ConfigError.
     """
-    template, defaults = _template(settings.chat_template), _defaults(settings.generation_config)
+    template, defaults = template_of(settings.chat_template), _defaults(settings.generation_config)
     make = RemoteLLM if settings.engine == "child" else open_texts
     texts = make(settings.model, **engine_options(settings), **more)
     try:
@@ -98,7 +98,7 @@ def _warm(texts: Texts, template: str | None) -> None:
         log.warning("%s", e)
 
 
-def _template(given: str | None) -> str | None:
+def template_of(given: str | None) -> str | None:
     """What a file of that name holds; else as it is: a name, or Jinja source. Raises ConfigError."""
     if given is None or "{" in given:
         return given

@@ -468,13 +468,13 @@ UNSERVED = {
     "structured_outputs": LATER,
 }
 UNSERVED_CHATS = UNSERVED | {
-    "chat_template": "The server decides it (--chat-template)",
+    "chat_template": "It is given at the start (--chat-template)",
     "audio": "Only text is served",
     "functions": "Use tools in its place",
     "function_call": "Use tools in its place",
     "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
-    "web_search_options": "The server searches nothing",
+    "web_search_options": "Nothing is searched",
 }
 
 

@@ -250,7 +250,7 @@ def test_a_vector_has_one_of_two_formats():
 @pytest.mark.parametrize("kind", FIELDS)
 def test_a_field_that_nobody_knows(kind):
     """Refused by its name, also inside of others, and however it is written."""
-    end = " This server has none of that name here; docs/serving.md lists them."
+    end = " There is none of that name here; docs/serving.md lists them."
     for name in ("nonsense", "Model", "best of", "", "a\nb", "é"):
         expected = f"Unknown field: {name}.{end}"
         assert refused(kind, with_field(kind, name, "1")) == (expected, name, "unknown_parameter")

@@ -1,0 +1,72 @@
+"""A run of `hibachi run-batch`, as a person sees it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Self
+
+from hibachi.offline.count import rows_in
+from hibachi.offline.drive import Counts, Drive
+from hibachi.offline.journal import Journal
+from hibachi.offline.report import Course
+from hibachi.offline.run import Batch, Watcher
+from hibachi.offline.sources import Sources
+from hibachi.progress import Progress
+
+
+class RowsView(Watcher):
+    """On standard error: a bar where that is a terminal, else a line a minute. drive: once the model is loaded."""
+
+    drive: Drive | None
+    course: Course
+
+    def __init__(self, live: bool | None = None) -> None:
+        self._live = live
+        self.drive, self.course = None, Course()
+        self._progress: Progress | None = None
+
+    def says(self, line: str) -> None:
+        if self._progress is not None:
+            self._progress.say(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def begins(self, batch: Batch, drive: Drive, journal: Journal, sources: Sources) -> None:
+        self.drive, self._before = drive, journal.done
+        self._began = time.monotonic()
+        i, n = batch.shard
+        total = rows_in(sources)
+        if total is not None:
+            total = len(range(i - 1, total if batch.limit is None else min(total, batch.limit), n))
+        self._progress = Progress(total, "rows", live=self._live, before=self._before)
+
+    def turn(self, counts: Counts) -> None:
+        self.course.see(counts)
+        if self._progress is not None:
+            seconds = max(time.monotonic() - self._began, 1e-9)
+            told: dict[str, float | str] = {"new tokens/s": counts.new_tokens / seconds} if counts.new_tokens else {}
+            if counts.cached_tokens:
+                told["of prompts cached"] = f"{counts.cached_tokens / counts.prompt_tokens:.0%}"
+            if counts.failed:
+                told["failed"] = counts.failed
+            self._progress.update(self._before + counts.rows, **told)
+
+    def writes(self) -> None:
+        self.end()
+
+    def stops(self) -> None:
+        """From a signal's handler."""
+        assert self.drive is not None
+        self.drive.stop()
+        self.says("Finishing what runs ... (once more ends it at once)")
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

@@ -1,0 +1,251 @@
+"""files of prompts through a model, into a file; goes on where it was ended
+
+Reads JSON Lines, CSV and Parquet (gzip, zstd), row by row, also OpenAI's batch
+lines, and writes any of them, in the input's order. Kill it at any moment and
+run the same command again: nothing is lost, nothing done twice.
+
+hibachi run-batch -i prompts.jsonl -o answers.jsonl --model path/to/model
+hibachi run-batch -i a.csv b.parquet -o out.csv --template "Summarise: {text}"
+hibachi run-batch -i batch.jsonl -o out.jsonl --url http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hibachi.cli.rowsview import RowsView
+from hibachi.cli.settings import settings_arguments
+from hibachi.errors import ConfigError
+from hibachi.offline.choose import TASKS
+from hibachi.offline.columns import Columns, value_of
+from hibachi.offline.drive import GivenUp
+from hibachi.offline.report import check_plot, plot, report, text, write
+from hibachi.offline.rows import InvalidInput
+from hibachi.offline.run import PIPE, Batch, Done
+from hibachi.offline.run import run as run_rows
+from hibachi.offline.settings import GROUPS, SETTINGS, settle
+
+KEY = "HIBACHI_API_KEY"
+SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "hibachi run-batch [options] -i IN [IN ...] -o OUT"
+    add = parser.add_argument_group("files").add_argument
+    add("-i", "--input", nargs="+", required=True, metavar="IN", help="files, globs, folders; -: standard input")
+    add("-o", "--output", required=True, metavar="OUT", help="a file; -: standard output")
+    add("--format", metavar="F", help="of OUT: jsonl, csv, tsv, parquet, jsonl.gz, csv.zst ... (default: by its name)")
+    add("--delimiter", metavar="C", help="in CSV that is read (default: a comma; of .tsv a tab)")
+    add("--encoding", metavar="NAME", help="of CSV that is read (default: utf-8)")
+    add("--limit", type=int, metavar="N", help="only the first N rows")
+    add("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th row from the I-th: 1/4, 2/4, 3/4, 4/4")
+    add("--errors", metavar="FILE", help="the rows that failed, as JSON Lines; they are in OUT as well")
+    add("--result-prefix", default="", metavar="P", help="in front of the names of the results' columns")
+    add = parser.add_argument_group("what rows say").add_argument
+    add("--task", choices=TASKS, default="generate", help="(default: generate; forward: a feed-forward model)")
+    add("--openai", action=argparse.BooleanOptionalAction, help="OpenAI's batch lines (default: if they look so)")
+    add("--served-model-name", nargs="+", action="extend", metavar="NAME", help="what such lines may call the model")
+    add("--prompt-column", metavar="C", help="texts, or token ids (default: prompt, else text)")
+    add("--messages-column", metavar="C", help="conversations, for the model's chat template")
+    add("--tokens-column", metavar="C", help="token ids, or lists of what a model of your own takes")
+    add("--feature-columns", type=_names, default=(), metavar="C,C", help="numbers that together are one input")
+    add("--template", metavar="TEXT", help='a prompt with columns in braces: "Summarise: {text}"')
+    add("--system", metavar="TEXT", help="a system message; the prompt is the user's")
+    add("--chat", action="store_true", help="the prompt is a user's message, with no system message")
+    add("--token-ids", action="store_true", help="results tell the ids of new tokens")
+    add = parser.add_argument_group("how to sample (default: as the model's files say)").add_argument
+    add("--max-tokens", type=int, metavar="N", help="most new tokens of a row")
+    add("--temperature", type=float, metavar="T", help="0: the likeliest token, always")
+    pairs: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
+    add("--param", **pairs, metavar="NAME=VALUE", help="any parameter: top_p=0.9; repeatable")
+    add("--param-column", **pairs, metavar="NAME=C", help="a parameter from a column; repeatable")
+    add("--seed", type=int, default=0, metavar="N", help="of the run, for rows that bring none (default: 0)")
+    add = parser.add_argument_group("the run").add_argument
+    add("--plan", action="store_true", help="tell tokens, expected hits and time; compute nothing")
+    add("--validate", action="store_true", help="read all rows first, and begin only if none is wrong")
+    add("--fail-fast", action="store_true", help="end at the first row that fails")
+    add("--retry-errors", action="store_true", help="compute rows again that failed before")
+    add("--overwrite", action="store_true", help="replace an output that this run did not write")
+    add("--accept-changes", action="store_true", help="go on though something differs; rows then say what")
+    add("--verify-weights", action="store_true", help="know the model by all bytes of its weights, not by samples")
+    add(
+        "--report", metavar="FILE", help="how the run went, as JSON; with --plan: of an earlier run, to take rates from"
+    )
+    add("--plot", metavar="FILE", help="the same, drawn as .png or .svg (extra: plot)")
+    add("--step-time", metavar="FILE", help="for --plan: from `hibachi bench fit`")
+    add("--plain", action="store_true", help="no live view, as when the output is piped")
+    add = parser.add_argument_group("a server in place of a model").add_argument
+    add("--url", metavar="URL", help="of a server or router with OpenAI's API, such as http://127.0.0.1:8000")
+    add("--url-model", metavar="NAME", help="(default: the first that the server names)")
+    add("--api-key", metavar="KEY", help=f"(default: {KEY} in the environment, where no list of processes shows it)")
+    add("--concurrency", type=int, default=64, metavar="N", help="requests at a time (default: 64)")
+    settings_arguments(parser, GROUPS)
+
+
+def run(args: argparse.Namespace) -> int:
+    batch = _batch(args)
+    if args.plot:
+        check_plot(args.plot)
+    if not args.plan:
+        _check_places(args)
+    if args.plan:
+        from hibachi.offline.forecast import forecast
+
+        print(forecast(batch, report=args.report, step_time=args.step_time).text())
+        return 0
+    view = RowsView(live=False if args.plain else None)
+    with _signals(view) as signals, view:
+        try:
+            done = run_rows(batch, view)
+        except BrokenPipeError:  # whoever read our output has seen enough
+            raise
+        except (GivenUp, InvalidInput, OSError) as e:
+            view.end()
+            more = f"\n{_resumable(batch)}" if view.drive is not None else ""
+            print(f"hibachi: {e}{more}", file=sys.stderr)
+            return LOST
+    _tell(args, batch, view, done)
+    if done.status == "interrupted":
+        if signals.got is not None:
+            print(f"Ended by {signals.got.name}, after what ran was finished. {_resumable(batch)}", file=sys.stderr)
+            return TERMINATED if signals.got is signal.SIGTERM else INTERRUPTED
+        print(f"Ended at the first row that failed: {done.failure}\n{_resumable(batch)}", file=sys.stderr)
+        return SOME_FAILED
+    return SOME_FAILED if done.failed else 0
+
+
+def _tell(args: argparse.Namespace, batch: Batch, view: RowsView, done: Done) -> None:
+    """The report, as text, as JSON and as a picture."""
+    out = sys.stderr if batch.output == PIPE else sys.stdout
+    print(text(done, "Standard output" if batch.output == PIPE else batch.output), file=out, flush=True)
+    files = {"input": list(batch.inputs), "output": batch.output, "model": batch.url or batch.settings.model}
+    told = report(done, view.course, files)
+    if args.report:
+        write(args.report, told)
+    if args.plot:
+        plot(told, args.plot)
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    """Can report and picture be written? Not only after a night is that to be known. Raises ConfigError, OSError."""
+    others = {os.path.realpath(name) for name in (*args.input, args.output, args.errors or args.output)}
+    for file in filter(None, (args.report, args.plot)):
+        if os.path.realpath(file) in others:
+            raise ConfigError(f"{file} is read or written by the run itself: expected another file for its report.")
+        Path(file).open("ab").close()
+
+
+def _resumable(batch: Batch) -> str:
+    if batch.output == PIPE or PIPE in batch.inputs:
+        return "A run with a pipe begins anew."
+    return "Run the same command again to go on where it was."
+
+
+def _batch(args: argparse.Namespace) -> Batch:
+    flags = {key: value for key in SETTINGS if (value := getattr(args, key)) is not None}
+    params: dict[str, Any] = {name: value_of(name, value) for name, value in args.param}
+    params |= {n: v for n in ("max_tokens", "temperature") if (v := getattr(args, n)) is not None}
+    columns = Columns(
+        prompt=args.prompt_column,
+        messages=args.messages_column,
+        tokens=args.tokens_column,
+        features=args.feature_columns,
+        template=args.template,
+        system=args.system,
+        chat=args.chat,
+        params=params,
+        param_columns=dict(args.param_column),
+    )
+    return Batch(
+        inputs=args.input,
+        output=args.output,
+        settings=settle(flags, os.environ, args.config),
+        url=args.url,
+        url_model=args.url_model,
+        api_key=args.api_key or os.environ.get(KEY),
+        concurrency=args.concurrency,
+        task=args.task,
+        columns=columns,
+        openai=args.openai,
+        served_names=args.served_model_name or (),
+        format=args.format,
+        delimiter=args.delimiter,
+        encoding=args.encoding,
+        limit=args.limit,
+        shard=args.shard,
+        seed=args.seed,
+        prefix=args.result_prefix,
+        token_ids=args.token_ids,
+        overwrite=args.overwrite,
+        retry_errors=args.retry_errors,
+        accept_changes=args.accept_changes,
+        validate=args.validate,
+        fail_fast=args.fail_fast,
+        verify_weights=args.verify_weights,
+        errors=args.errors,
+    )
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+class _Signals:
+    """The first Ctrl-C or SIGTERM lets what runs end; the second ends all at once."""
+
+    got: signal.Signals | None = None
+
+    def __init__(self, view: RowsView) -> None:
+        self._view = view
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.got is not None or self._view.drive is None:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+            if number == signal.SIGTERM:
+                raise SystemExit(TERMINATED)
+            raise KeyboardInterrupt
+        self.got = signal.Signals(number)
+        self._view.stops()
+
+
+@contextmanager
+def _signals(view: RowsView) -> Iterator[_Signals]:
+    signals = _Signals(view)
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {n: signal.signal(n, signals.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- values of flags -------------------------------------------------------------------------------------------------
+
+
+def _shard(text: str) -> tuple[int, int]:
+    i, slash, n = text.partition("/")
+    if not slash or not i.isdecimal() or not n.isdecimal() or not 1 <= int(i) <= int(n):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, such as 1/4; got {text!r}")
+    return int(i), int(n)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE; got {text!r}")
+    return name.replace("-", "_"), value

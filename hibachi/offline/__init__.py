@@ -1,0 +1,1 @@
+"""Offline runs: files of rows in, files of rows out."""

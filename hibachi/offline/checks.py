@@ -1,0 +1,65 @@
+"""What is wrong with all rows, or with any, is found before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from hibachi.errors import ConfigError
+from hibachi.offline import arrowtypes
+from hibachi.offline.columns import Columns
+from hibachi.offline.rows import Row
+from hibachi.offline.sources import Sources
+from hibachi.offline.work import Work
+
+MOST_NAMED = 20  # wrong rows, in a message
+
+
+def check_columns(work: Work, sources: Sources, columns: Columns | None) -> None:
+    """Are the columns there that `work` reads, and of its types? columns: None: rows are lines of OpenAI's batches.
+    Raises ConfigError."""
+    try:
+        work.check(sources.columns)
+    except ConfigError:
+        if all(file.format != "jsonl" for file in sources.files):
+            raise
+        work.check(arrowtypes.names(sources))  # only the first row was asked for its keys
+    if columns is not None:
+        columns.check_types(sources.types)
+
+
+def check_names(names: Collection[str], columns: Collection[str] | None) -> None:
+    """names: of result columns. columns: of the input, as far as they are known. Raises ConfigError."""
+    if both := [name for name in names if name in (columns or ())]:
+        raise ConfigError(
+            f"The input has a column {both[0]!r}, and so would the results. Give the results' columns another name: "
+            f"--result-prefix result_ makes it {'result_' + both[0]!r}."
+        )
+
+
+def apart(rows: Iterator[Row], work: Work, prefix: str) -> Iterator[Row]:
+    """The rows, of which those are errors that have a column with the name of a result: only in JSON is that not known
+    of all rows before."""
+    fields, names = None, frozenset[str]()
+    for row in rows:
+        if fields is not work.fields:  # they may become others when the model is loaded
+            fields = work.fields
+            names = frozenset(prefix + field.name for field in fields) if work.carries else frozenset()
+        if row.error is None and not names.isdisjoint(row.values):
+            both = next(name for name in row.values if name in names)
+            row.error = f"expected no {both!r}, as the results have a column of that name (see --result-prefix)"
+        yield row
+
+
+def validate(work: Work, rows: Iterator[Row]) -> None:
+    """Read all rows. Raises ConfigError, which names those that cannot be computed."""
+    wrong, n = list[str](), 0
+    for row in rows:
+        why = f"{row.place}: {row.error}" if row.error is not None else work.wrong(row)
+        if why is not None:
+            n += 1
+            if len(wrong) < MOST_NAMED:
+                wrong.append(why)
+    if wrong:
+        more = f"\n... and {n - len(wrong)} more" if n > len(wrong) else ""
+        some = "A row" if n == 1 else f"{n} rows"
+        raise ConfigError(f"{some} cannot be computed, so nothing was:\n" + "\n".join(wrong) + more)

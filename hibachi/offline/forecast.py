@@ -1,0 +1,271 @@
+"""What a run would take, before it is begun: its tokens, how many of them the cache would spare, and the time."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.engine.batchengine import Facts
+from hibachi.errors import ConfigError
+from hibachi.lm.named import model_named
+from hibachi.lm.own import is_own
+from hibachi.lm.texts import Texts
+from hibachi.model.files import locate, open_files
+from hibachi.model.generation import generation_defaults
+from hibachi.model.registry import arch_of
+from hibachi.model.text.own import NoTokenizer, OwnTokenizer
+from hibachi.offline.choose import names_of
+from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
+from hibachi.offline.lines import are_lines
+from hibachi.offline.openai import OpenAIWork
+from hibachi.offline.run import PIPE, Batch
+from hibachi.offline.sources import Sources, expand
+from hibachi.offline.textwork import EmbeddingWork, TextWork
+from hibachi.offline.work import Prepared, RowError, Work
+from hibachi.plan.compose import Composer
+from hibachi.plan.limits import Limits
+from hibachi.progress import duration
+from hibachi.remote.opening import template_of
+from hibachi.request import SamplingParams
+from hibachi.sim.steptime import StepTime, read_step_time
+
+BLOCK = 16  # positions of a cache block, where nobody says
+CACHE = 1 << 30  # bytes, likewise
+
+
+@dataclass(slots=True)
+class Forecast:
+    """rows: that can be computed; wrong: that cannot. Tokens: of the prompts, of these those that the cache would
+    spare, and new ones at most. longest: tokens of the longest answer. seconds: least and most, if anything is known of
+    the speed."""
+
+    rows: int = 0
+    wrong: int = 0
+    first_wrong: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    longest: int = 0
+    read: float = 0.0  # positions that steps of one token read, in all
+    pairs: float = 0.0  # of a token of a prompt and one before it
+    seconds: tuple[float, float] | None = None
+    told_by: str = ""
+
+    def text(self) -> str:
+        """For people."""
+        lines = [f"{self.rows:,} rows" + (f", and {self.wrong:,} that cannot be computed" if self.wrong else "")]
+        if self.first_wrong is not None:
+            lines.append(f"  the first of these: {self.first_wrong}")
+        lines.append(f"{self.prompt_tokens:,} tokens of prompts")
+        if self.prompt_tokens:
+            share = self.cached_tokens / self.prompt_tokens
+            spared = f"{self.cached_tokens:,} from the cache ({share:.1%})"
+            lines.append(f"  of these {spared}, as rows that begin alike go together")
+        lines.append(f"{self.new_tokens:,} new tokens at most, {self.longest:,} in the longest answer")
+        if self.seconds is None:
+            lines.append("Time: not known. Give --step-time (from `hibachi bench fit`), or --report of an earlier run.")
+        else:
+            least, most = self.seconds
+            span = duration(most) if most < 1.1 * least else f"{duration(least)} to {duration(most)}"
+            lines.append(f"Time: about {span}, {self.told_by}")
+        return "\n".join(lines)
+
+
+def forecast(batch: Batch, *, report: str | None = None, step_time: str | None = None) -> Forecast:
+    """Read all rows, and compute nothing. report: of an earlier run; step_time: of `hibachi bench fit`.
+
+    Raises ConfigError, InvalidInput, OSError.
+    """
+    if batch.url is not None or batch.task == "forward":
+        raise ConfigError("--plan counts tokens by the model's own tokenizer: expected --model with one.")
+    earlier, times = _rates(report), None if step_time is None else read_step_time(step_time)
+    if PIPE in batch.inputs:
+        raise ConfigError("--plan reads the input to its end, after which nothing would be left of a pipe: name files.")
+    sources = Sources(expand(batch.inputs), delimiter=batch.delimiter, encoding=batch.encoding)
+    texts = _unloaded(batch.settings)
+    work = _work(batch, texts, sources)
+    found, limits = Forecast(), texts.engine.facts.limits
+    cache = _Cache(limits.blocks)
+    for prepared in _composed(batch, sources.rows(lambda n: not batch.selects(n), stop=batch.limit), work, found):
+        n = _prompt_tokens(prepared)
+        cached = cache.take(prepared.key) * limits.block_size
+        cached = min(cached, n - 1)
+        new = max(prepared.longest - n, 0)
+        found.rows += 1
+        found.prompt_tokens += n
+        found.cached_tokens += cached
+        found.new_tokens += new
+        found.longest = max(found.longest, new)
+        found.read += new * (n + new / 2)
+        found.pairs += (n - cached) * (n + cached) / 2
+    _time(found, limits.rows, earlier, times)
+    return found
+
+
+def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
+    """What would compute the rows, on a model that is not loaded."""
+    template = template_of(batch.settings.chat_template)
+
+    def open_() -> tuple[Texts, str | None]:
+        return texts, template
+
+    work: Work
+    if batch.openai if batch.openai is not None else are_lines(sources.columns):
+        work = OpenAIWork(open_, batch.served_names or names_of(batch.settings.model), seed=batch.seed)
+    else:
+        kind = EmbeddingWork if batch.task == "embed" else TextWork
+        work = kind(batch.columns, open_, seed=batch.seed)
+    work.check(sources.columns)
+    work.open()
+    return work
+
+
+def _prompt_tokens(prepared: Prepared) -> int:
+    ids: Any = prepared.what.ids
+    return len(ids) if isinstance(ids[0], int) else sum(map(len, ids))
+
+
+def _composed(batch: Batch, rows: Iterator[Any], work: Any, found: Forecast) -> Iterator[Prepared]:
+    """The rows as a run would start them."""
+    window: dict[int, Prepared] = {}
+    composer, size, over = Composer(), 0, False
+    while True:
+        while not over and len(composer) < WINDOW_ROWS and size < WINDOW_BYTES:
+            row = next(rows, None)
+            if row is None:
+                over = True
+                break
+            try:
+                if row.error is not None:
+                    raise RowError(f"{row.place}: {row.error}")
+                prepared = work.prepare(row)
+            except RowError as e:
+                found.wrong += 1
+                found.first_wrong = found.first_wrong or str(e)
+                continue
+            window[row.number] = prepared
+            size += prepared.size
+            composer.add(row.number, prepared.key, prepared.longest)
+        if not len(composer):
+            return
+        prepared = window.pop(composer.take())
+        size -= prepared.size
+        yield prepared
+
+
+class _Cache:
+    """Blocks of prompts, the least recently used of which makes room."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = max(blocks - 1, 0)
+        self._held: OrderedDict[Hashable, None] = OrderedDict()
+
+    def take(self, key: Sequence[Hashable]) -> int:
+        """How many of a prompt's first blocks are there; from now on all are."""
+        hits, going, name = 0, True, 0
+        for block in key:
+            name = hash((name, block))
+            going = going and name in self._held
+            hits += going
+            self._held[name] = None
+            self._held.move_to_end(name)
+        while len(self._held) > self._blocks:
+            self._held.popitem(last=False)
+        return hits
+
+
+# ---- a model that is not loaded --------------------------------------------------------------------------------------
+
+
+class _NoEngine:
+    """Only says what it would be."""
+
+    pid = None
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def close(self, timeout: float | None = None) -> None:
+        """Nothing was begun."""
+
+
+def _unloaded(settings: SimpleNamespace) -> Texts:
+    """Texts with a tokenizer and no model. Raises what reading its files raises."""
+    rows = settings.max_num_seqs
+    size = settings.block_size or BLOCK
+    if is_own(settings.model):
+        made = model_named(settings.model, settings.backend)
+        own = getattr(made, "tokenizer", None)
+        tokenizer: Any = NoTokenizer() if own is None else OwnTokenizer(own)
+        longest = settings.max_model_len or getattr(made, "max_model_len", None) or 1 << 20
+        vocab, defaults, eos = getattr(made, "vocab_size", None), SamplingParams(), getattr(made, "eos_ids", ())
+        blocks = rows * -(-longest // size) + 1
+    else:
+        files = open_files(locate(settings.model))
+        arch = arch_of(files)
+        longest = (
+            settings.max_model_len
+            or (arch.max_positions if arch else files.config.get("max_position_embeddings"))
+            or 4096
+        )
+        vocab = arch.vocab_size if arch else files.config.get("vocab_size")
+        tokenizer = files.tokenizer(vocab_size=vocab)
+        defaults, eos = SamplingParams(**generation_defaults(files.path)), ()
+        blocks = rows * -(-longest // size) + 1
+        if arch is not None:
+            width = 4 if (settings.dtype or files.dtype or "float32") == "float32" else 2
+            position = sum(2 * arch.kv_heads * arch.head_dim * width for _ in arch.layers)
+            blocks = min(blocks, (settings.kv_cache_memory_bytes or CACHE) // (position * size) + 1)
+    if not settings.enable_prefix_caching:
+        blocks = 0
+    limits = Limits(rows, max(settings.max_num_batched_tokens, rows), 1, max(longest, 2), blocks, size)
+    facts = Facts(vocab, limits, bool(blocks), None, True, False, "not loaded; nowhere", "none", settings.model)
+    engine: Any = _NoEngine(facts)
+    return Texts(engine, tokenizer, vocab_size=vocab, eos_ids=eos, default_params=defaults)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def _rates(report: str | None) -> dict[str, Any] | None:
+    """Raises ConfigError, OSError."""
+    if report is None:
+        return None
+    try:
+        told = json.loads(Path(report).read_text())
+        counts = told["this start"]
+        return {"seconds": float(told["seconds"]), **{name: int(counts[name]) for name in _COUNTS}}
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{report}: expected a report that `hibachi run-batch --report` wrote.") from e
+
+
+_COUNTS = ("prompt_tokens", "cached_tokens", "new_tokens")
+
+
+def _time(found: Forecast, rows: int, earlier: dict[str, Any] | None, times: StepTime | None) -> None:
+    computed = found.prompt_tokens - found.cached_tokens
+    if times is not None:
+        steps = max(found.longest, -(-found.new_tokens // rows))
+        tokens = computed + found.new_tokens
+        seconds = (
+            times.step * steps
+            + times.token * tokens
+            + times.row * found.new_tokens
+            + times.position * found.read
+            + times.pair * (found.pairs + found.read)
+        )
+        found.seconds, found.told_by = (
+            (seconds, seconds),
+            f"with {rows} rows at once, if all answers are as long as they may",
+        )
+    elif earlier is not None:
+        before = earlier["prompt_tokens"] - earlier["cached_tokens"]
+        shares = [now / then for now, then in ((computed, before), (found.new_tokens, earlier["new_tokens"])) if then]
+        if shares:
+            found.seconds = (min(shares) * earlier["seconds"], max(shares) * earlier["seconds"])
+            found.told_by = "as the earlier run's tokens of prompts and new tokens say"

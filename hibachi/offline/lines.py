@@ -1,0 +1,116 @@
+"""OpenAI's batch lines: {"custom_id", "method", "url", "body"}, whoever answers them.
+
+An answer is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}. As in vLLM, a line that is
+refused has a response as well, with a status of 400 or more; `error` then says why in short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.errors import ConfigError, HibachiError, shown
+from hibachi.offline.rows import Row
+from hibachi.offline.seen import Seen
+from hibachi.offline.writers import Field
+
+MUST = ("custom_id", "url", "body")  # columns by which such lines are known
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+URLS = (COMPLETIONS, CHAT, EMBEDDINGS)
+FIELDS = (Field("id", "text"), Field("custom_id", "text"), Field("response", "json"), Field("error", "json"))
+
+
+def are_lines(columns: Sequence[str] | None) -> bool:
+    return columns is not None and all(c in columns for c in MUST)
+
+
+class Lines:
+    """What does not depend on who computes: names, ids, duplicates, answers.
+
+    created: Unix time in seconds of the run's start.
+    """
+
+    def __init__(self, seed: int, created: int) -> None:
+        self.seed, self.created = seed, created
+        self._seen = Seen()
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        """Raises ConfigError."""
+        if columns is not None and (missing := [c for c in MUST if c not in columns]):
+            raise ConfigError(
+                f"A line of OpenAI's batches has custom_id, method, url and body; the input has no {missing[0]}."
+            )
+
+    def seen(self, row: Row) -> str | None:
+        """Where its custom_id stood before; None: nowhere."""
+        own = row.values.get("custom_id")
+        return self._seen.add(own, row) if isinstance(own, str) else None
+
+    def read(self, row: Row, urls: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+        """The url and the body of a line. Raises Refused."""
+        values = row.values
+        if not isinstance(values.get("custom_id"), str):
+            raise Refused(f"custom_id must be a text; got {shown(values.get('custom_id'))}.", param="custom_id")
+        if (before := self.seen(row)) is not None:
+            raise Refused(
+                f"custom_id {shown(values['custom_id'])} was given to {before} already; expected one of its own.",
+                param="custom_id",
+                code="duplicate_custom_id",
+            )
+        if (method := values.get("method", "POST")) != "POST":
+            raise Refused(f"method must be POST; got {shown(method)}.", param="method")
+        url, body = values.get("url"), values.get("body")
+        if not isinstance(url, str) or url not in urls:
+            raise Refused(
+                f"url must be one of {', '.join(urls)}; got {shown(url)}.", param="url", code="unsupported_url"
+            )
+        if row.arrow is not None and isinstance(body, dict):
+            body = {name: value for name, value in body.items() if value is not None}  # all rows of it have all names
+        if isinstance(body, str):
+            body = _decoded(body)
+        if not isinstance(body, Mapping):
+            raise Refused(f"body must be an object (in CSV, as JSON); got {shown(body)}.", param="body")
+        if unknown := [c for c in values if c not in (*MUST, "method")]:
+            raise Refused(f"Unknown field: {unknown[0][:200]}. A line has custom_id, method, url and body.")
+        if body.get("stream"):
+            raise Refused("stream must not be true: an answer in a file comes whole. Leave it out.", param="stream")
+        return url, body
+
+    def id_of(self, number: int, what: str) -> str:
+        """The same in every run with this seed."""
+        return hashlib.blake2b(f"{self.seed} {number} {what}".encode(), digest_size=12).hexdigest()
+
+    def answered(self, number: int, values: Mapping[str, Any], body: Any) -> dict[str, Any]:
+        response = {"status_code": 200, "request_id": self.id_of(number, "request"), "body": body}
+        return self._line(number, values, response, None)
+
+    def refused(self, number: int, values: Mapping[str, Any], why: Refused) -> dict[str, Any]:
+        response = {"status_code": why.status, "request_id": self.id_of(number, "request"), "body": body_of(why)}
+        return self._line(number, values, response, {"code": why.code or why.kind, "message": str(why)})
+
+    def _line(self, number: int, values: Mapping[str, Any], response: Any, error: Any) -> dict[str, Any]:
+        own = values.get("custom_id")
+        custom = own if isinstance(own, str) else None
+        return {
+            "id": f"batch_req_{self.id_of(number, 'line')}",
+            "custom_id": custom,
+            "response": response,
+            "error": error,
+        }
+
+
+def _decoded(text: str) -> Any:
+    """CSV has texts only."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def refusal_of(error: HibachiError) -> Refused:
+    """With all that is known of it, as nobody else reads it."""
+    found = as_refused(error)
+    return Refused(str(error), status=found.status, kind=found.kind, param=found.param, code=found.code)

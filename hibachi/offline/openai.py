@@ -1,0 +1,228 @@
+"""OpenAI's batch lines, each answered by a model as a server would answer its body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hibachi.api import answers, asking
+from hibachi.api.answers import Vocabulary
+from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
+from hibachi.api.errors import SERVER, Refused
+from hibachi.api.reading import Reading
+from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
+from hibachi.decode.uniforms import fork
+from hibachi.errors import HibachiError, shown
+from hibachi.lm.texts import Texts
+from hibachi.offline.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.rows import Row
+from hibachi.offline.textwork import Opens, drain, feeding
+from hibachi.offline.told import told_of
+from hibachi.offline.watched import Watched, judged, why_not
+from hibachi.offline.work import Prepared, Result, RowError, Told
+from hibachi.offline.writers import Field
+from hibachi.plan.compose import blocks_of
+from hibachi.streams.stream import Item, ItemStream
+from hibachi.streams.textstream import TextStream
+from hibachi.tensor.array_backend import HostArray
+
+_BODIES: dict[str, Any] = {COMPLETIONS: CompletionBody, CHAT: ChatBody, EMBEDDINGS: EmbeddingBody}
+_ROWS = 1 << 14  # continuations of one line
+
+
+@dataclass(slots=True)
+class _Ready:
+    values: Mapping[str, Any]
+    ids: list[list[int]]
+    writer: Writer | None  # None: vectors are wanted
+    name: str
+    packed: bool = False
+    items: Sequence[Item[HostArray]] = ()
+
+    @property
+    def streams(self) -> list[TextStream]:
+        return self.writer.streams if self.writer is not None else []
+
+
+class OpenAIWork:
+    """Answers lines by a model. names: that a body may call the model by."""
+
+    carries, compares = False, True
+    fields: Sequence[Field] = FIELDS
+
+    def __init__(self, open_: Opens, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
+        self._open, self._names = open_, names
+        self._lines = Lines(seed, created)
+        self._bounds = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
+        self._watched = Watched()
+        self._started: dict[int, _Ready] = {}
+        self._texts: Texts | None = None
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._lines.check(columns)
+
+    def open(self) -> Told:
+        self._texts, template = self._open()
+        texts, facts = self._texts, self._texts.engine.facts
+        self.places = 2 * facts.limits.rows
+        self._block = facts.limits.block_size if facts.cached else 0
+        self._reading = Reading(texts.prompts, texts.vocab_size, template)
+        tokenizer = texts.tokenizer
+        self._vocabulary = Vocabulary(
+            tokenizer.token_bytes, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        )
+        return told_of(texts)
+
+    @property
+    def texts(self) -> Texts:
+        assert self._texts is not None
+        return self._texts
+
+    def close(self) -> None:
+        self._watched.abandon()
+        if self._texts is not None:
+            self._texts.close()
+
+    def abandon(self) -> None:
+        self._watched.abandon()
+        self._started.clear()
+        if self._texts is not None:
+            self._texts.close(0.0)
+
+    # ---- rows --------------------------------------------------------------------------------------------------
+
+    def wrong(self, row: Row) -> str | None:
+        def read() -> None:
+            url, body = self._lines.read(row, URLS)
+            taken(_BODIES[url], body)
+
+        return why_not(row, read)
+
+    def seen(self, row: Row) -> None:
+        self._lines.seen(row)
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return self._lines.refused(row.number, row.values, Refused(message, code="invalid_json"))
+
+    def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
+        return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))
+
+    def prepare(self, row: Row) -> Prepared:
+        with judged(partial(self._failed, row.number, row.values)):
+            url, body = self._lines.read(row, URLS)
+            return self._prepared(row, url, body)
+
+    def _prepared(self, row: Row, url: str, body: Mapping[str, Any]) -> Prepared:
+        number, values = row.number, {"custom_id": row.values["custom_id"]}
+        if url == EMBEDDINGS:
+            embedding = taken(EmbeddingBody, body)
+            name = self._check_name(embedding.model)
+            ids = self._reading.encode_now(asking.embedding(embedding, self._bounds), "input")
+            for own in ids:
+                self._reading.check_length(own, None)
+            ready = _Ready(values, ids, None, name, packed=embedding.encoding_format == "base64")
+            return self._placed(row, ready, None)
+        defaults = self.texts.default_params
+        more: dict[str, Any] = {"created": self._lines.created, "cached": False}
+        writer: Writer
+        if url == CHAT:
+            chat = taken(ChatBody, body)
+            name = self._check_name(chat.model)
+            asked = asking.chat(chat, defaults, self._bounds)
+            assert asked.messages is not None
+            ids = [self._reading.render_now(asked.messages, asked.template)]
+            writer = ChatWriter(
+                asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "chat"), **more
+            )
+        else:
+            completion = taken(CompletionBody, body)
+            name = self._check_name(completion.model)
+            asked = asking.completion(completion, defaults, self._bounds)
+            ids = self._reading.encode_now(asked.prompts, "prompt", special=asked.special)
+            writer = CompletionWriter(
+                asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "text"), **more
+            )
+        for own in ids:
+            self._reading.check_length(own, asked.limit)
+        if asked.params.seed is None:
+            asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
+        return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens)
+
+    @property
+    def _numerics(self) -> str | None:
+        return self.texts.engine.facts.numerics
+
+    def _check_name(self, name: str | None) -> str:
+        if name is not None and name not in self._names:
+            raise Refused(
+                f"The model {shown(name)} is not the one that runs, which is called {' or '.join(self._names)}. Name "
+                f"it so, or give it this name by --served-model-name.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return name or self._names[0]
+
+    def _placed(self, row: Row, ready: _Ready, limit: int | None) -> Prepared:
+        longest, most = max(map(len, ready.ids)), self.texts.prompts.context
+        key = blocks_of(ready.ids[0], self._block) if self._block else ()
+        size = row.size + 40 * sum(map(len, ready.ids)) + 1000
+        total = most if limit is None else min(longest + limit, most)
+        return Prepared(key, longest if ready.writer is None else total, size, ready)
+
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        why = Refused(message, status=500, kind=SERVER, code="engine_failed")
+        return RowError(message, self._lines.refused(number, prepared.what.values, why))
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        ready: _Ready = prepared.what
+        streams: list[ItemStream[Any]]
+        feed = None
+        with judged(partial(self._failed, number, ready.values)):
+            if ready.writer is None:
+                ready.items = self.texts.submit_vectors(ready.ids)
+                streams = [item.stream for item in ready.items]
+            else:
+                asked = ready.writer.asked
+                ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=asked.terms)
+                ready.writer.ids = ready.ids
+                streams = [c.tokens for s in ready.streams for c in s.choices]
+                feed = feeding(ready.streams) if asked.params.stop else None
+        self._started[number] = ready
+        self._watched.add(number, streams, feed)
+
+    def wait(self, timeout: float) -> Sequence[int]:
+        return self._watched.wait(timeout, self.texts.health)
+
+    def wake(self) -> None:
+        self._watched.wake()
+
+    def take(self, number: int) -> Result:
+        ready = self._started.pop(number)
+        self._watched.drop(number)
+        n = sum(map(len, ready.ids))
+        with judged(partial(self._failed, number, ready.values)):
+            if ready.writer is None:
+                vectors = [item.result() for item in ready.items]
+                body: Any = answers.embeddings(vectors, ready.name, n, packed=ready.packed)
+                return Result(self._lines.answered(number, ready.values, body), n)
+            drain(ready.streams)
+            body = builtins_of(ready.writer.whole())
+        new = sum(len(c.token_ids) for s in ready.streams for c in s.choices)
+        cached = sum(s.tokens.reused for s in ready.streams)
+        return Result(self._lines.answered(number, ready.values, body), n, cached, new)
+
+    def withdraw(self) -> Sequence[int]:
+        found = self._watched.withdraw()
+        for number in found:
+            del self._started[number]
+        return found
+
+
+def builtins_of(answer: Any) -> Any:
+    """An answer as JSON has it."""
+    import msgspec
+
+    return msgspec.to_builtins(answer)

@@ -1,0 +1,241 @@
+"""Rows for a model of one's own that returns tokens (level 0), or one output for each input (feed-forward).
+
+Its engine runs in this process: until any token crosses the pipe to another one, what ends the model ends the run, and
+the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.feedforward import FeedforwardBatchInference
+from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
+from hibachi.offline.columns import Asking, Columns
+from hibachi.offline.rows import Row
+from hibachi.offline.watched import Watched, judged, why_not
+from hibachi.offline.work import Prepared, Result, RowError, Told
+from hibachi.offline.writers import Field
+from hibachi.request import SamplingParams
+from hibachi.streams.stream import ItemStream
+from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.discover import backend_for
+
+
+class _OwnWork:
+    carries, compares = True, False
+    fields: Sequence[Field]
+    places: int
+
+    params: Sequence[str] = ()  # of sampling, that have a meaning
+
+    def __init__(self, columns: Columns, dtype: str | None) -> None:
+        """dtype: of what the model takes, a name that NumPy knows; None: float32 where columns are features, else as
+        the numbers are. Raises ConfigError."""
+        self._columns, self._dtype = columns, _dtype(dtype, columns)
+        self._watched = Watched()
+        self._asking = Asking(columns, SamplingParams())
+        self._started: dict[int, tuple[ItemStream[Any], int]] = {}
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        own = self._columns
+        if vain := [name for name in (*own.params, *own.param_columns) if name not in self.params]:
+            raise ConfigError(
+                f"{vain[0]} means nothing here: this model does not return logits to sample from. It takes "
+                f"{' and '.join(self.params) or 'no parameters'}."
+            )
+        if own.talks:
+            raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
+        own.check(columns)
+
+    @property
+    def engine(self) -> BatchInference:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._watched.abandon()
+        self.engine.close()
+
+    def abandon(self) -> None:
+        self._watched.abandon()
+        self._started.clear()
+        self.engine.close(0.0)
+
+    def wrong(self, row: Row) -> str | None:
+        return why_not(row, lambda: self._input(row))
+
+    def seen(self, row: Row) -> None:
+        pass
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return {"error": message}
+
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        return RowError(message)
+
+    def wait(self, timeout: float) -> Sequence[int]:
+        return self._watched.wait(timeout, self.engine.health)
+
+    def wake(self) -> None:
+        self._watched.wake()
+
+    def withdraw(self) -> Sequence[int]:
+        found = self._watched.withdraw()
+        for number in found:
+            del self._started[number]
+        return found
+
+    def _input(self, row: Row) -> tuple[HostArray, SamplingParams]:
+        asked = self._asking.read(row)
+        return numbers(asked.prompt, self._dtype), asked.params
+
+    def _items(self, number: int) -> tuple[list[Any], int]:
+        """All that came for a row, and the length of its prompt."""
+        stream, n = self._started.pop(number)
+        self._watched.drop(number)
+        with judged():
+            return [host(item).tolist() for item in stream.collect()], n
+
+
+class TokenWork(_OwnWork):
+    """Tokens after tokens, by a model that samples by itself. The columns of a result: output, a list of tokens;
+    finish_reason, prompt_tokens, completion_tokens, error. max_tokens: of rows that do not say; eos: tokens that end a
+    row, which are not part of it."""
+
+    fields: Sequence[Field] = (
+        Field("output", "json"),
+        Field("finish_reason", "text"),
+        Field("prompt_tokens", "int"),
+        Field("completion_tokens", "int"),
+        Field("error", "text"),
+    )
+
+    params = ("max_tokens",)
+
+    def __init__(
+        self, columns: Columns, open_: Callable[[], AutoregressiveBatchInference[Any, Any]], dtype: str | None = None
+    ) -> None:
+        super().__init__(columns, dtype)
+        self._open = open_
+
+    @property
+    def engine(self) -> AutoregressiveBatchInference[Any, Any]:
+        return self._engine
+
+    def open(self) -> Told:
+        self._engine = self._open()
+        self.places = 2 * self._engine.max_batch_size
+        self._eos = list(getattr(self._engine.model, "eos_ids", ()))
+        return Told(f"{type(self._engine.model).__name__}, in this process")
+
+    def prepare(self, row: Row) -> Prepared:
+        with judged():
+            prompt, params = self._input(row)
+            if not prompt.ndim or not len(prompt):
+                raise InvalidRequest(
+                    f"This model takes tokens: expected a list with at least one; got {shown(prompt.tolist())}."
+                )
+        limit = params.max_tokens
+        return Prepared((), len(prompt) + (limit or 0), row.size + 500 + prompt.nbytes, (prompt, limit))
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        prompt, limit = prepared.what
+        with judged():
+            stream = self._engine.run(prompt, max_new_tokens=limit, stop=self._eos or None, include_stop=False)
+        self._started[number] = stream, len(prompt)
+        self._watched.add(number, [stream])
+
+    def take(self, number: int) -> Result:
+        stream = self._started[number][0]
+        items, n = self._items(number)
+        values = {
+            "output": items,
+            "finish_reason": str(stream.finish_reason),
+            "prompt_tokens": n,
+            "completion_tokens": len(items),
+        }
+        return Result(values, n, 0, len(items))
+
+
+class ForwardWork(_OwnWork):
+    """One output for each input. The columns of a result: output, a number or a list of them; error."""
+
+    fields: Sequence[Field] = (Field("output", "json"), Field("error", "text"))
+
+    def __init__(
+        self, columns: Columns, open_: Callable[[], FeedforwardBatchInference[Any]], dtype: str | None = None
+    ) -> None:
+        super().__init__(columns, dtype)
+        self._open = open_
+
+    @property
+    def engine(self) -> FeedforwardBatchInference[Any]:
+        return self._engine
+
+    def open(self) -> Told:
+        self._engine = self._open()
+        self.places = 2 * self._engine.max_batch_size
+        return Told("a feed-forward model, in this process")
+
+    def prepare(self, row: Row) -> Prepared:
+        with judged():
+            given, _ = self._input(row)
+        return Prepared((), 0, row.size + 500 + given.nbytes, given)
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        with judged():
+            item = self._engine.run(prepared.what)
+        self._started[number] = item.stream, 0
+        self._watched.add(number, [item.stream])
+
+    def take(self, number: int) -> Result:
+        (output,), _ = self._items(number)
+        return Result({"output": output})
+
+
+def numbers(given: Any, dtype: np.dtype[Any] | None = None) -> HostArray:
+    """Of numbers, or lists of them, perhaps in a text as JSON. dtype: None: int64, or float32 if any is not whole.
+
+    Raises InvalidRequest.
+    """
+    try:
+        found = np.asarray(json.loads(given) if isinstance(given, str) else given)
+    except (ValueError, RecursionError, OverflowError) as e:
+        raise InvalidRequest(f"Expected numbers, or lists of equal length of them; got {shown(given)} ({e}).") from e
+    if found.dtype.kind not in "iubf":
+        raise InvalidRequest(f"Expected numbers, or lists of them; got {shown(given)}.")
+    if dtype is None:
+        dtype = np.dtype(np.float32 if found.dtype.kind == "f" else np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = found.astype(dtype)
+    whole = made.dtype.kind in "iu"
+    if np.any(made != found) if whole else np.any(np.isinf(made) & ~np.isinf(found.astype(np.float64))):
+        raise InvalidRequest(f"Expected numbers that {dtype} can hold (see --dtype); got {shown(given)}.")
+    return made
+
+
+def _dtype(name: str | None, columns: Columns) -> np.dtype[Any] | None:
+    if name is None:
+        return np.dtype(np.float32) if columns.features else None
+    try:
+        found = np.dtype(name)
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "iuf":
+        raise ConfigError(f"--dtype {name}: expected a dtype of numbers that NumPy has, such as float32 or int64.")
+    return found
+
+
+def host(item: Any) -> Any:
+    """As an array of NumPy's. Raises RowError."""
+    try:
+        return np.asarray(
+            item if isinstance(item, (np.ndarray, np.generic, int, float)) else backend_for(item).get(item)
+        )
+    except HibachiError as e:
+        raise RowError(f"What the model returned cannot be written: {text_of(e)}.") from e

@@ -1,0 +1,456 @@
+"""A run: files in, a file out, and a journal beside it, by which it goes on where it was ended, however that was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hibachi.errors import ConfigError, HibachiError
+from hibachi.offline import told
+from hibachi.offline.batch import PIPE, Batch
+from hibachi.offline.checks import apart, check_columns, check_names, validate
+from hibachi.offline.choose import work_of
+from hibachi.offline.drive import Counts, Drive, digest_of
+from hibachi.offline.journal import Journal
+from hibachi.offline.lines import are_lines
+from hibachi.offline.output import CHANGED, Output, write_errors
+from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
+from hibachi.offline.rows import InvalidInput, Row
+from hibachi.offline.sources import Sources, expand
+from hibachi.offline.whole import part_of
+from hibachi.offline.work import Work
+from hibachi.offline.writers import Field, Form, form_of
+
+__all__ = ["PIPE", "Batch", "Done", "Watcher", "run"]
+
+FEW = 3  # edited rows, in a message
+RETRY, SUSPECT = "retry", "suspect"  # notes: bytes of the journal when errors were to be computed again; heads under
+# which rows may have been read that the input's digest does not tell of
+
+
+@dataclass(slots=True)
+class Done:
+    """How a run ended. status: "done"; "done before", if there was nothing to do; "interrupted". rows: of the whole
+    run, with those of earlier starts; failed: of these, errors. resumed: rows that were done before. counts: of this
+    start. remarks: what was changed in writing, and how often. created: Unix time in seconds of the run's first start.
+    """
+
+    status: str
+    rows: int
+    failed: int
+    resumed: int
+    counts: Counts
+    seconds: float
+    about: str = ""
+    remarks: dict[str, int] = field(default_factory=dict)
+    damaged: int = 0
+    created: int = 0
+    failure: str | None = None  # the first error of a row, where that ended the run
+
+
+class Watcher:
+    """Sees a run. All methods do nothing."""
+
+    def says(self, line: str) -> None:
+        """Something that a person should know."""
+
+    def begins(self, batch: Batch, drive: Drive, journal: Journal, sources: Sources) -> None:
+        """The model is loaded."""
+
+    def turn(self, counts: Counts) -> None:
+        """Some rows are done."""
+
+    def writes(self) -> None:
+        """All rows are done, and the output is being written."""
+
+
+def run(batch: Batch, watcher: Watcher | None = None) -> Done:
+    """Do what is left to do. Raises ConfigError before a model is loaded for what is wrong with all rows; GivenUp,
+    InvalidInput, OSError for what ends a run that the same call can resume; what loading a model raises."""
+    return _Run(batch, watcher or Watcher()).run()
+
+
+class _Run:
+    def __init__(self, batch: Batch, watcher: Watcher) -> None:
+        self._batch, self._watcher = batch, watcher
+        self._began = time.monotonic()
+        self._stack = ExitStack()
+        self._about = ""
+
+    def run(self) -> Done:
+        with self._stack:
+            return self._run()
+
+    def _run(self) -> Done:
+        batch = self._batch
+        self._piped = PIPE in batch.inputs or batch.output == PIPE
+        if self._piped:
+            self._watcher.says("A pipe cannot be resumed: if this run is ended, it begins anew.")
+        self._form: Form = form_of(
+            "out.jsonl" if batch.output == PIPE and not batch.format else batch.output, batch.format
+        )
+        journal_path = self._paths()
+        self._sources = self._opened()
+        self._check_places(journal_path)
+        self._lines = batch.openai if batch.openai is not None else are_lines(self._sources.columns)
+        self._signature, self._input = self._sources.signature(), self._digests()
+        self._journal = journal = Journal(journal_path)
+        self._stack.callback(journal.close)
+        reader = self._work(0, reading=True)
+        check_columns(reader, self._sources, None if self._lines else batch.columns)
+        self._check_names(reader)
+        head = {"created": self._created(), "input": self._input, **batch.facts(self._lines)}
+        changed = self._compare(head)
+        self._find_places()
+        if changed and batch.overwrite and not batch.accept_changes:
+            changed = self._begin_anew(head)
+        if (finished := self._finished(changed)) is not None:
+            return finished
+        for line, at in journal.damaged:
+            self._watcher.says(f"{journal.path}, line {line} (byte {at}) is damaged; what it held is computed again.")
+        if batch.validate:
+            validate(reader, apart(self._selected(), reader, batch.prefix))
+        if batch.retry_errors:
+            self._forget_errors()
+        return self._compute(self._work(head["created"]), head, changed)
+
+    # ---- before ------------------------------------------------------------------------------------------------
+
+    def _paths(self) -> Path:
+        """Where the journal goes; notes where the output and the errors go."""
+        batch = self._batch
+        self._path = None if batch.output == PIPE else Path(os.path.realpath(batch.output))
+        self._errors_path = None if batch.errors is None else Path(os.path.realpath(batch.errors))
+        if self._path is not None and not self._piped:
+            return self._path.with_name(self._path.name + ".journal")
+        folder = Path(tempfile.mkdtemp(prefix="hibachi-batch-"))
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._spool = folder / "input"
+        return folder / "journal"
+
+    def _opened(self) -> Sources:
+        batch = self._batch
+        names = []
+        for name in batch.inputs:
+            if name == PIPE:
+                with self._spool.open("wb") as file:
+                    shutil.copyfileobj(getattr(sys.stdin, "buffer", BytesIO()), file)  # it may be closed
+                names.append(str(self._spool))
+            else:
+                names += expand([name])
+        sources = Sources(names, delimiter=batch.delimiter, encoding=batch.encoding)
+        if PIPE in batch.inputs:
+            spool = str(self._spool)
+            sources.files = [replace(f, name="standard input") if f.path == spool else f for f in sources.files]
+        return sources
+
+    def _check_places(self, journal: Path) -> None:
+        files = [path for path in (self._path, self._errors_path) if path is not None]
+        check_places(files, [f.path for f in self._sources.files], [journal, *map(part_of, files)])
+
+    def _digests(self) -> dict[str, str]:
+        """What makes the input: of each file what it holds, and not when it was written."""
+        return {f["name"]: f"{f['bytes']} bytes, sha256 {f['sha256'][:32]}" for f in self._sources.content()}
+
+    def _created(self) -> int:
+        return int(self._journal.heads[0]["created"]) if self._journal.heads else self._now
+
+    @property
+    def _now(self) -> int:
+        """The start of the run in Unix seconds; SOURCE_DATE_EPOCH in its place, so that two runs can be compared."""
+        with suppress(KeyError, ValueError):
+            return int(os.environ["SOURCE_DATE_EPOCH"])
+        return int(time.time() - (time.monotonic() - self._began))
+
+    def _work(self, created: int, *, reading: bool = False) -> Work:
+        batch = self._batch
+        if batch.url is not None:
+            from hibachi.offline.urlwork import url_work
+
+            return url_work(batch, lines=self._lines, created=created)
+        return work_of(
+            batch.settings,
+            batch.task,
+            batch.columns,
+            lines=self._lines,
+            names=batch.served_names,
+            seed=batch.seed,
+            created=created,
+            token_ids=batch.token_ids,
+            reading=reading,
+        )
+
+    def _check_names(self, work: Work) -> None:
+        """Result columns that the input has as well would hide these. Raises ConfigError."""
+        if work.carries:
+            fields = [*work.fields, CHANGED] if self._batch.accept_changes else work.fields
+            check_names([self._batch.prefix + f.name for f in fields], self._sources.columns)
+
+    # ---- is it the run that the journal is of? -----------------------------------------------------------------
+
+    def _compare(self, head: dict[str, Any]) -> list[str]:
+        """What is not as it was; takes into `head` what is the same by another name. Raises ConfigError unless that is
+        accepted."""
+        if not self._journal.heads:
+            return []
+        last = self._journal.heads[-1]
+        same_input = _same(last, head)
+        if same_input:
+            head["input"] = last["input"]
+        changed = list(told.differences({key: last.get(key) for key in head}, head))
+        return self._accepted(changed, edited=not same_input)
+
+    def _accepted(self, changed: list[str], *, edited: bool = False) -> list[str]:
+        if changed and not (self._batch.accept_changes or self._batch.overwrite):
+            raise ConfigError(
+                "This output was begun by a run that differs:\n  "
+                + "\n  ".join([*changed, *([self._edited()] if edited else [])])
+                + "\nGo on nevertheless with --accept-changes, which marks the rows; begin anew with --overwrite; or "
+                "choose another output."
+            )
+        return changed
+
+    def _edited(self) -> str:
+        """Which rows of the input are not what they were when they were computed: a line for people."""
+        places: list[str] = []
+        for row in self._selected(lambda number: not self._journal.has(number)):
+            if self._journal.result(row.number)[0] != digest_of(row):
+                places.append(row.place)
+                if len(places) > FEW:
+                    return f"edited since they were computed: {'; '.join(places[:FEW])}; and more"
+        return f"edited since they were computed: {'; '.join(places) or 'no rows'}"
+
+    def _find_places(self) -> None:
+        """Raises ConfigError if a file is there that is not ours."""
+        journal, overwrite = self._journal, self._batch.overwrite
+        self._place = Place(self._path, journal, OUTPUT, overwrite=overwrite) if self._path is not None else None
+        errors = self._errors_path
+        self._errors = Place(errors, journal, ERRORS, overwrite=overwrite) if errors is not None else None
+        if not journal.heads and not self._piped:
+            for place in filter(None, (self._place, self._errors)):
+                place.check_part()
+
+    def _begin_anew(self, head: dict[str, Any]) -> list[str]:
+        """Returns what differs then: nothing."""
+        self._watcher.says("What was done before differs, so this run begins anew.")
+        self._journal.clear()
+        head |= {"created": self._now, "input": self._input}
+        return []
+
+    def _shape(self) -> dict[str, Any]:
+        """What makes the files that are written, besides the rows."""
+        batch, errors = self._batch, self._errors_path
+        return {
+            "limit": batch.limit,
+            "format": list(self._form),
+            "prefix": batch.prefix,
+            "errors": None if errors is None else str(errors),
+            "heads": len(self._journal.heads),
+        }
+
+    def _finished(self, changed: list[str]) -> Done | None:
+        """A run that has nothing to do."""
+        if changed or self._place is None or not self._place.whole or self._place.said["shape"] != self._shape():
+            return None
+        said, journal = self._place.said, self._journal
+        if (self._errors is not None and not self._errors.whole) or (self._batch.retry_errors and journal.failures):
+            return None
+        return self._done("done before", Counts(), said["rows"], said["failed"])
+
+    def _forget_errors(self) -> None:
+        """Those that are to be computed again: not those of a retry that was ended and now goes on."""
+        journal = self._journal
+        begun = journal.notes.get(RETRY)
+        if begun is None or journal.notes.get(OUTPUT, {}).get(RETRY) == begun:
+            begun = journal.size
+            if journal.failures:
+                journal.note(RETRY, begun)
+        for row in list(journal.failed_rows(begun)):
+            journal.forget(row)
+
+    # ---- the run -----------------------------------------------------------------------------------------------
+
+    def _compute(self, work: Work, head: dict[str, Any], changed: list[str]) -> Done:
+        batch, journal = self._batch, self._journal
+        left = self._left(work, head)
+        first = next(left, None)
+        if first is not None:
+            if self._open(work, head, changed):
+                changed = self._begin_anew(head)
+                return self._compute(self._work(head["created"]), head, changed)
+            left = chain((first,), left)
+        elif not journal.heads or changed:
+            before = journal.heads[-1] if journal.heads else {}
+            journal.head({**head, **{key: before[key] for key in ("engine", "fields") if key in before}})
+        drive = Drive(work, journal, left, fail_fast=batch.fail_fast)
+        piece = self._output(self._standard_output(), work) if self._place is None else None
+
+        def turn(counts: Counts) -> None:
+            if piece is not None:
+                piece.advance()
+            self._watcher.turn(counts)
+
+        drive.told = turn
+        self._watcher.begins(batch, drive, journal, self._sources)
+        try:
+            drive.run()
+        except InvalidInput:
+            self._check_input()  # that may be why
+            raise
+        self._check_input()
+        if drive.stopping:
+            journal.sync()
+            failure = None if drive.failed is None else str(drive.failed)
+            return self._done("interrupted", drive.counts, journal.done, journal.failures, failure=failure)
+        self._watcher.writes()
+        output = self._write(work) if piece is None else self._end_pipe(piece)
+        remarks = dict(output.remarks)
+        return self._done("done", drive.counts, output.written, output.failed, remarks=remarks)
+
+    def _open(self, work: Work, head: dict[str, Any], changed: list[str]) -> bool:
+        """Load the model, and note what makes the run from now on. True: it is not the engine that it was, and the run
+        is to begin anew."""
+        opened = work.open()
+        closing = self._stack.enter_context(ExitStack())
+        closing.callback(work.close)
+        self._about = opened.about
+        self._check_names(work)  # once more: a model without a tokenizer has other results
+        journal = self._journal
+        before = journal.heads[-1].get("engine") if journal.heads else None
+        if before is not None and not changed:
+            changed = self._accepted([*told.differences({"engine": before}, {"engine": opened.facts})])
+            if changed and not self._batch.accept_changes:
+                closing.close()
+                return True
+        if not journal.heads or changed or before is None:
+            fields = [[f.name, f.kind] for f in work.fields]
+            journal.head({**head, "engine": opened.facts, "fields": fields})
+        return False
+
+    def _left(self, work: Work, head: dict[str, Any]) -> Iterator[Row]:
+        """The rows that are to be computed. One that was computed when the input was another is compared."""
+        journal = self._journal
+        suspect = journal.notes.get(SUSPECT, [])
+        same = [_same(h, head) and i not in suspect for i, h in enumerate(journal.heads)]
+
+        def known(number: int) -> bool:
+            return journal.has(number) and same[journal.segment(number)]
+
+        rows = self._selected(lambda number: not work.compares and known(number))
+        for row in apart(rows, work, self._batch.prefix):
+            if journal.has(row.number):
+                if known(row.number) or journal.result(row.number)[0] == digest_of(row):
+                    work.seen(row)
+                    continue
+                journal.forget(row.number)
+            yield row
+
+    def _selected(self, skip: Callable[[int], bool] = lambda number: False) -> Iterator[Row]:
+        batch = self._batch
+        return self._sources.rows(lambda number: not batch.selects(number) or skip(number), stop=batch.limit)
+
+    def _check_input(self) -> None:
+        """Nobody has written to it since the run began. Raises InvalidInput."""
+        now = self._sources.signature()
+        if now == self._signature:
+            return
+        if self._digests() != self._input:
+            known = self._journal.notes.get(SUSPECT, [])
+            self._journal.note(SUSPECT, sorted({*known, len(self._journal.heads) - 1}))
+            raise InvalidInput(
+                "The input was changed while the run read it. Put it back as it was; or take it as it is now with "
+                "--accept-changes, which computes the changed rows again."
+            )
+        self._signature = now
+
+    # ---- out ---------------------------------------------------------------------------------------------------
+
+    def _output(self, file: BinaryIO, work: Work) -> Output:
+        journal = self._journal
+        last = journal.heads[-1]
+        marks: list[str | None] | None = None
+        if len(journal.heads) > 1:
+            heads = [{key: value for key, value in h.items() if key != "fields"} for h in journal.heads]
+            first = next((h for h in heads if "engine" in h), heads[0])  # under one without no row was computed
+            marks = ["; ".join(told.differences(first, h)) or None for h in heads]
+        return Output(
+            file,
+            self._form,
+            journal,
+            self._selected(),
+            carried=self._sources if work.carries else None,
+            fields=[Field(*f) for f in last["fields"]] if "fields" in last else work.fields,
+            prefix=self._batch.prefix,
+            marks=marks,
+        )
+
+    def _write(self, work: Work) -> Output:
+        assert self._place is not None
+        self._write_errors()
+
+        def note() -> dict[str, Any]:
+            self._check_input()
+            retry = self._journal.notes.get(RETRY)
+            return {"rows": output.written, "failed": output.failed, "shape": self._shape(), RETRY: retry}
+
+        with self._place.writing(note) as file:
+            output = self._output(file, work)
+            if not output.advance():
+                raise HibachiError(f"Row {output.written} has no result. Run the same command again.")
+            output.close()
+        return output
+
+    def _write_errors(self) -> None:
+        if self._errors is not None:
+            with self._errors.writing() as file:
+                write_errors(file, self._journal, self._selected(lambda number: not self._journal.failed(number)))
+
+    def _standard_output(self) -> BinaryIO:
+        found: BinaryIO | None = getattr(sys.stdout, "buffer", None)
+        return found or self._stack.enter_context(open(os.devnull, "wb"))  # the caller has closed it
+
+    def _end_pipe(self, output: Output) -> Output:
+        output.advance()
+        output.close()
+        sys.stdout.flush()
+        self._write_errors()
+        return output
+
+    def _done(
+        self,
+        status: str,
+        counts: Counts,
+        rows: int,
+        failed: int,
+        *,
+        remarks: dict[str, int] | None = None,
+        failure: str | None = None,
+    ) -> Done:
+        return Done(
+            status,
+            rows,
+            failed,
+            rows - counts.rows,
+            counts,
+            time.monotonic() - self._began,
+            self._about,
+            remarks or {},
+            len(self._journal.damaged),
+            self._created(),
+            failure,
+        )
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Of heads: the same input, whatever its files are called."""
+    return list(one["input"].values()) == list(other["input"].values())

@@ -1,0 +1,21 @@
+"""The settings of `hibachi run-batch` that are not about files: the model and its engine."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.settings import settle as shared
+from hibachi.settings.kinds import Setting, choice, seconds
+
+GROUPS: dict[str, tuple[Setting, ...]] = {
+    "model": MODEL,
+    "engine": (
+        Setting("engine", choice("child", "own"), "child", "where it runs: a process of its own, or this one"),
+        *ENGINE,
+        Setting("stall-after", seconds(), 120.0, "without a step, after which the engine is taken for lost; 0: never"),
+    ),
+}
+SETTINGS = shared.by_key(GROUPS)
+
+settle = partial(shared.settle, SETTINGS, "run-batch")

@@ -1,0 +1,256 @@
+"""Rows that are texts, conversations or token ids, for a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hibachi.api.conversation import conversation, rendered
+from hibachi.decode.uniforms import fork
+from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.lm.texts import Texts
+from hibachi.model.text.own import NoTokenizer
+from hibachi.offline.columns import Asked, Asking, Columns
+from hibachi.offline.rows import Row
+from hibachi.offline.told import told_of
+from hibachi.offline.watched import Watched, judged, why_not
+from hibachi.offline.work import Prepared, Result, RowError, Told
+from hibachi.offline.writers import Field
+from hibachi.plan.compose import blocks_of
+from hibachi.request import SamplingParams
+from hibachi.streams.textstream import Logprobs, TextStream
+
+MOST_MESSAGES = 4096  # of a conversation
+Opens = Callable[[], tuple[Texts, str | None]]
+"""Loads a model; returns it and its chat template, if that is not its own."""
+
+
+@dataclass(slots=True)
+class _Ready:
+    ids: list[int]
+    params: SamplingParams
+
+
+class TextWork:
+    """Continuations of prompts.
+
+    The columns of a result: output, finish_reason, prompt_tokens, completion_tokens, error; also output_token_ids,
+    logprobs and prompt_logprobs, if they are wanted. Where rows may have several continuations (n), output,
+    finish_reason, output_token_ids and logprobs are lists with an entry for each.
+
+    open_: loads the model; called again when its engine was lost. seed: of the run.
+    """
+
+    carries, compares = True, False
+
+    def __init__(
+        self,
+        columns: Columns,
+        open_: Opens,
+        *,
+        seed: int = 0,
+        token_ids: bool = False,
+    ) -> None:
+        self._columns, self._open, self._seed, self._token_ids = columns, open_, seed, token_ids
+        self._many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
+        self._scores = [n for n in ("logprobs", "prompt_logprobs") if n in (*columns.params, *columns.param_columns)]
+        self.fields: Sequence[Field] = self._fields()
+        self._asking = Asking(columns, SamplingParams())
+        self._watched = Watched()
+        self._started: dict[int, TextStream] = {}
+        self._texts: Texts | None = None
+
+    def _fields(self) -> list[Field]:
+        texts: Literal["json", "text"] = "json" if self._many else "text"
+        found = [Field("output", texts), Field("finish_reason", texts)]
+        if self._token_ids:
+            found.append(Field("output_token_ids", "json" if self._many else "ints"))
+        found += [Field(name, "json") for name in self._scores]
+        return [*found, Field("prompt_tokens", "int"), Field("completion_tokens", "int"), Field("error", "text")]
+
+    # ---- the model ---------------------------------------------------------------------------------------------
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._columns.check(columns)
+
+    def open(self) -> Told:
+        self._texts, self._template = self._open()
+        self.places = 2 * self._texts.engine.facts.limits.rows
+        self._block = self._texts.engine.facts.limits.block_size if self._texts.engine.facts.cached else 0
+        self._asking = Asking(self._columns, self._texts.default_params)
+        tokenizer = self._texts.tokenizer
+        if self._columns.talks and self._template is None and not tokenizer.chat_templates:
+            raise ConfigError(
+                "Chats need a chat template, and this model has none: give it one with --chat-template, or send plain "
+                "prompts."
+            )
+        if isinstance(tokenizer, NoTokenizer) and not self._token_ids:
+            self._token_ids = True  # or there would be nothing to see
+            self.fields = self._fields()
+        return told_of(self._texts)
+
+    @property
+    def texts(self) -> Texts:
+        assert self._texts is not None
+        return self._texts
+
+    def close(self) -> None:
+        self._watched.abandon()
+        if self._texts is not None:
+            self._texts.close()
+
+    def abandon(self) -> None:
+        self._watched.abandon()
+        self._started.clear()
+        if self._texts is not None:
+            self._texts.close(0.0)
+
+    # ---- rows --------------------------------------------------------------------------------------------------
+
+    def wrong(self, row: Row) -> str | None:
+        return why_not(row, lambda: self._asking.read(row))
+
+    def seen(self, row: Row) -> None:
+        pass
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return {"error": message}
+
+    def prepare(self, row: Row) -> Prepared:
+        with judged():
+            asked = self._asking.read(row)
+            ids = self._ids(asked)
+            self._check_length(len(ids))
+        params = asked.params
+        if not asked.seeded:
+            params = params.with_(seed=fork(self._seed, row.number + 1))
+        limit = params.max_tokens
+        most = self.texts.prompts.context
+        longest = most if limit is None else min(len(ids) + limit, most)
+        key = blocks_of(ids, self._block) if self._block else ()
+        return Prepared(key, longest, row.size + 40 * len(ids) + 500, _Ready(ids, params))
+
+    def _ids(self, asked: Asked) -> list[int]:
+        prompts, tokenizer = self.texts.prompts, self.texts.tokenizer
+        if not self._columns.talks:
+            return prompts.encode(asked.prompt)
+        template = {} if self._template is None else {"chat_template": self._template}
+        messages = conversation(asked.prompt, MOST_MESSAGES)
+        text = rendered(tokenizer.render_chat, messages, {"add_generation_prompt": True, **template})
+        prompts.check_text(text)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _check_length(self, n: int) -> None:
+        most = self.texts.prompts.context
+        if n >= most:
+            raise InvalidRequest(
+                f"The prompt has {n} tokens, and this model's context holds {most}, at least one of them new. "
+                f"Shorten it."
+            )
+
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        return RowError(message)
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        ready: _Ready = prepared.what
+        with judged():
+            [stream] = self.texts.submit([ready.ids], ready.params)
+        self._started[number] = stream
+        feed = feeding([stream]) if ready.params.stop else None
+        self._watched.add(number, [c.tokens for c in stream.choices], feed)
+
+    def wait(self, timeout: float) -> Sequence[int]:
+        return self._watched.wait(timeout, self.texts.health)
+
+    def wake(self) -> None:
+        self._watched.wake()
+
+    def take(self, number: int) -> Result:
+        stream = self._started.pop(number)
+        self._watched.drop(number)
+        with judged():
+            drain([stream])
+            done = stream.completion()
+        new = sum(len(c.token_ids) for c in done.choices)
+        values: dict[str, Any] = {
+            "output": self._told([c.text for c in done.choices]),
+            "finish_reason": self._told([str(c.finish_reason) for c in done.choices]),
+            "prompt_tokens": len(done.prompt_token_ids),
+            "completion_tokens": new,
+        }
+        if self._token_ids:
+            values["output_token_ids"] = self._told([c.token_ids for c in done.choices])
+        if "logprobs" in self._scores:
+            values["logprobs"] = self._told([_scores(c.logprobs) for c in done.choices])
+        if "prompt_logprobs" in self._scores:
+            values["prompt_logprobs"] = _scores(done.prompt_logprobs)
+        return Result(values, len(done.prompt_token_ids), stream.tokens.reused, new)
+
+    def _told(self, of_choices: list[Any]) -> Any:
+        return of_choices if self._many else of_choices[0]
+
+    def withdraw(self) -> Sequence[int]:
+        found = self._watched.withdraw()
+        for number in found:
+            del self._started[number]
+        return found
+
+
+class EmbeddingWork(TextWork):
+    """A vector of each row. The columns of a result: embedding, prompt_tokens, error."""
+
+    def _fields(self) -> list[Field]:
+        return [Field("embedding", "floats"), Field("prompt_tokens", "int"), Field("error", "text")]
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        ready: _Ready = prepared.what
+        with judged():
+            [item] = self.texts.submit_vectors([ready.ids])
+        self._vectors[number] = item, len(ready.ids)
+        self._watched.add(number, [item.stream])
+
+    def open(self) -> Told:
+        self._vectors: dict[int, Any] = {}
+        return super().open()
+
+    def take(self, number: int) -> Result:
+        item, n = self._vectors.pop(number)
+        self._watched.drop(number)
+        with judged():
+            vector = item.result()
+        return Result({"embedding": np.asarray(vector, np.float64).tolist(), "prompt_tokens": n}, n, item.stream.reused)
+
+    def withdraw(self) -> Sequence[int]:
+        found = self._watched.withdraw()
+        for number in found:
+            del self._vectors[number]
+        return found
+
+
+def feeding(streams: Sequence[TextStream]) -> Callable[[int, list[int]], object]:
+    """Makes text of tokens as they come, so that a stop string ends it."""
+    choices = [c for s in streams for c in s.choices]
+    return lambda i, ids: choices[i].feed(ids)
+
+
+def drain(streams: Sequence[TextStream]) -> None:
+    """Of streams that have ended: make text of what has not been read."""
+    for stream in streams:
+        for choice in stream.choices:
+            choice.feed(choice.tokens.come())
+            if not choice.stopped:
+                choice.tokens.check()
+
+
+def _scores(found: Logprobs | None) -> list[dict[str, float] | None] | None:
+    """Of each token: {token id: log-probability}, the likeliest first; None for a prompt's first."""
+    if found is None:
+        return None
+    return [
+        None if by_id is None else {str(i): p for i, p in sorted(by_id.items(), key=lambda item: (-item[1], item[0]))}
+        for by_id in found
+    ]

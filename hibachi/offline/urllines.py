@@ -1,0 +1,130 @@
+"""OpenAI's batch lines, of which a running server computes each: its body goes out, and the answer comes as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hibachi.api.errors import Refused
+from hibachi.decode.uniforms import fork
+from hibachi.errors import HibachiError
+from hibachi.offline.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.rows import Row
+from hibachi.offline.urlbase import (
+    Answer,
+    Ready,
+    Server,
+    UrlWork,
+    bad,
+    begins,
+    choices_of,
+    encoded,
+    signed,
+    used_of,
+)
+from hibachi.offline.watched import judged, why_not
+from hibachi.offline.work import Prepared, Result, RowError
+from hibachi.offline.writers import Field
+
+_PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}
+_IDS = {COMPLETIONS: ("cmpl", "text"), CHAT: ("chatcmpl", "chat"), EMBEDDINGS: ("embd", "embedding")}
+_OF_COMPANY = ("timings", "kv_transfer_params")  # fields of answers that depend on time, or on who else was there
+
+
+@dataclass(slots=True)
+class _Line:
+    """custom: its custom_id. request: the id that its answer shall have. alias: what it calls the model, where that is
+    not the server's name."""
+
+    custom: Mapping[str, Any]
+    request: str | None
+    alias: str | None
+
+
+class UrlLines(UrlWork):
+    """Has lines answered. names: that a body may call the model by, besides what the server calls it."""
+
+    carries, compares = False, True
+    fields: Sequence[Field] = FIELDS
+
+    def __init__(self, server: Server, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
+        super().__init__(server)
+        self._names, self._lines = names, Lines(seed, created)
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._lines.check(columns)
+
+    def wrong(self, row: Row) -> str | None:
+        return why_not(row, lambda: self._lines.read(row, URLS))
+
+    def seen(self, row: Row) -> None:
+        self._lines.seen(row)
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        return self._lines.refused(row.number, row.values, Refused(message, code="invalid_json"))
+
+    def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
+        return self._failed(number, ready.about.custom, why)
+
+    def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
+        return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))
+
+    def prepare(self, row: Row) -> Prepared:
+        with judged(partial(self._failed, row.number, row.values)):
+            url, given = self._lines.read(row, URLS)
+            body = dict(given)
+            called = body.get("model")
+            alias = called if called in self._names and called != self._model else None
+            if called is None or alias is not None:
+                body["model"] = self._model
+            if url != EMBEDDINGS and body.get("seed") is None:
+                body["seed"] = signed(fork(self._lines.seed, row.number + 1))
+            request = body.get("request_id")
+            line = _Line({"custom_id": row.values["custom_id"]}, request if isinstance(request, str) else None, alias)
+            ready = Ready(url, encoded(body), about=line)
+        key, tokens = begins(body.get(_PROMPTS[url], ""))
+        return Prepared(key, tokens + _limit(body), row.size + len(ready.body) + 1000, ready)
+
+    def result(self, number: int, ready: Ready, answer: Answer) -> Result:
+        line: _Line = ready.about
+        if ready.path == EMBEDDINGS:
+            if not isinstance(answer.get("data"), list):
+                raise bad(f"expected data, with vectors; got {str(answer.get('error'))[:200]}")
+        else:
+            for choice in choices_of(answer):
+                self._name_calls(number, choice)
+        used = used_of(answer)
+        if isinstance(answer.get("usage"), dict):
+            answer["usage"].pop("prompt_tokens_details", None)
+        for name in _OF_COMPANY:
+            answer.pop(name, None)
+        if "id" in answer:
+            prefix, what = _IDS[ready.path]
+            answer["id"] = f"{prefix}-{line.request or self._lines.id_of(number, what)}"
+        if "created" in answer:
+            answer["created"] = self._lines.created
+        if line.alias is not None and "model" in answer:
+            answer["model"] = line.alias
+        values = self._lines.answered(number, line.custom, answer)
+        return Result(values, used.prompt or 0, used.cached, used.new or 0)
+
+    def _name_calls(self, number: int, choice: Answer) -> None:
+        """Calls of tools have ids of their own, which servers draw at random."""
+        message = choice.get("message")
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        index = choice.get("index")
+        for i, call in enumerate(calls if isinstance(calls, list) else ()):
+            if isinstance(call, dict) and "id" in call:
+                call["id"] = f"call_{self._lines.id_of(number, f'call {index} {i}')}"
+
+
+def _limit(body: Mapping[str, Any]) -> int:
+    """New tokens, as far as the body says how many."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        n = body.get(name)
+        if isinstance(n, (int, float)) and math.isfinite(n) and 0 < n < 2**31:
+            return int(n)
+    return 0

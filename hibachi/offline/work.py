@@ -1,0 +1,127 @@
+"""What a run asks of whoever computes its rows: an engine here, one in another process, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hibachi.errors import HibachiError
+from hibachi.offline.rows import Row
+from hibachi.offline.writers import Field
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A row that can be computed. key: how its prompt begins, in blocks, for who shares it. longest: tokens of prompt
+    and answer, as far as that is known. size: bytes that it holds, about. what: for the `Work` that made it."""
+
+    key: Any
+    longest: int
+    size: int
+    what: Any
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a row. values: by the names of `Work.fields`, as JSON holds them. Tokens: of the prompt, of those
+    the ones whose keys and values were found in the cache, and new ones."""
+
+    values: dict[str, Any]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+
+
+class RowError(HibachiError):
+    """A row that has no result. values: what stands in its columns nevertheless."""
+
+    values: dict[str, Any]
+
+    def __init__(self, message: str, values: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.values = values or {}
+
+
+class Lost(HibachiError):
+    """The engine is gone, and with it what it computed: nothing is known of the rows that it had."""
+
+
+class Full(HibachiError):
+    """There is no room for this row now: start it again when others have ended."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What a work tells of itself, for the journal's head and for people."""
+
+    about: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Work(Protocol):
+    """Computes rows, several at a time. Called by one thread.
+
+    fields: the columns of its results. places: rows that may be started and not taken. carries: an output row has the
+    columns of its input row as well. compares: a row is compared with those before it, so `seen` must see all.
+    """
+
+    fields: Sequence[Field]
+    places: int
+    carries: bool
+    compares: bool
+
+    def check(self, columns: Sequence[str] | None) -> None:
+        """What concerns all rows, before a model is loaded. columns: of the input, as far as they are known. Raises
+        ConfigError."""
+        ...
+
+    def open(self) -> Told:
+        """Load the model, or reach the server. After a loss: again."""
+        ...
+
+    def prepare(self, row: Row) -> Prepared:
+        """Raises RowError."""
+        ...
+
+    def wrong(self, row: Row) -> str | None:
+        """Why a row cannot be computed, as far as that is known before a model is loaded; None: it can."""
+        ...
+
+    def seen(self, row: Row) -> None:
+        """It was computed by an earlier run."""
+        ...
+
+    def refused(self, row: Row, message: str) -> dict[str, Any]:
+        """The values of a row that cannot be read."""
+        ...
+
+    def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
+        """The error of a row with which the engine was lost again and again."""
+        ...
+
+    def start(self, number: int, prepared: Prepared) -> None:
+        """Raises RowError, Full, Lost."""
+        ...
+
+    def wait(self, timeout: float) -> Sequence[int]:
+        """The rows that are done, after at most so many seconds. Raises Lost if the engine hangs."""
+        ...
+
+    def wake(self) -> None:
+        """End `wait`; from any thread, and from a signal's handler."""
+        ...
+
+    def take(self, number: int) -> Result:
+        """Of a row that is done. Raises RowError, Lost."""
+        ...
+
+    def withdraw(self) -> Sequence[int]:
+        """Take back the rows that wait, as far as that is known; returns them."""
+        ...
+
+    def abandon(self) -> None:
+        """The engine is lost, or to be ended at once: nothing of what it has is waited for."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,894 @@
+"""Rows that go to a server: the same results as from a model here, and servers that are slow, broken or gone."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
+    pytest.importorskip(name)
+
+from hibachi.decode.uniforms import fork  # noqa: E402
+from hibachi.errors import ConfigError, EngineFailed  # noqa: E402
+from hibachi.lm.own import open_texts  # noqa: E402
+from hibachi.offline import sending, urlwork  # noqa: E402
+from hibachi.offline.columns import Columns  # noqa: E402
+from hibachi.offline.openai import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIWork  # noqa: E402
+from hibachi.offline.rows import Row  # noqa: E402
+from hibachi.offline.sending import Patience, refusal  # noqa: E402
+from hibachi.offline.settings import settle  # noqa: E402
+from hibachi.offline.textwork import EmbeddingWork, TextWork  # noqa: E402
+from hibachi.offline.urlbase import begins, signed  # noqa: E402
+from hibachi.offline.urlwork import Said, url_work  # noqa: E402
+from hibachi.offline.work import Lost, RowError  # noqa: E402
+
+from ..serve.conftest import CHATML, site  # noqa: E402
+
+QUICK = Patience(tries=3, pause=0.005, factor=1.5, busy=0.1, timeout=5.0, back=0.3)
+KEY = "sk-secret-123"
+
+
+def rows_of(values):
+    return [Row(i, "in.jsonl", i + 1, v, size=100) for i, v in enumerate(values)]
+
+
+def drained(work, n, within=20.0):
+    """What became of n rows that were started."""
+    found, end = {}, time.monotonic() + within
+    while len(found) < n:
+        assert time.monotonic() < end, f"{len(found)} of {n} rows were done"
+        for number in work.wait(0.5):
+            try:
+                found[number] = work.take(number)
+            except RowError as e:
+                found[number] = e
+    return found
+
+
+def computed(work, rows):
+    """The values of each row, and "failed" with those of an error."""
+    found = {}
+    for row in rows:
+        try:
+            prepared = work.prepare(row)
+        except RowError as e:
+            found[row.number] = e
+        else:
+            work.start(row.number, prepared)
+    found |= drained(work, len(rows) - len(found))
+    return [
+        ("failed", v.values or {"error": str(v)}) if isinstance(v, RowError) else v.values
+        for v in (found[row.number] for row in rows)
+    ]
+
+
+def asked(**batch):
+    """What of a Batch concerns a server."""
+    plain = dict(url=None, url_model=None, api_key=None, concurrency=64)
+    rows = dict(columns=Columns(), task="generate", seed=0, token_ids=False, served_names=())
+    return SimpleNamespace(**{**plain, **rows, **batch})
+
+
+@contextmanager
+def opened(url, *, lines=False, patience=QUICK, created=1234, **batch):
+    work = url_work(asked(url=url, **batch), lines=lines, created=created, patience=patience)
+    try:
+        work.open()
+        yield work
+    finally:
+        work.close()
+
+
+# ---- a server of ours ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts():
+    with open_texts("tiny", max_batch_size=8, max_waiting=256) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(texts):
+    with site(texts, chat_template=CHATML) as here:
+        yield here
+
+
+PROMPTS = [{"prompt": p} for p in ("Once upon a time", "The dog", "Tom and Ann went", "Größe 12 €", "x " * 30)]
+MESSAGES = [
+    {"messages": [{"role": "user", "content": "Hello"}], "t": 0.0, "s": 7},
+    {"messages": [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "Who?"}], "t": 1.5, "s": None},
+]
+TABLES = {
+    "plain": (Columns(), PROMPTS),
+    "params": (Columns(params={"temperature": 0.8, "top_p": 0.9, "top_k": 40, "max_tokens": 24}), PROMPTS),
+    "greedy": (Columns(params={"temperature": 0, "max_tokens": 5, "seed": 2**64 - 3}), PROMPTS),
+    "seed": (Columns(params={"seed": 2**64 - 3}), PROMPTS),
+    "n": (Columns(params={"n": 3, "max_tokens": 6}), PROMPTS),
+    "stop": (
+        Columns(params={"stop": ["e", "a"], "include_stop": True, "min_tokens": 2, "max_tokens": 30}),
+        PROMPTS,
+    ),
+    "ids": (Columns(params={"stop_token_ids": [5, 6], "logit_bias": {5: 2.5}, "bad_words": ["the"]}), PROMPTS),
+    "chat": (Columns(messages="messages", param_columns={"temperature": "t", "seed": "s"}), MESSAGES),
+    "system": (Columns(system="Be brief.", params={"max_tokens": 9}), PROMPTS),
+    "template": (Columns(template="{prompt}!", param_columns={"n": "n"}), [{**p, "n": "2"} for p in PROMPTS]),
+    "tokens": (Columns(tokens="ids"), [{"ids": [5, 6, 7]}, {"ids": "[8, 9]"}]),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_have_the_results_that_the_model_gives_here(kind, texts, server):
+    columns, values = TABLES[kind]
+    rows, ids = rows_of(values), kind in ("n", "stop", "chat")
+    here = TextWork(columns, lambda: (texts, CHATML), seed=3, token_ids=ids)
+    here.open()
+    with opened(server.url, columns=columns, seed=3, token_ids=ids) as there:
+        assert list(there.fields) == list(here.fields)
+        expected = computed(here, rows)
+        assert not any(isinstance(v, tuple) for v in expected)
+        assert computed(there, rows) == expected
+        assert all(list(v) == [f.name for f in here.fields][:-1] or ids for v in expected)
+
+
+def test_vectors_are_those_that_the_model_gives_here(texts, server):
+    rows = rows_of(PROMPTS)
+    here = EmbeddingWork(Columns(), lambda: (texts, None))
+    here.open()
+    with opened(server.url, task="embed") as there:
+        assert list(there.fields) == list(here.fields)
+        assert computed(there, rows) == computed(here, rows)
+
+
+def line(i, url, **body):
+    return {"custom_id": f"r{i}", "method": "POST", "url": url, "body": body}
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+LINES = [
+    line(0, COMPLETIONS, model="tiny", prompt="Once", max_tokens=8),
+    line(1, CHAT, model="tiny", messages=HELLO, max_tokens=8, n=2, logprobs=True, top_logprobs=2),
+    line(2, COMPLETIONS, prompt=["a", "b"], n=2, logprobs=1, stop=["e"], return_token_ids=True),
+    line(3, COMPLETIONS, prompt=[5, 6], seed=8, echo=True, request_id="mine"),
+    line(4, EMBEDDINGS, input=["a", "b"]),
+    line(5, EMBEDDINGS, model="tiny", input="a", encoding_format="base64"),
+    line(6, COMPLETIONS, prompt="x", temperature=-1),  # refused by the server
+    line(7, CHAT, model="tiny", messages=[]),
+    line(8, COMPLETIONS, prompt="x", stream=True),  # from here on: before anything is sent
+    line(0, COMPLETIONS, prompt="x"),
+    line(10, "/v1/images", prompt="x"),
+    {"custom_id": 5, "url": CHAT, "body": {}},
+]
+
+
+def test_lines_are_answered_as_by_the_model_here(texts, server):
+    rows = rows_of(LINES)
+    here = OpenAIWork(lambda: (texts, CHATML), ["tiny"], seed=3, created=99)
+    here.open()
+    with opened(server.url, lines=True, seed=3, created=99) as there:
+        assert list(there.fields) == list(here.fields)
+        expected, found = computed(here, rows), computed(there, rows)
+    assert [isinstance(v, tuple) for v in expected] == 6 * [False] + 6 * [True]
+    assert json.dumps(found) == json.dumps(expected)  # the order of fields as well
+
+
+def test_a_run_writes_the_same_file_by_url_and_by_model(server, tmp_path):
+    from hibachi.offline.run import Batch, run
+
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
+    columns = Columns(params={"n": 2, "max_tokens": 6})
+    own = settle({"model": "tiny", "engine": "own", "max_num_seqs": 8}, {})
+    outs = []
+    for kind in ({"settings": own}, {"url": server.url, "api_key": KEY}):
+        out = tmp_path / f"{len(outs)}.jsonl"
+        done = run(Batch(inputs=[str(source)], output=str(out), columns=columns, seed=4, **kind))
+        assert (done.status, done.rows, done.failed) == ("done", 5, 0)
+        outs.append(out.read_bytes())
+    assert outs[0] == outs[1]
+    for folder, _, files in os.walk(tmp_path):
+        for file in files:
+            with open(os.path.join(folder, file), "rb") as f:
+                assert KEY.encode() not in f.read()
+
+
+# ---- a server of anybody ---------------------------------------------------------------------------------------------
+
+
+class Mock:
+    """Answers by `says(path, body, times that this body came)`: (status, answer) or (status, answer, headers); bytes as
+    they are; None: a reset. asked: paths and bodies, as they came."""
+
+    def __init__(self, says=lambda path, body, n: (200, completion()), models=({"id": "m"},), port=0):
+        self.says, self.models = says, models
+        self.asked, self.heads, self.cut = [], [], 0
+        self._times = Counter()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self.port = port
+
+    def __enter__(self):
+        self._thread.start()
+        self._begun.wait()
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _main(self):
+        self._loop, self._over, self._writers = asyncio.get_running_loop(), asyncio.Event(), set()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = server.sockets[0].getsockname()[1]
+        self._begun.set()
+        await self._over.wait()
+        server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader, writer):
+        self._writers.add(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                _, path, _ = head.split("\r\n")[0].split()
+                size = [int(h.split(":")[1]) for h in head.lower().split("\r\n") if h.startswith("content-length")]
+                body = json.loads(await reader.readexactly(size[0])) if size else None
+                if body is None:
+                    said = self.models if callable(self.models) else lambda: (200, {"data": list(self.models)})
+                    await self._write(writer, said())
+                    continue
+                self.asked.append((path, body))
+                key = json.dumps(body)
+                self._times[key] += 1
+                said = self.says(path, body, self._times[key])
+                if asyncio.iscoroutine(said):
+                    waiting = asyncio.ensure_future(said)
+                    gone = asyncio.ensure_future(reader.read(1))
+                    await asyncio.wait([waiting, gone], return_when=asyncio.FIRST_COMPLETED)
+                    if not waiting.done():
+                        waiting.cancel()
+                        self.cut += 1
+                        return
+                    gone.cancel()
+                    await asyncio.gather(gone, return_exceptions=True)
+                    said = waiting.result()
+                if said is None:
+                    writer.transport.abort()
+                    return
+                await self._write(writer, said)
+                if isinstance(said, bytes):
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _write(self, writer, said):
+        if not isinstance(said, bytes):
+            status, answer, *headers = said
+            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            more = "".join(f"{k}: {v}\r\n" for k, v in (headers[0] if headers else {}).items())
+            said = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
+        writer.write(said)
+        await writer.drain()
+
+
+def completion(*texts, **more):
+    choices = [{"index": i, "text": t, "finish_reason": "stop"} for i, t in enumerate(texts or ("fine",))]
+    usage = {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    return {"id": "cmpl-x", "created": 5, "model": "m", "choices": choices, "usage": usage, **more}
+
+
+def fault(message, **more):
+    return {"error": {"message": message, "type": "t", "param": None, "code": 7, **more}}
+
+
+def asks(*prompts):
+    return rows_of([{"prompt": p} for p in prompts])
+
+
+FINE = {"output": "fine", "finish_reason": "stop", "prompt_tokens": 2, "completion_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ((400, fault("Too long.")), "Too long."),
+        ((404, fault("No such model, req_0123456789abc.")), "No such model, (id)."),
+        ((413, b"<html>\n  Too  large"), "<html> Too large"),
+        ((422, {"detail": [{"loc": ["n"]}]}), '[{"loc": ["n"]}]'),
+        ((400, {"object": "error", "message": f"It is {KEY}"}), "It is ***"),
+        ((418, b""), "HTTP 418, and no word why"),
+        ((200, b"<html>"), "The server's answer cannot be read: expected JSON; got '<html>'."),
+        ((200, b"[" * 100_000), "The server's answer cannot be read: expected JSON"),
+        ((200, [1]), "The server's answer cannot be read: expected an object; got [1]."),
+        ((200, {}), "The server's answer cannot be read: expected choices; got None."),
+        ((200, fault("no")), "expected choices; got {'message': 'no'"),
+        ((200, completion("a", "b")), "expected 1 continuations; got 2."),
+        ((200, completion(5)), "expected a text"),
+        ((200, {"choices": [{"text": "a", "finish_reason": "abort"}]}), "The server broke off (finish_reason abort)."),
+        ((200, {"choices": [{"text": "a", "finish_reason": 3}]}), "expected a finish_reason"),
+        ((204, b""), "HTTP 204, and no word why"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_its_error_and_touches_no_other(said, expected):
+    with (
+        Mock(lambda path, body, n: said if body["prompt"] == "bad" else (200, completion())) as mock,
+        opened(mock.url, api_key=KEY) as work,
+    ):
+        found = computed(work, asks("a", "bad", "b"))
+    assert found[0] == found[2] == FINE
+    kind, values = found[1]
+    assert kind == "failed" and expected in values["error"] and KEY not in values["error"]
+    assert [body["prompt"] for _, body in mock.asked].count("bad") == 1
+
+
+def head(status, size, *lines):
+    return "\r\n".join([f"HTTP/1.1 {status} X", f"Content-Length: {size}", *lines, "", ""]).encode()
+
+
+def test_a_sound_answer_is_read_whoever_gives_it():
+    answer = {"choices": [{"index": 1, "text": "b", "finish_reason": None}, {"index": 0, "text": "a"}]}
+    with (
+        Mock(lambda path, body, n: (200, answer)) as mock,
+        opened(mock.url, columns=Columns(params={"n": 2})) as work,
+    ):
+        [values] = computed(work, asks("x"))
+    assert values == {
+        "output": ["a", "b"],
+        "finish_reason": [None, None],
+        "prompt_tokens": None,
+        "completion_tokens": None,
+    }
+
+
+TRANSIENT = {
+    "503": (503, fault("later")),
+    "500": (500, b""),
+    "408": (408, b""),
+    "502": (502, b"<html>"),
+    "504": (504, b""),
+    "429": (429, fault("busy"), {"Retry-After": "0"}),
+    "reset": None,
+    "garbage": b"\x00\x01 garbage\r\n\r\n",
+    "half a head": b"HTTP/1.1 200 X\r\nConte",
+    "half an answer": head(200, 100) + b'{"choices": [{"te',
+    "half a chunk": b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n20\r\nhalf",
+}
+
+
+@pytest.mark.parametrize("kind", TRANSIENT)
+def test_what_may_pass_is_tried_again(kind):
+    with (
+        Mock(lambda path, body, n: TRANSIENT[kind] if n < 3 else (200, completion())) as mock,
+        opened(mock.url) as work,
+    ):
+        assert computed(work, asks("a", "b", "c")) == 3 * [FINE]
+    assert len(mock.asked) == 9 or kind in ("reset", "garbage")  # where nothing came, the client asks once more itself
+
+
+@pytest.mark.parametrize("kind", TRANSIENT)
+def test_a_row_that_always_fails_while_others_do_not_becomes_an_error(kind):
+    gate, let = SimpleQueue(), SimpleQueue()
+
+    async def fail():
+        gate.put(None)
+        while let.empty():
+            await asyncio.sleep(0.001)
+        let.get()
+        return TRANSIENT[kind]
+
+    with (
+        Mock(lambda path, body, n: fail() if body["prompt"] == "bad" else (200, completion())) as mock,
+        opened(mock.url) as work,
+    ):
+        bad, *others = asks("bad", "a", "b")
+        work.start(0, work.prepare(bad))
+        done = []
+        while not done:
+            with suppress(Empty):
+                gate.get(timeout=0.02)
+                assert computed(work, others) == 2 * [FINE]  # before each time that it fails
+                let.put(None)
+                continue
+            done = work.wait(0)
+        with pytest.raises(RowError, match="The server answered others, but not this request"):
+            work.take(*done)
+
+
+def test_when_nobody_is_answered_the_server_is_lost_and_waited_for():
+    with Mock(lambda path, body, n: (500, b"")) as mock, opened(mock.url) as work:
+        for row in asks("a", "b"):
+            work.start(row.number, work.prepare(row))
+        numbers = work.wait(10)
+        for number in numbers:
+            with pytest.raises(Lost, match=r"has answered nothing for a while\. The last time: HTTP 500"):
+                work.take(number)
+        with pytest.raises(Lost):
+            work.start(5, work.prepare(asks("c")[0]))
+        work.abandon()
+        mock.says = lambda path, body, n: (200, completion())
+        work.open()
+        assert computed(work, asks("a", "b")) == 2 * [FINE]
+
+
+def test_a_server_that_is_gone_is_waited_for_and_then_an_engine_that_failed():
+    mock = Mock().__enter__()
+    with opened(mock.url) as work:
+        assert computed(work, asks("a")) == [FINE]
+        mock.__exit__()
+        work.start(1, work.prepare(asks("a")[0]))
+        assert work.wait(10) == [1]
+        with pytest.raises(Lost):
+            work.take(1)
+        work.abandon()
+        with pytest.raises(EngineFailed, match="The server is away"):
+            work.open()
+        again = Mock(port=mock.port)
+        timer = threading.Timer(0.1, again.__enter__)
+        timer.start()
+        work.open()  # it comes back while it is waited for
+        assert computed(work, asks("a")) == [FINE]
+        timer.join()
+        again.__exit__()
+
+
+def test_a_server_that_comes_back_as_another_ends_the_run():
+    with Mock(models=[{"id": "m", "numerics": "a"}]) as mock, opened(mock.url) as work:
+        work.abandon()
+        mock.models = [{"id": "m", "numerics": "b"}]
+        with pytest.raises(ConfigError, match="came back as another"):
+            work.open()
+
+
+@pytest.mark.parametrize("after", ["1", "Fri, 01 Jan 2100 00:00:00 GMT"])
+def test_retry_after_is_honoured(after, monkeypatch):
+    slept = []
+    monkeypatch.setattr(sending, "LONGEST_PAUSE", 0.3)
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda s, *a: (slept.append(s), sleep(min(s, 0.3), *a))[1])
+    said = (429, b"", {"Retry-After": after})
+    with Mock(lambda path, body, n: said if n == 1 else (200, completion())) as mock, opened(mock.url) as work:
+        assert computed(work, asks("a")) == [FINE]
+    assert max(slept) == 0.3  # what the header asks for, up to the longest
+
+
+def test_a_busy_server_does_not_use_up_tries():
+    said = (429, b"", {"Retry-After": "0"})
+    quick = dataclasses.replace(QUICK, busy=30)
+    with (
+        Mock(lambda path, body, n: said if n < 9 else (200, completion())) as mock,
+        opened(mock.url, patience=quick) as w,
+    ):
+        assert computed(w, asks("a")) == [FINE]
+
+
+async def _later(seconds):
+    await asyncio.sleep(seconds)
+    return 200, completion()
+
+
+def test_a_row_without_an_answer_in_time_is_an_error_and_its_connection_is_closed():
+    patience = dataclasses.replace(QUICK, timeout=0.15)
+    with (
+        Mock(lambda path, body, n: _later(30) if body["prompt"] == "slow" else (200, completion())) as mock,
+        opened(mock.url, patience=patience) as work,
+    ):
+        slow, other = asks("slow", "a")
+        work.start(0, work.prepare(slow))
+        while len(mock.asked) < 2:  # it has failed once
+            time.sleep(0.002)
+        assert computed(work, [other]) == [FINE]
+        with pytest.raises(RowError, match=r"no answer within 0\.15 s"):
+            work.take(*work.wait(10))
+        assert len(mock.asked) == 3 and mock.cut >= 1
+
+
+def test_a_huge_answer_is_bounded(monkeypatch):
+    monkeypatch.setattr(sending, "LARGEST", 10_000)
+    with (
+        Mock(lambda p, body, n: (200, completion("x" * 20_000 if body["prompt"] == "big" else "fine"))) as mock,
+        opened(mock.url) as work,
+    ):
+        found = computed(work, asks("a", "big"))
+    assert found == [FINE, ("failed", {"error": "The answer has more than 10000 bytes."})]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_key_ends_the_run_after_what_is_done(status):
+    for pause in (0.05, 0.3, 2.0):  # until both are done by then
+        with (
+            Mock(lambda p, b, n: _later(0.02) if b["prompt"] == "a" else (status, fault(f"{KEY} is wrong"))) as mock,
+            opened(mock.url, api_key=KEY) as work,
+        ):
+            for row in asks("b", "a"):
+                work.start(row.number, work.prepare(row))
+            time.sleep(pause)
+            if len(done := work.wait(5)) < 2:
+                continue
+            assert done == [1, 0]
+            assert work.take(1).values == FINE
+            with pytest.raises(ConfigError, match="--api-key") as caught:
+                work.take(0)
+            assert KEY not in str(caught.value)
+            with pytest.raises(ConfigError, match="--api-key"):
+                work.start(2, work.prepare(asks("c")[0]))
+        assert all(f"\r\nAuthorization: Bearer {KEY}\r\n" in h for h in mock.heads)
+        return
+    raise AssertionError("The answers did not come.")
+
+
+def test_closing_and_abandoning_close_connections_so_that_the_server_stops():
+    for end in ("close", "abandon"):
+        patience = dataclasses.replace(QUICK, timeout=60)
+        with Mock(lambda path, body, n: _later(30)) as mock, opened(mock.url, patience=patience) as work:
+            for row in asks("a", "b"):
+                work.start(row.number, work.prepare(row))
+            while len(mock.asked) < 2:
+                time.sleep(0.005)
+            getattr(work, end)()
+            stop = time.monotonic() + 10
+            while mock.cut < 2:
+                assert time.monotonic() < stop
+                time.sleep(0.005)
+
+
+def test_withdraw_takes_back_what_waits_for_its_next_try_and_nothing_else():
+    patience = dataclasses.replace(QUICK, pause=30.0)
+    with (
+        Mock(lambda path, body, n: (503, b"") if body["prompt"] == "bad" else _later(0.3)) as mock,
+        opened(mock.url, patience=patience) as work,
+    ):
+        for row in asks("bad", "a", "bad"):
+            work.start(row.number, work.prepare(row))
+        while len(mock.asked) < 3:
+            time.sleep(0.005)
+        time.sleep(0.1)
+        assert sorted(work.withdraw()) == [0, 2]
+        assert work.withdraw() == []
+        assert drained(work, 1)[1].values == FINE
+        assert work.wait(0.05) == []
+
+
+def test_wake_ends_a_wait():
+    with Mock() as mock, opened(mock.url) as work:
+        threading.Timer(0.05, work.wake).start()
+        began = time.monotonic()
+        assert work.wait(30) == []
+        assert time.monotonic() - began < 10
+
+
+def test_so_many_requests_at_a_time_as_places():
+    with Mock(lambda path, body, n: _later(0.05)) as mock, opened(mock.url, concurrency=3) as work:
+        assert work.places == 3
+        assert computed(work, asks(*"abc")) == 3 * [FINE]
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(urlwork, "PATIENT", QUICK)
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(20)))
+    return source
+
+
+def test_a_run_outlives_a_server_that_is_away_for_a_while(file):
+    from hibachi.offline.run import Batch, run
+
+    away, out = [], file.with_name("out.jsonl")
+
+    def says(path, body, n):
+        if body["prompt"] == "p7" and n == 1:
+            away.extend(range(30))
+        if away:
+            away.pop()
+            return 500, b""
+        return 200, completion(body["prompt"])
+
+    with Mock(says) as mock:
+        done = run(Batch(inputs=[str(file)], output=str(out), url=mock.url, concurrency=4))
+    assert (done.status, done.rows, done.failed) == ("done", 20, 0)
+    assert done.counts.losses >= 1
+    assert [json.loads(line)["output"] for line in out.read_text().splitlines()] == [f"p{i}" for i in range(20)]
+
+
+def test_a_run_that_a_wrong_key_ended_goes_on_with_the_right_one(file):
+    from hibachi.offline.run import Batch, run
+
+    out, valid = file.with_name("out.jsonl"), [True]
+
+    def says(path, body, n):
+        if body["prompt"] == "p7" and n == 1:
+            valid.clear()
+        return (200, completion()) if valid else (401, fault("expired"))
+
+    batch = Batch(inputs=[str(file)], output=str(out), url="", concurrency=1)
+    with Mock(says) as mock:
+        batch.url = mock.url
+        with pytest.raises(ConfigError, match="--api-key"):
+            run(batch)
+        n = len(mock.asked)
+        valid.append(True)
+        done = run(batch)
+        assert 1 < n <= 20 and len(mock.asked) == 21  # nothing twice but what was refused
+    assert (done.status, done.rows, done.failed, done.resumed) == ("done", 20, 0, n - 1)
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def sent(values, lines=False, **batch):
+    """The path and the body of a row."""
+    with Mock() as mock, opened(mock.url, lines=lines, **batch) as work:
+        computed(work, rows_of([values]))
+        [(path, body)] = mock.asked
+        return path, body
+
+
+def test_only_what_somebody_says_is_sent():
+    columns = Columns(
+        params={"temperature": 1.0, "include_stop": False}, param_columns={"top_p": "p", "stop": "s", "logit_bias": "b"}
+    )
+    values = {"prompt": "x", "p": "", "s": "a", "b": {"5": 1}}
+    assert sent(values, columns=columns, seed=5) == (
+        "/v1/completions",
+        {
+            "model": "m",
+            "prompt": "x",
+            "max_tokens": 16,
+            "temperature": 1.0,
+            "include_stop_str_in_output": False,
+            "stop": ["a"],
+            "logit_bias": {"5": 1},
+            "seed": signed(fork(5, 1)),
+        },
+    )
+
+
+def test_chats_token_ids_and_inputs_go_where_they_belong():
+    path, body = sent({"prompt": "x"}, columns=Columns(chat=True, params={"max_tokens": None}), token_ids=True)
+    assert (path, body["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": "x"}])
+    assert "max_tokens" not in body and body["return_token_ids"] is True
+    assert sent({"t": [1, 2]}, columns=Columns(tokens="t"))[1]["prompt"] == [1, 2]
+    assert sent({"prompt": "x"}, task="embed") == ("/v1/embeddings", {"model": "m", "input": "x"})
+
+
+def test_lines_are_sent_as_they_are_with_what_they_lack():
+    own = {"prompt": "x", "seed": 1, "made_up": {"a": [1]}, "model": "other"}
+    assert sent(line(0, COMPLETIONS, **own), lines=True) == (COMPLETIONS, own)
+    path, body = sent(line(0, CHAT, messages=[], model="alias"), lines=True, served_names=["alias"], seed=2)
+    assert (path, body) == (CHAT, {"messages": [], "model": "m", "seed": signed(fork(2, 1))})
+    assert sent(line(0, EMBEDDINGS, input="x"), lines=True) == (EMBEDDINGS, {"input": "x", "model": "m"})
+
+
+def test_answers_to_lines_hold_nothing_of_time_and_company():
+    def says(path, body, n):
+        call = {"id": os.urandom(4).hex(), "function": {"name": "f"}}
+        answer = completion(timings={"ms": time.time()}, id=os.urandom(4).hex(), created=time.time())
+        answer["choices"][0]["message"] = {"tool_calls": [call, call]}
+        return 200, answer
+
+    found = []
+    for _ in range(2):
+        with Mock(says) as mock, opened(mock.url, lines=True, served_names=["alias"]) as work:
+            found += computed(work, rows_of([line(0, CHAT, messages=[], model="alias")]))
+    assert found[0] == found[1]
+    body = found[0]["response"]["body"]
+    assert body["created"] == 1234 and body["model"] == "alias" and body["id"].startswith("chatcmpl-")
+    assert "timings" not in body and "prompt_tokens_details" not in body["usage"]
+    ids = [c["id"] for c in body["choices"][0]["message"]["tool_calls"]]
+    assert all(i.startswith("call_") for i in ids) and ids[0] != ids[1]
+
+
+def test_a_line_that_fails_has_the_status_and_words_of_the_server():
+    with Mock(lambda path, body, n: (404, fault("none", param="model"))) as mock, opened(mock.url, lines=True) as work:
+        [(kind, values)] = computed(work, rows_of([line(0, CHAT, messages=[])]))
+        assert kind == "failed" and values["custom_id"] == "r0"
+        assert values["response"]["status_code"] == 404
+        error = {"message": "none", "type": "t", "param": "model", "code": "7"}
+        assert values["response"]["body"] == {"error": error}
+        assert values["error"] == {"code": "7", "message": "none"}
+        lost = work.lost(0, work.prepare(rows_of([line(1, CHAT, messages=[])])[0]), "gone")
+        assert lost.values["error"] == {"code": "engine_failed", "message": "gone"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"data": []}, {"data": [{"embedding": ["a"]}]}, {"data": [{"embedding": "!"}]}, {"data": [{}]}, {"data": 1}, {}],
+)
+def test_vectors_that_are_none(answer):
+    with Mock(lambda path, body, n: (200, answer)) as mock, opened(mock.url, task="embed") as work:
+        [(kind, values)] = computed(work, asks("x"))
+        assert kind == "failed" and "cannot be read" in values["error"]
+
+
+def test_vectors_may_come_in_base64():
+    answer = {"data": [{"embedding": "AAAAP83MzD0="}]}
+    with Mock(lambda path, body, n: (200, answer)) as mock, opened(mock.url, task="embed") as work:
+        [values] = computed(work, asks("x"))
+    assert values == {"embedding": [0.5, float(np.float32(0.1))], "prompt_tokens": None}
+
+
+@pytest.mark.parametrize(
+    "value", [{"prompt": 5}, {"prompt": []}, {"prompt": ["a"]}, {"prompt": [[1]]}, {"prompt": [True]}, {"x": 1}, {}]
+)
+def test_what_is_no_prompt_is_not_sent(value):
+    with Mock() as mock, opened(mock.url) as work:
+        [row] = rows_of([value])
+        assert work.wrong(row).startswith("in.jsonl, line 1: ")
+        assert computed(work, [row])[0][0] == "failed"
+        assert not mock.asked
+
+
+def test_what_json_has_not_is_an_error_of_the_row():
+    with Mock() as mock, opened(mock.url, lines=True) as work:
+        [(kind, values)] = computed(work, rows_of([line(0, COMPLETIONS, prompt=float("nan"))]))
+        assert kind == "failed" and "JSON" in values["error"]["message"] and not mock.asked
+
+
+def test_token_ids_that_a_server_does_not_tell_end_the_run():
+    for says in (
+        lambda path, body, n: (200, completion()),
+        lambda path, body, n: (400, fault("Unknown field: return_token_ids")),
+    ):
+        with Mock(says) as mock, opened(mock.url, token_ids=True) as work:
+            [row] = asks("x")
+            work.start(0, work.prepare(row))
+            work.wait(10)
+            with pytest.raises(ConfigError, match="tells no token ids"):
+                work.take(0)
+
+
+# ---- before anything is sent -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"url": "localhost"}, "Expected a URL"),
+        ({"task": "forward"}, "model of your own"),
+        ({"columns": Columns(params={"logprobs": 1})}, "logprobs"),
+        ({"columns": Columns(param_columns={"logprobs": "l"})}, "logprobs"),
+        ({"columns": Columns(params={"max_tokens": None})}, "no limit"),
+        ({"task": "embed", "columns": Columns(chat=True)}, "conversations"),
+        ({"concurrency": 0}, "concurrency"),
+    ],
+)
+def test_what_concerns_all_rows_is_refused_first(batch, words):
+    with pytest.raises(ConfigError, match=words):
+        url_work(asked(**{"url": "http://127.0.0.1:1", **batch}), lines=False, created=0)
+
+
+def test_columns_are_checked_before_the_server_is_asked():
+    work = url_work(asked(url="http://127.0.0.1:1"), lines=False, created=0)
+    work.check(["prompt"])
+    with pytest.raises(ConfigError, match="prompts"):
+        work.check(["x"])
+    lines = url_work(asked(url="http://127.0.0.1:1"), lines=True, created=0)
+    with pytest.raises(ConfigError, match="custom_id"):
+        lines.check(["body"])
+    work.close(), work.wake()
+
+
+def test_nobody_listens(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda s: pytest.fail("It waits for what was never there."))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{s.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="No server answers"), opened(url):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "words"),
+    [
+        (lambda: (401, fault(KEY)), None, "--api-key"),
+        (lambda: (404, b""), None, "--url-model"),
+        (lambda: (200, {"data": []}), None, "--url-model"),
+        (lambda: (200, {"data": [{"id": 3}, 4]}), None, "--url-model"),
+        (lambda: (200, b"x"), None, "--url-model"),
+        (lambda: (301, b"", {"Location": "x"}), None, "--url-model"),
+        (lambda: (200, {"data": [{"id": "m"}]}), "x", "It has: m"),
+        (lambda: (503, fault("loading")), None, "loading"),
+        (lambda: b"garbage\r\n\r\n", None, "No server answers"),
+    ],
+)
+def test_a_server_that_serves_nothing(models, name, words):
+    with (
+        Mock(models=models) as mock,
+        pytest.raises(ConfigError, match=words) as caught,
+        opened(mock.url, url_model=name, api_key=KEY),
+    ):
+        pass
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("models", "name", "facts"),
+    [
+        (lambda: (200, {"data": [{"id": "a"}, {"id": "b"}]}), None, {"model": "a"}),
+        (lambda: (200, {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}]}), "b", {"model": "b", "max_len": 9}),
+        (lambda: (200, {"data": [{"id": "a", "numerics": "x"}]}), None, {"model": "a", "numerics": "x"}),
+        (lambda: (404, b""), "c", {"model": "c"}),
+    ],
+)
+def test_what_a_server_tells_of_itself(models, name, facts):
+    with Mock(models=models) as mock:
+        work = url_work(asked(url=mock.url, url_model=name), lines=False, created=0)
+        told = work.open()
+        work.close()
+        assert told.facts == facts and told.about == f"{facts['model']} at {mock.url}"
+
+
+def test_a_server_that_is_loading_is_waited_for():
+    times = []
+
+    def models():
+        times.append(0)
+        return (503, b"") if len(times) < 2 else (200, {"data": [{"id": "m"}]})
+
+    with Mock(models=models) as mock, opened(mock.url, patience=dataclasses.replace(QUICK, back=10)):
+        assert len(times) == 2
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_know_which_were_named():
+    said = Said().with_(temperature=0.5).with_(top_k=-1, seed=4)
+    assert said.named == {"temperature", "top_k", "seed"} and said.seed == 4
+    assert said.as_body() == {"max_tokens": 16, "temperature": 0.5, "top_k": -1}
+
+
+def test_seeds_have_a_sign_as_others_expect_them():
+    for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 5):
+        assert -(2**63) <= signed(seed) < 2**63 and signed(seed) % 2**64 == seed % 2**64
+
+
+def test_prompts_that_begin_alike_have_keys_that_do():
+    a, b = begins("x" * 200 + "a")[0], begins("x" * 200 + "b" * 500)[0]
+    assert len(a) == 3 and a == b[:3] and begins("y" + "x" * 200)[0][0] != a[0]
+    assert begins(list(range(40)))[0][:2] == begins(list(range(100)))[0][:2] and begins([1, 2])[1] == 2
+    assert begins([{"role": "user", "content": "x" * 100}])[0]
+
+
+def test_words_of_a_server_are_short_and_the_same_each_time():
+    for data in (
+        b"a" * 10_000,
+        json.dumps({"error": "b" * 10_000}).encode(),
+        b"\xff\xfe",
+        b"[" * 10_000,
+        b"null",
+        b"5",
+    ):
+        assert 0 < len(str(refusal(400, data))) <= 2000
+    assert str(refusal(500, b'{"error": {"message": "cmpl-0123456789ab failed"}}')) == "(id) failed"
