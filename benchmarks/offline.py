@@ -1,10 +1,10 @@
 """What files cost: `hibachi run-batch` beside the engine in one's own program, and beside other libraries.
 
 formats   Rows of token ids of W1's kind (`hibachi bench work`), each with its own max_tokens, greedy, by
-          `LLM.generate` and from files into files, in turns of --piece rows with a new engine each. Timed from the loaded model to the
-          output in its place. Expected: JSON Lines at least 0.95 of the engine's tokens/s, CSV and Parquet within 5 %
-          of JSON Lines. The engine has rows in the file's order, run-batch the longest first: `sorted` is the engine
-          with that order too, so that the rest is what files cost.
+          `LLM.generate` and from files into files, in turns of --piece rows with a new engine each. Timed from the
+          loaded model to the output in its place. Expected: JSON Lines at least 0.95 of the engine's tokens/s, CSV and
+          Parquet within 5 % of JSON Lines. The engine has rows in the file's order, run-batch the longest first:
+          `sorted` is the engine with that order too, so that the rest is what files cost.
 composed  W2 (64 rows that share 512 tokens) shuffled into W1 (64 rows), as one file, against one after the other by
           `LLM.generate`, each with an empty cache. Expected: at most 1.05 of the time. --peers: beside it transformers
           (static batches of 16, left-padded) and kvboost (`generate_batch`; also with the rows that share first, their
@@ -114,13 +114,20 @@ class Turn:
     tokens: list[list[int]]
     steps: int = 0
     others: float = 0.0  # share of the machine that others had
+    cpu: float = 0.0  # seconds of processor, of all its processes
 
     @property
     def new(self) -> int:
         return sum(map(len, self.tokens))
 
     def as_json(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "new_tokens": self.new, "steps": self.steps, "others": self.others}
+        return {
+            "seconds": self.seconds,
+            "new_tokens": self.new,
+            "steps": self.steps,
+            "others": self.others,
+            "cpu": self.cpu,
+        }
 
 
 def unlike(a: Turn, b: Turn) -> int:
@@ -161,11 +168,12 @@ def by_files(settings: SimpleNamespace, requests: Sequence[TimedRequest], form: 
     done: Done = run_rows(batch, clock)
     if done.failed or done.rows != len(requests):
         raise SystemExit(f"{done.failed} rows failed of {done.rows}; expected {len(requests)} without a failure.")
+    use = clock.watch.use()
     # `done.seconds` ends when the output is in its place, before the engine is closed.
     seconds = began + done.seconds - clock.loaded
     ids = [row.values["output_token_ids"] for row in Sources([str(out)]).rows()]
     tokens = [json.loads(i) if isinstance(i, str) else list(i) for i in ids]
-    return Turn(seconds, tokens, clock.steps, clock.watch.use().others or 0.0)
+    return Turn(seconds, tokens, clock.steps, use.others or 0.0, use.cpu_seconds or 0.0)
 
 
 def by_engine(
@@ -182,12 +190,13 @@ def by_engine(
             for r, done in zip(asked, texts.generate([r.prompt for r in asked], params), strict=True):
                 found[r.id] = [int(i) for i in done.choices[0].token_ids]
         seconds = time.monotonic() - began
-        steps, others = texts.engine.stats().steps - before, watch.use().others
+        steps, use = texts.engine.stats().steps - before, watch.use()
     finally:
         texts.close()
         del texts
         gc.collect()
-    return Turn(seconds, [found[r.id] for part in parts for r in part], steps, others or 0.0)
+    tokens = [found[r.id] for part in parts for r in part]
+    return Turn(seconds, tokens, steps, use.others or 0.0, use.cpu_seconds or 0.0)
 
 
 def longest_first(r: TimedRequest) -> int:
@@ -302,13 +311,22 @@ def formats(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 cells.append(f"{median(both):.3f} of {other}")
                 found.setdefault(way, {})[other] = median(both)
         seconds, new = sum(t.seconds for t in mine), sum(t.new for t in mine)
-        others = max(t.others for t in mine)
+        others, cpu = max(t.others for t in mine), sum(t.cpu for t in mine)
         return [way, f"{new:,}", f"{seconds:,.1f}", f"{new / seconds:,.1f}", "; ".join(cells) or "–",
-                wanted.get(way, ""), f"{others:.0%}"]  # fmt: skip
+                wanted.get(way, ""), f"{1e3 * cpu / new:.2f}", f"{others:.0%}"]  # fmt: skip
 
     print(f"formats: {args.rows:,} rows in turns of {args.piece}, {args.rounds} rounds; {args.model}")
     table(
-        ("", "new tokens", "s", "tokens/s", "median of the ratios", "wanted", "others had, at most"),
+        (
+            "",
+            "new tokens",
+            "s",
+            "tokens/s",
+            "median of the ratios",
+            "wanted",
+            "ms of processor a token",
+            "others had, at most",
+        ),
         map(shown, args.ways),
     )
     print(f"rows whose tokens differ from those of {args.ways[0]}: {differ}")
@@ -367,8 +385,8 @@ class Peer:
         watch = Watch(self._process.pid)
         self._process.stdin.write(json.dumps({"run": str(self._file), "solo": solo}) + "\n")
         self._process.stdin.flush()
-        found = self._answer()
-        return Turn(found["seconds"], found["tokens"], others=watch.use().others or 0.0)
+        found, use = self._answer(), watch.use()
+        return Turn(found["seconds"], found["tokens"], 0, use.others or 0.0, use.cpu_seconds or 0.0)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -438,16 +456,20 @@ def composed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def shown(way: str) -> list[str]:
         mine = turns[way]
         if way in missing or not mine:
-            return [way, missing.get(way, "–"), "", "", "", ""]
+            return [way, missing.get(way, "–"), "", "", "", "", ""]
         ratios = [a.seconds / b.seconds for a, b in zip(mine, apart, strict=False)]
+        cpu = sum(t.cpu for t in mine) / sum(t.new for t in mine)
         rate = sum(t.new for t in mine) / sum(t.seconds for t in mine)
-        return [way, f"{median(t.seconds for t in mine):,.2f}", f"{rate:,.1f}",
+        return [way, f"{median(t.seconds for t in mine):,.2f}", f"{rate:,.1f}", f"{1e3 * cpu:.2f}",
                 f"{median(ratios):.3f}" + (" (wanted <= 1.05)" if way == "run-batch" else ""), same.get(way, "–"),
                 f"{max(t.others for t in mine):.0%}"]  # fmt: skip
 
     into, out = totals(both)
     print(f"composed: {n} rows of W2 and {n} of W1 shuffled, {into:,} tokens in, {out:,} out; {args.rounds} rounds")
-    table(("", "s", "tokens/s", "time, of apart", "rows as alone", "others had, at most"), map(shown, turns))
+    table(
+        ("", "s", "tokens/s", "ms of processor a token", "time, of apart", "rows as alone", "others had, at most"),
+        map(shown, turns),
+    )
     differ = sum(map(unlike, apart, turns["run-batch"]))
     print(f"rows of run-batch whose tokens differ from those of `apart`: {differ}")
     return {
@@ -493,9 +515,10 @@ def _as_alone(
 class Ran:
     """One process of the command. Times are seconds after its start.
 
-    loaded: the model was; where a run goes on, the same as `first`. first: the journal had a row that it had not before. written: the output pass began. over:
-    the output was in its place. cpu: seconds of processor of the command and its children. samples: (time, bytes of
-    memory of the command, of its children). done: rows in the journal, where the command was killed.
+    loaded: the model was; where a run goes on, the same as `first`. first: the journal had a row more than before.
+    written: the output pass began. over: the output was in its place. cpu: seconds of processor of the command and its
+    children. samples: (time, bytes of memory of the command, of its children). done: rows in the journal at the end.
+    orphans: children that are still there a while after the command was killed.
     """
 
     status: int
@@ -641,7 +664,7 @@ def million(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 print(f"{title}: the resumed run's output is the clean run's, byte for byte")
             clear(out)
     print(f"million: {args.rows:,} rows of a model that costs nothing; wanted: 3,000 rows a second of one core, "
-          "at most 300 MB over the loaded model and flat, the first row of a resume at 900,000 within 15 s")  # fmt: skip
+          "at most 300 MB over the loaded model and flat, the first row of a resume at 900,000 in 15 s")  # fmt: skip
     table(
         ("", "rows/s", "of these while computing", "rows a second of one core", "s to the model, to the first row",
          "output pass, s", "s in all", "MB at first, most", "grew, MB", "children, MB", "others had"),
@@ -674,7 +697,7 @@ def _memory(ran: Ran) -> tuple[float, float, float]:
     """MB of the command: when the model was loaded, at most, and by how much more in the last quarter of the time in
     which rows are computed than in the second."""
     at = [(t, m / 1e6) for t, m, _ in ran.samples if m]
-    loaded = [m for t, m in at if t >= ran.loaded]
+    loaded = [m for t, m in at if t >= ran.loaded] or [m for _, m in at[-1:]]
     end = ran.written or ran.over or ran.ended
     computing = [m for t, m in at if ran.loaded <= t < end]
     quarter = len(computing) // 4
@@ -717,7 +740,7 @@ def _draw(path: str, title: str, ran: Ran, more: bool) -> str:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(loc="lower right")
+    axes.legend(loc="center")
     figure.savefig(place, dpi=120)
     pyplot.close(figure)
     return str(place)

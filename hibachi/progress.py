@@ -163,11 +163,13 @@ class Progress(_Closes):
         else:
             self._screen.say(line, [] if self._closed else [self._line(self._clock(), bar=True)])
 
-    def close(self) -> None:
-        """The last line. Closing twice is fine."""
+    def close(self, *, whole: bool = False) -> None:
+        """The last line. whole: all is done, though `total`, which was a guess, says otherwise. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True
+        if whole:
+            self._total = None
         line = self._result(self._clock())
         if self._screen is not None:
             self._screen.say(line)

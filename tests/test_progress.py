@@ -77,6 +77,15 @@ def test_without_a_total_there_is_no_end_in_sight(clock):
     assert file.getvalue() == "reading  50 rows  5 rows/s  10.0 s\nreading  50 rows in 10.0 s  5 rows/s\n"
 
 
+def test_a_total_that_was_a_guess_is_not_missed(clock):
+    file = io.StringIO()
+    bar = Progress(1000, "rows", file, clock=clock)
+    clock.now += 10
+    bar.update(990)
+    bar.close(whole=True)
+    assert file.getvalue().splitlines()[-1] == "990 rows in 10.0 s  99 rows/s"
+
+
 def test_what_was_done_earlier_says_nothing_of_the_speed(clock):
     file = io.StringIO()
     bar = Progress(1000, "rows", file, clock=clock, before=900)

@@ -53,7 +53,8 @@ class RowsView(Watcher):
             self._progress.update(self._before + counts.rows, **told)
 
     def writes(self) -> None:
-        self.end()
+        if self._progress is not None:
+            self._progress.close(whole=True)  # lines were counted, and blank ones are no rows
 
     def stops(self) -> None:
         """From a signal's handler."""

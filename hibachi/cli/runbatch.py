@@ -2,7 +2,9 @@
 
 Reads JSON Lines, CSV and Parquet (gzip, zstd), row by row, also OpenAI's batch
 lines, and writes any of them, in the input's order. Kill it at any moment and
-run the same command again: nothing is lost, nothing done twice.
+run the same command again: nothing is lost, nothing done twice. Settings of
+model and engine may also stand in a TOML file (--config), by the names of their
+flags, or in the environment: HIBACHI_MODEL=tiny is --model tiny.
 
 hibachi run-batch -i prompts.jsonl -o answers.jsonl --model path/to/model
 hibachi run-batch -i a.csv b.parquet -o out.csv --template "Summarise: {text}"
@@ -51,7 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--errors", metavar="FILE", help="the rows that failed, as JSON Lines; they are in OUT as well")
     add("--result-prefix", default="", metavar="P", help="in front of the names of the results' columns")
     add = parser.add_argument_group("what rows say").add_argument
-    add("--task", choices=TASKS, default="generate", help="(default: generate; forward: a feed-forward model)")
+    add("--task", choices=TASKS, default="generate", help="forward: for a feed-forward model (default: generate)")
     add("--openai", action=argparse.BooleanOptionalAction, help="OpenAI's batch lines (default: if they look so)")
     add("--served-model-name", nargs="+", action="extend", metavar="NAME", help="what such lines may call the model")
     add("--prompt-column", metavar="C", help="texts, or token ids (default: prompt, else text)")

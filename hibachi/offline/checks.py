@@ -5,25 +5,41 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from hibachi.errors import ConfigError
+from hibachi.model.extras import need
 from hibachi.offline import arrowtypes
 from hibachi.offline.columns import Columns
-from hibachi.offline.rows import Row
-from hibachi.offline.sources import Sources
+from hibachi.offline.rows import BATCH, Row
+from hibachi.offline.sources import IN_WORDS, Sources
 from hibachi.offline.work import Work
+from hibachi.offline.writers import Form
 
 MOST_NAMED = 20  # wrong rows, in a message
 
 
-def check_columns(work: Work, sources: Sources, columns: Columns | None) -> None:
-    """Are the columns there that `work` reads, and of its types? columns: None: rows are lines of OpenAI's batches.
+def check_form(form: Form) -> None:
+    """Is there what writes it? Raises MissingExtra."""
+    for kind in form:
+        if kind in ("parquet", "zstd"):
+            need("pyarrow", f"An output of {IN_WORDS[kind]}", BATCH)
+
+
+def check_columns(work: Work, sources: Sources, columns: Columns, *, lines: bool) -> None:
+    """Are the columns there that `work` reads, and of its types? lines: they are OpenAI's, which say all themselves.
     Raises ConfigError."""
+    if lines and columns != Columns():
+        raise ConfigError(
+            "The rows are OpenAI's batch lines, which say themselves what is asked for and how to sample: leave such "
+            "flags out; or, with --no-openai, take the lines for rows like others."
+        )
+    if all(file.format == "empty" for file in sources.files):
+        return  # there are no rows, so none is wrong
     try:
         work.check(sources.columns)
     except ConfigError:
         if all(file.format != "jsonl" for file in sources.files):
             raise
         work.check(arrowtypes.names(sources))  # only the first row was asked for its keys
-    if columns is not None:
+    if not lines:
         columns.check_types(sources.types)
 
 

@@ -44,7 +44,7 @@ def work_of(
     made to learn what it returns. Raises ConfigError, MissingExtra."""
     model = settings.model
     if lines:
-        need("msgspec", "Lines of OpenAI's batches", BATCH)
+        need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.openai import OpenAIWork
 
         called = names or names_of(model)
@@ -52,6 +52,7 @@ def work_of(
     if task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")
+        object_named(model)  # is it there?
         return ForwardWork(columns, partial(_feedforward, settings), settings.dtype)
     if is_own(model) and (made := _without_logits(settings, reading)) is not None:
         if task == "embed":

@@ -91,6 +91,11 @@ class Columns:
         if not any((self.prompt, self.messages, self.tokens, self.features, self.template)):
             self.prompt_of_all(columns)
 
+    def only(self, params: Sequence[str], why: str) -> None:
+        """Raises ConfigError for other parameters than these, which would mean nothing."""
+        if vain := [name for name in (*self.params, *self.param_columns) if name not in params]:
+            raise ConfigError(f"{vain[0]} means nothing here: {why}. Expected {' and '.join(params) or 'none'}.")
+
     def check_types(self, types: Mapping[str, str]) -> None:
         """types: Arrow's, of columns of which they are known, as `Sources.types` gives them. Raises ConfigError."""
         prompt = self.prompt

@@ -16,8 +16,9 @@ from hibachi.plan.compose import Composer
 
 WINDOW_ROWS, WINDOW_BYTES = 4096, 64 << 20  # that are read and not started
 ALONE, GIVEN_UP = 2, 3  # losses of the engine after which a row runs alone, and after which it is an error
-MOST_LOSSES = 8  # without a row that was computed in between ...
-MOST_ALONE = 32  # ... if each time the row that was lost ran alone in an engine that was just ready
+SUSPICIOUS, MOST_LOSSES = 4, 32  # without a row computed in between: what is to run alone goes first; the run ends
+MOST_OPENINGS = 8  # that fail in succession
+MOST_CONDEMNED = 7  # rows, if none was ever computed: with more, the engine is to blame
 LOOK = 1.0  # seconds: so often it is asked whether the engine hangs
 
 
@@ -71,6 +72,7 @@ class Drive:
     counts: Counts = field(default_factory=Counts)
     stopping: bool = False
     failed: RowError | None = None  # the first, with fail_fast
+    failed_at: int = 0  # its row
 
     def __post_init__(self) -> None:
         self._going: dict[int, _Going] = {}  # all that is read and not done
@@ -184,7 +186,7 @@ class Drive:
         self._is_alone = False
         if self._again:
             return self._again.popleft()
-        first_alone = len(self._alone) >= WINDOW_ROWS or (self._alone and self._barren >= MOST_LOSSES // 2)
+        first_alone = len(self._alone) >= WINDOW_ROWS or (self._alone and self._barren >= SUSPICIOUS)
         if len(self._composer) and not first_alone:
             number = self._composer.take()
             self._bytes -= self._going[number].prepared.size
@@ -230,7 +232,7 @@ class Drive:
         self.counts.failed += 1
         self.journal.row(number, digest, error.values or {"error": str(error)}, failed=True)
         if self.fail_fast and self.failed is None:
-            self.failed = error
+            self.failed, self.failed_at = error, number
             self.stopping = True
 
     # ---- losses ------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ class Drive:
         self.work.abandon()
         if self.stopping:
             return
-        if self._barren >= (MOST_ALONE if self._is_alone else MOST_LOSSES):
+        if self._barren >= MOST_LOSSES:
             raise GivenUp(
                 f"The engine was lost {self._barren} times, and no row was computed in between. The last time: {why}"
             ) from why
@@ -265,7 +267,7 @@ class Drive:
 
     def _convict_the_last(self) -> None:
         """All else is done. Raises GivenUp if no row was ever computed, as then it may be the engine's fault."""
-        if len(self._condemned) >= MOST_LOSSES and self.journal.done == self.journal.failures:
+        if len(self._condemned) > MOST_CONDEMNED and self.journal.done == self.journal.failures:
             raise GivenUp(f"The engine was lost with each of {len(self._condemned)} rows, and no row was computed.")
         self._convict()
 
@@ -284,6 +286,6 @@ class Drive:
                 return
             except EngineFailed as e:  # it died while it was loaded, as when memory is short for a while
                 failed += 1
-                if failed >= MOST_LOSSES:
+                if failed >= MOST_OPENINGS:
                     raise GivenUp(f"The engine could not be started again: {e}") from e
                 time.sleep(failed)

@@ -15,6 +15,7 @@ from hibachi.errors import ConfigError
 from hibachi.lm.named import model_named
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
+from hibachi.model.extras import need
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.registry import arch_of
@@ -22,7 +23,7 @@ from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.offline.choose import names_of
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
 from hibachi.offline.lines import are_lines
-from hibachi.offline.openai import OpenAIWork
+from hibachi.offline.rows import BATCH
 from hibachi.offline.run import PIPE, Batch
 from hibachi.offline.sources import Sources, expand
 from hibachi.offline.textwork import EmbeddingWork, TextWork
@@ -116,6 +117,9 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
 
     work: Work
     if batch.openai if batch.openai is not None else are_lines(sources.columns):
+        need("msgspec", "Lines of OpenAI's batches", BATCH)
+        from hibachi.offline.openai import OpenAIWork
+
         work = OpenAIWork(open_, batch.served_names or names_of(batch.settings.model), seed=batch.seed)
     else:
         kind = EmbeddingWork if batch.task == "embed" else TextWork

@@ -69,10 +69,11 @@ class Journal:
         """All lines; returns where the next one goes, which is where a torn one began."""
         at = 0
         self._file.seek(0)
+        if not _begins_head(self._file.read(64)):
+            self._refuse()
+        self._file.seek(0)
         for line, raw in enumerate(self._file, 1):
             text = _checked(raw)
-            if line == 1 and not (_begins_head(raw) if text is None else text.startswith(_HEAD)):
-                self._refuse()
             if text is not None:
                 self._take(text, at)
             elif raw.endswith(b"\n"):
@@ -246,7 +247,7 @@ def _checked(raw: bytes) -> bytes | None:
 
 
 def _begins_head(raw: bytes) -> bool:
-    """Is it what is left of a head? With zeros behind it, as some file systems leave it when the machine dies."""
+    """May a journal begin so? Of its head there may be a part, and zeros, as when the machine died."""
     raw = raw.rstrip(b"\0")
     text = raw[9:]
     checksum = all(c in b"0123456789abcdef" for c in raw[:8]) and raw[8:9] in (b"", b" ")

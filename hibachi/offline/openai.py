@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from hibachi.errors import HibachiError, shown
 from hibachi.lm.texts import Texts
 from hibachi.offline.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
 from hibachi.offline.rows import Row
-from hibachi.offline.textwork import Opens, drain, feeding
+from hibachi.offline.textwork import Feeding, Opens
 from hibachi.offline.told import told_of
 from hibachi.offline.watched import Watched, judged, why_not
 from hibachi.offline.work import Prepared, Result, RowError, Told
@@ -40,6 +40,7 @@ class _Ready:
     name: str
     packed: bool = False
     items: Sequence[Item[HostArray]] = ()
+    feeding: Feeding | None = None
 
     @property
     def streams(self) -> list[TextStream]:
@@ -186,10 +187,12 @@ class OpenAIWork:
                 streams = [item.stream for item in ready.items]
             else:
                 asked = ready.writer.asked
-                ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=asked.terms)
+                terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
+                ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=terms)
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]
-                feed = feeding(ready.streams) if asked.params.stop else None
+                ready.feeding = Feeding(ready.streams)
+                feed = ready.feeding if asked.params.stop else None
         self._started[number] = ready
         self._watched.add(number, streams, feed)
 
@@ -208,8 +211,9 @@ class OpenAIWork:
                 vectors = [item.result() for item in ready.items]
                 body: Any = answers.embeddings(vectors, ready.name, n, packed=ready.packed)
                 return Result(self._lines.answered(number, ready.values, body), n)
-            drain(ready.streams)
-            body = builtins_of(ready.writer.whole())
+            assert ready.feeding is not None
+            with ready.feeding.ended():
+                body = builtins_of(ready.writer.whole())
         new = sum(len(c.token_ids) for s in ready.streams for c in s.choices)
         cached = sum(s.tokens.reused for s in ready.streams)
         return Result(self._lines.answered(number, ready.values, body), n, cached, new)

@@ -57,12 +57,15 @@ class Output:
 
     def _write(self, row: Row) -> None:
         _, values = self._journal.result(row.number)
+        failed = self._journal.failed(row.number)
+        if failed and isinstance(why := values.get("error"), str) and not why.startswith(row.place):
+            values["error"] = f"{row.place}: {why}"
         named = {self._names.get(name, name): value for name, value in values.items()}
         if self._marks is not None:
             named[self._names["changed"]] = self._marks[min(self._journal.segment(row.number), len(self._marks) - 1)]
         self._writer.write(row, named)
         self.written += 1
-        self.failed += self._journal.failed(row.number)
+        self.failed += failed
 
     @property
     def remarks(self) -> Counter[str]:

@@ -44,11 +44,7 @@ class _OwnWork:
 
     def check(self, columns: Sequence[str] | None) -> None:
         own = self._columns
-        if vain := [name for name in (*own.params, *own.param_columns) if name not in self.params]:
-            raise ConfigError(
-                f"{vain[0]} means nothing here: this model does not return logits to sample from. It takes "
-                f"{' and '.join(self.params) or 'no parameters'}."
-            )
+        own.only(self.params, "this model returns no logits to sample from")
         if own.talks:
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
         own.check(columns)
@@ -128,6 +124,7 @@ class TokenWork(_OwnWork):
         return self._engine
 
     def open(self) -> Told:
+        self.check(None)  # what the model is may have been learnt since
         self._engine = self._open()
         self.places = 2 * self._engine.max_batch_size
         self._eos = list(getattr(self._engine.model, "eos_ids", ()))
@@ -205,8 +202,8 @@ def numbers(given: Any, dtype: np.dtype[Any] | None = None) -> HostArray:
     """
     try:
         found = np.asarray(json.loads(given) if isinstance(given, str) else given)
-    except (ValueError, RecursionError, OverflowError) as e:
-        raise InvalidRequest(f"Expected numbers, or lists of equal length of them; got {shown(given)} ({e}).") from e
+    except (ValueError, RecursionError, OverflowError):
+        raise InvalidRequest(f"Expected numbers, or lists of equal length of them; got {shown(given)}.") from None
     if found.dtype.kind not in "iubf":
         raise InvalidRequest(f"Expected numbers, or lists of them; got {shown(given)}.")
     if dtype is None:

@@ -7,10 +7,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from io import BytesIO
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,24 +17,23 @@ from typing import Any, BinaryIO
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.offline import told
 from hibachi.offline.batch import PIPE, Batch
-from hibachi.offline.checks import apart, check_columns, check_names, validate
+from hibachi.offline.checks import apart, check_columns, check_form, check_names, validate
 from hibachi.offline.choose import work_of
-from hibachi.offline.drive import Counts, Drive, digest_of
+from hibachi.offline.drive import Counts, Drive
+from hibachi.offline.input import Input, same_input
 from hibachi.offline.journal import Journal
 from hibachi.offline.lines import are_lines
 from hibachi.offline.output import CHANGED, Output, write_errors
 from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
 from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.sources import Sources, expand
+from hibachi.offline.sources import Sources
 from hibachi.offline.whole import part_of
 from hibachi.offline.work import Work
 from hibachi.offline.writers import Field, Form, form_of
 
 __all__ = ["PIPE", "Batch", "Done", "Watcher", "run"]
 
-FEW = 3  # edited rows, in a message
-RETRY, SUSPECT = "retry", "suspect"  # notes: bytes of the journal when errors were to be computed again; heads under
-# which rows may have been read that the input's digest does not tell of
+RETRY = "retry"  # a note: bytes of the journal when errors were to be computed again
 
 
 @dataclass(slots=True)
@@ -99,18 +97,20 @@ class _Run:
         self._form: Form = form_of(
             "out.jsonl" if batch.output == PIPE and not batch.format else batch.output, batch.format
         )
+        check_form(self._form)
         journal_path = self._paths()
-        self._sources = self._opened()
+        own = [path for path in (self._path, self._errors_path) if path is not None and journal_path.exists()]
+        self._input = Input(batch, spool=journal_path.with_name("input"), own=own)
+        self._sources = self._input.sources
         self._check_places(journal_path)
         self._lines = batch.openai if batch.openai is not None else are_lines(self._sources.columns)
-        self._signature, self._input = self._sources.signature(), self._digests()
         self._journal = journal = Journal(journal_path)
         self._stack.callback(journal.close)
         reader = self._work(0, reading=True)
-        check_columns(reader, self._sources, None if self._lines else batch.columns)
+        check_columns(reader, self._sources, batch.columns, lines=self._lines)
         self._check_names(reader)
-        head = {"created": self._created(), "input": self._input, **batch.facts(self._lines)}
-        changed = self._compare(head)
+        head = {"created": self._created(), "input": self._input.digests, **batch.facts(self._lines)}
+        changed = self._compare(head, reader)
         self._find_places()
         if changed and batch.overwrite and not batch.accept_changes:
             changed = self._begin_anew(head)
@@ -119,7 +119,7 @@ class _Run:
         for line, at in journal.damaged:
             self._watcher.says(f"{journal.path}, line {line} (byte {at}) is damaged; what it held is computed again.")
         if batch.validate:
-            validate(reader, apart(self._selected(), reader, batch.prefix))
+            validate(reader, apart(self._input.rows(), reader, batch.prefix))
         if batch.retry_errors:
             self._forget_errors()
         return self._compute(self._work(head["created"]), head, changed)
@@ -135,32 +135,11 @@ class _Run:
             return self._path.with_name(self._path.name + ".journal")
         folder = Path(tempfile.mkdtemp(prefix="hibachi-batch-"))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._spool = folder / "input"
         return folder / "journal"
-
-    def _opened(self) -> Sources:
-        batch = self._batch
-        names = []
-        for name in batch.inputs:
-            if name == PIPE:
-                with self._spool.open("wb") as file:
-                    shutil.copyfileobj(getattr(sys.stdin, "buffer", BytesIO()), file)  # it may be closed
-                names.append(str(self._spool))
-            else:
-                names += expand([name])
-        sources = Sources(names, delimiter=batch.delimiter, encoding=batch.encoding)
-        if PIPE in batch.inputs:
-            spool = str(self._spool)
-            sources.files = [replace(f, name="standard input") if f.path == spool else f for f in sources.files]
-        return sources
 
     def _check_places(self, journal: Path) -> None:
         files = [path for path in (self._path, self._errors_path) if path is not None]
         check_places(files, [f.path for f in self._sources.files], [journal, *map(part_of, files)])
-
-    def _digests(self) -> dict[str, str]:
-        """What makes the input: of each file what it holds, and not when it was written."""
-        return {f["name"]: f"{f['bytes']} bytes, sha256 {f['sha256'][:32]}" for f in self._sources.content()}
 
     def _created(self) -> int:
         return int(self._journal.heads[0]["created"]) if self._journal.heads else self._now
@@ -198,37 +177,30 @@ class _Run:
 
     # ---- is it the run that the journal is of? -----------------------------------------------------------------
 
-    def _compare(self, head: dict[str, Any]) -> list[str]:
+    def _compare(self, head: dict[str, Any], work: Work) -> list[str]:
         """What is not as it was; takes into `head` what is the same by another name. Raises ConfigError unless that is
         accepted."""
         if not self._journal.heads:
             return []
         last = self._journal.heads[-1]
-        same_input = _same(last, head)
-        if same_input:
+        if same := same_input(last, head):
             head["input"] = last["input"]
         changed = list(told.differences({key: last.get(key) for key in head}, head))
-        return self._accepted(changed, edited=not same_input)
+        if same or self._takes_changes:
+            return self._accepted(changed)
+        return self._accepted([*changed, self._input.edited(work, self._journal)])
 
-    def _accepted(self, changed: list[str], *, edited: bool = False) -> list[str]:
-        if changed and not (self._batch.accept_changes or self._batch.overwrite):
+    @property
+    def _takes_changes(self) -> bool:
+        return self._batch.accept_changes or self._batch.overwrite
+
+    def _accepted(self, changed: list[str]) -> list[str]:
+        if changed and not self._takes_changes:
             raise ConfigError(
-                "This output was begun by a run that differs:\n  "
-                + "\n  ".join([*changed, *([self._edited()] if edited else [])])
-                + "\nGo on nevertheless with --accept-changes, which marks the rows; begin anew with --overwrite; or "
-                "choose another output."
+                "This output was begun by a run that differs:\n  " + "\n  ".join(changed) + "\nGo on nevertheless with "
+                "--accept-changes, which marks the rows; begin anew with --overwrite; or choose another output."
             )
         return changed
-
-    def _edited(self) -> str:
-        """Which rows of the input are not what they were when they were computed: a line for people."""
-        places: list[str] = []
-        for row in self._selected(lambda number: not self._journal.has(number)):
-            if self._journal.result(row.number)[0] != digest_of(row):
-                places.append(row.place)
-                if len(places) > FEW:
-                    return f"edited since they were computed: {'; '.join(places[:FEW])}; and more"
-        return f"edited since they were computed: {'; '.join(places) or 'no rows'}"
 
     def _find_places(self) -> None:
         """Raises ConfigError if a file is there that is not ours."""
@@ -244,7 +216,7 @@ class _Run:
         """Returns what differs then: nothing."""
         self._watcher.says("What was done before differs, so this run begins anew.")
         self._journal.clear()
-        head |= {"created": self._now, "input": self._input}
+        head |= {"created": self._now, "input": self._input.digests}
         return []
 
     def _shape(self) -> dict[str, Any]:
@@ -282,7 +254,7 @@ class _Run:
 
     def _compute(self, work: Work, head: dict[str, Any], changed: list[str]) -> Done:
         batch, journal = self._batch, self._journal
-        left = self._left(work, head)
+        left = self._input.left(work, journal, head)
         first = next(left, None)
         if first is not None:
             if self._open(work, head, changed):
@@ -305,24 +277,25 @@ class _Run:
         try:
             drive.run()
         except InvalidInput:
-            self._check_input()  # that may be why
+            self._input.check(self._journal)  # that may be why
             raise
-        self._check_input()
+        self._input.check(self._journal)
         if drive.stopping:
             journal.sync()
-            failure = None if drive.failed is None else str(drive.failed)
+            failure = None
+            if drive.failed is not None:
+                failure = _placed(next(self._input.rows(lambda n: n != drive.failed_at)), str(drive.failed))
             return self._done("interrupted", drive.counts, journal.done, journal.failures, failure=failure)
         self._watcher.writes()
         output = self._write(work) if piece is None else self._end_pipe(piece)
-        remarks = dict(output.remarks)
-        return self._done("done", drive.counts, output.written, output.failed, remarks=remarks)
+        return self._done("done", drive.counts, output.written, output.failed, remarks=dict(output.remarks))
 
     def _open(self, work: Work, head: dict[str, Any], changed: list[str]) -> bool:
         """Load the model, and note what makes the run from now on. True: it is not the engine that it was, and the run
         is to begin anew."""
         opened = work.open()
         closing = self._stack.enter_context(ExitStack())
-        closing.callback(work.close)
+        closing.push(partial(_close, work))
         self._about = opened.about
         self._check_names(work)  # once more: a model without a tokenizer has other results
         journal = self._journal
@@ -336,42 +309,6 @@ class _Run:
             fields = [[f.name, f.kind] for f in work.fields]
             journal.head({**head, "engine": opened.facts, "fields": fields})
         return False
-
-    def _left(self, work: Work, head: dict[str, Any]) -> Iterator[Row]:
-        """The rows that are to be computed. One that was computed when the input was another is compared."""
-        journal = self._journal
-        suspect = journal.notes.get(SUSPECT, [])
-        same = [_same(h, head) and i not in suspect for i, h in enumerate(journal.heads)]
-
-        def known(number: int) -> bool:
-            return journal.has(number) and same[journal.segment(number)]
-
-        rows = self._selected(lambda number: not work.compares and known(number))
-        for row in apart(rows, work, self._batch.prefix):
-            if journal.has(row.number):
-                if known(row.number) or journal.result(row.number)[0] == digest_of(row):
-                    work.seen(row)
-                    continue
-                journal.forget(row.number)
-            yield row
-
-    def _selected(self, skip: Callable[[int], bool] = lambda number: False) -> Iterator[Row]:
-        batch = self._batch
-        return self._sources.rows(lambda number: not batch.selects(number) or skip(number), stop=batch.limit)
-
-    def _check_input(self) -> None:
-        """Nobody has written to it since the run began. Raises InvalidInput."""
-        now = self._sources.signature()
-        if now == self._signature:
-            return
-        if self._digests() != self._input:
-            known = self._journal.notes.get(SUSPECT, [])
-            self._journal.note(SUSPECT, sorted({*known, len(self._journal.heads) - 1}))
-            raise InvalidInput(
-                "The input was changed while the run read it. Put it back as it was; or take it as it is now with "
-                "--accept-changes, which computes the changed rows again."
-            )
-        self._signature = now
 
     # ---- out ---------------------------------------------------------------------------------------------------
 
@@ -387,7 +324,7 @@ class _Run:
             file,
             self._form,
             journal,
-            self._selected(),
+            self._input.rows(),
             carried=self._sources if work.carries else None,
             fields=[Field(*f) for f in last["fields"]] if "fields" in last else work.fields,
             prefix=self._batch.prefix,
@@ -399,7 +336,7 @@ class _Run:
         self._write_errors()
 
         def note() -> dict[str, Any]:
-            self._check_input()
+            self._input.check(self._journal)
             retry = self._journal.notes.get(RETRY)
             return {"rows": output.written, "failed": output.failed, "shape": self._shape(), RETRY: retry}
 
@@ -413,7 +350,7 @@ class _Run:
     def _write_errors(self) -> None:
         if self._errors is not None:
             with self._errors.writing() as file:
-                write_errors(file, self._journal, self._selected(lambda number: not self._journal.failed(number)))
+                write_errors(file, self._journal, self._input.rows(lambda number: not self._journal.failed(number)))
 
     def _standard_output(self) -> BinaryIO:
         found: BinaryIO | None = getattr(sys.stdout, "buffer", None)
@@ -451,6 +388,13 @@ class _Run:
         )
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Of heads: the same input, whatever its files are called."""
-    return list(one["input"].values()) == list(other["input"].values())
+def _close(work: Work, error: object, *_: object) -> None:
+    """After an error, which may be the second Ctrl-C, nothing that still runs is waited for."""
+    if error is not None:
+        work.abandon()
+    work.close()
+
+
+def _placed(row: Row, why: str) -> str:
+    """The error of a row, with where that stands."""
+    return why if why.startswith(row.place) else f"{row.place}: {why}"

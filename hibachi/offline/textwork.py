@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from hibachi.api.conversation import conversation, rendered
 from hibachi.decode.uniforms import fork
-from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.errors import ConfigError, HibachiError, InvalidRequest, ModelError, text_of
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer
 from hibachi.offline.columns import Asked, Asking, Columns
@@ -60,7 +61,7 @@ class TextWork:
         self.fields: Sequence[Field] = self._fields()
         self._asking = Asking(columns, SamplingParams())
         self._watched = Watched()
-        self._started: dict[int, TextStream] = {}
+        self._started: dict[int, tuple[TextStream, Feeding]] = {}
         self._texts: Texts | None = None
 
     def _fields(self) -> list[Field]:
@@ -159,9 +160,9 @@ class TextWork:
         ready: _Ready = prepared.what
         with judged():
             [stream] = self.texts.submit([ready.ids], ready.params)
-        self._started[number] = stream
-        feed = feeding([stream]) if ready.params.stop else None
-        self._watched.add(number, [c.tokens for c in stream.choices], feed)
+        feeding = Feeding([stream])
+        self._started[number] = stream, feeding
+        self._watched.add(number, [c.tokens for c in stream.choices], feeding if ready.params.stop else None)
 
     def wait(self, timeout: float) -> Sequence[int]:
         return self._watched.wait(timeout, self.texts.health)
@@ -170,10 +171,9 @@ class TextWork:
         self._watched.wake()
 
     def take(self, number: int) -> Result:
-        stream = self._started.pop(number)
+        stream, feeding = self._started.pop(number)
         self._watched.drop(number)
-        with judged():
-            drain([stream])
+        with judged(), feeding.ended():
             done = stream.completion()
         new = sum(len(c.token_ids) for c in done.choices)
         values: dict[str, Any] = {
@@ -206,6 +206,10 @@ class EmbeddingWork(TextWork):
     def _fields(self) -> list[Field]:
         return [Field("embedding", "floats"), Field("prompt_tokens", "int"), Field("error", "text")]
 
+    def check(self, columns: Sequence[str] | None) -> None:
+        self._columns.only((), "a vector is not sampled")
+        super().check(columns)
+
     def start(self, number: int, prepared: Prepared) -> None:
         ready: _Ready = prepared.what
         with judged():
@@ -231,19 +235,38 @@ class EmbeddingWork(TextWork):
         return found
 
 
-def feeding(streams: Sequence[TextStream]) -> Callable[[int, list[int]], object]:
-    """Makes text of tokens as they come, so that a stop string ends it."""
-    choices = [c for s in streams for c in s.choices]
-    return lambda i, ids: choices[i].feed(ids)
+class Feeding:
+    """Makes text of tokens as they come, so that a stop string ends it. What a tokenizer of one's own raises is the
+    error of this row."""
 
+    def __init__(self, streams: Sequence[TextStream]) -> None:
+        self._choices = [c for s in streams for c in s.choices]
+        self._error: Exception | None = None
 
-def drain(streams: Sequence[TextStream]) -> None:
-    """Of streams that have ended: make text of what has not been read."""
-    for stream in streams:
-        for choice in stream.choices:
-            choice.feed(choice.tokens.come())
-            if not choice.stopped:
-                choice.tokens.check()
+    def __call__(self, i: int, ids: list[int]) -> None:
+        try:
+            self._choices[i].feed(ids)
+        except Exception as e:
+            self._error = e
+            for choice in self._choices:
+                choice.tokens.close()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Of streams that have ended: what has not been read becomes text, of which something is then made. Raises the
+        error of the row."""
+        try:
+            if self._error is not None:
+                raise self._error
+            for choice in self._choices:
+                choice.feed(choice.tokens.come())
+                if not choice.stopped:
+                    choice.tokens.check()
+            yield
+        except HibachiError:
+            raise
+        except Exception as e:
+            raise ModelError(f"The tokenizer raised {text_of(e)}") from e
 
 
 def _scores(found: Logprobs | None) -> list[dict[str, float] | None] | None:

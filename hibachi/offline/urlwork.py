@@ -61,7 +61,7 @@ def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience |
     """lines: OpenAI's. created: Unix time in seconds of the run's start. Raises ConfigError, MissingExtra."""
     server = Server.of(batch, patience or PATIENT)
     if lines:
-        need("msgspec", "Lines of OpenAI's batches", BATCH)
+        need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.urllines import UrlLines
 
         return UrlLines(server, batch.served_names, seed=batch.seed, created=created)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -277,6 +278,18 @@ def _unpacked(contents: bytes) -> Any:
         ) from e
 
 
+def _end_with(place: int) -> None:
+    """End this process when the other end of the pipe is closed, whatever it does meanwhile: it may load a model, or be
+    in a long step. Windows has no such thing; there the end is noticed by `serve`."""
+    if not hasattr(select, "poll"):
+        return
+    poll = select.poll()
+    poll.register(place, 0)  # that it was hung up is always told
+    while not any(event & select.POLLHUP for _, event in poll.poll()):
+        time.sleep(BEAT)
+    os._exit(1)
+
+
 def main(place: int) -> None:
     """place: the file descriptor of the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a terminal or a service; the parent decides
@@ -284,6 +297,7 @@ def main(place: int) -> None:
     pipe = Connection(place)
     os.set_inheritable(place, False)  # no process that the model starts may outlive us as the pipe's end
     os.register_at_fork(after_in_child=pipe.close)
+    threading.Thread(target=_end_with, args=(place,), name="hibachi-parent", daemon=True).start()
     outbox = Outbox(pipe)
     try:
         spec, level = pipe.recv()

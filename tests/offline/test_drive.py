@@ -4,7 +4,7 @@ import pytest
 
 from hibachi.errors import EngineFailed
 from hibachi.offline import drive as module
-from hibachi.offline.drive import GIVEN_UP, MOST_LOSSES, Drive, GivenUp, digest_of
+from hibachi.offline.drive import GIVEN_UP, MOST_CONDEMNED, MOST_LOSSES, Drive, GivenUp, digest_of
 from hibachi.offline.journal import Journal
 from hibachi.offline.rows import InvalidInput, Row
 from hibachi.offline.work import Full, Lost, Prepared, Result, RowError, Told
@@ -254,12 +254,11 @@ def test_of_several_guilty_rows_each_is_found(journal, guilty):
 
 
 def test_many_guilty_rows_one_after_the_other_are_found(journal):
-    guilty = set(range(1, 2 * MOST_LOSSES))
-    drive(Scripted(2 * MOST_LOSSES, poison=guilty), journal, 2 * MOST_LOSSES)
-    assert results(journal) == right(2 * MOST_LOSSES, **{f"_{n}": GAVE_UP for n in guilty})
+    drive(Scripted(16, poison=range(1, 20)), journal, 40)
+    assert results(journal) == right(40, **{f"_{n}": GAVE_UP for n in range(1, 20)})
 
 
-@pytest.mark.parametrize("n", [MOST_LOSSES, 20, 100])
+@pytest.mark.parametrize("n", [MOST_CONDEMNED + 1, 20, 100])
 def test_an_engine_that_always_dies_condemns_nobody(journal, n):
     with pytest.raises(GivenUp, match="no row was computed"):
         drive(Scripted(dies=True), journal, n)
@@ -280,12 +279,35 @@ def test_an_engine_that_dies_for_good_later_condemns_nobody(journal):
     assert sorted(results(journal).values()) == list(results(journal)) and len(results(journal)) >= 17
 
 
-def test_a_row_that_is_guilty_is_recorded_when_another_has_fared_better(journal):
+def test_a_row_that_is_guilty_is_recorded_once_another_has_fared_better(journal):
     recorded = []
-    work = Scripted(2, poison={0})
-    work.after = lambda: recorded.append((dict(work.has), journal.has(0)))
-    drive(work, journal, 2)
-    assert [has for has, known in recorded if known] == [] and results(journal) == {0: GAVE_UP, 1: 1}
+    work = Scripted(3, poison={0})
+    work.after = lambda: recorded.append(([*work.has], journal.has(0)))
+    drive(work, journal, 3)
+    assert recorded == [([0, 1, 2], False)] * 2 + [([0], False), ([1], False), ([2], True)]
+    assert results(journal) == {0: GAVE_UP, 1: 1, 2: 2}
+
+
+def test_losses_may_be_many_as_long_as_rows_are_computed_in_between(journal):
+    done = drive(Scripted(2, poison=range(0, 200, 5)), journal, 200)
+    assert results(journal, 200) == right(200, **{f"_{n}": GAVE_UP for n in range(0, 200, 5)})
+    assert done.counts.losses > MOST_LOSSES
+
+
+def test_after_many_losses_rows_run_alone_before_others_start_and_nothing_joins_them(journal):
+    work, refused = Scripted(4, poison=range(8)), []
+
+    def start(number, prepared):
+        if number == 3 and work.abandoned >= 4 and not refused:
+            refused.append(number)
+            raise Full("full")
+        Scripted.start(work, number, prepared)
+
+    work.start = start
+    drive(work, journal, 12)
+    assert work.together[:4] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2 and refused
+    assert work.together[4:12] == [[n] for n in (4, 5, 6, 7, 0, 1, 2, 3)] and work.together[12] == [8, 9, 10, 11]
+    assert results(journal) == right(12, **{f"_{n}": GAVE_UP for n in range(8)})
 
 
 def test_an_engine_that_is_lost_at_the_start_of_a_row(journal):

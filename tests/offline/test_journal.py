@@ -242,6 +242,15 @@ def test_a_file_that_its_holder_has_just_removed_is_not_used(path, monkeypatch, 
         of(path)
 
 
+def test_a_head_is_on_the_disk_and_so_is_the_name_of_the_file(path, of, monkeypatch):
+    synced = []
+    monkeypatch.setattr(module.os, "fsync", lambda file: synced.append(path.stat().st_size))
+    monkeypatch.setattr(module, "sync_folder", synced.append)
+    journal = of(path)
+    journal.head(HEAD)
+    assert synced == [journal.size, path.parent]
+
+
 # ---- the disk --------------------------------------------------------------------------------------------------------
 
 

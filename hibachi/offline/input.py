@@ -1,0 +1,107 @@
+"""The input of a run: its files, those of its rows that are wanted, and whether it is still what it was."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.offline.batch import PIPE, Batch
+from hibachi.offline.checks import apart
+from hibachi.offline.drive import digest_of
+from hibachi.offline.journal import Journal
+from hibachi.offline.rows import InvalidInput, Row
+from hibachi.offline.sources import Sources, expand
+from hibachi.offline.work import Work
+
+FEW = 3  # edited rows, in a message
+SUSPECT = "suspect"  # a note: of heads, under which rows may have been read that the digests do not tell of
+
+
+class Input:
+    """digests: of each file what it holds, and not when it was written."""
+
+    def __init__(self, batch: Batch, *, spool: Path, own: Sequence[Path] = ()) -> None:
+        """spool: where what comes by a pipe is kept, if there is one. own: files of an earlier start, which are left
+        out where a folder or a pattern has them. Raises ConfigError, InvalidInput."""
+        self._batch = batch
+        names = []
+        for name, found in _expanded(batch.inputs):
+            if name == PIPE:
+                with spool.open("wb") as file:
+                    shutil.copyfileobj(getattr(sys.stdin, "buffer", BytesIO()), file)  # it may be closed
+            names += [str(spool)] if name == PIPE else [f for f in found if f == name or Path(f).resolve() not in own]
+        self.sources = Sources(names, delimiter=batch.delimiter, encoding=batch.encoding)
+        if PIPE in batch.inputs:
+            files = self.sources.files
+            self.sources.files = [replace(f, name="standard input") if f.path == str(spool) else f for f in files]
+        self._signature = self.sources.signature()
+        self.digests = self._look()
+
+    def _look(self) -> dict[str, str]:
+        return {f["name"]: f"{f['bytes']} bytes, sha256 {f['sha256']}" for f in self.sources.content()}
+
+    def rows(self, skip: Callable[[int], bool] = lambda number: False) -> Iterator[Row]:
+        """Of the run, without those that are skipped."""
+        batch = self._batch
+        return self.sources.rows(lambda number: not batch.selects(number) or skip(number), stop=batch.limit)
+
+    def left(self, work: Work, journal: Journal, head: Mapping[str, Any]) -> Iterator[Row]:
+        """The rows that are to be computed. One that was computed when the input was another is compared with what it
+        was. head: of this run."""
+        suspect = journal.notes.get(SUSPECT, [])
+        same = [same_input(h, head) and i not in suspect for i, h in enumerate(journal.heads)]
+
+        def known(number: int) -> bool:
+            return journal.has(number) and same[journal.segment(number)]
+
+        rows = self.rows(lambda number: not work.compares and known(number))
+        for row in apart(rows, work, self._batch.prefix):
+            if journal.has(row.number):
+                if known(row.number) or journal.result(row.number)[0] == digest_of(row):
+                    work.seen(row)
+                    continue
+                journal.forget(row.number)
+            yield row
+
+    def edited(self, work: Work, journal: Journal) -> str:
+        """Which rows are not what they were when they were computed: a line for people."""
+        places: list[str] = []
+        for row in apart(self.rows(lambda number: not journal.has(number)), work, self._batch.prefix):
+            if journal.result(row.number)[0] != digest_of(row):
+                places.append(row.place)
+                if len(places) > FEW:
+                    return f"edited since they were computed: {'; '.join(places[:FEW])}; and more"
+        return f"edited since they were computed: {'; '.join(places) or 'no rows'}"
+
+    def check(self, journal: Journal) -> None:
+        """Nobody has written to it since the run began. Raises InvalidInput, and notes it."""
+        now = self.sources.signature()
+        if now == self._signature:
+            return
+        if self._look() != self.digests:
+            journal.note(SUSPECT, sorted({*journal.notes.get(SUSPECT, []), len(journal.heads) - 1}))
+            raise InvalidInput(
+                "The input was changed while the run read it. Put it back as it was; or take it as it is now with "
+                "--accept-changes, which computes the changed rows again."
+            )
+        self._signature = now
+
+
+def _expanded(inputs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each name, and the files that it stands for. Raises ConfigError."""
+    if inputs.count(PIPE) > 1:
+        raise ConfigError(f"Standard input can be read once; got {PIPE} {inputs.count(PIPE)} times among the inputs.")
+    if names := [name for name in inputs if name != PIPE]:
+        expand(names)  # no file twice
+    return [(name, [] if name == PIPE else expand([name])) for name in inputs]
+
+
+def same_input(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Of heads: whatever its files are called."""
+    return list(one["input"].values()) == list(other["input"].values())

@@ -1,0 +1,87 @@
+"""Small runs of `hibachi run-batch` in this process, which share one engine of the shipped model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hibachi.cli.main import main
+from hibachi.lm.own import open_texts
+from hibachi.offline import choose
+from hibachi.remote.opening import template_of
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+def lines(rows: list[Any]) -> str:
+    """Rows as JSON Lines; a text is a line as it is."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+class Runs:
+    """Runs in a folder of their own. told: standard error of the last. loaded: how often a model was asked for."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.told, self.loaded, self._out = "", 0, ""
+
+    def __call__(self, given: dict[str, Any], *flags: str, out: str = "out.jsonl", again: bool = False) -> int:
+        """given: files by their names, each a text, bytes, or a list of rows. Returns the exit status."""
+        if not again:
+            for name in (out, f"{out}.journal"):
+                (self.folder / name).unlink(missing_ok=True)
+        for name, what in given.items():
+            what = lines(what) if isinstance(what, list) else what
+            data = what if isinstance(what, bytes) else what.encode("utf-8", "surrogatepass")
+            (self.folder / name).write_bytes(data)
+        names = [str(self.folder / name) for name in given]
+        words = ["run-batch", "-i", *names, "-o", str(self.folder / out), "--engine", "own", *flags]
+        status = main(words)
+        self._out, self.told = self._capsys.readouterr()
+        return status
+
+    @property
+    def texts(self) -> Any:
+        """The shipped model."""
+        return _texts["tiny"]
+
+    def said(self) -> list[str]:
+        """Standard output of the last, and all that came since."""
+        more = self._capsys.readouterr()
+        return [*self._out.splitlines(), *more.out.splitlines(), *more.err.splitlines()]
+
+    def rows(self, out: str = "out.jsonl") -> list[Any]:
+        return [json.loads(line) for line in (self.folder / out).read_text().splitlines()]
+
+    def of(self, rows: list[Any], *flags: str, **more: Any) -> list[Any]:
+        """Rows of a file of JSON Lines, and what became of them."""
+        self({"in.jsonl": rows}, *flags, **more)
+        return self.rows(more.get("out", "out.jsonl"))
+
+
+_texts: dict[str, Any] = {}
+
+
+def share(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    """All runs with the shipped model take one engine, which nobody closes."""
+    if not _texts:
+        _texts["tiny"] = open_texts("tiny", max_model_len=256)
+
+    def open_settled(settings: Any) -> Any:
+        runs.loaded += 1
+        if settings.model != "tiny":
+            return _open(settings)
+        return _texts["tiny"], template_of(settings.chat_template)
+
+    _open = choose.open_settled
+    monkeypatch.setattr(choose, "open_settled", open_settled)
+    monkeypatch.setattr(_texts["tiny"], "close", lambda *within: None)
+
+
+def end() -> None:
+    for texts in _texts.values():
+        texts.close()
+    _texts.clear()

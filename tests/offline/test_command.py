@@ -1,0 +1,352 @@
+"""`hibachi run-batch` as people call it: formats, wrong input, exit statuses, what is said."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import io
+import json
+import os
+import sys
+
+import pytest
+
+from hibachi.cli.main import main
+
+GREEDY = ("--max-tokens", "2", "--temperature", "0")
+ROWS = [{"prompt": "She was", "k": i, "x": i / 7, "b": i % 2 == 0, "l": [i, 1], "o": {"a": "é"}} for i in range(4)]
+
+
+def read(file):
+    """Rows of any format, as Python has them."""
+    data, name = file.read_bytes(), file.name
+    if name.endswith(".parquet"):
+        return pytest.importorskip("pyarrow.parquet").read_table(io.BytesIO(data)).to_pylist()
+    if name.endswith(".gz"):
+        data, name = gzip.decompress(data), name.removesuffix(".gz")
+    elif name.endswith(".zst"):
+        zstandard = pytest.importorskip("pyarrow")
+        data, name = zstandard.input_stream(io.BytesIO(data), compression="zstd").read(), name.removesuffix(".zst")
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in data.decode().splitlines()]
+    return list(csv.DictReader(io.StringIO(data.decode(), newline=""), delimiter="\t" if "tsv" in name else ","))
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+FORMATS = ("jsonl", "csv", "tsv", "parquet", "jsonl.gz", "csv.gz", "jsonl.zst")
+
+
+@pytest.fixture
+def made(runs):
+    """The same rows in a file of each format, made by others than us where there are any."""
+    for name in ("pyarrow", "pyarrow.parquet"):
+        pytest.importorskip(name)
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    def make(form):
+        if form == "parquet":
+            parquet.write_table(pa.Table.from_pylist(ROWS), runs.folder / "made.parquet")
+            return (runs.folder / "made.parquet").read_bytes()
+        kind, _, compression = form.partition(".")
+        if kind == "jsonl":
+            data = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+        else:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, list(ROWS[0]), delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(
+                {k: json.dumps(v) if isinstance(v, (bool, list, dict)) else v for k, v in row.items()} for row in ROWS
+            )
+            data = text.getvalue().encode()
+        if compression == "gz":
+            return gzip.compress(data)
+        return pa.compress(data, "zstd", asbytes=True) if compression else data
+
+    return make
+
+
+@pytest.mark.parametrize("into", FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_v33_any_format_into_any_with_values_and_types(runs, made, form, into):
+    assert runs({f"in.{form}": made(form)}, *GREEDY, out=f"out.{into}") == 0, runs.told
+    found = read(runs.folder / f"out.{into}")
+    texts = "csv" in form or "tsv" in form, "csv" in into or "tsv" in into
+    for row, given in zip(found, ROWS, strict=True):
+        for name, value in given.items():
+            if texts[1] or (texts[0] and not isinstance(value, str)):
+                assert isinstance(row[name], str)  # a cell
+                assert row[name] == value if isinstance(value, str) else json.loads(row[name]) == value
+            else:
+                assert row[name] == value and type(row[name]) is type(value)
+        counts = (row["prompt_tokens"], row["completion_tokens"])
+        assert counts == (("2", "2") if texts[1] else (2, 2)) and row["output"] and not row["error"]
+    assert len({row["output"] for row in found}) == 1
+
+
+def test_v33_parquet_keeps_its_types_and_the_round_trip_its_values(runs):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    table = pa.table(
+        {
+            "prompt": ["a", "b"],
+            "i8": pa.array([1, None], pa.int8()),
+            "u64": pa.array([2**64 - 1, 0], pa.uint64()),
+            "f32": pa.array([0.1, float("nan")], pa.float32()),
+            "when": pa.array([datetime.datetime(2024, 5, 1, 12, tzinfo=zone)] * 2, pa.timestamp("us", "Europe/Paris")),
+            "day": pa.array([datetime.date(2024, 5, 1), None]),
+            "nested": [[{"x": 1}], []],
+            "raw": [b"\0\xff", b""],
+        }
+    )
+    parquet.write_table(table, runs.folder / "made.parquet")
+    assert runs({"in.parquet": (runs.folder / "made.parquet").read_bytes()}, *GREEDY, out="out.parquet") == 0
+    back = parquet.read_table(runs.folder / "out.parquet")
+    assert [back.schema.field(n).type for n in table.schema.names] == table.schema.types
+    assert str(back.select(table.schema.names).to_pylist()) == str(table.to_pylist())
+    results = {"output": "string", "prompt_tokens": "int64", "completion_tokens": "int64", "error": "string"}
+    assert {name: str(back.schema.field(name).type) for name in results} == results
+    assert runs({"in.parquet": (runs.folder / "made.parquet").read_bytes()}, *GREEDY) == 0
+    row = runs.rows()[1]
+    assert row["f32"] is None and row["when"].startswith("2024-05-01T12:00:00") and "NaN" in " ".join(runs.said())
+
+
+def test_several_files_globs_and_folders_are_one_input(runs):
+    for name, text in {
+        "a.jsonl": '{"prompt": "a"}\n',
+        "b.csv": "prompt\nb\nc\n",
+        "sub/c.tsv": "prompt\tx\nd\t1\n",
+    }.items():
+        (runs.folder / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (runs.folder / "d" / name).write_text(text)
+    folder, out = runs.folder / "d", runs.folder / "out.jsonl"
+
+    def prompts(*names, flags=()):
+        for file in runs.folder.glob("out*"):
+            file.unlink()
+        assert main(["run-batch", "-i", *names, "-o", str(out), "--engine", "own", *GREEDY, *flags]) == 0
+        return "".join(row["prompt"] for row in runs.rows())
+
+    assert prompts(str(folder)) == "abcd"
+    assert prompts(f"{folder}/*.csv", f"{folder}/a.jsonl") == "bca"
+    assert prompts(f"{folder}/**/*.tsv", f"{folder}/b.csv") == "dbc"
+    assert prompts(str(folder), flags=("--limit", "3")) == "abc"
+    assert prompts(str(folder), flags=("--shard", "2/2")) == "bd"
+    assert prompts(str(folder), flags=("--shard", "2/2", "--limit", "3")) == "b"
+
+
+# ---- wrong input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, given, errors",
+    [
+        ("header only", "prompt,x\n", []),
+        ("empty", "", []),
+        ("byte order mark, CRLF", "\ufeffprompt,x\r\na,1\r\nb,2\r\n", [None, None]),
+        ("ragged", "prompt,x\na\nb,2\nc,3,4\n", ["line 2: expected 2 cells", None, "line 4: expected 2 cells"]),
+        ("lines in quotes", 'prompt,x\n"a\nb",1\n,2\n', [None, "line 4: A prompt"]),
+        ("an open quote", 'prompt,x\na,1\n"b,2\n', [None, "line 3: expected the quote"]),
+        ("a huge field", f"prompt,x\n{'a' * 200_000},1\nb,2\n", ["line 2: ", None]),
+        ("NUL", "prompt,x\na\0b,1\n", [None]),
+    ],
+)
+def test_csv_that_is_not_as_it_should_be(runs, name, given, errors):
+    assert runs({"in.csv": given}, *GREEDY, out="out.csv") == (3 if any(errors) else 0), runs.told
+    found = [row["error"] for row in read(runs.folder / "out.csv")]
+    assert [bool(error) for error in found] == [bool(error) for error in errors]
+    assert all(words in error for error, words in zip(found, errors, strict=True) if words)
+
+
+@pytest.mark.parametrize(
+    "given, errors",
+    [
+        ("", []),
+        ("\n \n", []),
+        ('\ufeff{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n', [None, None]),
+        ('{"prompt": "a"}\n\0\0\n{"prompt": "b"}', [None, "line 2: expected a JSON object", None]),
+        ('{bad\n{"prompt": "a"}\n', ["line 1: ", None]),
+        ("{bad\n{worse\n", ["line 1: ", "line 2: "]),
+        ('{"prompt": "a"}\n[1]\n"x"\n', [None, "line 2: ", "line 3: "]),
+        ('{"prompt": "a", "prompt": "b"}\n', ["line 1: expected each key"]),
+    ],
+)
+def test_json_lines_that_are_not_as_they_should_be(runs, given, errors):
+    assert runs({"in.jsonl": given}, *GREEDY) == (3 if any(errors) else 0), runs.told
+    found = [row["error"] for row in runs.rows()]
+    assert [bool(error) for error in found] == [bool(error) for error in errors]
+    assert all(words in error for error, words in zip(found, errors, strict=True) if words)
+
+
+@pytest.mark.parametrize(
+    "name, given, words",
+    [
+        ("in.jsonl", '[{"prompt": "a"}]', "a JSON array"),
+        ("in.csv", '{"prompt": "a"}\n', "by its name expected delimited text"),
+        ("in.jsonl", "prompt\na\n", "by its name expected JSON Lines"),
+        ("in.parquet", "prompt\na\n", "by its name expected Parquet"),
+        ("in.jsonl.gz", '{"prompt": "a"}\n', "by its name expected gzip"),
+        ("in.csv", gzip.compress(b"prompt\na\n"), "gzip"),
+        ("in.csv", "prompt,prompt\na,b\n", "name once"),
+        ("in.parquet", b"PAR1 and no end", "whole Parquet file"),
+    ],
+)
+def test_files_that_are_refused(runs, name, given, words):
+    if isinstance(given, bytes):
+        pytest.importorskip("pyarrow")
+    assert runs({name: given}) == 1 and words in runs.told and not runs.loaded
+    assert not (runs.folder / "out.jsonl").exists() and "go on where it was" not in runs.told
+
+
+def test_what_lies_before_the_end_of_a_truncated_file_is_kept(runs):
+    rows = [json.dumps({"prompt": f"{i} {os.urandom(8).hex()}"}) for i in range(300)]
+    whole = gzip.compress("".join(row + "\n" for row in rows).encode())
+    assert runs({"in.jsonl.gz": whole[: len(whole) // 2]}, "--max-tokens", "1", "--temperature", "0") == 1
+    assert "ends in the middle" in runs.told and "go on where it was" in runs.told
+    assert not (runs.folder / "out.jsonl").exists()
+    done = (runs.folder / "out.jsonl.journal").read_text().count('["row",')
+    assert 50 < done < 250
+
+
+# ---- validate, fail fast, errors -------------------------------------------------------------------------------------
+
+
+def test_v29_a_wrong_line_is_named_and_nothing_runs(runs):
+    given = [{"prompt": "a"}, {"prompt": "b"}, '{"prompt', {"prompt": "c"}]
+    assert runs({"in.jsonl": given}, "--validate") == 1
+    assert "in.jsonl, line 3: expected a JSON object" in runs.told and "A row cannot be computed" in runs.told
+    assert not runs.loaded and not (runs.folder / "out.jsonl").exists()
+    assert runs({"in.jsonl": given[:2]}, *GREEDY, "--validate") == 0 and len(runs.rows()) == 2
+
+
+def test_of_many_wrong_rows_some_are_named(runs):
+    assert runs({"in.jsonl": ["{"] * 30}, "--validate") == 1
+    assert "30 rows" in runs.told and "line 20:" in runs.told and "line 21:" not in runs.told
+    assert "and 10 more" in runs.told
+
+
+def test_rows_that_are_not_part_of_the_run_are_not_judged(runs):
+    assert runs({"in.jsonl": [{"prompt": "a"}, "{"]}, *GREEDY, "--validate", "--limit", "1") == 0
+    assert runs({"in.jsonl": [{"prompt": "a"}, "{"]}, *GREEDY, "--validate", "--shard", "1/2") == 0
+
+
+def test_fail_fast(runs):
+    given = {"in.jsonl": [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b"}]}
+    assert runs(given, *GREEDY, "--fail-fast") == 3
+    assert "in.jsonl, line 2: A prompt must hold" in runs.told and "go on where it was" in runs.told
+    assert not (runs.folder / "out.jsonl").exists()
+    assert runs(given, *GREEDY, "--fail-fast", again=True) == 3 and len(runs.rows()) == 3
+
+
+def test_errors_go_to_a_file_too(runs):
+    given = {"a.jsonl": [{"prompt": "a"}, {"prompt": ""}], "b.csv": "prompt,x\nb,1\n,2\nc\n"}
+    assert runs(given, *GREEDY, "--errors", str(runs.folder / "e.jsonl")) == 3
+    errors = runs.rows("e.jsonl")
+    assert [(e["row"], e["line"]) for e in errors] == [(1, 2), (3, 3), (4, 4)]
+    assert [e["file"].rsplit("/", 1)[1] for e in errors] == ["a.jsonl", "b.csv", "b.csv"]
+    rows = [row["error"] for row in runs.rows()]
+    assert [e is None for e in rows] == [True, False, True, False, False]
+    assert all(e["error"] in rows[e["row"]] for e in errors)
+
+
+# ---- statuses and words ----------------------------------------------------------------------------------------------
+
+
+def test_exit_statuses(runs):
+    good, bad = {"in.jsonl": [{"prompt": "a"}]}, {"in.jsonl": [{"prompt": ""}]}
+    assert runs(good, *GREEDY) == 0
+    assert runs(good, *GREEDY, again=True) == 0 and runs.loaded == 1
+    assert "There was nothing to do" in runs.said()[-1]
+    assert runs(bad, *GREEDY) == 3 and runs(bad, *GREEDY, again=True) == 3
+    assert runs(good, "--param", "top_p=7") == 1 and "top_p" in runs.told
+    assert runs(good, "--model", "/nope") == 1 and "/nope" in runs.told
+    for flags in (("--shard", "5/4"), ("--shard", "x"), ("--task", "x"), ("--nope",), ("--param", "x")):
+        with pytest.raises(SystemExit) as e:
+            runs(good, *flags)
+        assert e.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--limit", "0"), "at least 1"),
+        (("--report", "{in}"), "expected another file for its report"),
+        (("--plot", "x.pdf"), ".png or .svg"),
+        (("--report", "{no}/r.json"), "No such file"),
+        (("--errors", "{in}"), "is an input"),
+        (("--format", "x"), "expected jsonl, csv"),
+        (("--delimiter", "ab"), "one character"),
+        (("--encoding", "nope"), "text encoding"),
+        (("--param", "nope=1"), "no sampling parameter 'nope'"),
+        (("--param-column", "nope=x"), "no sampling parameter 'nope'"),
+        (("--config", "{no}/x.toml"), "x.toml"),
+    ],
+)
+def test_flags_that_are_refused_before_a_model_is_loaded(runs, flags, words):
+    given = runs.folder / "in.jsonl"
+    flags = [flag.replace("{in}", str(given)).replace("{no}", str(runs.folder / "no")) for flag in flags]
+    assert runs({"in.jsonl": [{"prompt": "a"}]}, *flags) == 1
+    assert words in runs.told and not runs.loaded and given.read_text() == '{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    "missing, given, out",
+    [
+        ("pyarrow", [{"prompt": "a"}], "out.parquet"),
+        ("pyarrow", [{"prompt": "a"}], "out.csv.zst"),
+        ("msgspec", [{"custom_id": "a", "url": "/v1/completions", "body": {}}], "out.jsonl"),
+    ],
+)
+def test_a_missing_extra_is_said_before_a_model_is_loaded(runs, monkeypatch, missing, given, out):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert runs({"in.jsonl": given}, out=out) == 1
+    assert f"'{missing}'" in runs.told and "extra 'batch'" in runs.told and not runs.loaded
+
+
+def test_v32_output_and_input_are_two_files(runs):
+    given = runs.folder / "in.jsonl"
+    assert runs({"in.jsonl": [{"prompt": "a"}]}, out="link.jsonl") == 0
+    (runs.folder / "link2.jsonl").symlink_to(given)
+    os.link(given, runs.folder / "hard.jsonl")
+    words = ["run-batch", "--engine", "own", "-i", str(given), "-o"]
+    for name in ("in.jsonl", "link2.jsonl", "hard.jsonl"):
+        assert main([*words, str(runs.folder / name)]) == 1
+        assert "is an input" in runs.told or "is an input" in "".join(runs.said())
+    assert given.read_text() == '{"prompt": "a"}\n'
+
+
+def test_a_report_says_how_it_went(runs):
+    file = runs.folder / "r.json"
+    assert runs({"in.jsonl": [{"prompt": "a"}, {"prompt": ""}]}, *GREEDY, "--report", str(file)) == 3
+    told = json.loads(file.read_text())
+    assert told["rows"] == 2 and told["failed"] == 1 and told["status"] == "done"
+    assert "2 rows, 1 failed" in " ".join(runs.said())
+
+
+def test_standard_output(runs):
+    (runs.folder / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    words = ["run-batch", "-i", str(runs.folder / "in.jsonl"), "-o", "-", "--engine", "own", *GREEDY]
+    assert main(words) == 3
+    one, other, *told = runs.said()
+    assert [json.loads(line)["prompt"] for line in (one, other)] == ["a", ""]
+    assert "begins anew" in " ".join(told) and "1 failed" in " ".join(told)
+    assert main([*words, "--format", "csv"]) == 3
+    assert runs.said()[0].startswith("prompt,output,")
+
+
+def test_values_of_parameters_on_the_command_line(runs):
+    flags = ("--param", "stop=5", "--param", "ignore-eos=true", "--param", 'logit_bias={"5": 100}', "--seed", "3")
+    [row] = runs.of([{"prompt": "a"}], *flags, "--max-tokens", "2", "--token-ids")
+    assert row["output_token_ids"] == [5, 5]
+
+
+def test_the_help_fits_a_terminal_and_names_every_flag(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["run-batch", "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for flag in ("--input", "--template", "--param-column", "--validate", "--errors", "--url", "--model", "--engine"):
+        assert flag in text
