@@ -53,14 +53,13 @@ from hibachi import SamplingParams
 from hibachi.bench import randommodel
 from hibachi.bench.machine import Watch, cores, machine
 from hibachi.bench.work import TimedRequest, longest, make, totals, write
-from hibachi.offline.columns import Columns
+from hibachi.offline import Batch, Done, Watcher, run_batch
 from hibachi.offline.drive import Drive
+from hibachi.offline.files.sources import Sources
 from hibachi.offline.journal import Journal
-from hibachi.offline.run import Batch, Done, Watcher
-from hibachi.offline.run import run as run_rows
 from hibachi.offline.settings import settle
-from hibachi.offline.sources import Sources
-from hibachi.offline.textwork import TextWork
+from hibachi.offline.works.columns import Columns
+from hibachi.offline.works.textwork import TextWork
 from hibachi.remote.opening import open_settled
 
 WAYS = ("engine", "sorted", "jsonl", "csv", "parquet", "own")
@@ -165,7 +164,7 @@ def by_files(settings: SimpleNamespace, requests: Sequence[TimedRequest], form: 
     clock = Clock()
     batch = Batch(inputs=[str(source)], output=str(out), settings=settings, columns=columns, token_ids=True)
     began = time.monotonic()
-    done: Done = run_rows(batch, clock)
+    done: Done = run_batch(batch, clock)
     if done.failed or done.rows != len(requests):
         raise SystemExit(f"{done.failed} rows failed of {done.rows}; expected {len(requests)} without a failure.")
     use = clock.watch.use()

@@ -164,7 +164,7 @@ class Progress(_Closes):
             self._screen.say(line, [] if self._closed else [self._line(self._clock(), bar=True)])
 
     def close(self, *, whole: bool = False) -> None:
-        """The last line. whole: all is done, though `total`, which was a guess, says otherwise. Closing twice is fine."""
+        """The last line. whole: all is done, though `total` was guessed otherwise. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True

@@ -6,12 +6,13 @@ import sys
 import time
 from typing import Self
 
-from hibachi.offline.count import rows_in
+from hibachi.offline.batch import Batch
 from hibachi.offline.drive import Counts, Drive
+from hibachi.offline.files.count import rows_in
+from hibachi.offline.files.sources import Sources
 from hibachi.offline.journal import Journal
 from hibachi.offline.report import Course
-from hibachi.offline.run import Batch, Watcher
-from hibachi.offline.sources import Sources
+from hibachi.offline.runs import Watcher
 from hibachi.progress import Progress
 
 
@@ -25,6 +26,7 @@ class RowsView(Watcher):
         self._live = live
         self.drive, self.course = None, Course()
         self._progress: Progress | None = None
+        self._stopping = False
 
     def says(self, line: str) -> None:
         if self._progress is not None:
@@ -43,6 +45,9 @@ class RowsView(Watcher):
 
     def turn(self, counts: Counts) -> None:
         self.course.see(counts)
+        if self.drive is not None and self.drive.stopping and not self._stopping:
+            self._stopping = True
+            self.says("Finishing what runs ... (once more ends it at once)")
         if self._progress is not None:
             seconds = max(time.monotonic() - self._began, 1e-9)
             told: dict[str, float | str] = {"new tokens/s": counts.new_tokens / seconds} if counts.new_tokens else {}
@@ -57,10 +62,9 @@ class RowsView(Watcher):
             self._progress.close(whole=True)  # lines were counted, and blank ones are no rows
 
     def stops(self) -> None:
-        """From a signal's handler."""
+        """From a signal's handler, which may have come in the midst of a line that is written."""
         assert self.drive is not None
         self.drive.stop()
-        self.says("Finishing what runs ... (once more ends it at once)")
 
     def end(self) -> None:
         if self._progress is not None:

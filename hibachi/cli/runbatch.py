@@ -27,14 +27,14 @@ from typing import Any
 from hibachi.cli.rowsview import RowsView
 from hibachi.cli.settings import settings_arguments
 from hibachi.errors import ConfigError
-from hibachi.offline.choose import TASKS
-from hibachi.offline.columns import Columns, value_of
+from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.drive import GivenUp
+from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.report import check_plot, plot, report, text, write
-from hibachi.offline.rows import InvalidInput
-from hibachi.offline.run import PIPE, Batch, Done
-from hibachi.offline.run import run as run_rows
+from hibachi.offline.runs import Done, run_batch
 from hibachi.offline.settings import GROUPS, SETTINGS, settle
+from hibachi.offline.works.choose import TASKS
+from hibachi.offline.works.columns import Columns, value_of
 
 KEY = "HIBACHI_API_KEY"
 SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     view = RowsView(live=False if args.plain else None)
     with _signals(view) as signals, view:
         try:
-            done = run_rows(batch, view)
+            done = run_batch(batch, view)
         except BrokenPipeError:  # whoever read our output has seen enough
             raise
         except (GivenUp, InvalidInput, OSError) as e:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             return TERMINATED if signals.got is signal.SIGTERM else INTERRUPTED
         print(f"Ended at the first row that failed: {done.failure}\n{_resumable(batch)}", file=sys.stderr)
         return SOME_FAILED
-    return SOME_FAILED if done.failed else 0
+    return SOME_FAILED if done.failed and done.status == "done" else 0
 
 
 def _tell(args: argparse.Namespace, batch: Batch, view: RowsView, done: Done) -> None:

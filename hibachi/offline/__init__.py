@@ -1,1 +1,57 @@
-"""Offline runs: files of rows in, files of rows out."""
+"""Files of rows through a model, into a file: `run`, which `hibachi run-batch` is the command of.
+
+It goes on where it was when it is ended by anything. See docs/offline.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hibachi.errors import ConfigError
+from hibachi.offline.batch import Batch
+from hibachi.offline.drive import Counts
+from hibachi.offline.runs import Done, Watcher, run_batch
+from hibachi.offline.settings import SETTINGS, settle
+from hibachi.offline.works.columns import Columns
+
+__all__ = ["Batch", "Columns", "Counts", "Done", "Watcher", "run", "run_batch"]
+
+
+def run(
+    inputs: str | Path | Sequence[str | Path],
+    output: str | Path,
+    *,
+    model: str | Path = "tiny",
+    columns: Columns | None = None,
+    settings: Mapping[str, Any] | None = None,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Done:
+    """Put the rows of files through a model, and write them with its answers. The same call goes on where it was ended.
+
+    inputs: files, globs, folders. model: as for `LLM`, or pkg:Class. settings: of the engine, by the names of
+    `hibachi run-batch`'s flags: {"max_num_seqs": 64, "backend": "torch"}. watcher: is told how far it is.
+    options: fields of `Batch`, such as task, url, limit or overwrite.
+
+    Raises ConfigError for what is wrong with all rows, before a model is loaded; GivenUp, InvalidInput, OSError for
+    what ends a run that the same call can resume; what loading the model raises. What is wrong with one row is said in
+    its line.
+    """
+    known = [*Batch.__dataclass_fields__]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"There is no option {unknown[0]!r}. There are: {', '.join(known)}.")
+    flags = {"model": str(model), **(settings or {})}
+    if unknown := [name for name in flags if name not in SETTINGS]:
+        raise ConfigError(f"There is no setting {unknown[0]!r}. There are: {', '.join(SETTINGS)}.")
+    named = [inputs] if isinstance(inputs, (str, Path)) else inputs
+    batch = Batch(
+        inputs=[os.fspath(name) for name in named],
+        output=os.fspath(output),
+        settings=settle(flags, {}),
+        columns=columns or Columns(),
+        **options,
+    )
+    return run_batch(batch, watcher)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline import told
-from hibachi.offline.choose import TASKS, Task
-from hibachi.offline.columns import Columns
 from hibachi.offline.settings import settle
+from hibachi.offline.works import told
+from hibachi.offline.works.choose import TASKS, Task
+from hibachi.offline.works.columns import Columns
 
 PIPE = "-"  # as a name: standard input or output
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 
 from hibachi.errors import ConfigError
 from hibachi.model.extras import need
-from hibachi.offline import arrowtypes
-from hibachi.offline.columns import Columns
-from hibachi.offline.rows import BATCH, Row
-from hibachi.offline.sources import IN_WORDS, Sources
-from hibachi.offline.work import Work
-from hibachi.offline.writers import Form
+from hibachi.offline.files import arrowtypes
+from hibachi.offline.files.rows import BATCH, Row
+from hibachi.offline.files.sources import IN_WORDS, Sources
+from hibachi.offline.files.writers import Form
+from hibachi.offline.works.columns import Columns
+from hibachi.offline.works.work import Work
 
 MOST_NAMED = 20  # wrong rows, in a message
 

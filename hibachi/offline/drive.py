@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hibachi.errors import EngineFailed, HibachiError
+from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.work import Full, Lost, Prepared, Result, RowError, Work
+from hibachi.offline.works.work import Full, Lost, Prepared, Result, RowError, Work
 from hibachi.plan.compose import Composer
 
 WINDOW_ROWS, WINDOW_BYTES = 4096, 64 << 20  # that are read and not started

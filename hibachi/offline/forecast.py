@@ -20,14 +20,14 @@ from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.registry import arch_of
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
-from hibachi.offline.choose import names_of
+from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
-from hibachi.offline.lines import are_lines
-from hibachi.offline.rows import BATCH
-from hibachi.offline.run import PIPE, Batch
-from hibachi.offline.sources import Sources, expand
-from hibachi.offline.textwork import EmbeddingWork, TextWork
-from hibachi.offline.work import Prepared, RowError, Work
+from hibachi.offline.files.rows import BATCH
+from hibachi.offline.files.sources import Sources, expand
+from hibachi.offline.works.choose import names_of
+from hibachi.offline.works.lines import are_lines
+from hibachi.offline.works.textwork import EmbeddingWork, TextWork
+from hibachi.offline.works.work import Prepared, RowError, Work
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
 from hibachi.progress import duration
@@ -118,7 +118,7 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
     work: Work
     if batch.openai if batch.openai is not None else are_lines(sources.columns):
         need("msgspec", "Lines of OpenAI's batches", BATCH)
-        from hibachi.offline.openai import OpenAIWork
+        from hibachi.offline.works.openai import OpenAIWork
 
         work = OpenAIWork(open_, batch.served_names or names_of(batch.settings.model), seed=batch.seed)
     else:

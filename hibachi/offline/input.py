@@ -14,10 +14,10 @@ from hibachi.errors import ConfigError
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import apart
 from hibachi.offline.drive import digest_of
+from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.sources import Sources, expand
 from hibachi.offline.journal import Journal
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.sources import Sources, expand
-from hibachi.offline.work import Work
+from hibachi.offline.works.work import Work
 
 FEW = 3  # edited rows, in a message
 SUSPECT = "suspect"  # a note: of heads, under which rows may have been read that the digests do not tell of

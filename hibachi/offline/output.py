@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.writers import Field, Form, Writer, open_writer
 from hibachi.offline.journal import Journal
-from hibachi.offline.rows import Row
-from hibachi.offline.sources import Sources
-from hibachi.offline.writers import Field, Form, Writer, open_writer
 
 CHANGED = Field("changed", "text")
 """A column of runs with accepted changes: what was not as at the run's start when the row was computed."""

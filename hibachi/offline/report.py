@@ -16,7 +16,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.model.extras import need
 from hibachi.offline.drive import Counts
-from hibachi.offline.run import Done
+from hibachi.offline.runs import Done
 
 POINTS = 512  # of the course of a run that are kept, at most twice as many
 

@@ -34,8 +34,9 @@ class Places:
             os.kill(os.getpid(), signal.Signals[self._signals.pop(0)[1]])
 
     def watch(self):
-        from hibachi.offline import drive, output, textwork
+        from hibachi.offline import drive, output
         from hibachi.offline.journal import Journal
+        from hibachi.offline.works import textwork
 
         def opened(path, mode="r", *rest, **more):
             file = real_open(path, mode, *rest, **more)

@@ -10,7 +10,7 @@ import pytest
 
 from hibachi.cli.main import main
 from hibachi.lm.own import open_texts
-from hibachi.offline import choose
+from hibachi.offline.works import choose
 from hibachi.remote.opening import template_of
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

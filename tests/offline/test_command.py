@@ -259,7 +259,7 @@ def test_exit_statuses(runs):
     assert runs(good, *GREEDY) == 0
     assert runs(good, *GREEDY, again=True) == 0 and runs.loaded == 1
     assert "There was nothing to do" in runs.said()[-1]
-    assert runs(bad, *GREEDY) == 3 and runs(bad, *GREEDY, again=True) == 3
+    assert runs(bad, *GREEDY) == 3 and runs(bad, *GREEDY, again=True) == 0
     assert runs(good, "--param", "top_p=7") == 1 and "top_p" in runs.told
     assert runs(good, "--model", "/nope") == 1 and "/nope" in runs.told
     for flags in (("--shard", "5/4"), ("--shard", "x"), ("--task", "x"), ("--nope",), ("--param", "x")):

@@ -5,9 +5,9 @@ import pytest
 from hibachi.errors import EngineFailed
 from hibachi.offline import drive as module
 from hibachi.offline.drive import GIVEN_UP, MOST_CONDEMNED, MOST_LOSSES, Drive, GivenUp, digest_of
+from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.work import Full, Lost, Prepared, Result, RowError, Told
+from hibachi.offline.works.work import Full, Lost, Prepared, Result, RowError, Told
 
 
 class Scripted:

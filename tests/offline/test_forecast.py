@@ -5,11 +5,13 @@ import json
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.offline.columns import Columns
+from hibachi.offline.batch import Batch
 from hibachi.offline.forecast import forecast
 from hibachi.offline.report import Course, check_plot, plot, report, text
-from hibachi.offline.run import Batch, Watcher, run
+from hibachi.offline.runs import Watcher
+from hibachi.offline.runs import run_batch as run
 from hibachi.offline.settings import settle
+from hibachi.offline.works.columns import Columns
 
 SHARED = list(range(3, 67))  # four blocks
 

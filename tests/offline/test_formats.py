@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.offline import arrowtypes, jsonl, parquet, writers
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.sources import Sources
-from hibachi.offline.writers import Field, form_of, open_writer
+from hibachi.offline.files import arrowtypes, jsonl, parquet, writers
+from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.writers import Field, form_of, open_writer
 
 RESULTS = [
     Field("r_text", "text"),

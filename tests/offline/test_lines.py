@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("msgspec")
 
-from hibachi.offline.lines import Lines, are_lines
-from hibachi.offline.rows import Row
-from hibachi.offline.seen import Seen
+from hibachi.offline.files.rows import Row
+from hibachi.offline.works.lines import Lines, are_lines
+from hibachi.offline.works.seen import Seen
 
 from .ran import TEMPLATE
 
@@ -242,7 +242,7 @@ def test_lines_in_other_formats(runs, kind):
 
 
 def test_names_are_known_however_many(monkeypatch):
-    monkeypatch.setattr("hibachi.offline.seen._RECENT", 8)
+    monkeypatch.setattr("hibachi.offline.works.seen._RECENT", 8)
     seen = Seen()
     rows = [Row(i, f"file {i % 3}", i + 1, {}) for i in range(50)]
     assert [seen.add(f"name {row.number}", row) for row in rows] == [None] * 50

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.offline.ownwork import numbers
+from hibachi.offline.works.ownwork import numbers
 
 FILE = Path(__file__).with_name("own.py")
 TABLE = "a,b,label\n1,2,x\n3.5,4,y\nfoo,4,z\n13,1,q\n,1,q\nTrue,1,w\n1e300,1,w\n"

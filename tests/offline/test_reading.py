@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.offline import delimited, jsonl
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.sources import Sources, expand
+from hibachi.offline.files import delimited, jsonl
+from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.sources import Sources, expand
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_line_above_the_limit_is_an_error_row(made, monkeypatch):
 
 MEASURED = """
 import resource, sys
-from hibachi.offline.sources import Sources
+from hibachi.offline.files.sources import Sources
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for row in Sources(sys.argv[1:]).rows():
     print(row.number, row.line, row.error)
@@ -482,8 +482,8 @@ WITHOUT = """
 import gzip, io, sys
 sys.modules["pyarrow"] = sys.modules["msgspec"] = None
 from hibachi.errors import MissingExtra
-from hibachi.offline.sources import Sources
-from hibachi.offline.writers import Field, form_of, open_writer
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.writers import Field, form_of, open_writer
 folder, refused = sys.argv[1] + "/", []
 def tried(what, *args, **kwargs):
     try:

@@ -113,12 +113,12 @@ SOME = [ONCE[i] for i in (2, 4, 5, 7, 9, 12, 13, 14)]
 
 def killed_and_resumed(runs, place, expected, *more, **job):
     assert runs(*more, kill_at=place, **job) == -9, f"no place {place}: {runs.said()}"
-    assert runs(*more, **job) == 3, runs.said()
+    assert runs(*more, **job) in (0, 3), runs.said()
     o = job.get("o", "out.jsonl")
     assert runs.content(o) == expected, place
     assert set(runs.computed(o).values()) == {1} and len(runs.computed(o)) == 40, place
     assert not list(runs.folder.glob("*.part"))
-    assert runs(*more, **job) == 3 and "is finished: 40 rows, 4 failed. There was nothing to do." in runs.said()
+    assert runs(*more, **job) == 0 and "is finished: 40 rows, 4 failed. There was nothing to do." in runs.said()
     runs.fresh()
 
 
@@ -191,7 +191,7 @@ def test_killed_at_each_place_with_a_model_of_texts(runs, rows, o):
     expected, places = clean(runs, **job), runs.places(**job)
     runs.fresh()
     for place in range(0, len(places), 2):
-        assert runs(kill_at=place, **job) == -9 and runs(**job) == 3, runs.said()
+        assert runs(kill_at=place, **job) == -9 and runs(**job) in (0, 3), runs.said()
         assert runs.content(o) == expected, places[place]
         assert set(runs.computed(o).values()) == {1} and len(runs.computed(o)) == 40
         runs.fresh()
@@ -279,7 +279,7 @@ def retried(runs):
 
 def test_errors_are_computed_again_if_that_is_wanted(unlucky):
     before, expected = unlucky.content(), retried(unlucky)
-    assert unlucky(model="Flaky") == 3 and unlucky.content() == before != expected
+    assert unlucky(model="Flaky") == 0 and unlucky.content() == before != expected
 
 
 @pytest.mark.parametrize("place", [*ONCE[4:6], *ONCE[7:9], *ONCE[11:14]])
@@ -325,10 +325,10 @@ def edited(runs, number, **values):
 def test_an_input_that_was_touched_moved_or_named_otherwise_is_the_same(runs):
     assert runs() == 3
     os.utime(runs.folder / "in.jsonl", (1, 1))
-    assert runs() == 3 and "nothing to do" in runs.said()
+    assert runs() == 0 and "nothing to do" in runs.said()
     (runs.folder / "in.jsonl").rename(runs.folder / "other.jsonl")
-    assert runs(i="other.jsonl") == 3 and "nothing to do" in runs.said()
-    assert runs(i=str(runs.folder / "other.jsonl")) == 3 and "nothing to do" in runs.said()
+    assert runs(i="other.jsonl") == 0 and "nothing to do" in runs.said()
+    assert runs(i=str(runs.folder / "other.jsonl")) == 0 and "nothing to do" in runs.said()
 
 
 def test_an_edited_line_is_refused_by_its_number_and_nothing_is_touched(runs):
@@ -349,14 +349,14 @@ def test_accepted_changes_compute_what_changed_and_say_so(runs, place):
     runs.write(runs.content("in.jsonl") + b'{"id": 40, "tokens": [1]}\n')
     if place:
         assert runs("--accept-changes", kill_at=place) == -9
-    assert runs("--accept-changes") == 3, runs.said()
+    assert runs("--accept-changes") in (0, 3), runs.said()
     after, times = runs.rows(), runs.computed()
     assert {n for n, count in times.items() if count == 2} == {2, 16} and times[40] == 1
     assert [row["id"] for row in after if row["changed"]] == [2, 16, 40]
     assert after[2]["changed"].startswith("input.in.jsonl: ") and after[16]["note"] == "other"
     for number in set(range(40)) - {2, 16}:
         assert after[number] == before[number] | {"changed": None}
-    assert runs() == 3 and "nothing to do" in runs.said(), "the changes are accepted for good"
+    assert runs() == 0 and "nothing to do" in runs.said(), "the changes are accepted for good"
 
 
 def test_an_accepted_change_that_is_killed_before_its_row_is_computed_is_not_forgotten(runs):
@@ -501,7 +501,7 @@ def test_an_output_of_somebody_elses_is_not_touched(runs):
     assert not (runs.folder / "out.jsonl.journal").exists()
     assert runs("--overwrite", kill_at="all computed") == -9 and runs.content() == b"mine"
     assert runs("--overwrite") == 3 and len(runs.rows()) == 40
-    assert runs() == 3 and "nothing to do" in runs.said()
+    assert runs() == 0 and "nothing to do" in runs.said()
 
 
 @pytest.mark.parametrize("name", ["out.jsonl.part", "e.jsonl", "e.jsonl.part", "out.jsonl.journal"])
@@ -557,7 +557,7 @@ def test_outputs_that_cannot_be_are_refused_before_anything_is_computed(runs):
 @pytest.mark.parametrize("i", [".", "*.jsonl"])
 def test_an_output_in_the_folder_of_the_input_is_no_input_of_the_next_start(runs, i):
     assert runs("--errors", "e.jsonl", i=i, kill_at="after rename .jsonl") == -9
-    assert runs("--errors", "e.jsonl", i=i) == 3 and runs("--errors", "e.jsonl", i=i) == 3
+    assert runs("--errors", "e.jsonl", i=i) == 3 and runs("--errors", "e.jsonl", i=i) == 0
     assert "is finished: 40 rows" in runs.said()
     (runs.folder / "out.jsonl.journal").unlink()
     assert runs("--overwrite", i=i) == 1 and "is an input" in runs.said(), "it may be one of somebody else's"
@@ -572,7 +572,7 @@ def test_through_a_link_the_output_is_written_where_it_leads(runs):
     (runs.folder / "deep").mkdir()
     (runs.folder / "out.jsonl").symlink_to("deep/real.jsonl")
     assert runs() == 3 and (runs.folder / "out.jsonl").is_symlink() and len(runs.rows("deep/real.jsonl")) == 40
-    assert runs(o="deep/real.jsonl") == 3 and "nothing to do" in runs.said()
+    assert runs(o="deep/real.jsonl") == 0 and "nothing to do" in runs.said()
 
 
 def test_errors_have_a_file_which_is_whole_or_not_there(runs):
@@ -583,7 +583,7 @@ def test_errors_have_a_file_which_is_whole_or_not_there(runs):
     assert first["row"] == 4 and first["line"] == 5 and first["file"] == "in.jsonl" and "no" in first["error"]
     runs.fresh()
     for place in ("before rename .errors", "after rename .errors", "before rename .jsonl", "after rename .jsonl"):
-        assert runs(*more, kill_at=place) == -9 and runs(*more) == 3, runs.said()
+        assert runs(*more, kill_at=place) == -9 and runs(*more) in (0, 3), runs.said()
         assert runs.content("out.errors") == expected and set(runs.computed().values()) == {1}
         runs.fresh()
     assert runs(*more) == 3

@@ -21,16 +21,16 @@ for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
 from hibachi.decode.uniforms import fork  # noqa: E402
 from hibachi.errors import ConfigError, EngineFailed  # noqa: E402
 from hibachi.lm.own import open_texts  # noqa: E402
-from hibachi.offline import sending, urlwork  # noqa: E402
-from hibachi.offline.columns import Columns  # noqa: E402
-from hibachi.offline.openai import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIWork  # noqa: E402
-from hibachi.offline.rows import Row  # noqa: E402
-from hibachi.offline.sending import Patience, refusal  # noqa: E402
+from hibachi.offline.files.rows import Row  # noqa: E402
 from hibachi.offline.settings import settle  # noqa: E402
-from hibachi.offline.textwork import EmbeddingWork, TextWork  # noqa: E402
-from hibachi.offline.urlbase import begins, signed  # noqa: E402
-from hibachi.offline.urlwork import Said, url_work  # noqa: E402
-from hibachi.offline.work import Lost, RowError  # noqa: E402
+from hibachi.offline.works import sending, urlwork  # noqa: E402
+from hibachi.offline.works.columns import Columns  # noqa: E402
+from hibachi.offline.works.openai import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIWork  # noqa: E402
+from hibachi.offline.works.sending import Patience, refusal  # noqa: E402
+from hibachi.offline.works.textwork import EmbeddingWork, TextWork  # noqa: E402
+from hibachi.offline.works.urlbase import begins, signed  # noqa: E402
+from hibachi.offline.works.urlwork import Said, url_work  # noqa: E402
+from hibachi.offline.works.work import Lost, RowError  # noqa: E402
 
 from ..serve.conftest import CHATML, site  # noqa: E402
 
@@ -183,7 +183,8 @@ def test_lines_are_answered_as_by_the_model_here(texts, server):
 
 
 def test_a_run_writes_the_same_file_by_url_and_by_model(server, tmp_path):
-    from hibachi.offline.run import Batch, run
+    from hibachi.offline import Batch
+    from hibachi.offline import run_batch as run
 
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
@@ -599,7 +600,8 @@ def file(tmp_path, monkeypatch):
 
 
 def test_a_run_outlives_a_server_that_is_away_for_a_while(file):
-    from hibachi.offline.run import Batch, run
+    from hibachi.offline import Batch
+    from hibachi.offline import run_batch as run
 
     away, out = [], file.with_name("out.jsonl")
 
@@ -619,7 +621,8 @@ def test_a_run_outlives_a_server_that_is_away_for_a_while(file):
 
 
 def test_a_run_that_a_wrong_key_ended_goes_on_with_the_right_one(file):
-    from hibachi.offline.run import Batch, run
+    from hibachi.offline import Batch
+    from hibachi.offline import run_batch as run
 
     out, valid = file.with_name("out.jsonl"), [True]
 

@@ -7,7 +7,7 @@ import zlib
 from typing import Any, BinaryIO, Literal, Protocol
 
 from hibachi.model.extras import need
-from hibachi.offline.rows import BATCH
+from hibachi.offline.files.rows import BATCH
 
 Compression = Literal["gzip", "zstd"]
 

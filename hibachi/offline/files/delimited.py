@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, BinaryIO
 
 from hibachi.errors import ConfigError, shown
-from hibachi.offline import jsonl
-from hibachi.offline.compressed import Damaged
-from hibachi.offline.rows import LINE_LIMIT, InvalidInput, Row
+from hibachi.offline.files import jsonl
+from hibachi.offline.files.compressed import Damaged
+from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 PIECE = 1 << 16  # characters of a record that is too long, read at a time
 UTF8 = "utf-8"

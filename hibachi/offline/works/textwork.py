@@ -14,12 +14,12 @@ from hibachi.decode.uniforms import fork
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, ModelError, text_of
 from hibachi.lm.texts import Texts
 from hibachi.model.text.own import NoTokenizer
-from hibachi.offline.columns import Asked, Asking, Columns
-from hibachi.offline.rows import Row
-from hibachi.offline.told import told_of
-from hibachi.offline.watched import Watched, judged, why_not
-from hibachi.offline.work import Prepared, Result, RowError, Told
-from hibachi.offline.writers import Field
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.columns import Asked, Asking, Columns
+from hibachi.offline.works.told import told_of
+from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.request import SamplingParams
 from hibachi.streams.textstream import Logprobs, TextStream
@@ -84,6 +84,7 @@ class TextWork:
         self._asking = Asking(self._columns, self._texts.default_params)
         tokenizer = self._texts.tokenizer
         if self._columns.talks and self._template is None and not tokenizer.chat_templates:
+            self.close()
             raise ConfigError(
                 "Chats need a chat template, and this model has none: give it one with --chat-template, or send plain "
                 "prompts."
@@ -219,7 +220,11 @@ class EmbeddingWork(TextWork):
 
     def open(self) -> Told:
         self._vectors: dict[int, Any] = {}
-        return super().open()
+        opened = super().open()
+        if not self.texts.engine.facts.has_hidden:
+            self.close()
+            raise ConfigError(f"{self.texts.engine.facts.model} has no hidden states of which vectors could be made.")
+        return opened
 
     def take(self, number: int) -> Result:
         item, n = self._vectors.pop(number)

@@ -13,9 +13,9 @@ from typing import Any
 
 from hibachi.api.errors import Refused, as_refused, body_of
 from hibachi.errors import ConfigError, HibachiError, shown
-from hibachi.offline.rows import Row
-from hibachi.offline.seen import Seen
-from hibachi.offline.writers import Field
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.seen import Seen
 
 MUST = ("custom_id", "url", "body")  # columns by which such lines are known
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hibachi.api.errors import INVALID, SERVER, Refused
 from hibachi.errors import MOST_WORDS, ConfigError, text_of
-from hibachi.offline.work import Lost
+from hibachi.offline.works.work import Lost
 from hibachi.web.client import Client, Unreachable, Url
 from hibachi.web.wire import BadAnswer, Response
 

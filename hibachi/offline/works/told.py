@@ -14,7 +14,7 @@ from typing import Any
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
 from hibachi.model.files import locate
-from hibachi.offline.work import Told
+from hibachi.offline.works.work import Told
 from hibachi.remote.opening import about
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack")

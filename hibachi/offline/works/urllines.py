@@ -11,9 +11,10 @@ from typing import Any
 from hibachi.api.errors import Refused
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError
-from hibachi.offline.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
-from hibachi.offline.rows import Row
-from hibachi.offline.urlbase import (
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.works.urlbase import (
     Answer,
     Ready,
     Server,
@@ -25,9 +26,8 @@ from hibachi.offline.urlbase import (
     signed,
     used_of,
 )
-from hibachi.offline.watched import judged, why_not
-from hibachi.offline.work import Prepared, Result, RowError
-from hibachi.offline.writers import Field
+from hibachi.offline.works.watched import judged, why_not
+from hibachi.offline.works.work import Prepared, Result, RowError
 
 _PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}
 _IDS = {COMPLETIONS: ("cmpl", "text"), CHAT: ("chatcmpl", "chat"), EMBEDDINGS: ("embd", "embedding")}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from typing import Any, BinaryIO
 
 from hibachi.errors import shown
-from hibachi.offline.compressed import Damaged
-from hibachi.offline.rows import LINE_LIMIT, InvalidInput, Row
+from hibachi.offline.files.compressed import Damaged
+from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 BOM = b"\xef\xbb\xbf"
 DEEPEST = 200  # arrays and objects in each other; a limit of ours, as Python's depends on who calls

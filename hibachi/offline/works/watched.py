@@ -8,8 +8,8 @@ from typing import Any
 
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, EngineFailed, HibachiError, QueueFull
-from hibachi.offline.rows import Row
-from hibachi.offline.work import Full, Lost, RowError
+from hibachi.offline.files.rows import Row
+from hibachi.offline.works.work import Full, Lost, RowError
 from hibachi.streams.gather import Gather
 from hibachi.streams.stream import ItemStream
 

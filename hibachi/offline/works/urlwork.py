@@ -10,10 +10,11 @@ from hibachi.api.errors import Refused
 from hibachi.decode.uniforms import fork
 from hibachi.errors import ConfigError, InvalidRequest, shown
 from hibachi.model.extras import need
-from hibachi.offline.columns import Asked, Asking, Columns
-from hibachi.offline.rows import BATCH, Row
-from hibachi.offline.sending import Patience
-from hibachi.offline.urlbase import (
+from hibachi.offline.files.rows import BATCH, Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.columns import Asked, Asking, Columns
+from hibachi.offline.works.sending import Patience
+from hibachi.offline.works.urlbase import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -32,9 +33,8 @@ from hibachi.offline.urlbase import (
     used_of,
     vectors_of,
 )
-from hibachi.offline.watched import judged, why_not
-from hibachi.offline.work import Prepared, Result, RowError, Work
-from hibachi.offline.writers import Field
+from hibachi.offline.works.watched import judged, why_not
+from hibachi.offline.works.work import Prepared, Result, RowError, Work
 from hibachi.request import SamplingParams
 
 PATIENT = Patience()
@@ -62,7 +62,7 @@ def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience |
     server = Server.of(batch, patience or PATIENT)
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
-        from hibachi.offline.urllines import UrlLines
+        from hibachi.offline.works.urllines import UrlLines
 
         return UrlLines(server, batch.served_names, seed=batch.seed, created=created)
     if batch.task == "forward":

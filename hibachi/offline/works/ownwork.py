@@ -16,11 +16,11 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
-from hibachi.offline.columns import Asking, Columns
-from hibachi.offline.rows import Row
-from hibachi.offline.watched import Watched, judged, why_not
-from hibachi.offline.work import Prepared, Result, RowError, Told
-from hibachi.offline.writers import Field
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.columns import Asking, Columns
+from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray

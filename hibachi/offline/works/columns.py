@@ -10,8 +10,8 @@ from decimal import Decimal
 from typing import Any
 
 from hibachi.errors import ConfigError, InvalidRequest, shown
-from hibachi.offline import jsonl
-from hibachi.offline.rows import Row
+from hibachi.offline.files import jsonl
+from hibachi.offline.files.rows import Row
 from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named

@@ -17,11 +17,11 @@ from hibachi.lm.named import model_named
 from hibachi.lm.own import is_own
 from hibachi.model.extras import need
 from hibachi.named import object_named
-from hibachi.offline.columns import Columns
-from hibachi.offline.ownwork import ForwardWork, TokenWork
-from hibachi.offline.rows import BATCH
-from hibachi.offline.textwork import EmbeddingWork, TextWork
-from hibachi.offline.work import Work
+from hibachi.offline.files.rows import BATCH
+from hibachi.offline.works.columns import Columns
+from hibachi.offline.works.ownwork import ForwardWork, TokenWork
+from hibachi.offline.works.textwork import EmbeddingWork, TextWork
+from hibachi.offline.works.work import Work
 from hibachi.remote.opening import open_settled
 
 Task = Literal["generate", "embed", "forward"]
@@ -45,7 +45,7 @@ def work_of(
     model = settings.model
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
-        from hibachi.offline.openai import OpenAIWork
+        from hibachi.offline.works.openai import OpenAIWork
 
         called = names or names_of(model)
         return OpenAIWork(partial(open_settled, settings), called, seed=seed, created=created)

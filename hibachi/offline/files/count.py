@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hibachi.model.extras import need
-from hibachi.offline.rows import BATCH
-from hibachi.offline.sources import Source, Sources
+from hibachi.offline.files.rows import BATCH
+from hibachi.offline.files.sources import Source, Sources
 
 MOST = 8 << 30  # bytes of a file whose lines are counted
 _CHUNK = 1 << 20

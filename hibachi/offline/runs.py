@@ -15,23 +15,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hibachi.errors import ConfigError, HibachiError
-from hibachi.offline import told
 from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.checks import apart, check_columns, check_form, check_names, validate
-from hibachi.offline.choose import work_of
 from hibachi.offline.drive import Counts, Drive
+from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.sources import Sources
+from hibachi.offline.files.writers import Field, Form, form_of
 from hibachi.offline.input import Input, same_input
 from hibachi.offline.journal import Journal
-from hibachi.offline.lines import are_lines
 from hibachi.offline.output import CHANGED, Output, write_errors
 from hibachi.offline.place import ERRORS, OUTPUT, Place, check_places
-from hibachi.offline.rows import InvalidInput, Row
-from hibachi.offline.sources import Sources
 from hibachi.offline.whole import part_of
-from hibachi.offline.work import Work
-from hibachi.offline.writers import Field, Form, form_of
-
-__all__ = ["PIPE", "Batch", "Done", "Watcher", "run"]
+from hibachi.offline.works import told
+from hibachi.offline.works.choose import work_of
+from hibachi.offline.works.lines import are_lines
+from hibachi.offline.works.work import Work
 
 RETRY = "retry"  # a note: bytes of the journal when errors were to be computed again
 
@@ -72,7 +70,7 @@ class Watcher:
         """All rows are done, and the output is being written."""
 
 
-def run(batch: Batch, watcher: Watcher | None = None) -> Done:
+def run_batch(batch: Batch, watcher: Watcher | None = None) -> Done:
     """Do what is left to do. Raises ConfigError before a model is loaded for what is wrong with all rows; GivenUp,
     InvalidInput, OSError for what ends a run that the same call can resume; what loading a model raises."""
     return _Run(batch, watcher or Watcher()).run()
@@ -154,7 +152,7 @@ class _Run:
     def _work(self, created: int, *, reading: bool = False) -> Work:
         batch = self._batch
         if batch.url is not None:
-            from hibachi.offline.urlwork import url_work
+            from hibachi.offline.works.urlwork import url_work
 
             return url_work(batch, lines=self._lines, created=created)
         return work_of(

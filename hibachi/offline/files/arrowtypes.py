@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline import jsonl, parquet
-from hibachi.offline.rows import InvalidInput
-from hibachi.offline.sources import Sources
+from hibachi.offline.files import jsonl, parquet
+from hibachi.offline.files.rows import InvalidInput
+from hibachi.offline.files.sources import Sources
 
 EXACT = 1 << 53  # integers up to here are floats too
 MOST_COLUMNS = 10_000

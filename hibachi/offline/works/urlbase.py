@@ -15,11 +15,11 @@ import numpy as np
 
 from hibachi.api.errors import SERVER, Refused
 from hibachi.errors import ConfigError, EngineFailed, InvalidRequest, shown
-from hibachi.offline import jsonl
-from hibachi.offline.rows import Row
-from hibachi.offline.sending import DENIED, MAY_PASS, Patience, Sender, denied
-from hibachi.offline.work import Prepared, Result, RowError, Told
-from hibachi.offline.writers import Field
+from hibachi.offline.files import jsonl
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.sending import DENIED, MAY_PASS, Patience, Sender, denied
+from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.web.client import Unreachable, Url
 from hibachi.web.wire import BadAnswer

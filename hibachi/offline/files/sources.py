@@ -14,9 +14,9 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from hibachi.errors import ConfigError
-from hibachi.offline import compressed, delimited, jsonl, parquet
-from hibachi.offline.compressed import Compression, Damaged
-from hibachi.offline.rows import InvalidInput, Row
+from hibachi.offline.files import compressed, delimited, jsonl, parquet
+from hibachi.offline.files.compressed import Compression, Damaged
+from hibachi.offline.files.rows import InvalidInput, Row
 
 Format = Literal["jsonl", "csv", "tsv", "parquet", "empty"]
 

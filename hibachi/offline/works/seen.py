@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.offline.rows import Row
+from hibachi.offline.files.rows import Row
 
 _RECENT = 1 << 16  # names that are kept apart, until they are sorted in
 

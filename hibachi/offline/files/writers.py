@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from hibachi.errors import ConfigError
-from hibachi.offline import arrowtypes, compressed, delimited, jsonl, parquet
-from hibachi.offline.arrowtypes import Column
-from hibachi.offline.compressed import Compression, Plain
-from hibachi.offline.rows import Row
-from hibachi.offline.sources import BY_SUFFIX, COMPRESSED, Sources, by_suffix
+from hibachi.offline.files import arrowtypes, compressed, delimited, jsonl, parquet
+from hibachi.offline.files.arrowtypes import Column
+from hibachi.offline.files.compressed import Compression, Plain
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.sources import BY_SUFFIX, COMPRESSED, Sources, by_suffix
 
 CHUNK = 1 << 16  # bytes that are compressed at a time
 PART_ROWS, PART_BYTES = 1024, 8 << 20  # of rows that are made arrays of at a time

@@ -16,13 +16,13 @@ from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError, shown
 from hibachi.lm.texts import Texts
-from hibachi.offline.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
-from hibachi.offline.rows import Row
-from hibachi.offline.textwork import Feeding, Opens
-from hibachi.offline.told import told_of
-from hibachi.offline.watched import Watched, judged, why_not
-from hibachi.offline.work import Prepared, Result, RowError, Told
-from hibachi.offline.writers import Field
+from hibachi.offline.files.rows import Row
+from hibachi.offline.files.writers import Field
+from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
+from hibachi.offline.works.textwork import Feeding, Opens
+from hibachi.offline.works.told import told_of
+from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream

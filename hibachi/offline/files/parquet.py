@@ -12,8 +12,8 @@ from typing import Any
 
 from hibachi.errors import ConfigError, shown
 from hibachi.model.extras import need
-from hibachi.offline import jsonl
-from hibachi.offline.rows import BATCH, InvalidInput, Row
+from hibachi.offline.files import jsonl
+from hibachi.offline.files.rows import BATCH, InvalidInput, Row
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 4 << 20

@@ -1,0 +1,1 @@
+"""Who computes rows, and what their columns say."""
