@@ -33,10 +33,13 @@ from the call that made it) and never touch another request.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 MOST_SHOWN = 200  # characters of a value that a message repeats
 MOST_WORDS = 2000  # characters of somebody else's message
+# What steers a terminal (C0, DEL, C1), ends a line, or turns the order of what is shown around.
+_STEERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class HibachiError(Exception):
@@ -64,6 +67,14 @@ def shown(value: object) -> str:
     except BaseException:  # of a class of the caller's own, or of an integer of more digits than Python writes
         return f"a value of type {type(value).__qualname__}"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text)} characters)"
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """For a terminal, of what files, rows or servers say: characters that would steer it become escapes such as \\x1b.
+
+    lines: it may have several, so line feeds stay.
+    """
+    return _STEERS.sub(lambda m: m[0] if lines and m[0] == "\n" else m[0].encode("unicode_escape").decode(), text)
 
 
 def text_of(error: BaseException) -> str:

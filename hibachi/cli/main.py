@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from hibachi.errors import HibachiError
+from hibachi.errors import HibachiError, printable
 
 COMMANDS = (
     "demo",
@@ -83,7 +83,7 @@ def _explain(e: BaseException) -> int:
         return INTERRUPTED
     if isinstance(e, BrokenPipeError):
         return BROKEN_PIPE
-    print(f"hibachi: {e}", file=sys.stderr)
+    print(f"hibachi: {printable(str(e), lines=True)}", file=sys.stderr)
     return FAILED
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Self
 
-from hibachi.offline.batch import Batch
+from hibachi.errors import printable
+from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.drive import Counts, Drive
 from hibachi.offline.files.count import rows_in
 from hibachi.offline.files.sources import Sources
+from hibachi.offline.input import LARGE
 from hibachi.offline.journal import Journal
 from hibachi.offline.report import Course
 from hibachi.offline.runs import Watcher
@@ -29,13 +32,23 @@ class RowsView(Watcher):
         self._stopping = False
 
     def says(self, line: str) -> None:
+        line = printable(line, lines=True)
         if self._progress is not None:
             self._progress.say(line)
         else:
             print(line, file=sys.stderr, flush=True)
 
+    def loaded(self, batch: Batch, about: str) -> None:
+        if batch.url is not None:
+            self.says(f"Model: {about}")
+            return
+        model = batch.settings.model
+        name = "tiny, the model that ships with hibachi (--model names another)" if model == "tiny" else model
+        self.says(f"Model: {name}; {about}")
+
     def begins(self, batch: Batch, drive: Drive, journal: Journal, sources: Sources) -> None:
         self.drive, self._before = drive, journal.done
+        self._batch, self._journal, self._sources = batch, journal, sources
         self._began = time.monotonic()
         i, n = batch.shard
         total = rows_in(sources)
@@ -60,6 +73,9 @@ class RowsView(Watcher):
     def writes(self) -> None:
         if self._progress is not None:
             self._progress.close(whole=True)  # lines were counted, and blank ones are no rows
+        size = self._journal.size + sum(os.path.getsize(file.path) for file in self._sources.files)
+        if size > LARGE and self._batch.output != PIPE:
+            self.says(f"Writing {self._batch.output} ...")
 
     def stops(self) -> None:
         """From a signal's handler, which may have come in the midst of a line that is written."""

@@ -26,13 +26,13 @@ from typing import Any
 
 from hibachi.cli.rowsview import RowsView
 from hibachi.cli.settings import settings_arguments
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, HibachiError, printable
 from hibachi.offline.batch import PIPE, Batch
-from hibachi.offline.drive import GivenUp
-from hibachi.offline.files.rows import InvalidInput
-from hibachi.offline.report import check_plot, plot, report, text, write
+from hibachi.offline.files.sources import expand
+from hibachi.offline.report import check_plot, is_told, plot, report, text, write
 from hibachi.offline.runs import Done, run_batch
 from hibachi.offline.settings import GROUPS, SETTINGS, settle
+from hibachi.offline.whole import part_of
 from hibachi.offline.works.choose import TASKS
 from hibachi.offline.works.columns import Columns, value_of
 
@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="the prompt is a user's message, with no system message")
     add("--token-ids", action="store_true", help="results tell the ids of new tokens")
     add = parser.add_argument_group("how to sample (default: as the model's files say)").add_argument
-    add("--max-tokens", type=int, metavar="N", help="most new tokens of a row")
+    add("--max-tokens", type=int, metavar="N", help="most new tokens of a row (default: 16)")
     add("--temperature", type=float, metavar="T", help="0: the likeliest token, always")
     pairs: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
     add("--param", **pairs, metavar="NAME=VALUE", help="any parameter: top_p=0.9; repeatable")
@@ -76,7 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--validate", action="store_true", help="read all rows first, and begin only if none is wrong")
     add("--fail-fast", action="store_true", help="end at the first row that fails")
     add("--retry-errors", action="store_true", help="compute rows again that failed before")
-    add("--overwrite", action="store_true", help="replace an output that this run did not write")
+    add("--overwrite", action="store_true", help="replace an output of others; begin anew what differs")
     add("--accept-changes", action="store_true", help="go on though something differs; rows then say what")
     add("--verify-weights", action="store_true", help="know the model by all bytes of its weights, not by samples")
     add(
@@ -90,6 +90,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--url-model", metavar="NAME", help="(default: the first that the server names)")
     add("--api-key", metavar="KEY", help=f"(default: {KEY} in the environment, where no list of processes shows it)")
     add("--concurrency", type=int, default=64, metavar="N", help="requests at a time (default: 64)")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
     settings_arguments(parser, GROUPS)
 
 
@@ -110,40 +111,62 @@ def run(args: argparse.Namespace) -> int:
             done = run_batch(batch, view)
         except BrokenPipeError:  # whoever read our output has seen enough
             raise
-        except (GivenUp, InvalidInput, OSError) as e:
+        except (HibachiError, OSError) as e:
             view.end()
             more = f"\n{_resumable(batch)}" if view.drive is not None else ""
-            print(f"hibachi: {e}{more}", file=sys.stderr)
+            print(f"hibachi: {printable(str(e), lines=True)}{more}", file=sys.stderr)
             return LOST
     _tell(args, batch, view, done)
     if done.status == "interrupted":
         if signals.got is not None:
             print(f"Ended by {signals.got.name}, after what ran was finished. {_resumable(batch)}", file=sys.stderr)
             return TERMINATED if signals.got is signal.SIGTERM else INTERRUPTED
-        print(f"Ended at the first row that failed: {done.failure}\n{_resumable(batch)}", file=sys.stderr)
+        why = printable(done.failure or "")
+        print(f"Ended at the first row that failed: {why}\n{_resumable(batch)}", file=sys.stderr)
         return SOME_FAILED
     return SOME_FAILED if done.failed and done.status == "done" else 0
 
 
 def _tell(args: argparse.Namespace, batch: Batch, view: RowsView, done: Done) -> None:
-    """The report, as text, as JSON and as a picture."""
+    """The report, as text, as JSON and as a picture; files that tell of an earlier start stay if this one had nothing
+    to do."""
     out = sys.stderr if batch.output == PIPE else sys.stdout
-    print(text(done, "Standard output" if batch.output == PIPE else batch.output), file=out, flush=True)
+    columns = batch.columns
+    limited = "max_tokens" in columns.params or "max_tokens" in columns.param_columns
+    words = text(done, "Standard output" if batch.output == PIPE else batch.output, limited=limited)
+    print(words, file=out, flush=True)
+    idle = not done.counts.rows and (done.resumed or done.status == "done before")
     files = {"input": list(batch.inputs), "output": batch.output, "model": batch.url or batch.settings.model}
     told = report(done, view.course, files)
-    if args.report:
+    if args.report and not (idle and os.path.exists(args.report)):
         write(args.report, told)
-    if args.plot:
+    if args.plot and not (idle and os.path.exists(args.plot)):
         plot(told, args.plot)
 
 
 def _check_places(args: argparse.Namespace) -> None:
     """Can report and picture be written? Not only after a night is that to be known. Raises ConfigError, OSError."""
-    others = {os.path.realpath(name) for name in (*args.input, args.output, args.errors or args.output)}
-    for file in filter(None, (args.report, args.plot)):
-        if os.path.realpath(file) in others:
+    files = [file for file in (args.report, args.plot) if file]
+    if not files:
+        return
+    written = [Path(os.path.realpath(name)) for name in (args.output, args.errors) if name and name != PIPE]
+    others = {str(path) for each in written for path in (each, part_of(each))}
+    others |= {f"{os.path.realpath(args.output)}.journal", *map(os.path.realpath, args.input)}
+    names = [name for name in args.input if name != PIPE]
+    inputs = [path for path in (expand(names) if names else ()) if os.path.realpath(path) not in others]
+    for file in files:
+        own = os.path.exists(file) and os.path.isfile(file) and is_told(file)
+        if os.path.realpath(file) in others or (not own and any(_same(file, path) for path in inputs)):
             raise ConfigError(f"{file} is read or written by the run itself: expected another file for its report.")
-        Path(file).open("ab").close()
+        others.add(os.path.realpath(file))
+        if os.path.isdir(file) or not os.path.isdir(os.path.dirname(file) or "."):
+            raise ConfigError(f"{file} cannot be written: expected a file's name, in a folder that is there.")
+        if not os.access(file if os.path.exists(file) else os.path.dirname(file) or ".", os.W_OK):
+            raise ConfigError(f"{file} cannot be written, permissions say. Choose another place for it.")
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.exists(one) and os.path.samefile(one, other)
 
 
 def _resumable(batch: Batch) -> str:
@@ -175,6 +198,7 @@ def _batch(args: argparse.Namespace) -> Batch:
         url_model=args.url_model,
         api_key=args.api_key or os.environ.get(KEY),
         concurrency=args.concurrency,
+        request_timeout=args.request_timeout,
         task=args.task,
         columns=columns,
         openai=args.openai,
@@ -194,6 +218,7 @@ def _batch(args: argparse.Namespace) -> Batch:
         fail_fast=args.fail_fast,
         verify_weights=args.verify_weights,
         errors=args.errors,
+        beside=[name for name in (args.report, args.plot) if name],
     )
 
 

@@ -24,15 +24,17 @@ class Batch:
     """What is to be done. inputs: files, globs, folders, or "-". output: a file, or "-".
 
     settings: of the model and its engine, by the names of `hibachi run-batch`'s flags with underscores. url: of a
-    server that computes the rows in the place of a model. task: "generate", "embed", or "forward" for a feed-forward
-    model of one's own. columns: what a row's columns say. openai: the rows are lines of OpenAI's batches; None: if they
-    look so. served_names: that such lines may call the model by. format: of the output, where its name does not tell.
-    limit: only so many rows of the input. shard: (i, n): every n-th row, beginning with the i-th (from 1). seed: of the
-    run: rows that bring none get theirs from it. prefix: in front of the result columns' names. token_ids: results have
-    the ids of new tokens. overwrite: replace an output that is not of this run, and begin anew where the journal is of
-    another. retry_errors: compute rows again that failed. accept_changes: go on though something is not as it was; such
-    rows say so. validate: read everything before anything is computed. fail_fast: end at the first row that fails.
-    verify_weights: know the model by all of its weights, not by samples. errors: a file for the rows that failed.
+    server that computes the rows in the place of a model, request_timeout: seconds for an answer of it. task:
+    "generate", "embed", or "forward" for a feed-forward model of one's own. columns: what a row's columns say. openai:
+    the rows are lines of OpenAI's batches; None: if they look so. served_names: that such lines may call the model by.
+    format: of the output, where its name does not tell. limit: only so many rows of the input. shard: (i, n): every
+    n-th row, beginning with the i-th (from 1). seed: of the run: rows that bring none get theirs from it. prefix: in
+    front of the result columns' names. token_ids: results have the ids of new tokens. overwrite: replace an output that
+    is not of this run, and begin anew where the journal is of another. retry_errors: compute rows again that failed.
+    accept_changes: go on though something is not as it was; such rows say so. validate: read everything before anything
+    is computed. fail_fast: end at the first row that fails. verify_weights: know the model by all of its weights, not
+    by samples. errors: a file for the rows that failed.
+    beside: further files that the caller writes, which are no input where a folder or a pattern has them.
     """
 
     inputs: Sequence[str]
@@ -40,8 +42,9 @@ class Batch:
     settings: SimpleNamespace = field(default_factory=lambda: settle({}, {}))
     url: str | None = None
     url_model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     concurrency: int = 64
+    request_timeout: float = 600.0
     task: Task = "generate"
     columns: Columns = field(default_factory=Columns)
     openai: bool | None = None
@@ -61,6 +64,7 @@ class Batch:
     fail_fast: bool = False
     verify_weights: bool = False
     errors: str | None = None
+    beside: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -92,7 +96,7 @@ class Batch:
             "versions": told.versions(),
         }
         if self.url is not None:
-            return found | {"url": self.url, "url_model": self.url_model}
+            return found | {"url": self.url, "url_model": self.url_model, "served_names": list(self.served_names)}
         return found | {
             "model": told.model_facts(settings.model, weights=self.verify_weights),
             "settings": {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, printable
 from hibachi.model.extras import need
+from hibachi.offline.batch import Batch
 from hibachi.offline.files import arrowtypes
 from hibachi.offline.files.rows import BATCH, Row
 from hibachi.offline.files.sources import IN_WORDS, Sources
@@ -23,13 +24,14 @@ def check_form(form: Form) -> None:
             need("pyarrow", f"An output of {IN_WORDS[kind]}", BATCH)
 
 
-def check_columns(work: Work, sources: Sources, columns: Columns, *, lines: bool) -> None:
+def check_columns(work: Work, sources: Sources, batch: Batch, *, lines: bool) -> None:
     """Are the columns there that `work` reads, and of its types? lines: they are OpenAI's, which say all themselves.
     Raises ConfigError."""
-    if lines and columns != Columns():
+    columns = batch.columns
+    if lines and (columns != Columns() or batch.task != "generate" or batch.token_ids):
         raise ConfigError(
             "The rows are OpenAI's batch lines, which say themselves what is asked for and how to sample: leave such "
-            "flags out; or, with --no-openai, take the lines for rows like others."
+            "flags out (also --task and --token-ids); or, with --no-openai, take the lines for rows like others."
         )
     if all(file.format == "empty" for file in sources.files):
         return  # there are no rows, so none is wrong
@@ -74,7 +76,7 @@ def validate(work: Work, rows: Iterator[Row]) -> None:
         if why is not None:
             n += 1
             if len(wrong) < MOST_NAMED:
-                wrong.append(why)
+                wrong.append(printable(why))
     if wrong:
         more = f"\n... and {n - len(wrong)} more" if n > len(wrong) else ""
         some = "A row" if n == 1 else f"{n} rows"

@@ -19,6 +19,8 @@ ALONE, GIVEN_UP = 2, 3  # losses of the engine after which a row runs alone, and
 SUSPICIOUS, MOST_LOSSES = 4, 32  # without a row computed in between: what is to run alone goes first; the run ends
 MOST_OPENINGS = 8  # that fail in succession
 MOST_CONDEMNED = 7  # rows, if none was ever computed: with more, the engine is to blame
+CUT = ("length", ["length"])  # ends of answers
+MOST_REFUSED = 600  # times that there is no room for a row though nothing else runs, about a minute
 LOOK = 1.0  # seconds: so often it is asked whether the engine hangs
 
 
@@ -30,7 +32,8 @@ class GivenUp(HibachiError):
 class Counts:
     """What a run did since it was started (not what earlier ones did).
 
-    Tokens: of the prompts of rows that were computed, of these those found in the cache, and new ones.
+    cut: rows whose answers ended because they were as long as they may be, as far as a column says that. Tokens: of the
+    prompts of rows that were computed, of these those found in the cache, and new ones.
     """
 
     rows: int = 0
@@ -40,6 +43,7 @@ class Counts:
     new_tokens: int = 0
     losses: int = 0
     given_up: int = 0  # rows with which the engine was lost too often
+    cut: int = 0
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class _Going:
     prepared: Prepared
     digest: int
     losses: int = 0
+    refused: int = 0  # times, though nothing else ran
 
 
 def digest_of(row: Row) -> int:
@@ -144,8 +149,7 @@ class Drive:
         digest = digest_of(row)
         try:
             if row.error is not None:
-                message = f"{row.place}: {row.error}"
-                raise RowError(message, self.work.refused(row, message))
+                raise RowError(row.error, self.work.refused(row, row.error))
             prepared = self.work.prepare(row)
         except RowError as e:
             self._fail(row.number, digest, e)
@@ -164,10 +168,15 @@ class Drive:
             except RowError as e:
                 self._finish(number)
                 self._fail(number, going.digest, e)
-            except Full:
-                self._put_back(number)
+            except Full as e:
                 if not self._open:
+                    going.refused += 1
+                    if going.refused >= MOST_REFUSED:
+                        self._finish(number)
+                        self._fail(number, going.digest, self.work.lost(number, going.prepared, str(e)))
+                        continue
                     time.sleep(LOOK / 10)
+                self._put_back(number)
                 return
             except Lost as e:
                 self._put_back(number)
@@ -225,6 +234,7 @@ class Drive:
         counts.prompt_tokens += result.prompt_tokens
         counts.cached_tokens += result.cached_tokens
         counts.new_tokens += result.new_tokens
+        counts.cut += result.values.get("finish_reason") in CUT
         self.journal.row(number, digest, result.values)
 
     def _fail(self, number: int, digest: int, error: RowError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.engine.batchengine import Facts
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, printable
 from hibachi.lm.named import model_named
 from hibachi.lm.own import is_own
 from hibachi.lm.texts import Texts
@@ -21,6 +22,7 @@ from hibachi.model.generation import generation_defaults
 from hibachi.model.registry import arch_of
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.offline.batch import PIPE, Batch
+from hibachi.offline.checks import check_columns
 from hibachi.offline.drive import WINDOW_BYTES, WINDOW_ROWS
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.files.sources import Sources, expand
@@ -31,7 +33,7 @@ from hibachi.offline.works.work import Prepared, RowError, Work
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
 from hibachi.progress import duration
-from hibachi.remote.opening import template_of
+from hibachi.remote.opening import sampling_defaults, template_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time
 
@@ -61,7 +63,7 @@ class Forecast:
         """For people."""
         lines = [f"{self.rows:,} rows" + (f", and {self.wrong:,} that cannot be computed" if self.wrong else "")]
         if self.first_wrong is not None:
-            lines.append(f"  the first of these: {self.first_wrong}")
+            lines.append(f"  the first of these: {printable(self.first_wrong)}")
         lines.append(f"{self.prompt_tokens:,} tokens of prompts")
         if self.prompt_tokens:
             share = self.cached_tokens / self.prompt_tokens
@@ -78,7 +80,9 @@ class Forecast:
 
 
 def forecast(batch: Batch, *, report: str | None = None, step_time: str | None = None) -> Forecast:
-    """Read all rows, and compute nothing. report: of an earlier run; step_time: of `hibachi bench fit`.
+    """Read all rows, and compute nothing: of a model from files no weights are loaded; one of your own is made.
+
+    report: of an earlier run; step_time: of `hibachi bench fit`.
 
     Raises ConfigError, InvalidInput, OSError.
     """
@@ -87,23 +91,24 @@ def forecast(batch: Batch, *, report: str | None = None, step_time: str | None =
     earlier, times = _rates(report), None if step_time is None else read_step_time(step_time)
     if PIPE in batch.inputs:
         raise ConfigError("--plan reads the input to its end, after which nothing would be left of a pipe: name files.")
-    sources = Sources(expand(batch.inputs), delimiter=batch.delimiter, encoding=batch.encoding)
+    beside = [os.path.realpath(name) for name in batch.beside]
+    names = [n for n in expand(batch.inputs) if n in batch.inputs or os.path.realpath(n) not in beside]
+    sources = Sources(names, delimiter=batch.delimiter, encoding=batch.encoding)
     texts = _unloaded(batch.settings)
     work = _work(batch, texts, sources)
     found, limits = Forecast(), texts.engine.facts.limits
     cache = _Cache(limits.blocks)
     for prepared in _composed(batch, sources.rows(lambda n: not batch.selects(n), stop=batch.limit), work, found):
-        n = _prompt_tokens(prepared)
+        n, new = prepared.prompt_tokens, prepared.new_tokens
         cached = cache.take(prepared.key) * limits.block_size
         cached = min(cached, n - 1)
-        new = max(prepared.longest - n, 0)
         found.rows += 1
         found.prompt_tokens += n
         found.cached_tokens += cached
         found.new_tokens += new
-        found.longest = max(found.longest, new)
-        found.read += new * (n + new / 2)
-        found.pairs += (n - cached) * (n + cached) / 2
+        found.longest = max(found.longest, prepared.longest_answer)
+        found.read += new * (prepared.longest - prepared.longest_answer / 2)
+        found.pairs += (n - cached) * (prepared.longest - prepared.longest_answer + cached) / 2
     _time(found, limits.rows, earlier, times)
     return found
 
@@ -116,7 +121,8 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
         return texts, template
 
     work: Work
-    if batch.openai if batch.openai is not None else are_lines(sources.columns):
+    lines = batch.openai if batch.openai is not None else are_lines(sources.columns)
+    if lines:
         need("msgspec", "Lines of OpenAI's batches", BATCH)
         from hibachi.offline.works.openai import OpenAIWork
 
@@ -124,14 +130,9 @@ def _work(batch: Batch, texts: Texts, sources: Sources) -> Work:
     else:
         kind = EmbeddingWork if batch.task == "embed" else TextWork
         work = kind(batch.columns, open_, seed=batch.seed)
-    work.check(sources.columns)
+    check_columns(work, sources, batch, lines=lines)
     work.open()
     return work
-
-
-def _prompt_tokens(prepared: Prepared) -> int:
-    ids: Any = prepared.what.ids
-    return len(ids) if isinstance(ids[0], int) else sum(map(len, ids))
 
 
 def _composed(batch: Batch, rows: Iterator[Any], work: Any, found: Forecast) -> Iterator[Prepared]:
@@ -199,7 +200,8 @@ class _NoEngine:
 
 
 def _unloaded(settings: SimpleNamespace) -> Texts:
-    """Texts with a tokenizer and no model. Raises what reading its files raises."""
+    """Texts with a tokenizer and without weights; a model of one's own is made, to see what it says of itself. Raises
+    ConfigError, what reading the model's files raises, and what making one's own raises."""
     rows = settings.max_num_seqs
     size = settings.block_size or BLOCK
     if is_own(settings.model):
@@ -225,6 +227,8 @@ def _unloaded(settings: SimpleNamespace) -> Texts:
             width = 4 if (settings.dtype or files.dtype or "float32") == "float32" else 2
             position = sum(2 * arch.kv_heads * arch.head_dim * width for _ in arch.layers)
             blocks = min(blocks, (settings.kv_cache_memory_bytes or CACHE) // (position * size) + 1)
+    if (given := sampling_defaults(settings.generation_config)) is not None:
+        defaults = given
     if not settings.enable_prefix_caching:
         blocks = 0
     limits = Limits(rows, max(settings.max_num_batched_tokens, rows), 1, max(longest, 2), blocks, size)

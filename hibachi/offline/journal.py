@@ -18,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from hibachi.errors import ConfigError
-from hibachi.offline.whole import sync_folder
+from hibachi.offline.whole import check_regular, lock, sync_folder, unlinked
 
 SYNC_EVERY = 1.0  # seconds
 HEAD, RESULT, FAULT, NOTE = "head", "row", "error", "note"
 _HEAD, _FAULT, _NOTE = (f'["{what}"'.encode() for what in (HEAD, FAULT, NOTE))  # how these lines begin
 _NONE = -1  # the place of a result that is not there
-
-
-class Busy(ConfigError):
-    """Another process writes this output."""
 
 
 class Journal:
@@ -44,11 +40,12 @@ class Journal:
     damaged: list[tuple[int, int]]
 
     def __init__(self, path: str | Path) -> None:
-        """Raises Busy, OSError, and ConfigError for a file that is no journal."""
+        """Raises Busy, OSError, and ConfigError for a file that is no journal, or a link."""
         self.path = Path(path)
-        self._file = open(self.path, "a+b", buffering=1 << 16)  # noqa: SIM115 - it is closed by `close`
+        check_regular(self.path)
+        self._file = open(self.path, "a+b", buffering=1 << 16, opener=unlinked)  # noqa: SIM115 - `close` closes it
         try:
-            _lock(self._file.fileno(), self.path)
+            lock(self._file.fileno(), self.path)
             self._forget_all()
             self._end = self._read()
         except BaseException:
@@ -147,12 +144,28 @@ class Journal:
         """The digest of the row, and what became of it. Raises ConfigError if the line has changed on the disk."""
         if self._dirty:
             self.flush()
-        raw = _line_at(self._file.fileno(), self._places[row])
+        raw = self._line_at(self._places[row])
         text = _checked(raw)
         found = None if text is None else json.loads(text)
         if found is None or found[0] not in (RESULT, FAULT) or found[1] != row:
             raise ConfigError(f"{self.path} has changed while it was used: what it holds of row {row} cannot be read.")
         return found[2], found[3]
+
+    def _line_at(self, at: int) -> bytes:
+        found, want = b"", 1 << 12
+        while True:
+            more = self._read_at(at + len(found), want)
+            found += more
+            end = found.find(b"\n")
+            if end >= 0 or not more:
+                return found[: end + 1]
+            want *= 2
+
+    def _read_at(self, at: int, size: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), size, at)
+        self._file.seek(at)  # on Windows; what is written goes to the end nevertheless
+        return self._file.read(size)
 
     def forget(self, row: int) -> None:
         """It is to be computed again."""
@@ -232,6 +245,7 @@ class Journal:
         with suppress(OSError):
             if not self.heads and not self._end and not self._file.closed:
                 self.path.unlink(missing_ok=True)  # still under the lock
+        with suppress(OSError):
             self._file.close()
 
 
@@ -252,35 +266,3 @@ def _begins_head(raw: bytes) -> bool:
     text = raw[9:]
     checksum = all(c in b"0123456789abcdef" for c in raw[:8]) and raw[8:9] in (b"", b" ")
     return checksum and (text.startswith(_HEAD) or _HEAD.startswith(text))
-
-
-def _line_at(file: int, at: int) -> bytes:
-    found, want = b"", 1 << 12
-    while True:
-        more = os.pread(file, want, at + len(found))
-        found += more
-        end = found.find(b"\n")
-        if end >= 0 or not more:
-            return found[: end + 1]
-        want *= 2
-
-
-def _lock(file: int, path: Path) -> None:
-    """Held until the process ends, however it ends. Raises Busy."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows, where an open file is safe from other writers
-        return
-    busy = f"Another process is at work on this output: it holds {path}. Wait for it, end it, or choose another output."
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Busy(busy) from None
-    except OSError:  # a file system that has no locks
-        return
-    try:
-        gone = not os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        gone = True
-    if gone:  # who held it has just removed it
-        raise Busy(busy)

@@ -21,7 +21,7 @@ class Output:
 
     rows: of the input, those that are part of the run. carried: of whose columns output rows have a copy; None: of
     none. fields: the columns of results; prefix: in front of their names. marks: a text for each of the journal's
-    heads; None: no row is marked. written, failed: rows.
+    heads; None: no row is marked. limit: only so many rows of the input have columns. written, failed: rows.
     """
 
     def __init__(
@@ -35,11 +35,12 @@ class Output:
         fields: Sequence[Field],
         prefix: str = "",
         marks: Sequence[str | None] | None = None,
+        limit: int | None = None,
     ) -> None:
         self._journal, self._rows, self._marks = journal, rows, marks
         names = [Field(prefix + f.name, f.kind) for f in (*fields, *((CHANGED,) if marks else ()))]
         self._names = {f.name: prefix + f.name for f in (*fields, CHANGED)}
-        self._writer: Writer = open_writer(file, form, sources=carried, results=names)
+        self._writer: Writer = open_writer(file, form, sources=carried, results=names, stop=limit)
         self._held: Row | None = None
         self.written = self.failed = 0
 
@@ -58,7 +59,7 @@ class Output:
     def _write(self, row: Row) -> None:
         _, values = self._journal.result(row.number)
         failed = self._journal.failed(row.number)
-        if failed and isinstance(why := values.get("error"), str) and not why.startswith(row.place):
+        if failed and isinstance(why := values.get("error"), str):
             values["error"] = f"{row.place}: {why}"
         named = {self._names.get(name, name): value for name, value in values.items()}
         if self._marks is not None:

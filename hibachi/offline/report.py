@@ -13,11 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, printable
 from hibachi.model.extras import need
 from hibachi.offline.drive import Counts
 from hibachi.offline.runs import Done
 
+REPORT = b'{\n "hibachi":'  # how a report begins
 POINTS = 512  # of the course of a run that are kept, at most twice as many
 
 
@@ -90,9 +91,9 @@ def report(done: Done, course: Course, more: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def text(done: Done, output: str) -> str:
-    """The same in a few lines for people."""
-    counts = done.counts
+def text(done: Done, output: str, *, limited: bool = True) -> str:
+    """The same in a few lines for people. limited: the command says how many new tokens a row may get."""
+    counts, output = done.counts, printable(output)
     if done.status == "done before":
         return f"{output} is finished: {done.rows:,} rows, {done.failed:,} failed. There was nothing to do."
     lines = []
@@ -108,13 +109,27 @@ def text(done: Done, output: str) -> str:
         )
     if counts.losses:
         lines.append(f"The engine was lost {counts.losses} times; {counts.given_up} rows were given up.")
-    lines += [f"{what}: {n:,} times" for what, n in sorted(done.remarks.items())]
+    computed = counts.rows - counts.failed
+    if not limited and 2 * counts.cut > computed:
+        lines.append(
+            f"{counts.cut:,} of {computed:,} answers were cut off, as rows get 16 new tokens unless the model's "
+            f"generation config says otherwise: --max-tokens N allows more."
+        )
+    lines += [f"{printable(what)}: {n:,} times" for what, n in sorted(done.remarks.items())]
     return "\n".join(lines)
 
 
 def write(path: str, told: Mapping[str, Any]) -> None:
     """Raises OSError."""
     Path(path).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def is_told(path: str) -> bool:
+    """Is the file a report or picture of an earlier run, or empty? Then a folder of rows may have it; what else it has
+    may be somebody's rows. Raises OSError."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    return not head or head.startswith((REPORT, b"\x89PNG", b"<?xml"))
 
 
 def check_plot(path: str) -> None:

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.offline.batch import PIPE, Batch
-from hibachi.offline.checks import apart, check_columns, check_form, check_names, validate
+from hibachi.offline.checks import check_columns, check_form, check_names, validate
 from hibachi.offline.drive import Counts, Drive
-from hibachi.offline.files.rows import InvalidInput, Row
+from hibachi.offline.files.rows import InvalidInput
 from hibachi.offline.files.sources import Sources
 from hibachi.offline.files.writers import Field, Form, form_of
 from hibachi.offline.input import Input, same_input
@@ -60,8 +60,11 @@ class Watcher:
     def says(self, line: str) -> None:
         """Something that a person should know."""
 
+    def loaded(self, batch: Batch, about: str) -> None:
+        """The model is loaded, or the server found. about: what it is, and where it runs, in a few words."""
+
     def begins(self, batch: Batch, drive: Drive, journal: Journal, sources: Sources) -> None:
-        """The model is loaded."""
+        """Rows are about to be computed, if any are left."""
 
     def turn(self, counts: Counts) -> None:
         """Some rows are done."""
@@ -98,14 +101,16 @@ class _Run:
         check_form(self._form)
         journal_path = self._paths()
         own = [path for path in (self._path, self._errors_path) if path is not None and journal_path.exists()]
-        self._input = Input(batch, spool=journal_path.with_name("input"), own=own)
+        own += [Path(os.path.realpath(name)) for name in batch.beside]
+        self._input = Input(batch, spool=journal_path.with_name("input"), own=own, says=self._watcher.says)
         self._sources = self._input.sources
         self._check_places(journal_path)
+        self._columns = self._sources.columns
         self._lines = batch.openai if batch.openai is not None else are_lines(self._sources.columns)
         self._journal = journal = Journal(journal_path)
         self._stack.callback(journal.close)
         reader = self._work(0, reading=True)
-        check_columns(reader, self._sources, batch.columns, lines=self._lines)
+        check_columns(reader, self._sources, batch, lines=self._lines)
         self._check_names(reader)
         head = {"created": self._created(), "input": self._input.digests, **batch.facts(self._lines)}
         changed = self._compare(head, reader)
@@ -116,8 +121,11 @@ class _Run:
             return finished
         for line, at in journal.damaged:
             self._watcher.says(f"{journal.path}, line {line} (byte {at}) is damaged; what it held is computed again.")
+        if reader.carries:
+            self._columns = self._input.columns(self._form)
+            self._check_names(reader)
         if batch.validate:
-            validate(reader, apart(self._input.rows(), reader, batch.prefix))
+            validate(reader, self._input.read(reader))
         if batch.retry_errors:
             self._forget_errors()
         return self._compute(self._work(head["created"]), head, changed)
@@ -131,7 +139,10 @@ class _Run:
         self._errors_path = None if batch.errors is None else Path(os.path.realpath(batch.errors))
         if self._path is not None and not self._piped:
             return self._path.with_name(self._path.name + ".journal")
-        folder = Path(tempfile.mkdtemp(prefix="hibachi-batch-"))
+        prefix, near = "hibachi-batch-", None
+        if self._path is not None and os.access(self._path.parent, os.W_OK):
+            prefix, near = f"{self._path.name}.", self._path.parent  # where there is room for what is as large
+        folder = Path(tempfile.mkdtemp(".tmp", prefix, near))
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder / "journal"
 
@@ -171,7 +182,7 @@ class _Run:
         """Result columns that the input has as well would hide these. Raises ConfigError."""
         if work.carries:
             fields = [*work.fields, CHANGED] if self._batch.accept_changes else work.fields
-            check_names([self._batch.prefix + f.name for f in fields], self._sources.columns)
+            check_names([self._batch.prefix + f.name for f in fields], self._columns)
 
     # ---- is it the run that the journal is of? -----------------------------------------------------------------
 
@@ -183,6 +194,7 @@ class _Run:
         last = self._journal.heads[-1]
         if same := same_input(last, head):
             head["input"] = last["input"]
+            self._input.rename(list(last["input"]))
         changed = list(told.differences({key: last.get(key) for key in head}, head))
         if same or self._takes_changes:
             return self._accepted(changed)
@@ -214,6 +226,7 @@ class _Run:
         """Returns what differs then: nothing."""
         self._watcher.says("What was done before differs, so this run begins anew.")
         self._journal.clear()
+        self._input.rename(self._input.names)
         head |= {"created": self._now, "input": self._input.digests}
         return []
 
@@ -282,7 +295,7 @@ class _Run:
             journal.sync()
             failure = None
             if drive.failed is not None:
-                failure = _placed(next(self._input.rows(lambda n: n != drive.failed_at)), str(drive.failed))
+                failure = f"{next(self._input.rows(lambda n: n != drive.failed_at)).place}: {drive.failed}"
             return self._done("interrupted", drive.counts, journal.done, journal.failures, failure=failure)
         self._watcher.writes()
         output = self._write(work) if piece is None else self._end_pipe(piece)
@@ -295,6 +308,7 @@ class _Run:
         closing = self._stack.enter_context(ExitStack())
         closing.push(partial(_close, work))
         self._about = opened.about
+        self._watcher.loaded(self._batch, opened.about)
         self._check_names(work)  # once more: a model without a tokenizer has other results
         journal = self._journal
         before = journal.heads[-1].get("engine") if journal.heads else None
@@ -327,6 +341,7 @@ class _Run:
             fields=[Field(*f) for f in last["fields"]] if "fields" in last else work.fields,
             prefix=self._batch.prefix,
             marks=marks,
+            limit=self._batch.limit,
         )
 
     def _write(self, work: Work) -> Output:
@@ -391,8 +406,3 @@ def _close(work: Work, error: object, *_: object) -> None:
     if error is not None:
         work.abandon()
     work.close()
-
-
-def _placed(row: Row, why: str) -> str:
-    """The error of a row, with where that stands."""
-    return why if why.startswith(row.place) else f"{row.place}: {why}"

@@ -25,7 +25,7 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts, str | N
 
     Raises what making a model raises, and ConfigError.
     """
-    template, defaults = template_of(settings.chat_template), _defaults(settings.generation_config)
+    template, defaults = template_of(settings.chat_template), sampling_defaults(settings.generation_config)
     make = RemoteLLM if settings.engine == "child" else open_texts
     texts = make(settings.model, **engine_options(settings), **more)
     try:
@@ -113,7 +113,7 @@ def template_of(given: str | None) -> str | None:
     return given
 
 
-def _defaults(which: str) -> SamplingParams | None:
+def sampling_defaults(which: str) -> SamplingParams | None:
     """Of requests that do not say how to sample; None: as the model's files say. Raises ConfigError."""
     if which == "auto":
         return None

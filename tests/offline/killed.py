@@ -40,7 +40,7 @@ class Places:
 
         def opened(path, mode="r", *rest, **more):
             file = real_open(path, mode, *rest, **more)
-            if isinstance(path, (str, Path)) and mode[0] in "wa" and Path(path).parent == Path.cwd():
+            if isinstance(path, (str, Path)) and mode[0] in "wax" and Path(path).parent == Path.cwd():
                 self.at(f"opened {Path(path).suffix}")
             return file
 

@@ -101,3 +101,13 @@ class NaN:
 class Few:
     def forward(self, x):
         return x.sum(-1)[:0]
+
+
+class Complex:
+    def forward(self, x):
+        return x.sum(-1) + 1j
+
+
+class Long:
+    def forward(self, x):
+        return x.sum(-1).astype(np.longdouble)

@@ -218,6 +218,30 @@ def test_a_later_row_with_the_name_of_a_result_is_an_error(runs):
     assert runs({"in.jsonl": given}, "--validate") == 1 and "line 2" in runs.told
 
 
+@pytest.mark.parametrize("out", ["out.csv", "out.parquet"])
+def test_a_later_name_of_a_result_is_refused_before_all_is_computed_where_columns_are_fixed(runs, out):
+    if out.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    given = {"in.jsonl": [{"prompt": "a"}, {"prompt": "b", "output": "mine"}, {"prompt": "c", "x": 1}]}
+    assert runs(given, "--max-tokens", "1", out=out) == 1
+    assert "a column 'output'" in runs.told and "--result-prefix" in runs.told and not runs.loaded
+    assert runs(given, "--max-tokens", "1", "--limit", "1", out=out) == 0, "rows that are not of the run do not count"
+    assert runs(given, "--max-tokens", "1", "--result-prefix", "r_", out=out) == 0
+    if out == "out.csv":
+        assert (runs.folder / out).read_text().startswith("prompt,output,x,r_output,")
+        assert runs(given, "--max-tokens", "1", "--result-prefix", "r_", "--limit", "2", out=out) == 0
+        assert (runs.folder / out).read_text().startswith("prompt,output,r_output,")
+
+
+def test_columns_that_parquet_cannot_have_are_refused_before_a_model_is_loaded(runs):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, column in (("a", [1]), ("b", [{"y": 1}])):
+        parquet.write_table(pa.table({"prompt": ["x"], "x": column}), runs.folder / f"{name}.parquet")
+    given = {f"{name}.parquet": (runs.folder / f"{name}.parquet").read_bytes() for name in "ab"}
+    assert runs(given, "--max-tokens", "1", out="out.parquet") == 1
+    assert "column 'x': expected one type" in runs.told and not runs.loaded
+
+
 # ---- rows through a model --------------------------------------------------------------------------------------------
 
 GOOD = {"a": "She was", "b": [1, 2, 3], "c": "日本"}
@@ -318,6 +342,18 @@ def test_chats(runs):
     plain = runs.of([{"prompt": "[system]Be {brief} é[user]hi"}], "--max-tokens", "4", "--temperature", "0")
     assert plain[0]["output"] == one["output"]
     assert runs({"in.jsonl": [{"prompt": "hi"}]}, "--chat") == 1 and "--chat-template" in runs.told
+
+
+def test_templates_take_the_start_of_the_run_for_the_present(runs, monkeypatch):
+    flags = ("--max-tokens", "4", "--temperature", "0")
+    [year] = runs.of([{"prompt": "1971"}], *flags)
+    given = {"in.jsonl": [{"prompt": "hi"}, {"prompt": "you"}]}
+    chat = ("--chat", "--chat-template", "{{ strftime_now('%Y') }}", *flags)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(365 * 86400))
+    assert runs(given, *chat, "--limit", "1") == 0
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(10000 * 86400))
+    assert runs(given, *chat, again=True) == 0
+    assert [row["output"] for row in runs.rows()] == [year["output"]] * 2, "also of what is computed days later"
 
 
 def test_embeddings(runs):

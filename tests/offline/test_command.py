@@ -200,13 +200,14 @@ def test_files_that_are_refused(runs, name, given, words):
     assert not (runs.folder / "out.jsonl").exists() and "go on where it was" not in runs.told
 
 
-def test_what_lies_before_the_end_of_a_truncated_file_is_kept(runs):
+@pytest.mark.parametrize("out", ["out.jsonl", "out.csv"])
+def test_what_lies_before_the_end_of_a_truncated_file_is_kept(runs, out):
     rows = [json.dumps({"prompt": f"{i} {os.urandom(8).hex()}"}) for i in range(300)]
     whole = gzip.compress("".join(row + "\n" for row in rows).encode())
-    assert runs({"in.jsonl.gz": whole[: len(whole) // 2]}, "--max-tokens", "1", "--temperature", "0") == 1
+    assert runs({"in.jsonl.gz": whole[: len(whole) // 2]}, "--max-tokens", "1", "--temperature", "0", out=out) == 1
     assert "ends in the middle" in runs.told and "go on where it was" in runs.told
-    assert not (runs.folder / "out.jsonl").exists()
-    done = (runs.folder / "out.jsonl.journal").read_text().count('["row",')
+    assert not (runs.folder / out).exists()
+    done = (runs.folder / f"{out}.journal").read_text().count('["row",')
     assert 50 < done < 250
 
 
@@ -274,7 +275,7 @@ def test_exit_statuses(runs):
         (("--limit", "0"), "at least 1"),
         (("--report", "{in}"), "expected another file for its report"),
         (("--plot", "x.pdf"), ".png or .svg"),
-        (("--report", "{no}/r.json"), "No such file"),
+        (("--report", "{no}/r.json"), "in a folder that is there"),
         (("--errors", "{in}"), "is an input"),
         (("--format", "x"), "expected jsonl, csv"),
         (("--delimiter", "ab"), "one character"),
@@ -323,6 +324,101 @@ def test_a_report_says_how_it_went(runs):
     told = json.loads(file.read_text())
     assert told["rows"] == 2 and told["failed"] == 1 and told["status"] == "done"
     assert "2 rows, 1 failed" in " ".join(runs.said())
+
+
+def test_a_report_is_never_an_input_and_never_in_the_place_of_one(runs):
+    folder = runs.folder / "d"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"prompt": "a"}\n')
+    out = runs.folder / "out.jsonl"
+    words = ["run-batch", "-i", str(folder), "-o", str(out), "--engine", "own", *GREEDY]
+    taken = (folder / "a.jsonl", f"{out}.journal", f"{out}.part", out, folder)
+    for file in taken:
+        assert main([*words, "--report", str(file)]) == 1
+    (folder / "none").mkdir()
+    errors = ["--errors", str(runs.folder / "e.jsonl"), "--report", str(runs.folder / "e.jsonl")]
+    assert main([*words, *errors]) == 1
+    assert "".join(runs.said()).count("another file for its report") == len(taken) + 1
+    assert [f.name for f in sorted(runs.folder.iterdir())] == ["d"] and not runs.loaded
+    assert sorted(f.name for f in folder.iterdir()) == ["a.jsonl", "none"]
+    assert (folder / "a.jsonl").read_text() == '{"prompt": "a"}\n'
+    for _ in range(2):  # the second time it is there
+        out.unlink(missing_ok=True)
+        assert main([*words, "--report", str(folder / "r.json")]) == 0
+        assert [row["prompt"] for row in runs.rows()] == ["a"]
+    assert main([*words, "--plan", "--report", str(folder / "r.json")]) == 0
+    assert "1 rows\n" in "\n".join(runs.said())
+    pytest.importorskip("matplotlib")
+    assert main([*words, "--report", str(folder / "r.svg"), "--plot", str(folder / "r.svg")]) == 1
+    assert "another file for its report" in "".join(runs.said())
+
+
+def test_a_finished_run_leaves_the_report_as_it_is(runs):
+    file, given = runs.folder / "r.json", {"in.jsonl": [{"prompt": "a"}]}
+    assert runs(given, *GREEDY, "--report", str(file)) == 0
+    before = file.read_text()
+    assert runs(given, *GREEDY, "--report", str(file), again=True) == 0 and file.read_text() == before
+    (runs.folder / "out.jsonl").unlink()  # only to be written again
+    assert runs(given, *GREEDY, "--report", str(file), again=True) == 0 and file.read_text() == before
+    file.unlink()
+    assert runs(given, *GREEDY, "--report", str(file), again=True) == 0 and file.exists()
+
+
+STEERS = "\x1b]0;x\x07\x9b2J\u202e"
+
+
+def test_nothing_that_rows_say_steers_the_terminal(runs):
+    def clean(text):
+        return not any(c in text for c in STEERS if not c.isprintable()) and "\\x1b" in text and "\\u202e" in text
+
+    named = f"a\n{STEERS}.jsonl"
+    given = {named: ["{", {"prompt": "a"}]}
+    assert runs(given, *GREEDY, "--fail-fast") == 3 and clean(runs.told)
+    assert runs(given, *GREEDY, "--validate") == 1 and clean(runs.told) and "a\\n" in runs.told
+    assert runs(given, "--plan") == 0 and clean("\n".join(runs.said()))
+    assert runs({named: "[]"}) == 1 and clean(runs.told)
+    assert main(["generate", "--model", f"/no/{STEERS}"]) == 1 and clean("\n".join(runs.said()))
+    [row] = runs.of([{"prompt": STEERS}], *GREEDY)
+    assert row["prompt"] == STEERS
+
+
+def test_it_says_what_computes_and_when_answers_were_cut(runs):
+    given = {"in.jsonl": [{"prompt": "She was"}, {"prompt": "The"}, {"prompt": ""}]}
+    assert runs(given, "--param", "ignore_eos=true") == 3
+    assert "Model: tiny, the model that ships with hibachi (--model names another); numpy" in runs.told
+    said = "\n".join(runs.said())
+    assert "2 of 2 answers were cut off" in said and "--max-tokens N" in said and "Model:" not in said
+    assert runs(given, *GREEDY) == 3 and "cut off" not in "\n".join(runs.said())
+    assert runs({"in.jsonl": [{"prompt": "a", "stop": ["a", "e", " "]}]}, "--param-column", "stop=stop") == 0
+    assert "cut off" not in "\n".join(runs.said())
+
+
+def test_what_takes_long_is_said(runs, monkeypatch):
+    given = {"in.jsonl": [{"prompt": "a"}]}
+    assert runs(given, *GREEDY) == 0 and "Reading" not in runs.told and "Writing" not in runs.told
+    monkeypatch.setattr("hibachi.offline.input.LARGE", 10)
+    monkeypatch.setattr("hibachi.cli.rowsview.LARGE", 10)
+    assert runs(given, *GREEDY) == 0
+    assert "Reading the input (0.0 GiB)" in runs.told and f"Writing {runs.folder / 'out.jsonl'} ..." in runs.told
+
+
+def test_what_ends_a_run_in_its_midst_says_how_to_go_on(runs, monkeypatch):
+    from hibachi.errors import ConfigError
+
+    def wait(self, timeout):
+        raise ConfigError("401: who are you?")
+
+    monkeypatch.setattr("hibachi.offline.works.textwork.TextWork.wait", wait)
+    assert runs({"in.jsonl": [{"prompt": "a"}]}, *GREEDY) == 1
+    assert "401: who are you?\nRun the same command again to go on" in runs.told
+
+
+@pytest.mark.parametrize("flags", [("--task", "embed"), ("--token-ids",), ("--max-tokens", "3")])
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_flags_that_lines_say_themselves_are_refused(runs, flags, plan):
+    pytest.importorskip("msgspec")
+    given = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}]
+    assert runs({"in.jsonl": given}, *flags, *plan) == 1 and "leave such flags out" in runs.told and not runs.loaded
 
 
 def test_standard_output(runs):

@@ -4,7 +4,7 @@ import pytest
 
 from hibachi.errors import EngineFailed
 from hibachi.offline import drive as module
-from hibachi.offline.drive import GIVEN_UP, MOST_CONDEMNED, MOST_LOSSES, Drive, GivenUp, digest_of
+from hibachi.offline.drive import GIVEN_UP, MOST_CONDEMNED, MOST_LOSSES, MOST_REFUSED, Drive, GivenUp, digest_of
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.journal import Journal
 from hibachi.offline.works.work import Full, Lost, Prepared, Result, RowError, Told
@@ -185,7 +185,7 @@ def test_a_row_larger_than_the_window_is_computed(journal, monkeypatch):
 def test_what_is_wrong_with_a_row_becomes_its_result(journal):
     given = [*rows([0]), *rows([1], "no JSON"), *rows(range(2, 6))]
     done = drive(Scripted(wrong={2}, unfit={3}, bad={4}), journal, iter(given))
-    assert results(journal) == right(6, _1="in, line 2: no JSON", _2="wrong", _3="unfit", _4="bad")
+    assert results(journal) == right(6, _1="no JSON", _2="wrong", _3="unfit", _4="bad")
     assert journal.result(1)[1]["refused"] and done.counts.failed == 4 and done.counts.rows == 6
 
 
@@ -343,6 +343,21 @@ def test_an_engine_that_cannot_be_opened_again_ends_the_run(journal):
     with pytest.raises(GivenUp, match="could not be started again: no memory"):
         drive(work, journal, 4)
     assert results(journal) == {}
+
+
+def test_a_row_for_which_there_is_never_room_becomes_an_error(journal, no_sleep):
+    work, tried = Scripted(2), []
+
+    def start(number, prepared):
+        if number == 2:
+            tried.append(list(work.has))
+            raise Full("too large")
+        Scripted.start(work, number, prepared)
+
+    work.start = start
+    done = drive(work, journal, 6)
+    assert results(journal) == right(6, _2="too large") and journal.result(2)[1]["lost"]
+    assert len([has for has in tried if not has]) == MOST_REFUSED == len(no_sleep) + 1 and done.counts.failed == 1
 
 
 # ---- stopped ---------------------------------------------------------------------------------------------------------

@@ -70,6 +70,40 @@ def test_a_plan_loads_no_weights_and_reads_openai_lines(tmp_path, batch, monkeyp
     assert (plan.rows, plan.wrong, plan.prompt_tokens, plan.new_tokens) == (1, 1, 3, 7)
 
 
+def test_a_plan_counts_all_answers_of_a_row(tmp_path, batch):
+    (tmp_path / "in.jsonl").write_text('{"tokens": [3, 4, 5], "n": 3}\n')
+    batch.columns = Columns(
+        tokens="tokens", params={"max_tokens": 5, "ignore_eos": True, "temperature": 1}, param_columns={"n": "n"}
+    )
+    plan, done = forecast(batch), run(batch)
+    assert plan.new_tokens == done.counts.new_tokens == 15 and plan.longest == 5 and plan.prompt_tokens == 3
+    batch.columns = Columns(tokens="tokens", params={"max_tokens": 5, "best_of": 4})
+    assert forecast(batch).new_tokens == 20
+    batch.columns, batch.task = Columns(tokens="tokens"), "embed"
+    assert (forecast(batch).new_tokens, forecast(batch).longest) == (0, 0)
+
+
+def test_a_plan_of_a_line_with_several_prompts(tmp_path, batch):
+    pytest.importorskip("msgspec")
+    batch.columns = Columns()
+    body = {"prompt": [[3, 4, 5], [3]], "max_tokens": 7, "n": 2, "ignore_eos": True}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    plan, done = forecast(batch), run(batch)
+    assert plan.prompt_tokens == done.counts.prompt_tokens == 4
+    assert plan.new_tokens == done.counts.new_tokens == 28 and plan.longest == 7
+
+
+def test_a_plan_takes_defaults_from_where_the_run_does(tmp_path, batch):
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "generation_config.json").write_text('{"max_new_tokens": 9}')
+    batch.columns = Columns(tokens="tokens")
+    batch.settings.generation_config = str(tmp_path / "g")
+    assert forecast(batch).longest == 9
+    batch.settings.generation_config = "vllm"
+    assert forecast(batch).longest == 16
+
+
 def test_times_come_from_an_earlier_report_or_from_measured_steps(tmp_path, batch):
     seen = Seen()
     done = run(batch, seen)

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 import zlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hibachi.errors import ConfigError
 from hibachi.offline import journal as module
-from hibachi.offline.journal import Busy, Journal
+from hibachi.offline.journal import Journal
+from hibachi.offline.whole import Busy, into_place
 
 HEAD = {"created": 7, "input": {"a.jsonl": "3 bytes"}}
 
@@ -236,10 +239,98 @@ def test_a_journal_that_says_nothing_is_removed(path, of):
 
 
 def test_a_file_that_its_holder_has_just_removed_is_not_used(path, monkeypatch, of):
-    stat = os.stat
-    monkeypatch.setattr(module.os, "stat", lambda p, *a, **k: (path.unlink(missing_ok=True), stat(p, *a, **k))[1])
+    fstat = os.fstat
+    monkeypatch.setattr(module.os, "fstat", lambda file: (path.unlink(missing_ok=True), fstat(file))[1])
     with pytest.raises(Busy):
         of(path)
+
+
+def test_a_link_is_not_followed(tmp_path, path, of):
+    other = tmp_path / "other"
+    path.symlink_to(other)
+    with pytest.raises(ConfigError, match="a link, or no regular file"):
+        of(path)
+    assert not other.exists() and path.is_symlink()
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """As if this were Windows, as far as locks and reading are concerned. locked: the places of the bytes."""
+    locked = []
+
+    def locking(file, mode, n):
+        if locked:
+            raise PermissionError("locked")
+        locked.append(os.lseek(file, 0, os.SEEK_CUR))
+
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(os, "pread")
+    return locked
+
+
+def test_on_windows_a_byte_is_locked_that_no_file_has_and_results_are_read(path, of, windows):
+    journal = of(path)
+    with pytest.raises(Busy):
+        of(path)
+    journal.head(HEAD)
+    journal.row(0, 1, {"n": "x" * 10_000})
+    assert journal.result(0) == (1, {"n": "x" * 10_000})
+    journal.row(1, 2, {"n": 5})
+    assert journal.result(1) == (2, {"n": 5}) and windows[0] > 1 << 30
+    journal.close()
+    windows.clear()
+    assert of(path).result(1) == (2, {"n": 5})
+
+
+# ---- files that are whole or not there -------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_by_one_process_at_a_time(tmp_path):
+    out, part = tmp_path / "out", tmp_path / "out.part"
+    part.write_text("of a run that was killed")
+    with into_place(out, lambda sealed: None) as file:
+        file.write(b"first")
+        with pytest.raises(Busy), into_place(out, lambda sealed: None):
+            pass
+        assert part.exists() and not out.exists()
+    assert out.read_bytes() == b"first" and not part.exists()
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path):
+    other, part = tmp_path / "other", tmp_path / "out.part"
+    part.symlink_to(other)
+    with pytest.raises(ConfigError, match="a link, or no regular file"), into_place(tmp_path / "out", lambda s: None):
+        pass
+    assert not other.exists() and part.is_symlink()
+
+
+def test_a_link_that_somebody_is_quick_to_put_there_is_not_followed(tmp_path, monkeypatch):
+    other, part = tmp_path / "other", tmp_path / "out.part"
+    part.write_text("left")
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **more: (unlink(self, **more), self.symlink_to(other)))
+    with pytest.raises(Busy), into_place(tmp_path / "out", lambda s: None):
+        pass
+    assert not other.exists()
+
+
+def test_what_is_written_is_the_runs_until_it_has_its_name(tmp_path):
+    out = tmp_path / "out"
+
+    def before(sealed):
+        with pytest.raises(Busy), into_place(out, lambda s: None):
+            pass
+
+    with into_place(out, before) as file:
+        file.write(b"first")
+    assert out.read_bytes() == b"first"
+
+
+def test_on_windows_a_file_takes_its_name_too(tmp_path, windows):
+    with into_place(tmp_path / "out", lambda s: None) as file:
+        file.write(b"x")
+    assert file.closed and (tmp_path / "out").read_bytes() == b"x" and windows[0] > 1 << 30
 
 
 def test_a_head_is_on_the_disk_and_so_is_the_name_of_the_file(path, of, monkeypatch):

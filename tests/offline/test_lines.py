@@ -178,6 +178,34 @@ def test_a_duplicate_is_known_after_a_resume(runs):
     assert [row["error"] for row in runs.rows()] == [row["error"] for row in resumed]
 
 
+def test_a_line_that_could_not_be_read_makes_no_later_one_a_duplicate(runs):
+    row = f'x,{TEXT},"{{""prompt"": ""a"", ""max_tokens"": 1}}"'
+    given = {"in.csv": f"custom_id,url,body\n{row},more\n{row}\n"}
+    assert runs(given, "--fail-fast") == 3 and not (runs.folder / "out.jsonl").exists()
+    assert runs(given, again=True) == 3
+    assert [row["response"]["status_code"] for row in runs.rows()] == [400, 200]
+
+
+def test_shards_are_the_whole_also_where_a_name_comes_in_two(runs, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    given = [short("a"), short("b"), short("c"), short("a"), short("b"), {**short("d"), "method": "GET"}, short("d")]
+    assert runs({"in.jsonl": given}) == 3
+    whole = runs.rows()
+    assert [row["error"] is None for row in whole] == [True, True, True, False, False, False, False]
+    shards = [runs.of(given, "--shard", f"{i}/2") for i in (1, 2)]
+    assert shards == [whole[::2], whole[1::2]]
+    assert runs({"in.jsonl": given}, "--shard", "1/2", "--validate") == 1 and "line 5: custom_id 'b'" in runs.told
+    assert runs({"in.jsonl": given}, "--shard", "2/2", "--validate", "--limit", "3") == 0
+
+
+def test_templates_take_the_start_of_the_run_for_the_present(runs, monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", str(365 * 86400))
+    chat = line("a", CHAT, messages=HI, max_tokens=3, temperature=0)
+    plain = line("b", prompt="1971", max_tokens=3, temperature=0)
+    bodies = [row["response"]["body"] for row in runs.of([chat, plain], "--chat-template", "{{ strftime_now('%Y') }}")]
+    assert bodies[0]["choices"][0]["message"]["content"] == bodies[1]["choices"][0]["text"]
+
+
 def test_a_line_that_is_no_json_is_answered_with_its_place(runs):
     assert runs({"in.jsonl": [short("a"), "{bad", short("b")]}, "--errors", str(runs.folder / "e.jsonl")) == 3
     rows = runs.rows()
@@ -193,6 +221,24 @@ def test_v29_with_validate_nothing_runs_and_each_wrong_line_is_named(runs):
         assert words in runs.told
     assert not runs.loaded and not (runs.folder / "out.jsonl").exists()
     assert runs({"in.jsonl": [short("a"), short("b")]}, "--validate") == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (short("a", model="nope"), "'nope' is not the one that runs"),
+        (short("a", temperature=-1), "temperature"),
+        (line("a", prompt=[]), "prompt is empty"),
+        (line("a", prompt="x", best_of=2, n=3), "best_of"),
+        (line("a", CHAT, messages=[]), "messages is empty"),
+        (line("a", CHAT, messages=HI, top_logprobs=1), "top_logprobs needs logprobs"),
+        (line("a", VECTOR, input=[]), "input is empty"),
+        (line("a", VECTOR, input="x", dimensions=3), "dimensions"),
+    ],
+)
+def test_with_validate_all_is_judged_that_needs_no_model(runs, wrong, words):
+    assert runs({"in.jsonl": [wrong]}, "--validate") == 1
+    assert "line 1: " in runs.told and words in runs.told and not runs.loaded
 
 
 def test_names_that_lines_may_call_the_model(runs):

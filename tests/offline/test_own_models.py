@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.offline.works.ownwork import numbers
+from hibachi.offline.works import choose
+from hibachi.offline.works.ownwork import host, numbers
+from hibachi.offline.works.work import RowError
 
 FILE = Path(__file__).with_name("own.py")
 TABLE = "a,b,label\n1,2,x\n3.5,4,y\nfoo,4,z\n13,1,q\n,1,q\nTrue,1,w\n1e300,1,w\n"
@@ -151,6 +153,52 @@ def test_the_dtype_of_inputs(runs):
         -4,
     ]
     assert runs({"in.jsonl": lists}, *flags, "--dtype", "bfloat16") == 1 and "bfloat16" in runs.told
+
+
+@pytest.mark.parametrize("task", [FORWARD, ("--tokens-column", "t", "--max-tokens", "2")])
+def test_what_may_change_bits_makes_the_run(runs, task):
+    pytest.importorskip("array_api_strict")
+    given = {"in.jsonl": [{"a": 1, "b": 2, "t": [1]}, {"a": 3, "b": 4, "t": [3]}]}
+    flags = (*own("Sums" if task is FORWARD else "Tokens"), *task)
+    assert runs(given, *flags, "--limit", "1") == 0
+    assert runs(given, *flags, "--dtype", "int32", again=True) == 1 and "engine.dtype: " in runs.told
+    assert (
+        runs(given, *flags, "--backend", "array_api_strict", again=True) == 1 and "engine.backend: numpy" in runs.told
+    )
+    assert runs(given, *flags, again=True) == 0 and len(runs.rows()) == 2
+
+
+@pytest.mark.parametrize("name", ["FeedforwardBatchInference", "AutoregressiveBatchInference"])
+@pytest.mark.parametrize("seconds", ["7", "0"])
+def test_how_long_an_engine_may_hang_is_told_it(runs, monkeypatch, name, seconds):
+    made, engine = [], getattr(choose, name)
+
+    def make(*args, **options):
+        made.append(options["stall_after"])
+        return engine(*args, **options)
+
+    monkeypatch.setattr(choose, name, make)
+    flags = (*own("Sums"), *FORWARD) if name.startswith("Feed") else (*own("Tokens"), "--tokens-column", "t")
+    assert runs({"in.jsonl": [{"a": 1, "b": 2, "t": [6]}]}, *flags, "--stall-after", seconds) == 0
+    assert made == [7.0 if seconds == "7" else None]
+
+
+def test_outputs_that_json_has_not_are_errors_of_their_rows(runs):
+    flags = ("--task", "forward", "--feature-columns", "a")
+    [row] = runs.of([{"a": 1}], *own("Complex"), *flags)
+    assert row["output"] is None and "cannot be written: expected numbers; got the dtype complex" in row["error"]
+    assert outputs(runs.of([{"a": 1}], *own("Long"), *flags)) == [1.0]
+
+
+def test_what_json_has_of_arrays():
+    for other in (np.array([{}]), np.array(["2020"], "datetime64[D]"), np.array([b"x"]), np.zeros(1, "i4,i4")):
+        with pytest.raises(RowError, match="dtype"):
+            host(other)
+    found = [host(np.array([1.5, 2], kind)).tolist() for kind in (np.float16, np.float32, np.longdouble)]
+    assert found == [[1.5, 2.0]] * 3 and all(type(x) is float for row in found for x in row)
+    assert host(np.array([True])).tolist() == [True] and host(2**40).tolist() == 2**40
+    small = pytest.importorskip("ml_dtypes").bfloat16
+    assert host(np.array([1.5], small)).tolist() == [1.5]
 
 
 @pytest.mark.parametrize("name, errors", [("NaN", [None, "NaN"]), ("Few", ["must return shape", "must return shape"])])

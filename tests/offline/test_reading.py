@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hibachi.errors import ConfigError
-from hibachi.offline.files import delimited, jsonl
+from hibachi.offline.files import compressed, delimited, jsonl
 from hibachi.offline.files.rows import InvalidInput, Row
 from hibachi.offline.files.sources import Sources, expand
 
@@ -43,6 +44,36 @@ def read(*paths, **options):
 def brief(rows):
     """(number, line, values, or words of the error)."""
     return [(row.number, row.line, row.error or row.values) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_with_a_stop_nothing_is_read_after_the_last_row(made, monkeypatch, name):
+    lines = b"n\n" + b"1\n" * 50 if "csv" in name else b'{"n": 1}\n' * 50
+    path, asked = made(name, gzip.compress(lines) if name.endswith("gz") else lines), []
+    sources = Sources([path])
+    real = jsonl.read if "jsonl" in name else delimited.read
+
+    def watched(content, *rest):
+        *rest, skip = rest
+        return real(content, *rest, lambda number: bool(asked.append(number)) or skip(number))
+
+    monkeypatch.setattr(jsonl if "jsonl" in name else delimited, "read", watched)
+    assert [row.number for row in sources.rows(stop=3)] == [0, 1, 2] and max(asked) == 2
+    assert [row.number for row in sources.rows(lambda n: n > 0, stop=3)] == [0] and max(asked) == 2
+    assert len(list(sources.rows(stop=99))) == 50
+
+
+def test_with_a_stop_no_further_file_is_opened(made, monkeypatch):
+    pq.write_table(pa.table({"n": [5, 6, 7]}), one := made("a.parquet", b""))
+    two, opened = made("b.jsonl", '{"n": 1}\n' * 3), []
+    sources = Sources([one, two])
+    real = compressed.opened
+    monkeypatch.setattr(compressed, "opened", lambda path, kind: opened.append(path) or real(path, kind))
+    for stop in (1, 2, 3):
+        for skip in (None, lambda n: n == 0):
+            want = [n for n in range(stop) if skip is None or n]
+            assert [row.number for row in sources.rows(skip, stop=stop)] == want and opened == []
+    assert [row.number for row in sources.rows(lambda n: n < 4, stop=5)] == [4] and opened == [two]
 
 
 def only(path, **options):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import socket
 import threading
@@ -28,7 +29,7 @@ from hibachi.offline.works.columns import Columns  # noqa: E402
 from hibachi.offline.works.openai import CHAT, COMPLETIONS, EMBEDDINGS, OpenAIWork  # noqa: E402
 from hibachi.offline.works.sending import Patience, refusal  # noqa: E402
 from hibachi.offline.works.textwork import EmbeddingWork, TextWork  # noqa: E402
-from hibachi.offline.works.urlbase import begins, signed  # noqa: E402
+from hibachi.offline.works.urlbase import Server, begins, signed  # noqa: E402
 from hibachi.offline.works.urlwork import Said, url_work  # noqa: E402
 from hibachi.offline.works.work import Lost, RowError  # noqa: E402
 
@@ -74,7 +75,7 @@ def computed(work, rows):
 
 def asked(**batch):
     """What of a Batch concerns a server."""
-    plain = dict(url=None, url_model=None, api_key=None, concurrency=64)
+    plain = dict(url=None, url_model=None, api_key=None, concurrency=64, request_timeout=600.0)
     rows = dict(columns=Columns(), task="generate", seed=0, token_ids=False, served_names=())
     return SimpleNamespace(**{**plain, **rows, **batch})
 
@@ -493,19 +494,72 @@ async def _later(seconds):
 
 
 def test_a_row_without_an_answer_in_time_is_an_error_and_its_connection_is_closed():
-    patience = dataclasses.replace(QUICK, timeout=0.15)
+    patience = dataclasses.replace(QUICK, timeout=0.3)
     with (
         Mock(lambda path, body, n: _later(30) if body["prompt"] == "slow" else (200, completion())) as mock,
         opened(mock.url, patience=patience) as work,
     ):
         slow, other = asks("slow", "a")
         work.start(0, work.prepare(slow))
-        while len(mock.asked) < 2:  # it has failed once
+        assert computed(work, [other]) == [FINE]
+        while len(mock.asked) < 3:  # it has failed once
             time.sleep(0.002)
         assert computed(work, [other]) == [FINE]
-        with pytest.raises(RowError, match=r"no answer within 0\.15 s"):
+        with pytest.raises(RowError, match=r"no answer within 0\.3 s"):
             work.take(*work.wait(10))
-        assert len(mock.asked) == 3 and mock.cut >= 1
+        assert len(mock.asked) == 4 and mock.cut >= 1
+
+
+def test_when_nobody_has_an_answer_in_time_the_server_is_lost_at_once():
+    patience = dataclasses.replace(QUICK, timeout=0.1)
+    with (
+        Mock(lambda path, body, n: _later(30) if body["prompt"] == "slow" else (200, completion())) as mock,
+        opened(mock.url, patience=patience) as work,
+    ):
+        assert computed(work, asks("a")) == [FINE]  # before, which says nothing
+        work.start(1, work.prepare(asks("slow")[0]))
+        with pytest.raises(Lost, match=r"no answer within 0\.1 s"):
+            work.take(*work.wait(10))
+        assert len(mock.asked) == 2
+
+
+def test_a_batch_says_how_long_an_answer_may_take():
+    with Mock(lambda path, body, n: _later(30)) as mock:
+        work = url_work(asked(url=mock.url, request_timeout=0.1), lines=False, created=0)
+        work.open()
+        try:
+            work.start(0, work.prepare(asks("x")[0]))
+            with pytest.raises(Lost, match=r"no answer within 0\.1 s"):
+                work.take(*work.wait(10))
+        finally:
+            work.close()
+
+
+def test_withdraw_and_wake_before_the_server_is_asked_and_when_it_was_abandoned():
+    with Mock() as mock:
+        work = url_work(asked(url=mock.url), lines=False, created=0)
+        assert work.withdraw() == []
+        work.open()
+        work.abandon()
+        work.wake()
+        assert work.withdraw() == []
+
+
+def test_no_part_of_a_key_is_told():
+    from hibachi.offline import Batch
+
+    for body in (
+        {"detail": [{"loc": ["n"], "input": "x" * 170 + KEY}]},
+        fault("no", type="x" * 190 + KEY, param=f"{KEY}[0]", code=KEY),
+        {"error": "x" * 1995 + KEY},
+    ):
+        why = refusal(400, json.dumps(body).encode(), KEY)
+        assert not any("sk-" in str(part) for part in (why, why.kind, why.param, why.code))
+    for size in (195, 1995):
+        assert "sk-" not in str(refusal(400, b"x" * size + KEY.encode(), KEY))
+    assert "sk-" not in str(refusal(400, b"x" + b" " * 1995 + KEY.encode(), KEY))
+    batch = Batch(inputs=["a"], output="b", url="http://127.0.0.1:1", api_key=KEY)
+    assert KEY not in repr(batch) and KEY not in repr(Server.of(batch, QUICK))
 
 
 def test_a_huge_answer_is_bounded(monkeypatch):
@@ -641,6 +695,14 @@ def test_a_run_that_a_wrong_key_ended_goes_on_with_the_right_one(file):
         done = run(batch)
         assert 1 < n <= 20 and len(mock.asked) == 21  # nothing twice but what was refused
     assert (done.status, done.rows, done.failed, done.resumed) == ("done", 20, 0, n - 1)
+
+
+def test_the_command_says_how_long_an_answer_may_take(file, capsys):
+    from hibachi.cli.main import main
+
+    argv = ["run-batch", "-i", str(file), "-o", str(file.with_name("out.jsonl")), "--url", "http://127.0.0.1:1"]
+    assert main([*argv, "--request-timeout", "-0.5"]) == 1
+    assert "above 0; got -0.5." in capsys.readouterr().err
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -781,11 +843,36 @@ def test_token_ids_that_a_server_does_not_tell_end_the_run():
         ({"columns": Columns(params={"max_tokens": None})}, "no limit"),
         ({"task": "embed", "columns": Columns(chat=True)}, "conversations"),
         ({"concurrency": 0}, "concurrency"),
+        ({"request_timeout": 0}, "request timeout"),
+        ({"request_timeout": float("nan")}, "request timeout"),
     ],
 )
 def test_what_concerns_all_rows_is_refused_first(batch, words):
     with pytest.raises(ConfigError, match=words):
         url_work(asked(**{"url": "http://127.0.0.1:1", **batch}), lines=False, created=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (line(0, CHAT), "messages is empty"),
+        (line(0, CHAT, messages=[]), "messages is empty"),
+        (line(0, COMPLETIONS, prompt=[]), "prompt is empty"),
+        (line(0, COMPLETIONS, prompt="x", temperature=math.nan), "JSON"),
+        (line(0, COMPLETIONS, prompt="x", made_up=1, model="any"), None),  # that is for the server to judge
+        (line(0, CHAT, messages=HELLO), None),
+    ],
+)
+def test_lines_are_judged_before_the_server_is_asked(row, words):
+    why = url_work(asked(url="http://127.0.0.1:1"), lines=True, created=0).wrong(*rows_of([row]))
+    assert why is None if words is None else why.startswith("in.jsonl, line 1: ") and words in why
+
+
+def test_names_of_the_model_make_the_run():
+    from hibachi.offline import Batch
+
+    batch = Batch(inputs=["i"], output="o", url="http://x", served_names=["alias"])
+    assert batch.facts(True)["served_names"] == ["alias"]
 
 
 def test_columns_are_checked_before_the_server_is_asked():

@@ -22,6 +22,8 @@ def render_chat(
 
     messages: [{"role": ..., "content": ...}, ...]. add_generation_prompt: end with the beginning of an answer.
     variables: for the template, such as bos_token, or tools, a list of JSON schemas. Templates see plain data only.
+    strftime_now: a number among them is the Unix time that templates take for the present, in UTC; without it, it is
+    now, in local time.
 
     It runs in a process of its own, for at most 10 s and 1 GiB, see hibachi/model/text/sandbox.py.
 

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 # transformers marks the answers in a training text with this block; for a prompt it means nothing but its own scope.
@@ -125,13 +125,22 @@ FILTERS: dict[str, Callable[..., Any]] = {
 GLOBALS = {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
 
 
+def clock(now: float) -> Callable[[str], str]:
+    """strftime_now of a moment, in Unix seconds; in UTC, so that it is the same everywhere."""
+    return lambda form: datetime.fromtimestamp(now, UTC).strftime(form)
+
+
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
 def render(minijinja: Any, environment: Any, template: str, variables: dict[str, Any]) -> tuple[str, str]:
     template = _GENERATION.sub(lambda tag: f"{tag[1]}{tag[2] or ''}with", template)
+    now = variables.get("strftime_now")
     try:
-        text = environment.render_str(template, **frozen(variables))
+        given = frozen(variables)
+        if isinstance(now, (int, float)) and not isinstance(now, bool):
+            given["strftime_now"] = clock(now)
+        text = environment.render_str(template, **given)
         return ("text", text) if len(text) <= _LONGEST else ("failed", f"it gives more than {_LONGEST} characters")
     except Refusal as e:
         return "refused", str(e)

@@ -125,12 +125,15 @@ def _escaped(value: Any, remarks: Counter[str]) -> Any:
     return value
 
 
-def names(sources: Sources) -> list[str]:
-    """All columns, in order of first appearance. Reads all rows where there is JSON, whose keys are known then only."""
+def names(sources: Sources, *, stop: int | None = None) -> list[str]:
+    """All columns, in order of first appearance. Reads all rows where there is JSON, whose keys are known then only.
+
+    stop: the number of the row before which that ends. Raises ConfigError, InvalidInput.
+    """
     if all(file.format != "jsonl" for file in sources.files):
         return sources.columns or []
     order = dict.fromkeys(name for file in sources.files for name in file.columns or ())
-    for row in sources.rows():
+    for row in sources.rows(stop=stop):
         if row.values.keys() - order.keys():
             order.update(dict.fromkeys(row.values))
             _not_too_many(order)
@@ -144,8 +147,8 @@ def _not_too_many(found: dict[str, Any]) -> None:
         )
 
 
-def columns(sources: Sources) -> list[Column]:
-    """The carried columns of a Parquet output. Reads all rows where there is JSON. Raises ConfigError."""
+def columns(sources: Sources, *, stop: int | None = None) -> list[Column]:
+    """The carried columns of a Parquet output. Reads rows as `names` does. Raises ConfigError, InvalidInput."""
     pa = parquet.arrow()
     fields: dict[str, list[Any]] = {}  # of Parquet and CSV
     for file in sources.files:
@@ -158,7 +161,7 @@ def columns(sources: Sources) -> list[Column]:
     seen: dict[str, Seen] = {}
     if any(file.format == "jsonl" for file in sources.files):
         of_json = {file.name for file in sources.files if file.format == "jsonl"}
-        for row in sources.rows():
+        for row in sources.rows(stop=stop):
             if row.file in of_json:
                 for name, value in row.values.items():
                     if (column := seen.get(name)) is None:

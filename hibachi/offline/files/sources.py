@@ -123,6 +123,21 @@ class _Enough(Exception):
     """No further row is wanted."""
 
 
+def _before(stop: int, skip: Callable[[int], bool] | None, ahead: int) -> Callable[[int], bool]:
+    """skip, which raises _Enough at `stop`. ahead: so many rows later, as of a batch that was read whole some rows may
+    come before it; 0: as soon as none is left, before the next is read."""
+
+    def passed(number: int) -> bool:
+        if number >= stop + ahead:
+            raise _Enough
+        skipped = number >= stop or (skip is not None and skip(number))
+        if skipped and not ahead and number + 1 >= stop:
+            raise _Enough
+        return skipped
+
+    return passed
+
+
 @dataclass(frozen=True)
 class Source:
     """One file. columns: of JSON Lines, those of the first row that can be read; None where there is none."""
@@ -168,22 +183,20 @@ class Sources:
 
         stop: the number before which it ends.
         """
-        if stop is None:
-            yield from self._rows(skip)
-            return
-
-        def passed(number: int) -> bool:
-            if number >= stop + _AHEAD:  # not at once: of a batch that was read whole, some rows may come before it
-                raise _Enough
-            return number >= stop or (skip is not None and skip(number))
-
         with suppress(_Enough):
-            yield from self._rows(passed)
+            for row in self._rows(skip, stop):
+                yield row
+                if row.number + 1 == stop:
+                    return
 
-    def _rows(self, skip: Callable[[int], bool] | None) -> Iterator[Row]:
+    def _rows(self, skip: Callable[[int], bool] | None, stop: int | None) -> Iterator[Row]:
+        """As `rows`; where the last ones are passed over, it may raise _Enough."""
         number = 0
         for file in self.files:
-            number = yield from self._rows_of(file, number, skip)
+            if stop is not None and number >= stop:
+                return
+            wanted = skip if stop is None else _before(stop, skip, _AHEAD if file.format == "parquet" else 0)
+            number = yield from self._rows_of(file, number, wanted)
 
     def _rows_of(self, file: Source, number: int, skip: Callable[[int], bool] | None) -> Generator[Row, None, int]:
         if file.format == "empty":
@@ -219,7 +232,7 @@ class Sources:
                 about = os.stat(file.path)
             except OSError as e:
                 raise InvalidInput(f"{file.name}: {e.strerror or e}.") from e
-            out.append((file.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
+            out.append((about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns))
         return tuple(out)
 
 

@@ -74,11 +74,13 @@ def open_writer(
     sources: Sources | None,
     results: Sequence[Field],
     delimiter: str | None = None,
+    stop: int | None = None,
 ) -> Writer:
     """A writer to `file`, a buffered binary file, which it never closes.
 
     sources: the columns of these are carried through, before the results; None: results only. For CSV and Parquet all
-    rows of JSON Lines are read first, to learn their columns. delimiter: of CSV. Raises ConfigError, InvalidInput.
+    rows of JSON Lines are read first, to learn their columns; with stop, those before the row of this number.
+    delimiter: of CSV. Raises ConfigError, InvalidInput.
     """
     format, compression = form
     delimiter = delimited.checked_delimiter(delimiter)
@@ -87,10 +89,10 @@ def open_writer(
     if format == "jsonl":
         return _JsonLines(file, compression, sources, results)
     if format == "parquet":
-        carried = arrowtypes.columns(sources) if sources is not None else []
+        carried = arrowtypes.columns(sources, stop=stop) if sources is not None else []
         _collides([column.name for column in carried], results)
         return _Parquet(file, carried, results)
-    names = arrowtypes.names(sources) if sources is not None else []
+    names = arrowtypes.names(sources, stop=stop) if sources is not None else []
     _collides(names, results)
     return _Delimited(file, compression, names, results, delimiter or ("\t" if format == "tsv" else ","))
 

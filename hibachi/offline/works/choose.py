@@ -21,6 +21,7 @@ from hibachi.offline.files.rows import BATCH
 from hibachi.offline.works.columns import Columns
 from hibachi.offline.works.ownwork import ForwardWork, TokenWork
 from hibachi.offline.works.textwork import EmbeddingWork, TextWork
+from hibachi.offline.works.told import library_of
 from hibachi.offline.works.work import Work
 from hibachi.remote.opening import open_settled
 
@@ -40,8 +41,9 @@ def work_of(
     token_ids: bool = False,
     reading: bool = False,
 ) -> Work:
-    """lines: OpenAI's. names: that such lines may call the model by. reading: it is only to judge rows, so no model is
-    made to learn what it returns. Raises ConfigError, MissingExtra."""
+    """lines: OpenAI's. names: that such lines may call the model by. created: Unix time in seconds of the run's start.
+    reading: it is only to judge rows, so no model is made to learn what it returns. Raises ConfigError, MissingExtra.
+    """
     model = settings.model
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
@@ -60,9 +62,9 @@ def work_of(
         return TokenWork(columns, partial(_tokens, settings, made), settings.dtype)
     open_ = partial(open_settled, settings)
     return (
-        EmbeddingWork(columns, open_, seed=seed)
+        EmbeddingWork(columns, open_, seed=seed, created=created)
         if task == "embed"
-        else TextWork(columns, open_, seed=seed, token_ids=token_ids)
+        else TextWork(columns, open_, seed=seed, created=created, token_ids=token_ids)
     )
 
 
@@ -71,11 +73,12 @@ def names_of(model: str) -> tuple[str, ...]:
     return (model, Path(model).name) if Path(model).exists() else (model,)
 
 
-def _feedforward(settings: SimpleNamespace) -> FeedforwardBatchInference[Any]:
-    backend = settings.backend
-    return FeedforwardBatchInference(
-        model_named(settings.model, backend), max_batch_size=settings.max_num_seqs, backend=backend
+def _feedforward(settings: SimpleNamespace) -> tuple[FeedforwardBatchInference[Any], str]:
+    model, backend = model_named(settings.model, settings.backend), settings.backend
+    engine = FeedforwardBatchInference(
+        model, max_batch_size=settings.max_num_seqs, backend=backend, stall_after=settings.stall_after or None
     )
+    return engine, library_of(backend, model)
 
 
 def _without_logits(settings: SimpleNamespace, reading: bool) -> list[Any] | None:
@@ -95,16 +98,18 @@ def _without_logits(settings: SimpleNamespace, reading: bool) -> list[Any] | Non
     return None if level_of(made) > 0 and getattr(made, "vocab_size", None) is not None else [made]
 
 
-def _tokens(settings: SimpleNamespace, made: list[Any]) -> AutoregressiveBatchInference[Any, Any]:
+def _tokens(settings: SimpleNamespace, made: list[Any]) -> tuple[AutoregressiveBatchInference[Any, Any], str]:
     model = made.pop() if made else model_named(settings.model, settings.backend)
     limit = settings.max_model_len
     if limit is None and not hasattr(model, "max_model_len"):
         limit = 1 << 20
-    return AutoregressiveBatchInference(
+    engine = AutoregressiveBatchInference(
         model,
         backend=settings.backend,
         max_model_len=limit,
         max_batch_size=settings.max_num_seqs,
         max_batch_tokens=settings.max_num_batched_tokens,
         deterministic=settings.deterministic,
+        stall_after=settings.stall_after or None,
     )
+    return engine, library_of(settings.backend, model)

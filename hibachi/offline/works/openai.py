@@ -21,9 +21,10 @@ from hibachi.offline.files.writers import Field
 from hibachi.offline.works.lines import CHAT, COMPLETIONS, EMBEDDINGS, FIELDS, URLS, Lines, refusal_of
 from hibachi.offline.works.textwork import Feeding, Opens
 from hibachi.offline.works.told import told_of
-from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
+from hibachi.request import SamplingParams
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
 from hibachi.tensor.array_backend import HostArray
@@ -47,26 +48,24 @@ class _Ready:
         return self.writer.streams if self.writer is not None else []
 
 
-class OpenAIWork:
+class OpenAIWork(Watching[Texts]):
     """Answers lines by a model. names: that a body may call the model by."""
 
     carries, compares = False, True
     fields: Sequence[Field] = FIELDS
 
     def __init__(self, open_: Opens, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
+        super().__init__()
         self._open, self._names = open_, names
         self._lines = Lines(seed, created)
         self._bounds = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
-        self._watched = Watched()
-        self._started: dict[int, _Ready] = {}
-        self._texts: Texts | None = None
 
     def check(self, columns: Sequence[str] | None) -> None:
         self._lines.check(columns)
 
     def open(self) -> Told:
-        self._texts, template = self._open()
-        texts, facts = self._texts, self._texts.engine.facts
+        self._serving, template = self._open()
+        texts, facts = self.texts, self.texts.engine.facts
         self.places = 2 * facts.limits.rows
         self._block = facts.limits.block_size if facts.cached else 0
         self._reading = Reading(texts.prompts, texts.vocab_size, template)
@@ -78,26 +77,19 @@ class OpenAIWork:
 
     @property
     def texts(self) -> Texts:
-        assert self._texts is not None
-        return self._texts
-
-    def close(self) -> None:
-        self._watched.abandon()
-        if self._texts is not None:
-            self._texts.close()
-
-    def abandon(self) -> None:
-        self._watched.abandon()
-        self._started.clear()
-        if self._texts is not None:
-            self._texts.close(0.0)
+        return self.serving
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
     def wrong(self, row: Row) -> str | None:
         def read() -> None:
-            url, body = self._lines.read(row, URLS)
-            taken(_BODIES[url], body)
+            url, given = self._lines.read(row, URLS)
+            body = taken(_BODIES[url], given)
+            self._check_name(body.model)
+            if url == EMBEDDINGS:
+                asking.embedding(body, self._bounds)
+            else:
+                (asking.chat if url == CHAT else asking.completion)(body, SamplingParams(), self._bounds)
 
         return why_not(row, read)
 
@@ -105,7 +97,8 @@ class OpenAIWork:
         self._lines.seen(row)
 
     def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return self._lines.refused(row.number, row.values, Refused(message, code="invalid_json"))
+        why = Refused(f"{row.place}: {message}", code="invalid_json")
+        return self._lines.refused(row.number, row.values, why)
 
     def _failed(self, number: int, values: Mapping[str, Any], error: HibachiError) -> RowError:
         return RowError(str(error), self._lines.refused(number, values, refusal_of(error)))
@@ -124,7 +117,7 @@ class OpenAIWork:
             for own in ids:
                 self._reading.check_length(own, None)
             ready = _Ready(values, ids, None, name, packed=embedding.encoding_format == "base64")
-            return self._placed(row, ready, None)
+            return self._placed(row, ready, 0, 0)
         defaults = self.texts.default_params
         more: dict[str, Any] = {"created": self._lines.created, "cached": False}
         writer: Writer
@@ -133,7 +126,7 @@ class OpenAIWork:
             name = self._check_name(chat.model)
             asked = asking.chat(chat, defaults, self._bounds)
             assert asked.messages is not None
-            ids = [self._reading.render_now(asked.messages, asked.template)]
+            ids = [self._reading.render_now(asked.messages, {"strftime_now": self._lines.created, **asked.template})]
             writer = ChatWriter(
                 asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "chat"), **more
             )
@@ -149,7 +142,7 @@ class OpenAIWork:
             self._reading.check_length(own, asked.limit)
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
-        return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens)
+        return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
 
     @property
     def _numerics(self) -> str | None:
@@ -166,12 +159,14 @@ class OpenAIWork:
             )
         return name or self._names[0]
 
-    def _placed(self, row: Row, ready: _Ready, limit: int | None) -> Prepared:
-        longest, most = max(map(len, ready.ids)), self.texts.prompts.context
+    def _placed(self, row: Row, ready: _Ready, limit: int | None, runs: int) -> Prepared:
+        """limit: of new tokens of an answer. runs: answers that are computed for each prompt."""
+        lengths, most = [len(own) for own in ready.ids], self.texts.prompts.context
+        new = [most - n if limit is None else min(limit, most - n) for n in lengths]
         key = blocks_of(ready.ids[0], self._block) if self._block else ()
-        size = row.size + 40 * sum(map(len, ready.ids)) + 1000
-        total = most if limit is None else min(longest + limit, most)
-        return Prepared(key, longest if ready.writer is None else total, size, ready)
+        size = row.size + 40 * sum(lengths) + 1000
+        total = max(n + more for n, more in zip(lengths, new, strict=True))
+        return Prepared(key, total, size, ready, sum(lengths), runs * sum(new), max(new))
 
     def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
         why = Refused(message, status=500, kind=SERVER, code="engine_failed")
@@ -196,14 +191,8 @@ class OpenAIWork:
         self._started[number] = ready
         self._watched.add(number, streams, feed)
 
-    def wait(self, timeout: float) -> Sequence[int]:
-        return self._watched.wait(timeout, self.texts.health)
-
-    def wake(self) -> None:
-        self._watched.wake()
-
     def take(self, number: int) -> Result:
-        ready = self._started.pop(number)
+        ready: _Ready = self._started.pop(number)
         self._watched.drop(number)
         n = sum(map(len, ready.ids))
         with judged(partial(self._failed, number, ready.values)):
@@ -217,12 +206,6 @@ class OpenAIWork:
         new = sum(len(c.token_ids) for s in ready.streams for c in s.choices)
         cached = sum(s.tokens.reused for s in ready.streams)
         return Result(self._lines.answered(number, ready.values, body), n, cached, new)
-
-    def withdraw(self) -> Sequence[int]:
-        found = self._watched.withdraw()
-        for number in found:
-            del self._started[number]
-        return found
 
 
 def builtins_of(answer: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,28 +19,31 @@ from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, tex
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
 from hibachi.offline.works.columns import Asking, Columns
-from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
 from hibachi.tensor.discover import backend_for
 
+E = TypeVar("E", bound=BatchInference)
+Opens = Callable[[], tuple[E, str]]
+"""Makes an engine; returns it and what it computes with, see `library_of`."""
 
-class _OwnWork:
+
+class _OwnWork(Watching[E]):
     carries, compares = True, False
     fields: Sequence[Field]
     places: int
 
     params: Sequence[str] = ()  # of sampling, that have a meaning
 
-    def __init__(self, columns: Columns, dtype: str | None) -> None:
+    def __init__(self, columns: Columns, open_: Opens[E], dtype: str | None = None) -> None:
         """dtype: of what the model takes, a name that NumPy knows; None: float32 where columns are features, else as
         the numbers are. Raises ConfigError."""
-        self._columns, self._dtype = columns, _dtype(dtype, columns)
-        self._watched = Watched()
+        super().__init__()
+        self._columns, self._open, self._dtype = columns, open_, _dtype(dtype, columns)
         self._asking = Asking(columns, SamplingParams())
-        self._started: dict[int, tuple[ItemStream[Any], int]] = {}
 
     def check(self, columns: Sequence[str] | None) -> None:
         own = self._columns
@@ -49,18 +52,11 @@ class _OwnWork:
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
         own.check(columns)
 
-    @property
-    def engine(self) -> BatchInference:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._watched.abandon()
-        self.engine.close()
-
-    def abandon(self) -> None:
-        self._watched.abandon()
-        self._started.clear()
-        self.engine.close(0.0)
+    def _opened(self) -> dict[str, Any]:
+        """Make the engine; returns whatever of it may change bits."""
+        self._serving, library = self._open()
+        self.places = 2 * self.serving.max_batch_size
+        return {"backend": library, "dtype": None if self._dtype is None else str(self._dtype)}
 
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._input(row))
@@ -74,31 +70,20 @@ class _OwnWork:
     def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
         return RowError(message)
 
-    def wait(self, timeout: float) -> Sequence[int]:
-        return self._watched.wait(timeout, self.engine.health)
-
-    def wake(self) -> None:
-        self._watched.wake()
-
-    def withdraw(self) -> Sequence[int]:
-        found = self._watched.withdraw()
-        for number in found:
-            del self._started[number]
-        return found
-
     def _input(self, row: Row) -> tuple[HostArray, SamplingParams]:
         asked = self._asking.read(row)
         return numbers(asked.prompt, self._dtype), asked.params
 
     def _items(self, number: int) -> tuple[list[Any], int]:
         """All that came for a row, and the length of its prompt."""
-        stream, n = self._started.pop(number)
+        started: tuple[ItemStream[Any], int] = self._started.pop(number)
+        stream, n = started
         self._watched.drop(number)
         with judged():
             return [host(item).tolist() for item in stream.collect()], n
 
 
-class TokenWork(_OwnWork):
+class TokenWork(_OwnWork[AutoregressiveBatchInference[Any, Any]]):
     """Tokens after tokens, by a model that samples by itself. The columns of a result: output, a list of tokens;
     finish_reason, prompt_tokens, completion_tokens, error. max_tokens: of rows that do not say; eos: tokens that end a
     row, which are not part of it."""
@@ -113,22 +98,11 @@ class TokenWork(_OwnWork):
 
     params = ("max_tokens",)
 
-    def __init__(
-        self, columns: Columns, open_: Callable[[], AutoregressiveBatchInference[Any, Any]], dtype: str | None = None
-    ) -> None:
-        super().__init__(columns, dtype)
-        self._open = open_
-
-    @property
-    def engine(self) -> AutoregressiveBatchInference[Any, Any]:
-        return self._engine
-
     def open(self) -> Told:
         self.check(None)  # what the model is may have been learnt since
-        self._engine = self._open()
-        self.places = 2 * self._engine.max_batch_size
-        self._eos = list(getattr(self._engine.model, "eos_ids", ()))
-        return Told(f"{type(self._engine.model).__name__}, in this process")
+        facts, model = self._opened(), self.serving.model
+        self._eos = list(getattr(model, "eos_ids", ()))
+        return Told(f"{type(model).__name__}, in this process", facts)
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
@@ -143,7 +117,7 @@ class TokenWork(_OwnWork):
     def start(self, number: int, prepared: Prepared) -> None:
         prompt, limit = prepared.what
         with judged():
-            stream = self._engine.run(prompt, max_new_tokens=limit, stop=self._eos or None, include_stop=False)
+            stream = self.serving.run(prompt, max_new_tokens=limit, stop=self._eos or None, include_stop=False)
         self._started[number] = stream, len(prompt)
         self._watched.add(number, [stream])
 
@@ -159,25 +133,13 @@ class TokenWork(_OwnWork):
         return Result(values, n, 0, len(items))
 
 
-class ForwardWork(_OwnWork):
+class ForwardWork(_OwnWork[FeedforwardBatchInference[Any]]):
     """One output for each input. The columns of a result: output, a number or a list of them; error."""
 
     fields: Sequence[Field] = (Field("output", "json"), Field("error", "text"))
 
-    def __init__(
-        self, columns: Columns, open_: Callable[[], FeedforwardBatchInference[Any]], dtype: str | None = None
-    ) -> None:
-        super().__init__(columns, dtype)
-        self._open = open_
-
-    @property
-    def engine(self) -> FeedforwardBatchInference[Any]:
-        return self._engine
-
     def open(self) -> Told:
-        self._engine = self._open()
-        self.places = 2 * self._engine.max_batch_size
-        return Told("a feed-forward model, in this process")
+        return Told("a feed-forward model, in this process", self._opened())
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
@@ -186,7 +148,7 @@ class ForwardWork(_OwnWork):
 
     def start(self, number: int, prepared: Prepared) -> None:
         with judged():
-            item = self._engine.run(prepared.what)
+            item = self.serving.run(prepared.what)
         self._started[number] = item.stream, 0
         self._watched.add(number, [item.stream])
 
@@ -229,10 +191,13 @@ def _dtype(name: str | None, columns: Columns) -> np.dtype[Any] | None:
 
 
 def host(item: Any) -> Any:
-    """As an array of NumPy's. Raises RowError."""
+    """As an array of NumPy's that JSON has as lists of numbers or texts. Raises RowError."""
     try:
-        return np.asarray(
+        found = np.asarray(
             item if isinstance(item, (np.ndarray, np.generic, int, float)) else backend_for(item).get(item)
         )
     except HibachiError as e:
         raise RowError(f"What the model returned cannot be written: {text_of(e)}.") from e
+    if found.dtype.kind not in "biufU" and not found.dtype.name.startswith(("bfloat", "float")):
+        raise RowError(f"What the model returned cannot be written: expected numbers; got the dtype {found.dtype}.")
+    return found.astype(np.float64) if found.dtype.kind == "f" else found  # a long double is no float in a list

@@ -44,7 +44,7 @@ class Patience:
     """tries: of a request that meets an error that may pass. pause: seconds before the second; before each further one
     `factor` times as many, so that by default there is a minute from the first to the last. busy: seconds for which a
     request may be told that the server has too many (429), which is no error. timeout: seconds for an answer; timeouts:
-    how often it may be missed. back: seconds for which a server that is away is waited for.
+    how often one may miss it while others are answered. back: seconds for which a server that is away is waited for.
     """
 
     tries: int = 5
@@ -78,8 +78,8 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One request. outcome: status and body, or why there is none. since: answers that anybody had got when it failed
-    the last time. pausing: nothing of it is at the server."""
+    """One request. outcome: status and body, or why there is none. since: answers that anybody had got when it began,
+    or failed the last time. pausing: nothing of it is at the server."""
 
     number: int
     path: str
@@ -224,6 +224,7 @@ class Sender:
 
     async def _answer(self, flight: _Flight) -> tuple[int, bytes]:
         """Raises Refused, Lost, ConfigError."""
+        flight.since = self._answered
         while True:
             taken, after = _Answer(), None
             try:
@@ -231,6 +232,8 @@ class Sender:
                     answer = await self._client.post(flight.path, flight.body, taken)
             except TimeoutError:
                 flight.timeouts += 1
+                if self._answered == flight.since:  # that is no fault of this one
+                    flight.timeouts = self._patience.timeouts
                 status, why = 504, f"no answer within {self._patience.timeout:g} s"
             except _TooLarge:
                 raise Refused(
@@ -297,13 +300,21 @@ def refusal(status: int, data: bytes, secret: str | None = None) -> Refused:
     about = found.get("error", found) if isinstance(found, Mapping) else found
     more: Callable[[str], Any] = about.get if isinstance(about, Mapping) else lambda name: None
     said = more("message") or more("detail") or (about if isinstance(about, str) else None)
-    if not isinstance(said, str):
-        said = " ".join((json.dumps(said) if said else data[:2000].decode(errors="replace")).split())[:200]
-    if secret:
-        said = said.replace(secret, "***")
-    said = _IDS.sub("(id)", said.strip())[:MOST_WORDS] or f"HTTP {status}, and no word why"
-    kind, param, code = (None if more(n) is None else str(more(n))[:200] for n in ("type", "param", "code"))
+    if isinstance(said, str):
+        said = _cleaned(said.strip(), secret)[:MOST_WORDS]
+    else:
+        text = json.dumps(said) if said else data.decode(errors="replace")
+        said = " ".join(_cleaned(text, secret)[:2000].split())[:200]
+    said = said or f"HTTP {status}, and no word why"
+    kind, param, code = (
+        None if more(n) is None else _cleaned(str(more(n)), secret)[:200] for n in ("type", "param", "code")
+    )
     return Refused(said, status=status, kind=kind or (INVALID if status < 500 else SERVER), param=param, code=code)
+
+
+def _cleaned(text: str, secret: str | None) -> str:
+    """All of it, as of what was cut off in the middle nothing is known again."""
+    return _IDS.sub("(id)", text.replace(secret, "***") if secret else text)
 
 
 def _seconds(after: str | None) -> float | None:

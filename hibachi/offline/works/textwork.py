@@ -18,7 +18,7 @@ from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
 from hibachi.offline.works.columns import Asked, Asking, Columns
 from hibachi.offline.works.told import told_of
-from hibachi.offline.works.watched import Watched, judged, why_not
+from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
 from hibachi.request import SamplingParams
@@ -35,14 +35,15 @@ class _Ready:
     params: SamplingParams
 
 
-class TextWork:
+class TextWork(Watching[Texts]):
     """Continuations of prompts.
 
     The columns of a result: output, finish_reason, prompt_tokens, completion_tokens, error; also output_token_ids,
     logprobs and prompt_logprobs, if they are wanted. Where rows may have several continuations (n), output,
     finish_reason, output_token_ids and logprobs are lists with an entry for each.
 
-    open_: loads the model; called again when its engine was lost. seed: of the run.
+    open_: loads the model; called again when its engine was lost. seed: of the run. created: Unix time in seconds of
+    the run's start, which chat templates take for the present.
     """
 
     carries, compares = True, False
@@ -53,16 +54,16 @@ class TextWork:
         open_: Opens,
         *,
         seed: int = 0,
+        created: int = 0,
         token_ids: bool = False,
     ) -> None:
+        super().__init__()
         self._columns, self._open, self._seed, self._token_ids = columns, open_, seed, token_ids
+        self._created = created
         self._many = columns.params.get("n", 1) != 1 or "n" in columns.param_columns
         self._scores = [n for n in ("logprobs", "prompt_logprobs") if n in (*columns.params, *columns.param_columns)]
         self.fields: Sequence[Field] = self._fields()
         self._asking = Asking(columns, SamplingParams())
-        self._watched = Watched()
-        self._started: dict[int, tuple[TextStream, Feeding]] = {}
-        self._texts: Texts | None = None
 
     def _fields(self) -> list[Field]:
         texts: Literal["json", "text"] = "json" if self._many else "text"
@@ -78,11 +79,11 @@ class TextWork:
         self._columns.check(columns)
 
     def open(self) -> Told:
-        self._texts, self._template = self._open()
-        self.places = 2 * self._texts.engine.facts.limits.rows
-        self._block = self._texts.engine.facts.limits.block_size if self._texts.engine.facts.cached else 0
-        self._asking = Asking(self._columns, self._texts.default_params)
-        tokenizer = self._texts.tokenizer
+        self._serving, self._template = self._open()
+        facts, tokenizer = self.texts.engine.facts, self.texts.tokenizer
+        self.places = 2 * facts.limits.rows
+        self._block = facts.limits.block_size if facts.cached else 0
+        self._asking = Asking(self._columns, self.texts.default_params)
         if self._columns.talks and self._template is None and not tokenizer.chat_templates:
             self.close()
             raise ConfigError(
@@ -92,23 +93,11 @@ class TextWork:
         if isinstance(tokenizer, NoTokenizer) and not self._token_ids:
             self._token_ids = True  # or there would be nothing to see
             self.fields = self._fields()
-        return told_of(self._texts)
+        return told_of(self.texts)
 
     @property
     def texts(self) -> Texts:
-        assert self._texts is not None
-        return self._texts
-
-    def close(self) -> None:
-        self._watched.abandon()
-        if self._texts is not None:
-            self._texts.close()
-
-    def abandon(self) -> None:
-        self._watched.abandon()
-        self._started.clear()
-        if self._texts is not None:
-            self._texts.close(0.0)
+        return self.serving
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
@@ -133,7 +122,9 @@ class TextWork:
         most = self.texts.prompts.context
         longest = most if limit is None else min(len(ids) + limit, most)
         key = blocks_of(ids, self._block) if self._block else ()
-        return Prepared(key, longest, row.size + 40 * len(ids) + 500, _Ready(ids, params))
+        new = longest - len(ids)
+        size = row.size + 40 * len(ids) + 500
+        return Prepared(key, longest, size, _Ready(ids, params), len(ids), new * params.runs, new)
 
     def _ids(self, asked: Asked) -> list[int]:
         prompts, tokenizer = self.texts.prompts, self.texts.tokenizer
@@ -141,7 +132,8 @@ class TextWork:
             return prompts.encode(asked.prompt)
         template = {} if self._template is None else {"chat_template": self._template}
         messages = conversation(asked.prompt, MOST_MESSAGES)
-        text = rendered(tokenizer.render_chat, messages, {"add_generation_prompt": True, **template})
+        variables = {"add_generation_prompt": True, "strftime_now": self._created, **template}
+        text = rendered(tokenizer.render_chat, messages, variables)
         prompts.check_text(text)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -165,14 +157,9 @@ class TextWork:
         self._started[number] = stream, feeding
         self._watched.add(number, [c.tokens for c in stream.choices], feeding if ready.params.stop else None)
 
-    def wait(self, timeout: float) -> Sequence[int]:
-        return self._watched.wait(timeout, self.texts.health)
-
-    def wake(self) -> None:
-        self._watched.wake()
-
     def take(self, number: int) -> Result:
-        stream, feeding = self._started.pop(number)
+        started: tuple[TextStream, Feeding] = self._started.pop(number)
+        stream, feeding = started
         self._watched.drop(number)
         with judged(), feeding.ended():
             done = stream.completion()
@@ -194,12 +181,6 @@ class TextWork:
     def _told(self, of_choices: list[Any]) -> Any:
         return of_choices if self._many else of_choices[0]
 
-    def withdraw(self) -> Sequence[int]:
-        found = self._watched.withdraw()
-        for number in found:
-            del self._started[number]
-        return found
-
 
 class EmbeddingWork(TextWork):
     """A vector of each row. The columns of a result: embedding, prompt_tokens, error."""
@@ -211,15 +192,19 @@ class EmbeddingWork(TextWork):
         self._columns.only((), "a vector is not sampled")
         super().check(columns)
 
+    def prepare(self, row: Row) -> Prepared:
+        prepared = super().prepare(row)
+        prepared.longest, prepared.new_tokens, prepared.longest_answer = prepared.prompt_tokens, 0, 0
+        return prepared
+
     def start(self, number: int, prepared: Prepared) -> None:
         ready: _Ready = prepared.what
         with judged():
             [item] = self.texts.submit_vectors([ready.ids])
-        self._vectors[number] = item, len(ready.ids)
+        self._started[number] = item, len(ready.ids)
         self._watched.add(number, [item.stream])
 
     def open(self) -> Told:
-        self._vectors: dict[int, Any] = {}
         opened = super().open()
         if not self.texts.engine.facts.has_hidden:
             self.close()
@@ -227,17 +212,11 @@ class EmbeddingWork(TextWork):
         return opened
 
     def take(self, number: int) -> Result:
-        item, n = self._vectors.pop(number)
+        item, n = self._started.pop(number)
         self._watched.drop(number)
         with judged():
             vector = item.result()
         return Result({"embedding": np.asarray(vector, np.float64).tolist(), "prompt_tokens": n}, n, item.stream.reused)
-
-    def withdraw(self) -> Sequence[int]:
-        found = self._watched.withdraw()
-        for number in found:
-            del self._vectors[number]
-        return found
 
 
 class Feeding:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ class Asks(Protocol):
     def api_key(self) -> str | None: ...
     @property
     def concurrency(self) -> int: ...
+    @property
+    def request_timeout(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Server:
 
     url: Url
     model: str | None
-    key: str | None
+    key: str | None = field(repr=False)
     places: int
     patience: Patience
 
@@ -59,6 +61,8 @@ class Server:
         """Raises ConfigError."""
         if batch.concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1 request at a time; got {batch.concurrency}.")
+        if not 0 < batch.request_timeout < math.inf:
+            raise ConfigError(f"The request timeout must be a number of seconds above 0; got {batch.request_timeout}.")
         return cls(Url.of(batch.url or ""), batch.url_model, batch.api_key, batch.concurrency, patience)
 
 
@@ -113,7 +117,7 @@ class UrlWork:
     def open(self) -> Told:
         """Ask what it serves. Raises ConfigError; EngineFailed if it was there before and is away for long."""
         server = self._server
-        self._sender = sender = Sender(server.url, server.key, server.patience)
+        sender = Sender(server.url, server.key, server.patience)
         try:
             facts = self._reached(sender)
         except BaseException:
@@ -122,7 +126,7 @@ class UrlWork:
         if self._facts is not None and facts != self._facts:
             sender.close()
             raise ConfigError(f"{server.url} was away, and came back as another: {self._facts} before, now {facts}.")
-        self._facts, self._model = facts, facts["model"]
+        self._sender, self._facts, self._model = sender, facts, facts["model"]
         return Told(f"{self._model} at {server.url}", facts)
 
     def _reached(self, sender: Sender) -> dict[str, Any]:
@@ -177,6 +181,7 @@ class UrlWork:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +212,9 @@ class UrlWork:
             raise self.failed(number, ready, e) from e
 
     def withdraw(self) -> Sequence[int]:
-        found = self.sender.withdraw()
+        if self._sender is None:  # not yet open, or lost
+            return []
+        found = self._sender.withdraw()
         for number in found:
             del self._ready[number]
         return found

@@ -58,13 +58,21 @@ class UrlLines(UrlWork):
         self._lines.check(columns)
 
     def wrong(self, row: Row) -> str | None:
-        return why_not(row, lambda: self._lines.read(row, URLS))
+        def read() -> None:
+            url, body = self._lines.read(row, URLS)
+            name = _PROMPTS[url]
+            if body.get(name) == [] or (url == CHAT and body.get(name) is None):
+                raise Refused(f"{name} is empty: send at least one.", param=name, code="empty_array")
+            encoded(body)
+
+        return why_not(row, read)
 
     def seen(self, row: Row) -> None:
         self._lines.seen(row)
 
     def refused(self, row: Row, message: str) -> dict[str, Any]:
-        return self._lines.refused(row.number, row.values, Refused(message, code="invalid_json"))
+        why = Refused(f"{row.place}: {message}", code="invalid_json")
+        return self._lines.refused(row.number, row.values, why)
 
     def failed(self, number: int, ready: Ready, why: Refused) -> RowError:
         return self._failed(number, ready.about.custom, why)

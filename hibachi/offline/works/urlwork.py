@@ -59,7 +59,7 @@ class AsksRows(Asks, Protocol):
 
 def url_work(batch: AsksRows, *, lines: bool, created: int, patience: Patience | None = None) -> Work:
     """lines: OpenAI's. created: Unix time in seconds of the run's start. Raises ConfigError, MissingExtra."""
-    server = Server.of(batch, patience or PATIENT)
+    server = Server.of(batch, patience or replace(PATIENT, timeout=batch.request_timeout))
     if lines:
         need("msgspec", "A batch line of OpenAI's", BATCH)
         from hibachi.offline.works.urllines import UrlLines

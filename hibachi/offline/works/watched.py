@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, EngineFailed, HibachiError, QueueFull
@@ -70,6 +70,54 @@ class Watched:
     def abandon(self) -> None:
         self._gather.close()
         self._streams.clear()
+
+
+class Serves(Protocol):
+    """What computes, and can be lost."""
+
+    def health(self) -> Health: ...
+    def close(self, timeout: float | None = ...) -> None: ...
+
+
+E = TypeVar("E", bound=Serves)
+
+
+class Watching(Generic[E]):
+    """What the works on an engine have of `Work` in common."""
+
+    def __init__(self) -> None:
+        self._watched = Watched()
+        self._started: dict[int, Any] = {}  # what is known of each row that was started and not taken
+        self._serving: E | None = None
+
+    @property
+    def serving(self) -> E:
+        """What was opened last."""
+        assert self._serving is not None
+        return self._serving
+
+    def wait(self, timeout: float) -> Sequence[int]:
+        return self._watched.wait(timeout, self.serving.health)
+
+    def wake(self) -> None:
+        self._watched.wake()
+
+    def withdraw(self) -> Sequence[int]:
+        found = self._watched.withdraw()
+        for number in found:
+            del self._started[number]
+        return found
+
+    def close(self) -> None:
+        self._watched.abandon()
+        if self._serving is not None:
+            self._serving.close()
+
+    def abandon(self) -> None:
+        self._watched.abandon()
+        self._started.clear()
+        if self._serving is not None:
+            self._serving.close(0.0)
 
 
 def _waits(stream: ItemStream[Any]) -> bool:

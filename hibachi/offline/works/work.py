@@ -14,12 +14,18 @@ from hibachi.offline.files.writers import Field
 @dataclass(slots=True)
 class Prepared:
     """A row that can be computed. key: how its prompt begins, in blocks, for who shares it. longest: tokens of prompt
-    and answer, as far as that is known. size: bytes that it holds, about. what: for the `Work` that made it."""
+    and answer, as far as that is known. size: bytes that it holds, about. what: for the `Work` that made it.
+
+    For a plan, as far as a tokenizer here tells: prompt_tokens, of all its prompts; new_tokens, of all its answers, at
+    most; longest_answer, of one of them."""
 
     key: Any
     longest: int
     size: int
     what: Any
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    longest_answer: int = 0
 
 
 @dataclass(slots=True)
@@ -97,7 +103,7 @@ class Work(Protocol):
         ...
 
     def lost(self, number: int, prepared: Prepared, message: str) -> RowError:
-        """The error of a row with which the engine was lost again and again."""
+        """The error of a row with which the engine was lost again and again, or for which there is never room."""
         ...
 
     def start(self, number: int, prepared: Prepared) -> None:

@@ -261,6 +261,16 @@ def test_a_template_that_takes_its_time_is_killed(monkeypatch):
     box.stop()
 
 
+def test_the_present_can_be_another():
+    form = "{{ strftime_now('%Y-%m-%d %H:%M') }}"
+    assert render_chat(form, HELLO, strftime_now=365 * 86400) == "1971-01-01 00:00"  # in UTC, wherever that is run
+    assert render_chat(form, HELLO, strftime_now=0.5) == "1970-01-01 00:00"
+    assert render_chat(form, HELLO) > "2024"
+    for wrong in (1e300, "now", True):
+        with pytest.raises(InvalidRequest):
+            render_chat(form, HELLO, strftime_now=wrong)
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../etc/passwd", "template_worker.py"])
 def test_a_template_reads_no_files(name):
     for tag in (f"{{% include '{name}' %}}", f"{{% import '{name}' as x %}}", f"{{% extends '{name}' %}}"):
