@@ -62,7 +62,7 @@ def made(runs):
             )
             data = text.getvalue().encode()
         if compression == "gz":
-            return gzip.compress(data)
+            return gzip.compress(data, mtime=0)
         return pa.compress(data, "zstd", asbytes=True) if compression else data
 
     return make
@@ -188,7 +188,7 @@ def test_json_lines_that_are_not_as_they_should_be(runs, given, errors):
         ("in.jsonl", "prompt\na\n", "by its name expected JSON Lines"),
         ("in.parquet", "prompt\na\n", "by its name expected Parquet"),
         ("in.jsonl.gz", '{"prompt": "a"}\n', "by its name expected gzip"),
-        ("in.csv", gzip.compress(b"prompt\na\n"), "gzip"),
+        ("in.csv", gzip.compress(b"prompt\na\n", mtime=0), "gzip"),
         ("in.csv", "prompt,prompt\na,b\n", "name once"),
         ("in.parquet", b"PAR1 and no end", "whole Parquet file"),
     ],
@@ -203,7 +203,7 @@ def test_files_that_are_refused(runs, name, given, words):
 @pytest.mark.parametrize("out", ["out.jsonl", "out.csv"])
 def test_what_lies_before_the_end_of_a_truncated_file_is_kept(runs, out):
     rows = [json.dumps({"prompt": f"{i} {os.urandom(8).hex()}"}) for i in range(300)]
-    whole = gzip.compress("".join(row + "\n" for row in rows).encode())
+    whole = gzip.compress("".join(row + "\n" for row in rows).encode(), mtime=0)
     assert runs({"in.jsonl.gz": whole[: len(whole) // 2]}, "--max-tokens", "1", "--temperature", "0", out=out) == 1
     assert "ends in the middle" in runs.told and "go on where it was" in runs.told
     assert not (runs.folder / out).exists()

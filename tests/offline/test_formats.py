@@ -42,7 +42,7 @@ def packed(data, compression):
     if compression is None:
         return data
     if compression == "gz":
-        return gzip.compress(data)
+        return gzip.compress(data, mtime=0)
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as to:
         to.write(data)

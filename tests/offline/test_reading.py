@@ -49,7 +49,7 @@ def brief(rows):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
 def test_with_a_stop_nothing_is_read_after_the_last_row(made, monkeypatch, name):
     lines = b"n\n" + b"1\n" * 50 if "csv" in name else b'{"n": 1}\n' * 50
-    path, asked = made(name, gzip.compress(lines) if name.endswith("gz") else lines), []
+    path, asked = made(name, gzip.compress(lines, mtime=0) if name.endswith("gz") else lines), []
     sources = Sources([path])
     real = jsonl.read if "jsonl" in name else delimited.read
 
@@ -191,7 +191,7 @@ def test_csv_is_texts_below_a_header(made):
 
 def test_delimiters(made):
     assert only(made("a.tsv", "a\tb,c\n1\t2,3")).values == {"a": "1", "b,c": "2,3"}
-    assert only(made("a.tsv.gz", gzip.compress(b"a\tb\n1\t2"))).values == {"a": "1", "b": "2"}
+    assert only(made("a.tsv.gz", gzip.compress(b"a\tb\n1\t2", mtime=0))).values == {"a": "1", "b": "2"}
     assert only(made("b.csv", "a;b\n1;2,3"), delimiter=";").values == {"a": "1", "b": "2,3"}
     assert only(made("b.txt", "a\tb\n1\t2"), delimiter="\\t").values == {"a": "1", "b": "2"}
     for delimiter in ("", ";;", '"', "\n"):
@@ -329,7 +329,7 @@ def test_the_format_is_found_by_content(made):
     many = [
         made("1", b" " * 100_000 + b'\n{"a": 1}'),
         made("2.data", "a\n2"),
-        made("3", gzip.compress(b'{"a": 3}')),
+        made("3", gzip.compress(b'{"a": 3}', mtime=0)),
         made("4.txt", zstd(b"b,a\n5,4")),
     ]
     sources = Sources(many)
@@ -357,13 +357,17 @@ def test_the_format_is_found_by_content(made):
         ("a.jsonl", b"a,b\n1,2", "by its name expected JSON Lines; by its content it is delimited text"),
         ("a.json", b"PAR1....", "by its name expected JSON Lines; by its content it is Parquet"),
         ("a.csv", b'{"a": 1}', "by its name expected delimited text .CSV.; by its content it is JSON Lines"),
-        ("a.tsv.gz", gzip.compress(b'{"a": 1}'), "expected delimited text .TSV.; by its content it is JSON Lines"),
+        (
+            "a.tsv.gz",
+            gzip.compress(b'{"a": 1}', mtime=0),
+            "expected delimited text .TSV.; by its content it is JSON Lines",
+        ),
         ("a.jsonl.gz", b'{"a": 1}', "by its name expected gzip; by its content it is no compressed data"),
         ("a.jsonl.gz", b"", "by its name expected gzip"),
-        ("a.csv.zst", gzip.compress(b"a\n1"), "by its name expected zstd; by its content it is gzip"),
-        ("a.csv", gzip.compress(b"a\n1"), "expected delimited text .CSV.; by its content it is gzip"),
+        ("a.csv.zst", gzip.compress(b"a\n1", mtime=0), "by its name expected zstd; by its content it is gzip"),
+        ("a.csv", gzip.compress(b"a\n1", mtime=0), "expected delimited text .CSV.; by its content it is gzip"),
         ("a.jsonl", b' \n[{"a": 1}]', "an object a line; got a JSON array. To convert it: python -c"),
-        ("a", gzip.compress(b"PAR1..."), "got Parquet inside gzip"),
+        ("a", gzip.compress(b"PAR1...", mtime=0), "got Parquet inside gzip"),
         ("a", b"PK\x03\x04....", "got a zip archive; unpack it"),
         ("a.parquet", b"PAR1" + b"x" * 100, "expected a whole Parquet file"),
         ("a.parquet", b"PAR1", "expected a whole Parquet file"),
@@ -436,12 +440,12 @@ def test_all_before_a_cut_is_had_also_where_it_is_less_than_is_read_at_a_time(ma
 
 
 def test_damaged_data_is_named(made):
-    content = bytearray(gzip.compress(b"".join(LINES)))
+    content = bytearray(gzip.compress(b"".join(LINES), mtime=0))
     content[len(content) // 2] ^= 0xFF
     with pytest.raises(InvalidInput, match=r"after line \d+: the gzip data is damaged"):
         read(made("a.jsonl.gz", bytes(content)))
     with pytest.raises(InvalidInput, match="the gzip data is damaged"):
-        read(made("b.jsonl.gz", gzip.compress(b'{"a": 1}\n') + b"garbage"))
+        read(made("b.jsonl.gz", gzip.compress(b'{"a": 1}\n', mtime=0) + b"garbage"))
 
 
 # ---- passing over, content, names ------------------------------------------------------------------------------------
@@ -542,8 +546,8 @@ assert len(refused) == 4 and all("'pyarrow'" in e and "'batch'" in e for e in re
 def test_plain_formats_need_no_extra(made, tmp_path):
     made("a.jsonl", '{"a": 1}')
     made("a.csv", "a\n1")
-    made("a.jsonl.gz", gzip.compress(b'{"a": 1}'))
-    made("a.tsv.gz", gzip.compress(b"a\n1"))
+    made("a.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0))
+    made("a.tsv.gz", gzip.compress(b"a\n1", mtime=0))
     made("b.parquet", b"PAR1...")
     made("b.csv.zst", zstd(b"a\n1"))
     command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
