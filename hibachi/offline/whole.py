@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,12 +121,11 @@ def lock(file: int, path: Path) -> None:
 
 def _lock_far(file: int, path: Path) -> None:
     """Windows locks bytes, also from being read by others: so one far beyond the content."""
-    import msvcrt
-
+    msvcrt: Any = import_module("msvcrt")  # which type checkers know on Windows only
     at = os.lseek(file, 0, os.SEEK_CUR)
     os.lseek(file, _FAR, os.SEEK_SET)
     try:
-        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
     except OSError:
         raise Busy(_busy(path)) from None
     finally:
