@@ -100,8 +100,8 @@ def forecast(batch: Batch, *, report: str | None = None, step_time: str | None =
     cache = _Cache(limits.blocks)
     for prepared in _composed(batch, sources.rows(lambda n: not batch.selects(n), stop=batch.limit), work, found):
         n, new = prepared.prompt_tokens, prepared.new_tokens
-        cached = cache.take(prepared.key) * limits.block_size
-        cached = min(cached, n - 1)
+        blocks = (n - 1) // limits.block_size  # whole ones before the last token, which is computed always
+        cached = min(cache.take(prepared.key), blocks) * limits.block_size
         found.rows += 1
         found.prompt_tokens += n
         found.cached_tokens += cached

@@ -49,6 +49,12 @@ def test_a_plan_counts_what_the_run_then_counts(batch):
     assert plan.seconds is None and "not known" in plan.text()
 
 
+def test_of_equal_prompts_the_last_block_is_computed_again(tmp_path, batch):
+    (tmp_path / "in.jsonl").write_text((json.dumps({"tokens": SHARED, "n": 1}) + "\n") * 3)
+    plan, done = forecast(batch), run(batch)
+    assert plan.cached_tokens == done.counts.cached_tokens == 2 * 48
+
+
 def test_without_a_prefix_cache_nothing_is_spared(batch):
     batch.settings.enable_prefix_caching = False
     assert forecast(batch).cached_tokens == 0
