@@ -22,7 +22,7 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchengine import BatchEngine, Facts
 from hibachi.engine.build import level_of
 from hibachi.engine.given import check_paged, on_host
-from hibachi.errors import InvalidRequest, UnsupportedOperation, shown
+from hibachi.errors import InvalidRequest, UnsupportedOperation, shown, text_of
 from hibachi.lm.texts import Texts
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Begun, Prompt, Request, SamplingParams, Terms, as_params, as_terms
@@ -121,7 +121,10 @@ def broadcast_kv(kv: KV, batch_size: int) -> tuple[tuple[Array, Array], ...]:
         shape = tuple(half.shape)
         if len(shape) != 4 or shape[0] != 1:
             raise InvalidRequest(f"{name} must have shape (1, heads, tokens, size); got {shape}. Take one row of them.")
-        return backend.xp.broadcast_to(half, (batch_size, *shape[1:]))
+        try:
+            return backend.xp.broadcast_to(half, (batch_size, *shape[1:]))
+        except Exception as e:  # each library has errors of its own for an array that is too large
+            raise InvalidRequest(f"{name} cannot be had for batch_size={shown(batch_size)}: {text_of(e)}.") from e
 
     return tuple((wide(k, "Keys"), wide(v, "Values")) for k, v in kv)
 
@@ -329,14 +332,21 @@ def _check_least(name: str, value: Any) -> None:
         raise InvalidRequest(f"{name} must be an integer >= 1; got {shown(value)}.")
 
 
-def _ids(ids: Any) -> list[int]:
-    """Token ids of a list, or of an array [n] or [n, 1] of any library. Raises InvalidRequest."""
+def _integers(given: Any, what: str) -> list[int]:
+    """Of a list, or of an array [n] or [n, 1] of any library. Raises InvalidRequest."""
     try:
-        found = ids if isinstance(ids, (list, tuple)) else backend_for(ids).get(ids) if hasattr(ids, "dtype") else ids
+        found = given
+        if not isinstance(given, (list, tuple)) and hasattr(given, "dtype"):
+            found = backend_for(given).get(given)
         found = found.reshape(-1) if isinstance(found, np.ndarray) and found.shape[1:] == (1,) else found
-        out = [operator.index(i) for i in found]
+        return [operator.index(i) for i in found]
     except Exception as e:
-        raise InvalidRequest(f"Token ids must be integers in a list or an array [n]; got {shown(ids)}.") from e
+        raise InvalidRequest(f"{what} must be integers in a list or an array [n]; got {shown(given)}.") from e
+
+
+def _ids(ids: Any) -> list[int]:
+    """Token ids. Raises InvalidRequest."""
+    out = _integers(ids, "Token ids")
     if wrong := [i for i in out if not 0 <= i < 1 << 8 * ID_BYTES]:
         raise InvalidRequest(f"Token ids must be from 0 to 2^32 - 1; got {wrong[0]}.")
     return out
@@ -508,7 +518,7 @@ def _prompts(token_ids: Any, lengths: Any, rows: int, tokens: int) -> list[list[
     if lengths is None:
         real = [tokens] * rows if given is None else [len(ids) for ids in given]
     else:
-        real = [int(lengths)] * rows if isinstance(lengths, (int, np.integer)) else _ids(lengths)
+        real = [int(lengths)] * rows if isinstance(lengths, (int, np.integer)) else _integers(lengths, "lengths")
     for name, found in (("lengths", real), ("token_ids", real if given is None else given)):
         if len(found) != rows:
             raise InvalidRequest(f"{name} must have one entry for each of {rows} rows; got {len(found)}.")

@@ -72,6 +72,8 @@ def test_k07_only_one_row_is_broadcast(shape):
         broadcast_kv([(np.zeros((1, 2, 3, 4)), np.zeros(shape))], 5)
     with pytest.raises(InvalidRequest, match="batch_size"):
         broadcast_kv([(np.zeros((1, 2, 3, 4)),) * 2], 0)
+    with pytest.raises(InvalidRequest, match="cannot be had for batch_size=9223372036854775808: ValueError"):
+        broadcast_kv([(np.zeros((1, 2, 3, 4)),) * 2], 2**63)
 
 
 def test_k08_padding_and_masks():

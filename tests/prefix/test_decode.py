@@ -1,5 +1,7 @@
 """Keys and values from elsewhere are gone on with by the engine: the tokens are those of its own prefill."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -257,6 +259,9 @@ def test_they_go_to_another_process(tiny):
         ({"first_tokens": []}, "at least one row"),
         ({"lengths": [1]}, "lengths must have one entry for each of 2 rows; got 1"),
         ({"lengths": [0, 1]}, "lengths must be from 1 to 2, the positions in past_kv; got 0"),
+        ({"lengths": [-1, 1]}, "lengths must be from 1 to 2, the positions in past_kv; got -1"),
+        ({"lengths": [2**63, 1]}, "lengths must be from 1 to 2, the positions in past_kv; got 9223372036854775808"),
+        ({"lengths": [math.nan, 1]}, "lengths must be integers"),
         ({"lengths": 3}, "got 3"),
         ({"token_ids": [[1, 2]]}, "one entry for each of 2 rows; got 1"),
         ({"token_ids": [[1, 2], [3]], "lengths": [2, 2]}, r"expected \[2, 2\] ids; got \[2, 1\]"),
