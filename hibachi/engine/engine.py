@@ -521,10 +521,13 @@ class Engine:
             values = part.tokens.tolist()
         for j, i, stop in zip(places.tolist(), idx.tolist(), last.tolist(), strict=True):
             job: Job = seqs[i].owner
-            if stop and not job.include_stop:
-                if values is not None and j in part.logprobs:
-                    job.channel.stop_logprob = part.logprobs[j][values[j]]
-                continue
+            if stop:
+                if values is not None and type(values[j]) is int:
+                    job.channel.stop_token = values[j]
+                if not job.include_stop:
+                    if values is not None and j in part.logprobs:
+                        job.channel.stop_logprob = part.logprobs[j][values[j]]
+                    continue
             if part.logprobs and j in part.logprobs:
                 job.channel.logprobs.append(part.logprobs[j])
             job.channel.push((batch, j) if values is None else values[j], wakeups)

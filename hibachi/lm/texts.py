@@ -314,6 +314,8 @@ class Texts(Closing):
                         self.engine.submit(one),
                         self._text(p, after=own),
                         p.logprobs is not None,
+                        ends=() if p.ignore_eos else self.eos_ids,
+                        delivers=p.include_stop,
                     )
                     for i, one in enumerate(some)
                 ],

@@ -60,7 +60,7 @@ class Outbox:
         self._lock = threading.Lock()  # no destructor sends anything
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
-        self.ends: list[tuple[int, Finish, BaseException | None, float]] = []
+        self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, float]]] = []
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
 
     def send(self, *message: Any) -> None:
@@ -113,7 +113,7 @@ class OutChannel(Channel[Any]):
         if not super().end(reason, error, wakeups):
             return False
         self._forget(self._number)
-        end = (self._number, reason, _portable(error), self.stop_logprob)
+        end = (self._number, reason, _portable(error), (self.stop_token, self.stop_logprob))
         if wakeups is None:  # not of a step, so perhaps in another thread than the engine's
             self._outbox.send("step", self._opening(), [], [end])
         else:

@@ -193,9 +193,9 @@ class RemoteEngine(Closing):
                 resume = partial(self._tell, "resume", number)
                 if not channel.pause(resume):
                     resume()
-        for number, reason, error, scores in ends:
+        for number, reason, error, (token, logprob) in ends:
             if (channel := channels.pop(number, None)) is not None:
-                channel.stop_logprob = scores
+                channel.stop_token, channel.stop_logprob = token, logprob
                 channel.end(reason, error, wakeups)
         if ends:
             with self._changed:

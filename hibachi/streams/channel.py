@@ -69,6 +69,7 @@ class Channel(Generic[T]):
         "reused",
         "started",
         "stop_logprob",
+        "stop_token",
         "tenant",
         "thread",
     )
@@ -79,6 +80,7 @@ class Channel(Generic[T]):
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.stop_logprob: float = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
+        self.stop_token: int | None = None  # that ended it, delivered or not, where tokens are drawn from logits
         self.started: float | None = None  # when it joined the batch, by time.monotonic()
         self.reused: int = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None

@@ -62,6 +62,11 @@ class ItemStream(Closing, Generic[T]):
         return self.channel.stop_logprob
 
     @property
+    def stop_token(self) -> int | None:
+        """The token that ended it, whether it was delivered or not; None: it did not end so, or tokens are no ids."""
+        return self.channel.stop_token
+
+    @property
     def started(self) -> float | None:
         """When the request joined the batch, by time.monotonic(); None: it still waits."""
         return self.channel.started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,14 +17,29 @@ Logprobs = list[dict[int, float] | None]
 
 
 class Detokenizes(Protocol):
-    """Makes text of tokens as they come, see `hibachi.model.text.Detokenizer`. stopped: a stop string has come."""
+    """Makes text of tokens as they come, see `hibachi.model.text.Detokenizer`. stopped: a stop string has come, which
+    is `stop`."""
 
     @property
     def stopped(self) -> bool: ...
 
+    @property
+    def stop(self) -> str | None: ...
+
     def push(self, token: int, /) -> str: ...
 
     def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What ended a text before its limit. reason: the stop string, or the id of a stop token that the request named;
+    None: the model's own end. token: the id that ended it, delivered or not; None: a stop string did. logprob: of that
+    token, if log-probabilities were asked for."""
+
+    reason: str | int | None
+    token: int | None = None
+    logprob: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,12 @@ class Choice:
     token_ids: list[int]
     finish_reason: Finish
     logprobs: Logprobs | None = None  # of each token, if asked for: {token id: log-probability}
+    stopped_by: Stopped | None = None  # None: its limit was reached
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the id of a stop token that the request named, if one ended it."""
+        return None if self.stopped_by is None else self.stopped_by.reason
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -84,14 +105,27 @@ class Piece:
 
 
 class TextChoice:
-    """One continuation while it is being written."""
+    """One continuation while it is being written. ends: ids that are the model's own ends. delivers: the token that
+    ends it is delivered. each: every token has a piece of its own, also one without text; to be set before it is read.
+    """
 
     index: int
     tokens: ItemStream[int]
 
-    def __init__(self, index: int, tokens: ItemStream[int], text: Detokenizes, logprobs: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokens: ItemStream[int],
+        text: Detokenizes,
+        logprobs: bool,
+        *,
+        ends: Container[int] = (),
+        delivers: bool = False,
+    ) -> None:
         self.index, self.tokens = index, tokens
         self._text, self._logprobs = text, logprobs
+        self._ends, self._delivers = ends, delivers
+        self.each = False
         self._pieces: list[str] = []
         self._ids: list[int] = []
         self._held = 0  # tokens whose text has not come out yet
@@ -113,6 +147,20 @@ class TextChoice:
         """Has a stop string ended the text?"""
         return self._text.stopped
 
+    @property
+    def stopped_by(self) -> Stopped | None:
+        """What ended the text, once it has ended; None: its limit, or an error."""
+        if (string := self._text.stop) is not None:
+            return Stopped(string)
+        if self.tokens.finish_reason is not Finish.STOP:
+            return None
+        token, logprob = self.tokens.stop_token, self.tokens.stop_logprob
+        if token is None:
+            return Stopped(None)
+        if self._logprobs and self._delivers and self._ids and self._ids[-1] == token:
+            logprob = (self.tokens.logprobs_from(len(self._ids) - 1, len(self._ids))[0] or {})[token]
+        return Stopped(None if token in self._ends else token, token, logprob)
+
     def feed(self, ids: Sequence[int]) -> str:
         """Take new tokens; returns the text that they complete. Ends the request at a stop string."""
         out = ""
@@ -132,7 +180,7 @@ class TextChoice:
         before = len(self._ids) - self._held
         text = self.feed([token])
         self._held = len(self._ids) - before
-        if not text:
+        if not text and not (self.each and self._held):
             return None
         self._held = 0
         return self._cut(text, before)
@@ -163,7 +211,7 @@ class TextChoice:
         reason = self.finish_reason
         assert reason is not None
         logprobs = self.tokens.logprobs_from(0, len(self._ids)) if self._logprobs else None
-        return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs)
+        return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs, self.stopped_by)
 
     def likelihood(self) -> float:
         """Log-probability of all that was drawn, the token that ended it included."""
@@ -239,14 +287,14 @@ class TextStream(Closing):
     def __aiter__(self) -> AsyncIterator[Piece]:
         return _Pieces(self)
 
-    async def come(self) -> list[Piece]:
+    async def come(self, *, each: bool = False) -> list[Piece]:
         """All pieces that have come since it was last asked, one for each continuation that has any; waits for some.
-        [] at the end.
+        [] at the end. each: one for each token instead, also for one without text; asked so from the beginning on.
 
         Raises the error of a continuation after its pieces.
         """
         if self._cursor is None:
-            self._cursor = _Pieces(self, hold=False)
+            self._cursor = _Pieces(self, hold=False, each=each)
         return await self._cursor.some()
 
     def close(self) -> None:
@@ -258,9 +306,11 @@ class TextStream(Closing):
 class _Pieces:
     """What has come of a stream; what `async for` holds, and dropped with the loop, so that `break` cancels at once."""
 
-    def __init__(self, stream: TextStream, *, hold: bool = True) -> None:
-        """hold: dropping this drops the stream."""
-        self._stream = stream if hold else None
+    def __init__(self, stream: TextStream, *, hold: bool = True, each: bool = False) -> None:
+        """hold: dropping this drops the stream. each: a piece for each token."""
+        self._stream, self._each = stream if hold else None, each
+        for choice in stream.choices:
+            choice.each = each
         self.active = list(stream.choices)
         self._ready: deque[Piece] = deque()
 
@@ -303,7 +353,7 @@ class _Pieces:
             await await_any([c.tokens for c in self.active])
         found = [piece, *self._ready]
         self._ready.clear()
-        return _joined(found) if len(found) > 1 else found
+        return _joined(found) if len(found) > 1 and not self._each else found
 
     def _close(self) -> None:
         if self._stream is not None:

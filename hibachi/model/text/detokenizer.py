@@ -40,14 +40,19 @@ class Detokenizer:
     @property
     def stopped(self) -> bool:
         """Has a stop string ended the text? Nothing comes after that."""
-        return self._stops is not None and self._stops.found
+        return self.stop is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text."""
+        return None if self._stops is None else self._stops.found
 
     def push(self, token: int) -> str:
         """The text that this token completes; often "" for a part of a character."""
         stops = self._stops
         if stops is None:
             return self._text.push(token)
-        if stops.found:
+        if stops.found is not None:
             return ""
         piece = self._text.push(token)
         if self._early:
@@ -60,7 +65,7 @@ class Detokenizer:
         stops = self._stops
         if stops is None:
             return self._text.flush()
-        if stops.found:
+        if stops.found is not None:
             return ""
         text = stops.push(self._text.flush())
-        return text if stops.found else text + stops.flush()
+        return text if stops.found is not None else text + stops.flush()

@@ -15,9 +15,10 @@ class StopStrings:
     are complete at once the longest: that does not depend on how the text is cut.
 
     include: the text ends behind the stop string, not in front of it; then nothing is held back.
+    found: the stop string that has ended the text.
     """
 
-    found: bool
+    found: str | None
 
     __slots__ = ("_begins", "_held", "_include", "_matched", "_open", "_stops", "found")
 
@@ -28,22 +29,23 @@ class StopStrings:
         self._begins = _first_letters(tuple(stops)).search
         self._include = include
         self._held = ""
-        self.found = False
+        self.found = None
 
     def push(self, piece: str) -> str:
         """The text that is out of danger now. After `found` nothing comes."""
         if not self._open and not self._begins(piece):
             return piece
         end = size = 0
+        which = ""
         for i, (stop, borders) in enumerate(self._stops):
             at, matched = _scan(stop, borders, piece, self._matched[i])
             self._matched[i] = matched
             if matched == len(stop) and (not size or (at, -matched) < (end, -size)):
-                end, size = at, matched
+                end, size, which = at, matched, stop
         text = self._held + piece
         if size:
             end += len(self._held)
-            self.found, self._held = True, ""
+            self.found, self._held = which, ""
             return text[: end if self._include else end - size]
         return self._let_through(text)
 
