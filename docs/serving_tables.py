@@ -23,8 +23,8 @@ PAGE, ROUTING = Path(__file__).parent / "serving.md", Path(__file__).parent / "r
 
 def routes() -> str:
     rows = [
-        f"| {method} | `{path}` | {'yes' if keyed else 'no'} | {_about(handler)} |"
-        for method, path, handler, keyed in ROUTES
+        f"| {r.method} | `{r.path}` | {'yes' if r.keyed else 'no'} | {_about(r.handler)} |"
+        for r in ROUTES
     ]
     rows.append(f"| GET | `{PATH}` | no | figures for Prometheus |")
     return "\n".join(["| | route | takes a key | |", "|---|---|---|---|", *rows])

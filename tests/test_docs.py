@@ -88,7 +88,7 @@ def test_the_pages_have_the_examples_that_they_should():
     assert count["docs/backends.md"] >= 3
 
 
-SERVED = {path for _, path, _, _ in ROUTES} | {"/metrics"}
+SERVED = {route.path for route in ROUTES} | {"/metrics"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 
 

@@ -20,6 +20,7 @@ from hibachi.api.answers import (
     Vocabulary,
 )
 from hibachi.api.asking import Asked
+from hibachi.api.dialects import OPENAI, Dialect
 from hibachi.errors import EngineClosed
 from hibachi.request import Finish
 from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, TextStream
@@ -29,8 +30,12 @@ class Writer:
     """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
     id: behind the prefix, if the request names none; None: random. created: Unix time in seconds; None: now. cached:
-    tell how many tokens were found in the cache, which depends on who else was there.
+    tell how many tokens were found in the cache, which depends on who else was there. each: `piece` wants every token
+    alone, also one without text.
     """
+
+    dialect: Dialect = OPENAI
+    each: bool = False
 
     asked: Asked
     name: str
@@ -75,6 +80,7 @@ class Writer:
         return []
 
     def piece(self, p: Piece) -> Any:
+        """None: what it says comes with the next chunk."""
         raise NotImplementedError
 
     def end(self, choice: TextChoice) -> Any:

@@ -14,8 +14,7 @@ from hibachi.router import body as bodies
 from hibachi.router.affine import FURTHEST, pieces_of
 from hibachi.router.body import Body, Room
 from hibachi.router.client import Headers, in_words
-from hibachi.router.cors import Cors
-from hibachi.router.dialects import said
+from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
 from hibachi.router.forward import Broken, Forwarder, Job, unknown
 from hibachi.router.passing import without_hops
@@ -45,14 +44,13 @@ class Door:
         tenants: Tenants,
         own: Mapping[tuple[str, str], tuple[Own, bool]],
         *,
-        cors: Cors | None,
         sticky: str,
         most: int,
         room: int,
         arrival: float | None,
     ) -> None:
         self._forwarder, self._routes, self._tenants, self._own = forwarder, routes, tenants, own
-        self._fleet, self._cors, self._sticky = forwarder.fleet, cors, sticky.lower().encode()
+        self._fleet, self._sticky = forwarder.fleet, sticky.lower().encode()
         self._most, self._arrival = most, arrival
         self._room = Room(room)
         self.draining = False
@@ -65,14 +63,9 @@ class Door:
         try:
             check_headers(scope)
             own = self._own.get(("GET" if x.method == "HEAD" else x.method, x.path))
-            if self._cors is not None and (told := self._cors.preflight(x.headers, x.method)) is not None:
-                await x.start(204, told)
-                await x.write(b"", more=False)
-            elif own is not None:
+            if own is not None:
                 answer, keyed = own
                 quiet = not keyed
-                if self._cors is not None:
-                    x.always = self._cors.told(x.headers)
                 if keyed:
                     x.tenant = self._tenants.admit(x.headers.get(b"authorization"))
                 await answer(x)
@@ -99,11 +92,11 @@ class Door:
             tell(x, refused, quiet=quiet)
 
     async def _refuse(self, x: Exchange, refused: Refused) -> None:
-        data = encode(said(refused, x.path))
+        data = encode(dialect_of(x.path).error(refused))
         told = {name.lower(): value for name, value in refused.headers.items()}
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         headers += [(name.encode(), value.encode()) for name, value in told.items()]
-        await x.start(refused.status, headers if self._cors is None else self._cors.instead(headers, x.headers))
+        await x.start(refused.status, headers)
         await x.write(data, more=False)
 
     # ---- what passes -------------------------------------------------------------------------------------------
@@ -121,7 +114,7 @@ class Door:
             raise Refused(
                 f"Upgrade: {protocol}: other protocols do not pass.", status=501, code="upgrade_not_supported"
             )
-        x.tenant = self._tenants.admit(_key(x))
+        x.tenant = self._tenants.admit(dialect_of(x.path).key(x.headers))
         headers, path = self._sendable(x)
         body = await self._body(x)
         try:
@@ -228,9 +221,3 @@ class Door:
             raise Gone from None
         finally:
             left.then(None)
-
-
-def _key(x: Exchange) -> bytes | None:
-    """As the header Authorization has it; Anthropic's clients send theirs in one of their own."""
-    key = x.headers.get(b"x-api-key") if x.path.startswith("/v1/messages") else None
-    return x.headers.get(b"authorization") or (None if key is None else b"Bearer " + key)

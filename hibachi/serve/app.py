@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from hibachi.api.errors import Refused, as_refused
-from hibachi.serve import openai
+from hibachi.serve import openai, tgi
 from hibachi.serve.flight import of_tenant
+from hibachi.serve.routes import Route
 from hibachi.serve.served import Served
 from hibachi.web.access import tell, tell_of_none
 from hibachi.web.deadlines import Tell, check_headers
 from hibachi.web.exchange import Exchange, Gone
 
-Handler = Callable[[Served, Exchange], Awaitable[None]]
 LEFT = 499  # as nginx logs a client that left
 
 
@@ -47,7 +47,7 @@ async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:
 
 async def flight(served: Served, x: Exchange) -> None:
     """The flight recorder: what the last steps computed, and for whom: one's own requests, or all. No tokens."""
-    dump = await served.ask(served.texts.dump)
+    dump = await served.ask(served.what.dump)
     if not served.tenants.may_see_all(x.headers.get(b"authorization")):
         dump = of_tenant(dump, x.tenant)
     await x.answer(json.dumps(dump, default=str).encode(), b"application/json")
@@ -58,38 +58,32 @@ async def about(served: Served, x: Exchange) -> None:
     await x.json({"version": version("hibachi")})
 
 
-ROUTES: tuple[tuple[str, str, Handler, bool], ...] = (
-    # method, path, handler, does it take a key?
-    ("GET", "/v1/models", openai.models, True),
-    ("GET", "/v1/models/{model:path}", openai.model, True),
-    ("POST", "/v1/completions", openai.completions, True),
-    ("POST", "/v1/chat/completions", openai.chat, True),
-    ("POST", "/v1/embeddings", openai.embeddings, True),
-    ("POST", "/tokenize", openai.tokenize, True),
-    ("POST", "/detokenize", openai.detokenize, True),
-    ("GET", "/debug/flight", flight, True),
-    ("GET", "/health", health, False),
-    ("GET", "/ready", ready, False),
-    ("GET", "/version", about, False),
+OPERATING = (
+    Route("GET", "/debug/flight", flight),
+    Route("GET", "/health", health, keyed=False),
+    Route("GET", "/ready", ready, keyed=False),
+    Route("GET", "/version", about, keyed=False),
 )
+ROUTES: tuple[Route, ...] = (*openai.ROUTES, *tgi.ROUTES, *OPERATING)
 
 
 class Endpoint:
     """A route on ASGI. Errors become answers here, and nowhere else."""
 
-    def __init__(self, served: Served, path: str, handler: Handler, keyed: bool) -> None:
-        self._served, self._path, self._handler, self._keyed = served, path, handler, keyed
+    def __init__(self, served: Served, route: Route) -> None:
+        self._served, self._route = served, route
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        served, x = self._served, Exchange(scope, receive, send)
+        served, route, x = self._served, self._route, Exchange(scope, receive, send)
         tenants, refused = served.tenants, None
+        x.dialect = route.dialect
         try:
             check_headers(scope)
-            if self._keyed:
-                x.tenant = tenants.admit(x.headers.get(b"authorization"))
+            if route.keyed:
+                x.tenant = tenants.admit(route.dialect.key(x.headers))
             tenants.running[x.tenant] += 1
             try:
-                await self._handler(served, x)
+                await route.handler(served, x)
             finally:
                 tenants.running[x.tenant] -= 1
         except Gone:
@@ -102,8 +96,8 @@ class Endpoint:
             else:
                 raise
         finally:
-            served.meter.answered(x.method, self._path, x.status, refused, x.record)
-            tell(x, refused, quiet=not self._keyed)
+            served.meter.answered(x.method, route.path, x.status, refused, x.record)
+            tell(x, refused, quiet=not route.keyed)
 
 
 def tells(served: Served) -> Tell:
@@ -116,12 +110,9 @@ def tells(served: Served) -> Tell:
     return tell
 
 
-def application(served: Served, more: tuple[tuple[str, str, Handler, bool], ...] = ()) -> Starlette:
+def application(served: Served, more: Sequence[Route] = ()) -> Starlette:
     """more: further routes."""
-    routes = [
-        Route(path, Endpoint(served, path, handler, keyed), methods=[method])
-        for method, path, handler, keyed in (*ROUTES, *more)
-    ]
+    routes = [routing.Route(r.path, Endpoint(served, r), methods=[r.method]) for r in (*ROUTES, *more)]
     made = Starlette(routes=routes, exception_handlers={HTTPException: partial(_no_route, served)})
     made.router.redirect_slashes = False  # a redirect would name the host that the client says
     return made

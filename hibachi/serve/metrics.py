@@ -7,10 +7,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import TypeAlias
 
 import prometheus_client
 
@@ -20,12 +18,12 @@ from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
 from hibachi.runners.meters import Histogram, Meters, decades
 from hibachi.serve.record import Record
+from hibachi.serve.routes import Route
 from hibachi.serve.series import NAMES, page
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
 log: logging.Logger = logging.getLogger("hibachi.serve")
-Routes: TypeAlias = "tuple[tuple[str, str, Callable[[Served, Exchange], Awaitable[None]], bool], ...]"
 PATH = "/metrics"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
 WORK_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})  # a refusal elsewhere is no loss
@@ -37,7 +35,7 @@ SIZES = tuple(float(2**n) for n in range(18))  # to 131072 tokens
 FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 16.0, 20.0, 32.0, 64.0, 128.0)
 
 
-def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, Routes]:
+def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, tuple[Route, ...]]:
     """What counts (it is `served.meter` from now on), and the route that tells, for `application(served, more=routes)`.
 
     names: whose names the series bear: "hibachi", "vllm" or "tgi"; what has no equal there keeps ours.
@@ -55,7 +53,7 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, R
         named = served.tenants.may_see_all(x.headers.get(b"authorization"))
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text, named), PLAIN)
 
-    return meter, (("GET", PATH, metrics, False),)
+    return meter, (Route("GET", PATH, metrics, keyed=False),)
 
 
 def _others() -> bytes:
@@ -83,10 +81,10 @@ class View:
     ) -> None:
         """named: tenants are told by name, which is for admins."""
         self._named = named
-        texts, engine = served.texts, served.texts.engine
+        what, engine = served.what, served.what.engine
         self.served, self.requests, self.about = served, requests, about
-        self.health, self.stats = texts.health(), texts.stats()
-        self.engine: Meters = texts.meters()
+        self.health, self.stats = what.health(), what.stats()
+        self.engine: Meters = what.meters()
         self.uptime: float = time.monotonic() - began
         self.restarts: int = self.health.restarts
         memory: tuple[int | None, int | None] = self.engine.memory or (None, None)
@@ -100,7 +98,7 @@ class View:
 
 
 def _about(served: Served) -> dict[str, str]:
-    engine = served.texts.engine
+    engine = served.what.engine
     facts = engine.facts
     library, device, *_ = facts.fingerprint.split("; ")
     return {

@@ -14,8 +14,11 @@ from hibachi.remote.opening import about
 from hibachi.serve.load_model import opened
 from hibachi.web.address import bound
 from hibachi.web.certificate import certificate_of
+from hibachi.web.cors import origins_of
+from hibachi.web.hosts import hosts_for
 from hibachi.web.keys import tenants_of
 from hibachi.web.logs import log_to_stderr
+from hibachi.web.rooted import root_of
 from hibachi.web.signals import ending
 
 log: logging.Logger = logging.getLogger("hibachi.serve")
@@ -30,13 +33,14 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     for remark in remarks:
         log.warning("%s", remark)
     tenants, certificate = tenants_of(settings), certificate_of(settings)
+    origins, root_path = origins_of(settings.allowed_origins, "--allowed-origins"), root_of(settings.root_path)
     with bound(settings) as (listeners, url, public), ending():
         if public and not tenants.keys:
             log.warning("whoever reaches %s may use it, as there is no --api-key", url)
         importing = threading.Thread(target=importlib.import_module, args=("hibachi.serve.server",), daemon=True)
         importing.start()  # while the engine's process loads the model
         served = opened(settings, tenants)
-        with closing(served.texts):
+        with closing(served.what):
             importing.join()
             from hibachi.serve.server import server_of
 
@@ -46,8 +50,11 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
                 settings.drain_timeout,
                 certificate,
                 exit_on_failure=settings.exit_on_failure,
+                origins=origins,
+                hosts=hosts_for(settings, origins, public),
+                root_path=root_path,
             )
-            server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.texts)})"
+            server.tidings = f"serving {', '.join(served.names)} on {url} ({about(served.what)})"
             try:
                 server.run(listeners)
             except OSError as e:

@@ -14,6 +14,8 @@ from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import SERVER, Refused
 from hibachi.api.reading import Reading
+from hibachi.api.tgi.limits import TgiLimits
+from hibachi.api.tgi.writing import Words
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed
 from hibachi.lm.texts import Texts
@@ -33,16 +35,29 @@ def smaller(a: float | None, b: float | None) -> float | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
+class _Text:
+    """What reads and writes text."""
+
+    def __init__(self, texts: Texts, chat_template: str | None) -> None:
+        tokenizer = texts.tokenizer
+        self.texts = texts
+        self.vocabulary = Vocabulary(
+            tokenizer.token_bytes, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+        )
+        self.reading = Reading(texts.prompts, texts.vocab_size, chat_template)
+        self.words = Words(self.vocabulary, tokenizer, texts.eos_ids)
+
+
 @dataclass(eq=False)
 class Served:
-    """A model being served.
+    """A model being served: text, or tokens of any other kind.
 
     names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
     of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a request.
-    arrival: seconds for a body to come.
+    arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds` say.
     """
 
-    texts: Texts
+    what: Texts
     names: Sequence[str]
     root: str
     max_len: int
@@ -53,17 +68,13 @@ class Served:
     timeout: float | None = None
     queue_timeout: float | None = None
     arrival: float | None = None
+    tgi: TgiLimits | None = None
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    vocabulary: Vocabulary = field(init=False)
-    reading: Reading = field(init=False)
 
     def __post_init__(self) -> None:
-        self.vocabulary = Vocabulary(
-            self.texts.tokenizer.token_bytes, lambda ids: self.texts.tokenizer.decode(ids, skip_special_tokens=False)
-        )
-        self.reading = Reading(self.texts.prompts, self.texts.vocab_size, self.chat_template)
+        self._text = _Text(self.what, self.chat_template) if isinstance(self.what, Texts) else None
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
 
@@ -116,7 +127,7 @@ class Served:
         """May something new begin? Raises EngineClosed, and Refused while the engine stands still."""
         if self.draining:
             raise EngineClosed("The server is shutting down and takes no new requests.")
-        if self.texts.health().state == "stalled":
+        if self.what.health().state == "stalled":
             raise Refused(
                 "The engine has made no step for a while, so nothing more is put before it. Try again later.",
                 status=503,
@@ -126,6 +137,28 @@ class Served:
             )
 
     # ---- texts -------------------------------------------------------------------------------------------------
+
+    @property
+    def texts(self) -> Texts:
+        """Raises Refused, as the others of this part, where what is served is no text."""
+        return self._of_text().texts
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._of_text().vocabulary
+
+    @property
+    def reading(self) -> Reading:
+        return self._of_text().reading
+
+    @property
+    def words(self) -> Words:
+        return self._of_text().words
+
+    def _of_text(self) -> _Text:
+        if self._text is None:
+            raise Refused("This model makes no text. Ask for its tokens: POST /v1/generate.", code="no_text")
+        return self._text
 
     @contextmanager
     def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> Iterator[list[TextStream]]:
@@ -171,7 +204,7 @@ class Served:
     @property
     def numerics(self) -> str | None:
         """The name of the bits that the model computes."""
-        return self.texts.engine.facts.numerics
+        return self.what.engine.facts.numerics
 
     @property
     def open_requests(self) -> int:
@@ -182,7 +215,7 @@ class Served:
 
     def why_not_live(self, in_full: bool = True) -> str | None:
         """None: all is well. in_full: with what the model or a library said, which is not for everybody."""
-        health: Health = self.texts.health()
+        health: Health = self.what.health()
         if health.ok:
             return None
         return health.message if in_full else f"The engine is {health.state}. The server's log says more."

@@ -9,14 +9,20 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import uvicorn
+from starlette.applications import Starlette
 
+from hibachi.errors import ConfigError
 from hibachi.serve.app import application, tells
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.served import Served
 from hibachi.streams.closeable import CLOSE_WITHIN
+from hibachi.web.certificate import Certificate
+from hibachi.web.cors import Cors
+from hibachi.web.deadlines import Tell
+from hibachi.web.hosts import Hosts
+from hibachi.web.rooted import Rooted
+from hibachi.web.server import Config, config_of
 from hibachi.web.server import Server as Orderly
-from hibachi.web.server import config_of
 
 CLOSING = 1.0  # seconds at least for the engine to end, after the time of the requests is over
 
@@ -25,22 +31,43 @@ def server_of(
     served: Served,
     metric_names: str,
     patience: float,
-    certificate: dict[str, Any],
+    certificate: Certificate | None,
     *,
     exit_on_failure: bool = False,
+    origins: frozenset[str] = frozenset(),
+    hosts: frozenset[str] | None = None,
+    root_path: str = "",
 ) -> Server:
-    """patience: seconds for running requests to end. certificate: settings of uvicorn. exit_on_failure: end when the
-    engine is lost for good.
+    """patience: seconds for running requests to end. exit_on_failure: end when the engine is lost for good.
+
+    origins: of pages that may ask. hosts: the names it answers to besides those of loopback; None: to any. Raises
+    ConfigError for a root_path with which our own routes begin.
     """
     _, routes = metrics_for(served, metric_names)
-    config = config_of(application(served, more=routes), served.arrival, tells(served), certificate)
+    app = surrounded(application(served, more=routes), tells(served), origins, hosts, root_path)
+    config = config_of(app, served.arrival, tells(served), certificate)
     return Server(config, served, patience, exit_on_failure)
+
+
+def surrounded(
+    app: Starlette, tell: Tell, origins: frozenset[str], hosts: frozenset[str] | None, root_path: str
+) -> Any:
+    """What stands around the application; see `server_of`."""
+    around: Any = app
+    if root_path:
+        if any(f"{getattr(route, 'path', '')}/".startswith(f"{root_path}/") for route in app.routes):
+            # A path could be read in two ways.
+            raise ConfigError(f"--root-path {root_path}: our own routes begin so. Choose another, such as /llm.")
+        around = Rooted(around, root_path)
+    if hosts is not None:
+        around = Hosts(around, hosts, "--allowed-origins", tell)
+    return Cors(around, origins, tell=tell) if origins else around
 
 
 class Server(Orderly):
     """Ends when all requests have, and with it the engine."""
 
-    def __init__(self, config: uvicorn.Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
+    def __init__(self, config: Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
         super().__init__(config, patience, served.arrival)
         self._served, self._exits = served, exit_on_failure
 
@@ -52,20 +79,20 @@ class Server(Orderly):
 
     async def end_all(self, left: float) -> None:
         within = min(left + CLOSING, CLOSE_WITHIN)
-        closing = threading.Thread(target=self._served.texts.close, args=(within,), daemon=True)
+        closing = threading.Thread(target=self._served.what.close, args=(within,), daemon=True)
         closing.start()  # it ends their streams
         while closing.is_alive():
             await asyncio.sleep(0.01)
 
     def works(self) -> bool:
-        return self._served.texts.health().state not in ("failed", "closed")
+        return self._served.what.health().state not in ("failed", "closed")
 
     def is_lost(self) -> str | None:
-        health = self._served.texts.health()
-        lost = self._exits and not health.ok and not self._served.texts.engine.begins_again
+        health = self._served.what.health()
+        lost = self._exits and not health.ok and not self._served.what.engine.begins_again
         return health.message if lost else None
 
     def leave(self) -> None:
-        if (pid := self._served.texts.engine.pid) is not None:
+        if (pid := self._served.what.engine.pid) is not None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

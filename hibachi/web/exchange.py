@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from hibachi.api.answers import encode
-from hibachi.api.errors import Refused, body_of
+from hibachi.api.answers import encode, event
+from hibachi.api.dialects import OPENAI, Dialect
+from hibachi.api.errors import Refused
 
 Message = MutableMapping[str, Any]
 log: logging.Logger = logging.getLogger("hibachi.serve")
+SSE = b"text/event-stream; charset=utf-8"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -24,12 +26,16 @@ class Gone(Exception):
 
 
 class Exchange:
-    """A request that came, and how to answer it. `id`: the client's X-Request-Id, or one of ours."""
+    """A request that came, and how to answer it. `id`: the client's X-Request-Id, or one of ours. written: when some
+    of the answer was last sent, by the loop's clock; writing: it is being sent.
+    """
 
     scope: MutableMapping[str, Any]
     begun: bool
+    dialect: Dialect
     done: bool
     status: int
+    written: float | None
 
     def __init__(
         self,
@@ -50,8 +56,10 @@ class Exchange:
         self.record: Any = None  # what a server notes of a request for text; see `access.Told`
         self.always: list[tuple[bytes, bytes]] = []  # headers of all answers of our own
         self.more: dict[str, Any] = {}  # what else the log says of it
+        self.dialect = OPENAI  # of its errors
         self.begun = False  # its answer
         self.done = False
+        self.written, self.writing = None, False
 
     @property
     def params(self) -> dict[str, str]:
@@ -109,7 +117,7 @@ class Exchange:
         headers = [(b"content-type", kind), (b"x-request-id", self.id.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         headers += self.always
-        if kind == b"text/event-stream; charset=utf-8":
+        if kind == SSE:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await self.start(status, headers)
 
@@ -120,8 +128,9 @@ class Exchange:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Waits while the client reads slowly."""
-        self.done = not more
+        self.done, self.writing = not more, True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.written, self.writing = asyncio.get_running_loop().time(), False
 
     async def answer(self, data: bytes, kind: bytes, status: int = 200, more: dict[str, str] | None = None) -> None:
         await self.begin(status, kind, {"content-length": str(len(data)), **(more or {})})
@@ -136,7 +145,14 @@ class Exchange:
             log.error("request %s: %s %r", self.id, self.method, self.path[:200], exc_info=error)
 
     async def refuse(self, refused: Refused) -> None:
-        await self.json(body_of(refused), refused.status, refused.headers)
+        """Answer with an error, as the dialect has it."""
+        dialect = self.dialect
+        body = dialect.error(refused)
+        if dialect.as_event(refused):
+            await self.begin(200, SSE, refused.headers)
+            await self.write(event(body) + dialect.end, more=False)
+        else:
+            await self.json(body, dialect.status(refused), refused.headers)
 
 
 def _too_large(size: int, most: int) -> Refused:

@@ -10,6 +10,7 @@ from hibachi.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
 from hibachi.streams.textstream import Stopped
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 COUNTING = '''
 import numpy as np
 
@@ -36,10 +37,8 @@ def texts(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("counting") / "counting.py"
     file.write_text(COUNTING)
     with closing((open_texts if request.param == "own" else RemoteLLM)(f"{file}:Counting")) as made:
+        made.generate(["V"], GREEDY)  # its thread runs before the first test, and after it
         yield made
-
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
 def ended(texts, prompt, **changes):

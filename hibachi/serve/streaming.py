@@ -1,0 +1,109 @@
+"""Requests for text are submitted, and their answers go out: whole, or every chunk with the step that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hibachi.api import answers
+from hibachi.api.errors import as_refused
+from hibachi.api.writing import Writer
+from hibachi.errors import HibachiError
+from hibachi.serve.record import Record
+from hibachi.serve.served import Served
+from hibachi.streams.textstream import TextChoice, TextStream
+from hibachi.web.comments import Comments
+from hibachi.web.exchange import SSE, Exchange
+
+Headers = Callable[[Record], dict[str, str]]
+
+
+async def answer_text(
+    served: Served, x: Exchange, writer: Writer, ids: list[list[int]], *, headers: Headers | None = None
+) -> None:
+    """ids: of each prompt. headers: further ones, of an answer that is whole, or of a stream that begins.
+
+    Raises Refused, and what the engine raises, as long as nothing was sent.
+    """
+    asked = writer.asked
+    for own in ids:
+        served.reading.check_length(own, asked.limit)
+    with (
+        served.record(x, asked.params, ids) as record,
+        served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as writer.streams,
+    ):
+        writer.ids = ids
+        text = _one(writer.streams, asked.params.n)
+        record.text, record.stream = text, asked.stream
+        answer = _stream if asked.stream else _whole
+        try:
+            await x.while_here(answer(x, writer, text, record, headers), text.close)
+        finally:
+            text.close()
+
+
+async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
+    while pieces := await text.come(each=writer.each):
+        record.came(pieces)
+    answer = writer.whole()
+    await x.json(answer, 200, None if headers is None else headers(record))
+
+
+async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
+    comments, dialect = Comments(x), writer.dialect
+    chunks: list[Any] | None = None  # None: nothing has come
+    open_ = {c.index: c for c in text.choices}
+    try:
+        while True:
+            pieces = await text.come(each=writer.each)
+            record.came(pieces)
+            await comments.settled()
+            if chunks is None:
+                if not x.begun:
+                    await x.begin(200, SSE, None if headers is None else headers(record))
+                chunks = writer.opening()
+            chunks += [writer.piece(p) for p in pieces]
+            chunks += [writer.end(c) for c in _over(open_)]
+            if not pieces:
+                break
+            await x.write(_events(chunks))
+            chunks = []
+        chunks += [writer.end(c) for c in open_.values()]
+        if writer.asked.usage:
+            chunks.append(writer.last())
+    except HibachiError as e:
+        await comments.settled()
+        if not x.begun:  # then it has a status of its own
+            raise
+        record.failed(e)
+        refused = as_refused(e)
+        x.blame(refused, e)
+        chunks = [dialect.error(refused)]
+    finally:
+        comments.stop()
+    await x.write(_events(chunks) + dialect.end, more=False)
+
+
+def _events(chunks: Iterable[Any]) -> bytes:
+    """Without those that a writer keeps for its next one, which are None."""
+    return b"".join([answers.event(chunk) for chunk in chunks if chunk is not None])
+
+
+def _over(open_: dict[int, TextChoice]) -> list[TextChoice]:
+    """Those that have ended, and of which everything was read; they are no longer open."""
+    over = [c for c in open_.values() if c.over]
+    for choice in over:
+        del open_[choice.index]
+    return over
+
+
+def _one(streams: list[TextStream], n: int) -> TextStream:
+    """All continuations of all prompts as one stream, numbered as OpenAI does."""
+    if len(streams) == 1:
+        return streams[0]
+    choices = []
+    for p, stream in enumerate(streams):
+        for choice in stream.choices:
+            choice.index += p * n
+            choices.append(choice)
+    return TextStream("", [], choices, len(choices))

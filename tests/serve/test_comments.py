@@ -1,0 +1,90 @@
+"""Streams that wait say so: they begin with 200 and a comment, and errors from then on are events."""
+
+import json
+
+import httpx
+import pytest
+
+from hibachi.remote.llm import RemoteLLM
+from hibachi.request import SamplingParams
+from hibachi.web import comments
+
+from .conftest import SLOW, Gate, site
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch):
+    monkeypatch.setattr(comments, "EVERY", 0.05)
+    gate = Gate(tmp_path)
+    with RemoteLLM(gate.model, max_batch_size=1, max_waiting=1) as texts, site(texts) as here:
+        yield here, gate
+        gate.open()
+    gate.close()
+
+
+def lines_of(answer):
+    return (line for line in answer.iter_lines() if line)
+
+
+BODY = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
+
+
+@pytest.mark.parametrize("path, more", [("/v1/completions", {}), ("/v1/chat/completions", {})])
+def test_a_stream_that_waits_sends_comments_and_then_its_events(gated, path, more):
+    here, gate = gated
+    if "chat" in path:
+        here.served.reading.chat_template = "{{ messages[0].content }}"
+        more = {"messages": [{"role": "user", "content": "a"}]}
+    body = {**BODY, **more}
+    if more:
+        body.pop("prompt")
+    with httpx.stream("POST", here.url + path, json=body, timeout=30) as answer:
+        lines = lines_of(answer)
+        assert answer.status_code == 200 and answer.headers["x-accel-buffering"] == "no"
+        assert [next(lines), next(lines)] == [": waiting"] * 2
+        gate.let()
+        first = next(line for line in lines if line.startswith("data"))
+        assert next(lines) is not None  # between events as well
+        gate.open()
+        rest = [line for line in lines if line != ": waiting"]
+    assert json.loads(first[6:])["choices"] and rest[-1] == "data: [DONE]"
+
+
+@pytest.fixture
+def busy(tmp_path, monkeypatch):
+    """A request runs for a long time, so that others wait."""
+    monkeypatch.setattr(comments, "EVERY", 0.05)
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    with RemoteLLM(f"{file}:Slow", max_batch_size=1) as texts, site(texts) as here:
+        running = texts.stream("a", SamplingParams(max_tokens=400))
+        yield here
+        running.close()
+
+
+def test_an_error_after_a_comment_is_an_event(busy):
+    with httpx.stream("POST", busy.url + "/v1/completions", json={**BODY, "timeout": 0.3}, timeout=30) as answer:
+        lines = [line for line in lines_of(answer) if line != ": waiting"]
+    assert answer.status_code == 200
+    assert json.loads(lines[0][6:])["error"]["code"] == "deadline_exceeded" and lines[1:] == ["data: [DONE]"]
+
+
+def test_an_answer_that_is_no_stream_gets_no_comment(busy):
+    answer = busy.post("/v1/completions", {**BODY, "stream": False, "timeout": 0.3})
+    assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_what_is_refused_has_its_status_though_others_wait(gated):
+    here, gate = gated
+    with httpx.Client(base_url=here.url, timeout=30) as client:
+        with (
+            client.stream("POST", "/v1/completions", json=BODY) as one,
+            client.stream("POST", "/v1/completions", json=BODY) as two,
+        ):
+            assert next(lines_of(one)) == next(lines_of(two)) == ": waiting"
+            assert here.post("/v1/completions", BODY).status_code == 429
+            assert here.post("/v1/completions", {**BODY, "temperature": -1}).status_code == 400
+            here.served.draining = True
+            assert here.post("/v1/completions", BODY).status_code == 503
+            here.served.draining = False
+            gate.open()
