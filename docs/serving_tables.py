@@ -1,4 +1,4 @@
-"""Writes the tables of serving.md and routing.md from the code: every setting, every route, the fields of requests.
+"""Writes the tables of serving.md, routing.md and coming-from-tgi.md from the code: every setting, every route, the fields of requests.
 
 python docs/serving_tables.py
 """
@@ -17,8 +17,10 @@ from hibachi.router.settings import table as route_table
 from hibachi.serve.app import ROUTES
 from hibachi.serve.metrics import PATH
 from hibachi.serve.settings import table
+from hibachi.serve.tgi_settings import table as tgi_table
 
-PAGE, ROUTING = Path(__file__).parent / "serving.md", Path(__file__).parent / "routing.md"
+HERE = Path(__file__).parent
+PAGE, ROUTING, COMING = HERE / "serving.md", HERE / "routing.md", HERE / "coming-from-tgi.md"
 
 
 def routes() -> str:
@@ -70,6 +72,7 @@ TABLES = {
 }
 
 OF_ROUTE = {"settings of route": route_table}
+OF_TGI = {"flags of TGI": tgi_table}
 
 
 def written(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
@@ -85,3 +88,4 @@ def written(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
     ROUTING.write_text(written(ROUTING.read_text(), OF_ROUTE))
+    COMING.write_text(written(COMING.read_text(), OF_TGI))

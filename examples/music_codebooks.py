@@ -2,7 +2,7 @@
 
 The model sings a round. The first voice goes on with the tune that its last 16 frames are from; every other voice
 sings what the voice before it sang 16 frames ago. A piece ends with the first frame that is silence in all four
-voices: the stop token.
+voices: the stop token. Served: `hibachi serve music_codebooks.py:Round`, and served_client.py asks.
 """
 
 import numpy as np
@@ -17,7 +17,9 @@ SILENCE = np.zeros(4, np.int64)
 
 
 class Round:
-    def __init__(self, tune):
+    token, stop_token, max_model_len = SILENCE, SILENCE, 256  # where it is opened by its name: hibachi serve, run-batch
+
+    def __init__(self, tune=TUNE):
         known = np.concatenate([np.zeros(LATER, np.int64), tune])
         self.windows = np.stack([known[i : i + LATER] for i in range(1, len(tune))])
         self.next = known[LATER + 1 :]

@@ -2,6 +2,7 @@
 
 The model is a linear autoregression over the last 24 hours, fitted by least squares to a simulated record of rain
 and river level. `StopRule(where=...)` sees the new measurements of all rows at once and says which forecasts are over.
+Served: `hibachi serve time_series.py:Autoregression`.
 """
 
 import numpy as np
@@ -22,12 +23,17 @@ def simulate(hours, seed):
 
 
 class Autoregression:
-    def __init__(self, record):
+    token, max_model_len = np.zeros(2, np.float32), 1000  # these and `stop`: where it is opened by its name
+    stop = hibachi.StopRule(where=lambda measured: measured[:, 1] > FLOOD)
+
+    def __init__(self, record=None):
+        record = simulate(3000, seed=0) if record is None else record
         past = np.lib.stride_tricks.sliding_window_view(record[:-1], HOURS, axis=0)  # (n, 2, HOURS)
         self.weights = np.linalg.lstsq(self._with_one(past), record[HOURS:], rcond=None)[0]
 
     def forward(self, tokens):  # (B, S, 2) -> (B, 2)
-        return self._with_one(tokens[:, -HOURS:].transpose(0, 2, 1)) @ self.weights
+        past = np.pad(tokens, ((0, 0), (HOURS, 0), (0, 0)), mode="edge")[:, -HOURS:]  # also of who has measured less
+        return (self._with_one(past.transpose(0, 2, 1)) @ self.weights).astype(tokens.dtype)
 
     @staticmethod
     def _with_one(past):
@@ -36,11 +42,10 @@ class Autoregression:
 
 
 def main():
-    model = Autoregression(simulate(3000, seed=0))
-    flood = hibachi.StopRule(where=lambda measured: measured[:, 1] > FLOOD)
+    model = Autoregression()
     rivers = {f"river {seed}": simulate(100 + 7 * seed, seed) for seed in (1, 2, 4, 9, 10)}
     with hibachi.AutoregressiveBatchInference(model, max_model_len=1000) as engine:
-        streams = {name: engine.run(past, max_new_tokens=72, stop=flood) for name, past in rivers.items()}
+        streams = {name: engine.run(past, max_new_tokens=72, stop=model.stop) for name, past in rivers.items()}
         for name, stream in streams.items():
             forecast = np.array(stream.collect())
             now, peak = rivers[name][-1, 1], forecast[:, 1].max()

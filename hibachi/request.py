@@ -135,7 +135,7 @@ def _continuations(p: SamplingParams) -> None:
 
 
 def _flags(p: SamplingParams) -> None:
-    for name in ("ignore_eos", "include_stop"):
+    for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
         _check(isinstance(getattr(p, name), bool), name, "True or False", getattr(p, name))
 
 
@@ -196,7 +196,7 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _lengths: ("max_tokens", "min_tokens"),
     _scores: ("logprobs", "prompt_logprobs"),
     _continuations: ("n", "best_of"),
-    _flags: ("ignore_eos", "include_stop"),
+    _flags: ("ignore_eos", "include_stop", "skip_special_tokens"),
     _texts: ("stop", "bad_words"),
     _stop_ids: ("stop_token_ids",),
     _allowed_ids: ("allowed_token_ids",),
@@ -233,7 +233,8 @@ class SamplingParams:
     come, and nothing else that stops counts.
     stop: strings that end the text and are not part of it (`hibachi.LLM` only). stop_token_ids: token ids that end it.
     include_stop: keep the string or token that ended the text (for `run`, see there). ignore_eos: do not end at the
-    model's own end-of-sequence token.
+    model's own end-of-sequence token. skip_special_tokens: False: the text shows special tokens among those that came
+    (`hibachi.LLM` only).
 
     n: how many continuations. best_of: run so many, and keep the n with the largest log-probability, best first (None:
     n). Continuation 0 has the seed, the others have seeds made from it. (Both `hibachi.LLM` only.)
@@ -267,6 +268,7 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for check in _CHECKS:

@@ -7,8 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
+from hibachi.api.errors import Refused
+
+StopReason = str | int | None | UnsetType
+"""As vLLM tells it, beside finish_reason: the stop string or the id of stop_token_ids that ended the text, null for
+anything else; not in chunks before the end."""
 Logprobs = Sequence[dict[int, float] | None]
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -74,6 +80,7 @@ class CompletionChoice(Struct, omit_defaults=True):
     prompt_logprobs: list[Any] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
 
 
 class CompletionAnswer(Struct, omit_defaults=True):
@@ -86,23 +93,32 @@ class CompletionAnswer(Struct, omit_defaults=True):
     system_fingerprint: str | None = None
 
 
+def _name(token: int, vocabulary: Vocabulary, named_ids: bool) -> str:
+    return f"token_id:{token}" if named_ids else vocabulary(token)[0]
+
+
 def completion_logprobs(
-    ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary, offset: int = 0
+    ids: Sequence[int],
+    scores: Logprobs,
+    most: int,
+    vocabulary: Vocabulary,
+    offset: int = 0,
+    *,
+    named_ids: bool = False,
 ) -> CompletionLogprobs:
-    """offset: characters in front."""
+    """offset: characters in front. named_ids: tokens are told as "token_id:7" in the place of texts."""
     out = CompletionLogprobs([], [], [], [])
     for token, by_id in zip(ids, scores, strict=True):
-        text, _ = vocabulary(token)
-        out.tokens.append(text)
+        out.tokens.append(_name(token, vocabulary, named_ids))
         out.text_offset.append(offset)
-        offset += len(text)
+        offset += len(vocabulary(token)[0])
         out.token_logprobs.append(None if by_id is None else finite(by_id[token]))
         if by_id is None:
             out.top_logprobs.append(None)
         else:
             top: dict[str, float] = {}
             for i, p in [*likeliest(by_id, most), (token, by_id[token])]:
-                top.setdefault(vocabulary(i)[0], finite(p))  # of those that look alike, the likeliest
+                top.setdefault(_name(i, vocabulary, named_ids), finite(p))  # of those that look alike, the likeliest
             out.top_logprobs.append(top)
     return out
 
@@ -143,6 +159,7 @@ class ChatChoice(Struct, omit_defaults=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
 
 
 class ChatAnswer(Struct, omit_defaults=True):
@@ -168,15 +185,22 @@ class ChatPiece(Struct, omit_defaults=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
 
 
-def chat_logprobs(ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary) -> ChatLogprobs:
+def chat_logprobs(
+    ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary, *, named_ids: bool = False
+) -> ChatLogprobs:
+    """named_ids: tokens are told as "token_id:7" in the place of texts; their bytes are those of the texts."""
+
+    def told(token: int, p: float, top: list[Any] | None = None) -> TokenLogprob:
+        return TokenLogprob(_name(token, vocabulary, named_ids), finite(p), vocabulary(token)[1], top)
+
     content = []
     for token, by_id in zip(ids, scores, strict=True):
         assert by_id is not None
-        top = [TokenLogprob(vocabulary(i)[0], finite(p), vocabulary(i)[1]) for i, p in likeliest(by_id, most)]
-        text, raw = vocabulary(token)
-        content.append(TokenLogprob(text, finite(by_id[token]), raw, top))
+        top = [told(i, p) for i, p in likeliest(by_id, most)]
+        content.append(told(token, by_id[token], top))
     return ChatLogprobs(content)
 
 
@@ -223,6 +247,27 @@ def model(name: str, created: int, max_len: int | None, root: str, numerics: str
         "max_model_len": max_len,
         "numerics": numerics,
     }
+
+
+def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
+    """Vectors [hidden] by their first numbers, made unit length again; None: as they are. Raises Refused."""
+    if dimensions is None:
+        return list(vectors)
+    if any(dimensions > len(v) for v in vectors):
+        raise Refused(
+            f"dimensions must be at most {min(map(len, vectors))}, as many as this model's vectors have; got "
+            f"{dimensions}.",
+            param="dimensions",
+            code="invalid_value",
+        )
+    return [unit(v[:dimensions]).astype(v.dtype) for v in vectors]
+
+
+def unit(v: Any) -> Any:
+    """A vector by its length, in float64; of no length, as it is."""
+    found = np.asarray(v, np.float64)
+    length = np.sqrt(found @ found)
+    return found / length if length > 0 else found
 
 
 def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> dict[str, Any]:

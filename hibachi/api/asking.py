@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import UNSET
+from msgspec.json import encode
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
+from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 
@@ -31,7 +33,30 @@ REFUSED = {
     "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
+    "moderation": "Nothing is judged",
+    "prompt_embeds": "Embeddings are taken in Python only, by hibachi.LLM",
+    "logprob_token_ids": "logprobs tells of the likeliest tokens",
+    "repetition_detection": "Texts end at stop, at stop_token_ids and at max_tokens",
 }
+"""Fields that may be null only, and why."""
+DEFAULTS: dict[str, tuple[Any, str]] = {
+    "use_beam_search": (False, "Beams are not searched; best_of keeps the best of several texts"),
+    "length_penalty": (1, "It is of beam search, which is not served"),
+    "include_reasoning": (True, "Reasoning is part of the text"),
+    "thinking_token_budget": (-1, "Reasoning is part of the text, and max_tokens limits all of it"),
+    "stream_interval": (1, "A chunk has what came since the one before it"),
+    "watermarking": (False, "Texts are not marked"),
+    "routed_experts_prompt_start": (0, "The experts of a token are not told"),
+    "return_token_offsets": (False, "POST /chat_tokenize tells them"),
+    "return_prompt_text": (False, "POST /chat_tokenize tells it"),
+    "return_mm_kwargs": (True, "Only text is served"),
+    "media_io_kwargs": ({}, "Only text is served"),
+    "mm_processor_kwargs": ({}, "Only text is served"),
+    "vllm_xargs": ({}, "Nothing here takes them"),
+    "kv_transfer_params": ({}, "Nothing is moved between servers"),
+    "ec_transfer_params": ({}, "Nothing is moved between servers"),
+}
+"""Fields of vLLM's that may say this only, or null, and why."""
 _SAME = (  # fields of SamplingParams by the same name
     "temperature",
     "top_p",
@@ -51,6 +76,7 @@ _SAME = (  # fields of SamplingParams by the same name
     "allowed_token_ids",
     "prompt_logprobs",
     "stop",
+    "skip_special_tokens",
 )
 
 
@@ -68,8 +94,12 @@ class Asked:
     limit: int | None = None  # of new tokens, if one was asked for: for these there must be room
     id: str | None = None  # of its answer; None: one of ours
     prompts: list[Any] = field(default_factory=list)
-    special: bool = True  # add special tokens to texts
-    echo: bool = False
+    special: bool = True  # add special tokens to texts, or to those of a chat template
+    truncation: Truncation | None = None
+    named_ids: bool = False  # log-probabilities are told of "token_id:7" in the place of texts
+    echo: bool = False  # the text begins with the prompt
+    front: str = ""  # of an answer to a chat: what its text begins with
+    open_end: bool = False  # the last message of a chat goes on
     prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
     unwritten: bool = False  # no new token is wanted: the one that is made anyhow is left out
     messages: list[dict[str, Any]] | None = None
@@ -91,6 +121,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
     asked.prompts, asked.echo, asked.unwritten, asked.special = prompts, echo, none, body.add_special_tokens
     _check_rows(asked.params, len(prompts), bounds)
     asked.limit = None if body.max_tokens is None else asked.params.max_tokens
+    asked.truncation = truncation(body, asked.limit)
     return asked
 
 
@@ -103,11 +134,11 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
             code="invalid_value",
         )
     if body.modalities not in (UNSET, None, ["text"]):
-        raise _no("modalities", "Only text is served")
+        raise unsupported("modalities", "Only text is served")
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     if body.tool_choice not in (None, "none", "auto"):
-        raise _no("tool_choice", f"{_LATER}, so a tool cannot be demanded: 'auto' and 'none' are")
+        raise unsupported("tool_choice", f"{_LATER}, so a tool cannot be demanded: 'auto' and 'none' are")
     named, limit = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         named, limit = "max_completion_tokens", body.max_completion_tokens
@@ -124,17 +155,54 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     asked.messages = conversation(body.messages, bounds.messages)
     asked.template = dict(body.chat_template_kwargs or {})
     asked.template["add_generation_prompt"] = body.add_generation_prompt
-    if body.continue_final_message:
-        raise _no("continue_final_message", "An answer always begins anew")
+    asked.open_end = goes_on(body.continue_final_message, body.add_generation_prompt)
     if body.tools and body.tool_choice != "none":
         asked.template["tools"] = body.tools
+    if body.documents:
+        asked.template["documents"] = body.documents
+    asked.special, asked.truncation = body.add_special_tokens, truncation(body, asked.limit)
+    last = asked.messages[-1]
+    if body.echo and last["role"] == "assistant":
+        asked.front = last.get("content") or ""
     return asked
+
+
+def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:
+    """Is the last message of a conversation to go on? Raises Refused."""
+    if continue_final_message and add_generation_prompt:
+        raise Refused(
+            "continue_final_message and add_generation_prompt exclude each other: the last message goes on, or an "
+            "answer begins. Send add_generation_prompt false, as true is its default.",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return bool(continue_final_message)
+
+
+def truncation(body: Any, new: int | None = None) -> Truncation | None:
+    """What is kept of its prompts; None: all. new: tokens of the answer that were asked for. Raises Refused."""
+    most, side = body.truncate_prompt_tokens, body.truncation_side
+    if most is None:
+        if side is not None:
+            raise Refused(
+                "truncation_side needs truncate_prompt_tokens.", param="truncation_side", code="invalid_value"
+            )
+        return None
+    if most < 1 and most != -1:
+        raise Refused(
+            f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds; got {shown(most)}.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    return Truncation(None if most == -1 else most, first=side == "right", new=1 if new is None else new)
 
 
 def embedding(body: EmbeddingBody, bounds: Bounds) -> list[Any]:
     """The prompts. Raises Refused."""
-    if body.dimensions is not None:
-        raise _no("dimensions", "A vector has as many numbers as the model's hidden states")
+    if body.dimensions is not None and body.dimensions < 1:
+        raise Refused(
+            f"dimensions must be at least 1; got {shown(body.dimensions)}.", param="dimensions", code="invalid_value"
+        )
     return listed(body.input, "input", bounds.prompts)
 
 
@@ -150,7 +218,7 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
         return [given]
     if any(isinstance(p, int) for p in given):
         raise Refused(f"{name} mixes token ids with other things.", param=name, code="invalid_type")
-    _check_count(name, given, most)
+    check_count(name, given, most)
     if any(not p for p in given if not isinstance(p, str)):
         raise Refused(f"{name} holds an empty list.", param=name, code="empty_array")
     return list(given)
@@ -159,25 +227,32 @@ def listed(given: Any, name: str, most: int) -> list[Any]:
 def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | None, logprobs: int | None) -> Asked:
     for name, why in REFUSED.items():
         if getattr(body, name, UNSET) not in (UNSET, None):
-            raise _no(name, why)
+            raise unsupported(name, why)
+    for name, (default, why) in DEFAULTS.items():
+        if getattr(body, name, None) not in (None, default):
+            raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
     form = body.response_format
     if form not in (UNSET, None) and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise _no("response_format", f"{_LATER}: only {{'type': 'text'}} is")
+        raise unsupported("response_format", f"{_LATER}: only {{'type': 'text'}} is")
     _check_most("n", body.n, bounds.n)
     _check_most("best_of", body.best_of, bounds.n)
     for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
         _check_most(name, count, bounds.logprobs)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    _check_count("stop", stops, bounds.stop)
-    _check_count("bad_words", body.bad_words, bounds.stop)
+    check_count("stop", stops, bounds.stop)
+    check_count("bad_words", body.bad_words, bounds.stop)
     for name in ("stop", "bad_words"):
         for text in (stops if name == "stop" else body.bad_words) or ():
-            _check_count(name, text, bounds.stop_length, "characters")
+            check_count(name, text, bounds.stop_length, "characters")
     for name in ("stop_token_ids", "allowed_token_ids"):
-        _check_count(name, getattr(body, name), bounds.token_ids)
-    _check_count("logit_bias", body.logit_bias, bounds.bias)
+        check_count(name, getattr(body, name), bounds.token_ids)
+    check_count("logit_bias", body.logit_bias, bounds.bias)
     if body.stream_options is not None and not body.stream:
         raise Refused("stream_options needs stream to be true.", param="stream_options", code="invalid_value")
+    if body.return_tokens_as_token_ids and logprobs is None:
+        raise Refused(
+            "return_tokens_as_token_ids needs logprobs.", param="return_tokens_as_token_ids", code="invalid_value"
+        )
     changes = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     most = [n for n in (limit, bounds.new) if n is not None]
     changes["max_tokens"] = min(most, default=None)
@@ -191,7 +266,6 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         changes["logprobs"] = logprobs
     try:
         params = replace(defaults, **changes)
-        terms = Terms(body.priority or 0, "", body.timeout, body.queue_timeout, body.cache_salt)
     except InvalidRequest as e:
         raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
     if body.stream and params.runs > params.n:
@@ -201,13 +275,14 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     options = body.stream_options
     return Asked(
         params,
-        terms,
+        terms_of(body),
         stream=bool(body.stream),
         usage=bool(options and options.include_usage),
         usage_always=bool(options and options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         logprobs=logprobs,
-        id=_request_id(body.request_id),
+        id=request_id(body.request_id),
+        named_ids=bool(body.return_tokens_as_token_ids),
     )
 
 
@@ -215,6 +290,20 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     if not all(_DIGITS.fullmatch(token) for token in given):
         raise Refused("logit_bias maps token ids to numbers.", param="logit_bias", code="invalid_value")
     return {int(token): value for token, value in given.items()}
+
+
+def terms_of(body: Any) -> Terms:
+    """The terms that it has. Raises Refused."""
+    try:
+        return Terms(
+            body.priority or 0,
+            "",
+            getattr(body, "timeout", None),
+            getattr(body, "queue_timeout", None),
+            getattr(body, "cache_salt", None),
+        )
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
 
 
 def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
@@ -228,7 +317,7 @@ def _check_rows(params: SamplingParams, prompts: int, bounds: Bounds) -> None:
         )
 
 
-def _request_id(given: str | None) -> str | None:
+def request_id(given: str | None) -> str | None:
     if given is not None and not _ID.fullmatch(given):
         raise Refused(
             "request_id must have 1 to 128 visible ASCII characters.", param="request_id", code="invalid_value"
@@ -241,10 +330,10 @@ def _check_most(name: str, given: int | None, most: int) -> None:
         raise Refused(f"{name} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")
 
 
-def _check_count(name: str, given: Any, most: int, what: str = "entries") -> None:
+def check_count(name: str, given: Any, most: int, what: str = "entries") -> None:
     if given is not None and len(given) > most:
         raise Refused(f"{name} has {len(given)} {what}; at most {most} are served.", param=name, code="invalid_value")
 
 
-def _no(name: str, why: str) -> Refused:
+def unsupported(name: str, why: str) -> Refused:
     return Refused(f"{name} is not supported: {why}.", param=name, code="unsupported_parameter")

@@ -26,9 +26,11 @@ IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "prompt_cache_options",
     "prediction",
+    "session_id",
 )
-"""Fields of OpenAI's API that may be sent and change nothing."""
+"""Fields of OpenAI's and vLLM's APIs that may be sent and change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class _Ignored(Struct, kw_only=True):
     safety_identifier: Anything = UNSET
     prompt_cache_key: Anything = UNSET
     prompt_cache_retention: Anything = UNSET
+    prompt_cache_options: Anything = UNSET
     prediction: Anything = UNSET
+    session_id: Anything = UNSET
 
 
 class _Generation(_Ignored, kw_only=True):
@@ -96,8 +100,27 @@ class _Generation(_Ignored, kw_only=True):
     timeout: float | None = None
     queue_timeout: float | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: str | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    # As their default only: see `asking.DEFAULTS`.
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    thinking_token_budget: int | None = None
+    stream_interval: int | None = None
+    watermarking: bool | None = None
+    routed_experts_prompt_start: int | None = None
+    return_token_offsets: bool | None = None
+    return_mm_kwargs: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     # Known, and refused by name.
+    logprob_token_ids: Anything = UNSET
+    repetition_detection: Anything = UNSET
     guided_json: Anything = UNSET
     guided_regex: Anything = UNSET
     guided_choice: Anything = UNSET
@@ -112,6 +135,7 @@ class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
+    prompt_embeds: Anything = UNSET
     suffix: Anything = UNSET
     response_format: Anything = UNSET
 
@@ -126,8 +150,15 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    echo: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool | None = None
+    add_special_tokens: bool = False
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    return_prompt_text: bool | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Anything = UNSET
@@ -138,6 +169,7 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Anything = UNSET
     verbosity: Anything = UNSET
     web_search_options: Anything = UNSET
+    moderation: Anything = UNSET
 
 
 class EmbeddingBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
@@ -149,6 +181,71 @@ class EmbeddingBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
     dimensions: int | None = None
 
 
+class _Ranking(_Ignored, kw_only=True):
+    """Fields of what compares texts; vLLM's."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    use_activation: Anything = UNSET
+
+
+class ScoreBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
+    """POST /score: two texts, or lists of them, under one of four pairs of names."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class Document(Struct, forbid_unknown_fields=True):
+    text: str
+
+
+class RerankBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
+    """POST /rerank"""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class ClassifyBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /classify. input: numbers in lists."""
+
+    input: float | list[Any]
+    model: str | None = None
+    use_activation: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
+class WarmBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/warm: a text, or a conversation."""
+
+    model: str | None = None
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
 class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize: a prompt or a conversation."""
 
@@ -157,6 +254,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -178,7 +276,7 @@ def read(kind: type[T], body: bytes) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
-        raise _refused(e) from None
+        raise refused_by(e) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
@@ -193,10 +291,11 @@ def taken(kind: type[T], value: Any) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise _refused(e) from None
+        raise refused_by(e) from None
 
 
-def _refused(error: msgspec.ValidationError) -> Refused:
+def refused_by(error: msgspec.ValidationError) -> Refused:
+    """What names the field."""
     text = str(error)
     at = _AT.search(text)
     place = at[1] if at else None

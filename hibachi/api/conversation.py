@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -66,22 +67,55 @@ def _call(given: Any) -> Any:
     return given
 
 
-def rendered(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:
-    """`render(messages, **variables)`, in the first form of the messages that the template takes.
+def rendered(
+    render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
+) -> str:
+    """`render(messages, **variables)`, in the first form of the messages that the template takes. open_end: up to the
+    end of the last message's content, which is to go on.
 
-    Raises InvalidRequest if it takes none, and Refused for tools of which its text says nothing.
+    Raises InvalidRequest if it takes none, and Refused for tools or documents of which its text says nothing, and for
+    a last message that it does not show to its end.
     """
+    if open_end:
+        return _opened(render, messages, variables)
     text = _rendered(render, messages, variables)
-    if variables.get("tools"):
-        without = {name: value for name, value in variables.items() if name != "tools"}
-        with suppress(InvalidRequest):
-            if _rendered(render, messages, without) == text:
-                raise Refused(
-                    "tools is not supported: this model's chat template does not show them to the model.",
-                    param="tools",
-                    code="unsupported_parameter",
-                )
+    for shown in ("tools", "documents"):
+        if variables.get(shown):
+            without = {name: value for name, value in variables.items() if name != shown}
+            with suppress(InvalidRequest):
+                if _rendered(render, messages, without) == text:
+                    raise Refused(
+                        f"{shown} is not supported: this model's chat template does not show them to the model.",
+                        param=shown,
+                        code="unsupported_parameter",
+                    )
     return text
+
+
+def _opened(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:
+    """A mark behind the last content says where the template puts its end, whatever else looks like it."""
+    *before, last = messages
+    content = last.get("content")
+    if not isinstance(content, str):
+        raise Refused(
+            "continue_final_message needs a last message with a content: expected a text, which may be empty.",
+            param="messages",
+            code="invalid_value",
+        )
+    mark = f"END{secrets.token_hex(12)}"
+    text = rendered(render, [*before, {**last, "content": f"{content}{mark} "}], variables)
+    front, found, behind = text.rpartition(mark)
+    if not found:
+        raise Refused(
+            "continue_final_message is not supported with this conversation: the model's chat template does not show "
+            "the last message as it is.",
+            param="continue_final_message",
+            code="unsupported_parameter",
+        )
+    blanks = len(content) - len(content.rstrip())
+    if behind.startswith(" ") or not content.strip() or not front.endswith(content[len(content) - blanks :]):
+        return front
+    return front[: len(front) - blanks]  # the template takes away blanks at the end
 
 
 def _rendered(render: Callable[..., str], messages: Messages, variables: Mapping[str, Any]) -> str:

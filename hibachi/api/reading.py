@@ -9,15 +9,23 @@ from typing import Any
 from hibachi.api.conversation import rendered
 from hibachi.api.errors import Refused
 from hibachi.api.tokenizing import Tokenizing
+from hibachi.api.truncation import Truncation
 from hibachi.errors import PromptTooLong
 from hibachi.model.text.prompts import Prompts
 
 
 class Reading:
     """Of one model. vocab_size: None: any id is a token. chat_template: the name of one of the model's, or Jinja
-    source; None: the model's own."""
+    source; None: the model's own. longest: tokens of a prompt; None: what the context leaves."""
 
-    def __init__(self, prompts: Prompts, vocab_size: int | None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        vocab_size: int | None,
+        chat_template: str | None = None,
+        longest: int | None = None,
+    ) -> None:
+        self.longest = longest
         self.prompts: Prompts = prompts
         self.vocab_size: int | None = vocab_size
         self.chat_template: str | None = chat_template
@@ -35,6 +43,8 @@ class Reading:
     def check_length(self, ids: Sequence[int], limit: int | None) -> None:
         """Raises PromptTooLong for a prompt, or one with as many new tokens as were asked for, that does not fit."""
         longest, n = self.prompts.context, len(ids)
+        if self.longest is not None and n > self.longest:
+            raise PromptTooLong(f"The prompt has {n} tokens; at most {self.longest} are taken. Shorten it.")
         if n >= longest:
             raise PromptTooLong(
                 f"The prompt has {n} tokens, and this model's context holds {longest}, at least one of them new. "
@@ -49,54 +59,109 @@ class Reading:
     # ---- beside an event loop ------------------------------------------------------------------------------------
 
     async def encode(
-        self, prompts: Sequence[Any], param: str, tenant: str = "", *, special: bool = True
+        self,
+        prompts: Sequence[Any],
+        param: str,
+        tenant: str = "",
+        *,
+        special: bool = True,
+        truncation: Truncation | None = None,
     ) -> list[list[int]]:
         """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
-        self._check(prompts, param)
-        return _filled(prompts, await self.tokens(_texts(prompts), special, tenant), param)
+        self._check(prompts, param, truncation)
+        found = await self.tokens(_texts(prompts), special, tenant)
+        return self._kept(_filled(prompts, found, param), truncation)
 
     async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
         """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
         return await self._tokenizing.run(sum(map(len, texts)), partial(self._cut, texts, special), tenant)
 
     async def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], tenant: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tenant: str = "",
+        *,
+        special: bool = False,
+        open_end: bool = False,
+        truncation: Truncation | None = None,
     ) -> list[int]:
-        """Ids of a conversation, which is not too long. Raises Refused, InvalidRequest or PromptTooLong."""
-        text = await self._tokenizing.aside(self._rendering(messages, variables), tenant)
-        self.prompts.check_text(text)
-        [ids] = await self.tokens([text], False, tenant)
-        return _said(ids)
+        """Ids of a conversation, which is not too long. special: add special tokens to those of the template.
+        open_end: its last message goes on. Raises Refused, InvalidRequest or PromptTooLong."""
+        text = await self.template(messages, variables, tenant, open_end=open_end, truncation=truncation)
+        return self._kept([_said(ids) for ids in await self.tokens([text], special, tenant)], truncation)[0]
+
+    async def template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tenant: str = "",
+        *,
+        open_end: bool = False,
+        truncation: Truncation | None = None,
+    ) -> str:
+        """What `render` cuts into tokens. Raises as it does."""
+        text = await self._tokenizing.aside(self._rendering(messages, variables, open_end), tenant)
+        self._check_text(text, truncation)
+        return text
+
+    async def spans(self, text: str, special: bool, tenant: str = "") -> list[tuple[int, int, int]]:
+        """`tokens` of one text, each as id, begin and end in the text, in characters."""
+        spans = self.prompts.tokenizer.spans
+        return await self._tokenizing.run(len(text), lambda: spans(text, add_special_tokens=special), tenant)
 
     # ---- here and now, where nobody else waits -------------------------------------------------------------------
 
-    def encode_now(self, prompts: Sequence[Any], param: str, *, special: bool = True) -> list[list[int]]:
+    def encode_now(
+        self, prompts: Sequence[Any], param: str, *, special: bool = True, truncation: Truncation | None = None
+    ) -> list[list[int]]:
         """As `encode`."""
-        self._check(prompts, param)
-        return _filled(prompts, self._cut(_texts(prompts), special), param)
+        self._check(prompts, param, truncation)
+        return self._kept(_filled(prompts, self._cut(_texts(prompts), special), param), truncation)
 
-    def render_now(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+    def render_now(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        special: bool = False,
+        open_end: bool = False,
+        truncation: Truncation | None = None,
+    ) -> list[int]:
         """As `render`."""
-        text = self._rendering(messages, variables)()
-        self.prompts.check_text(text)
-        [ids] = self._cut([text], False)
-        return _said(ids)
+        text = self._rendering(messages, variables, open_end)()
+        self._check_text(text, truncation)
+        return self._kept([_said(ids) for ids in self._cut([text], special)], truncation)[0]
 
     # ---- what both do --------------------------------------------------------------------------------------------
 
-    def _check(self, prompts: Sequence[Any], param: str) -> None:
+    def _check(self, prompts: Sequence[Any], param: str, truncation: Truncation | None) -> None:
         """All of them, before any is read."""
         for prompt in prompts:
             if isinstance(prompt, str):
-                self.prompts.check_text(prompt)
+                self._check_text(prompt, truncation)
             else:
-                self.check_length(prompt, None)
+                if truncation is None:
+                    self.check_length(prompt, None)
                 self.check_ids(prompt, param)
+
+    def _check_text(self, text: str, truncation: Truncation | None) -> None:
+        if truncation is None:
+            self.prompts.check_text(text)
+        else:
+            self.prompts.check_size(text)
+
+    def _kept(self, ids: list[list[int]], truncation: Truncation | None) -> list[list[int]]:
+        if truncation is None:
+            return ids
+        return [truncation.cut(own, self.prompts.context, self.longest) for own in ids]
 
     def _cut(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         return [self.prompts.tokenizer.encode(text, add_special_tokens=special) for text in texts]
 
-    def _rendering(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Callable[[], str]:
+    def _rendering(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], open_end: bool
+    ) -> Callable[[], str]:
         """A call that makes the text of a conversation. Raises Refused if there is no template for it."""
         tokenizer = self.prompts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
@@ -108,7 +173,8 @@ class Reading:
             )
         more = {"chat_template": self.chat_template} if self.chat_template is not None else {}
         given = {k: v for k, v in variables.items() if k not in ("chat_template", "messages")}
-        return lambda: rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, {**given, **more})
+        shown = {**given, **more}
+        return lambda: rendered(lambda m, **v: tokenizer.render_chat(m, **v), messages, shown, open_end=open_end)
 
 
 def _texts(prompts: Sequence[Any]) -> list[str]:

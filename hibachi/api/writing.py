@@ -11,10 +11,12 @@ from hibachi.api import answers
 from hibachi.api.answers import (
     ChatAnswer,
     ChatChoice,
+    ChatLogprobs,
     ChatMessage,
     ChatPiece,
     CompletionAnswer,
     CompletionChoice,
+    CompletionLogprobs,
     Delta,
     Usage,
     Vocabulary,
@@ -50,13 +52,13 @@ class Writer:
         asked: Asked,
         name: str,
         vocabulary: Vocabulary,
-        numerics: str | None = None,
+        fingerprint: str | None = None,
         *,
         id: str | None = None,
         created: int | None = None,
         cached: bool = True,
     ) -> None:
-        self.asked, self.name, self.vocabulary, self.numerics = asked, name, vocabulary, numerics
+        self.asked, self.name, self.vocabulary, self.fingerprint = asked, name, vocabulary, fingerprint
         self.id = f"{self.prefix}-{asked.id or id or secrets.token_hex(12)}"
         self.created = int(time.time()) if created is None else created
         self.cached = cached
@@ -117,15 +119,17 @@ class CompletionWriter(Writer):
         most, scores = self.asked.logprobs, None
         at = self._lengths.get(p.index, 0)
         if most is not None and p.logprobs is not None:
-            scores = answers.completion_logprobs(p.token_ids, p.logprobs, most, self.vocabulary, at)
+            scores = self._scores(p.token_ids, p.logprobs, most, at)
         self._lengths[p.index] = at + len(p.text)
         return self._answer([CompletionChoice(p.index, p.text, scores, None, None, self._told(p.token_ids))])
 
     def end(self, choice: TextChoice) -> Any:
-        return self._answer([CompletionChoice(choice.index, "", None, reason_of(choice.finish_reason))])
+        why, by = reason_of(choice.finish_reason), choice.stopped_by
+        stop = by.reason if by and not self.asked.unwritten else None
+        return self._answer([CompletionChoice(choice.index, "", None, why, stop_reason=stop)])
 
     def last(self) -> Any:
-        return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage(), self.numerics)
+        return CompletionAnswer(self.id, self.object, self.created, self.name, [], self.usage(), self.fingerprint)
 
     def whole(self) -> Any:
         choices = []
@@ -140,13 +144,12 @@ class CompletionWriter(Writer):
         out = self._echo(index, done.prompt_logprobs) if self.asked.echo else CompletionChoice(index, "", None, None)
         if not self.asked.unwritten:
             if self.asked.logprobs is not None and c.logprobs is not None:
-                new = answers.completion_logprobs(
-                    c.token_ids, c.logprobs, self.asked.logprobs, self.vocabulary, len(out.text)
-                )
+                new = self._scores(c.token_ids, c.logprobs, self.asked.logprobs, len(out.text))
                 out.logprobs = new if out.logprobs is None else answers.joined(out.logprobs, new)
             out.text += c.text
             out.token_ids = self._told(c.token_ids)
         out.finish_reason = "length" if self.asked.unwritten else reason_of(c.finish_reason)
+        out.stop_reason = None if self.asked.unwritten else c.stop_reason
         if done.prompt_logprobs is not None and self.asked.prompt_scores:
             out.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
         if self.asked.token_ids:
@@ -156,18 +159,22 @@ class CompletionWriter(Writer):
     def _echo(self, index: int, scores: Any = None) -> CompletionChoice:
         """The prompt, as the beginning of the text."""
         p = self.prompt_of(index)
-        prompt = self.asked.prompts[p]
+        prompt = self.asked.prompts[p] if self.asked.truncation is None else self.ids[p]
         text = prompt if isinstance(prompt, str) else self.vocabulary.text(prompt)
         self._lengths[index] = len(text)
         found, most = None, self.asked.logprobs
         scores = self.streams[p].tokens.prompt_logprobs if scores is None else scores
         if most is not None and scores is not None:
-            found = answers.completion_logprobs(self.ids[p], scores, most, self.vocabulary)
+            found = self._scores(self.ids[p], scores, most, 0)
         return CompletionChoice(index, text, found, None)
+
+    def _scores(self, ids: list[int], scores: Any, most: int, at: int) -> CompletionLogprobs:
+        named = self.asked.named_ids
+        return answers.completion_logprobs(ids, scores, most, self.vocabulary, at, named_ids=named)
 
     def _answer(self, choices: Sequence[CompletionChoice]) -> CompletionAnswer:
         return CompletionAnswer(
-            self.id, self.object, self.created, self.name, list(choices), self._always(), self.numerics
+            self.id, self.object, self.created, self.name, list(choices), self._always(), self.fingerprint
         )
 
 
@@ -175,17 +182,19 @@ class ChatWriter(Writer):
     prefix, object = "chatcmpl", "chat.completion"
 
     def opening(self) -> list[Any]:
-        first = Delta("assistant", "")
-        return [self._chunk([ChatPiece(c.index, first, None, None)]) for s in self.streams for c in s.choices]
+        firsts = [Delta("assistant", "")] + [Delta(None, front) for front in [self.asked.front] if front]
+        choices = [c.index for s in self.streams for c in s.choices]
+        return [self._chunk([ChatPiece(index, delta, None, None)]) for delta in firsts for index in choices]
 
     def piece(self, p: Piece) -> Any:
         found, most = None, self.asked.logprobs
         if most is not None and p.logprobs is not None:
-            found = answers.chat_logprobs(p.token_ids, p.logprobs, most, self.vocabulary)
+            found = self._scores(p.token_ids, p.logprobs, most)
         return self._chunk([ChatPiece(p.index, Delta(None, p.text), found, None, self._told(p.token_ids))])
 
     def end(self, choice: TextChoice) -> Any:
-        return self._chunk([ChatPiece(choice.index, Delta(), None, reason_of(choice.finish_reason))])
+        why, by = reason_of(choice.finish_reason), choice.stopped_by
+        return self._chunk([ChatPiece(choice.index, Delta(), None, why, stop_reason=by.reason if by else None)])
 
     def last(self) -> Any:
         return self._chunk([], self.usage())
@@ -195,19 +204,24 @@ class ChatWriter(Writer):
         choices, most = [], self.asked.logprobs
         for c in done.choices:
             scores = c.logprobs if most is not None else None
-            found = None if scores is None else answers.chat_logprobs(c.token_ids, scores, most or 0, self.vocabulary)
-            message = ChatMessage("assistant", c.text)
-            reason = reason_of(c.finish_reason)
-            choices.append(ChatChoice(c.index, message, found, reason, self._told(c.token_ids)))
-        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage(), self.numerics)
+            found = None if scores is None else self._scores(c.token_ids, scores, most or 0)
+            message = ChatMessage("assistant", self.asked.front + c.text)
+            reason, ids = reason_of(c.finish_reason), self._told(c.token_ids)
+            choices.append(ChatChoice(c.index, message, found, reason, ids, c.stop_reason))
+        answer = ChatAnswer(self.id, self.object, self.created, self.name, choices, self.usage(), self.fingerprint)
         if done.prompt_logprobs is not None:
             answer.prompt_logprobs = answers.prompt_scores(done.prompt_logprobs, self.vocabulary)
         answer.prompt_token_ids = self._told(done.prompt_token_ids)
         return answer
 
+    def _scores(self, ids: list[int], scores: Any, most: int) -> ChatLogprobs:
+        return answers.chat_logprobs(ids, scores, most, self.vocabulary, named_ids=self.asked.named_ids)
+
     def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer:
         used = used or self._always()
-        return ChatAnswer(self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.numerics)
+        return ChatAnswer(
+            self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.fingerprint
+        )
 
 
 def reason_of(finish: Finish | None) -> str:

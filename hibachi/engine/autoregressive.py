@@ -53,15 +53,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
     `forward` (level 0, `Autoregressive`); the highest it has is used.
     stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop=)`.
+    stop: what else ends every request, as `run(stop=)` says it; with a tolerance of its own.
     token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None: each request has
     its own kind; those of different kinds share no call.
     padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None: only rows of equal
     length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
     max_batch_size: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
-    model's own `max_model_len`, else, with a stop_token, 2**20.
+    model's own `max_model_len`, else, with a stop_token or stop, 2**20.
     max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
     None: what suits the backend, 16 or more.
     cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
+    cache_tokens: level 2, positions that the cache holds, if the memory does; None: any number.
     dtype: level 2, of the cache.
     prefix_cache: level 2, requests share the keys and values of what they have in common at the beginning, also with
     those that have ended, as long as nobody needs the memory.
@@ -111,12 +113,14 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stop_token: Any = None,
         padding_token: Any = None,
         token: Any = None,
+        stop: Any = None,
         max_batch_size: int = 16,
         max_model_len: int | None = None,
         backend: str | Backend[Any] | None = None,
         max_batch_tokens: int = 2048,
         block_size: int | None = None,
         cache_bytes: int | None = None,
+        cache_tokens: int | None = None,
         dtype: str = "float32",
         prefix_cache: bool = True,
         policy: str | Policy | None = None,
@@ -131,6 +135,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         overlap: bool | None = None,
     ) -> None:
         super().__init__(
+            model,
             max_batch_size,
             max_waiting=max_waiting,
             pause_after=pause_after,
@@ -143,7 +148,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._level = level_of(model)
         own = getattr(model, "max_model_len", None)
         limit = max_model_len if max_model_len is not None else own
-        if limit is None and stop_token is None:
+        if limit is None and stop_token is None and stop is None:
             raise ConfigError(
                 "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an "
                 "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
@@ -153,6 +158,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             max_batch_size=max_batch_size,
             max_batch_tokens=max_batch_tokens,
             block_size=1 if block_size is None else block_size,
+            cache_tokens=1 if cache_tokens is None else cache_tokens,
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
         )
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
@@ -168,12 +174,13 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             prefill=max_prefill_tokens,
             block_size=block_size,
             cache_bytes=cache_bytes,
+            cache_tokens=cache_tokens,
             dtype=dtype,
             prefix_cache=prefix_cache,
             reserve_all=reserve_all,
         )
         self._policy = policy_of(policy)
-        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token}
+        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop}
         self._backend = backend_of(backend, model, token, stop_token, padding_token)
         self._asked, self._deterministic = bool(deterministic), self._decide(deterministic)
         self._built: Built | None = None
@@ -364,11 +371,6 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             return partial(_host_row, self._backend)
         of_batch = self._plan.vocab_size is None and not isinstance(self._backend, NineBackend)
         return native_row if of_batch else as_it_is
-
-    def enqueue(self, job: Job) -> None:
-        """Queue what `check` returned; its channel gets the items. Raises what `submit` raises."""
-        assert self._worker is not None
-        self._worker.add(job)
 
     def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
         self.enqueue(job)

@@ -12,6 +12,7 @@ from hibachi.plan.limits import Limits
 from hibachi.request import Request
 from hibachi.runners.meters import Meters
 from hibachi.streams.stream import ItemStream
+from hibachi.tensor.array_backend import HostArray
 from hibachi.tensor.layout import CacheSpec
 
 R = TypeVar("R")
@@ -25,6 +26,10 @@ class Facts:
     the embeddings that may stand in the place of a prompt; None: none may. has_hidden: vectors can be made.
     fingerprint: library, device and kernels. model: how errors name it. numerics: the name of the bits that come out,
     such as "cpu-1 float32"; None: they have none. layers: what each keeps in the cache; (): there is none.
+    feedforward: one input, one output. token: shape and name of the dtype of all tokens, or of all inputs; None: each
+    request has its own. labels: of a classifier, what its outputs stand for;
+    probabilities: these are such already, and not logits. reads, writes: the model has `read`, or
+    `write`: see `BatchEngine`. quantization: of the matrices.
     """
 
     vocab_size: int | None
@@ -38,13 +43,20 @@ class Facts:
     model: str
     numerics: str | None = None
     layers: CacheSpec = ()
+    feedforward: bool = False
+    token: tuple[tuple[int, ...], str] | None = None
+    labels: tuple[str, ...] = ()
+    probabilities: bool = False
+    reads: bool = False
+    writes: bool = False
+    quantization: str = "none"
 
 
 class BatchEngine(Protocol[R]):
     """Takes requests, and fills their streams. To close a stream cancels its request; one that is not read pauses it.
 
-    Two have all of it: `AutoregressiveBatchInference`, and `RemoteEngine` for one in another process. R: what a request
-    is once it was checked.
+    Three have all of it: `AutoregressiveBatchInference`, `FeedforwardBatchInference`, and `RemoteEngine` for one of
+    these in another process. R: what a request is once it was checked.
     """
 
     @property
@@ -71,7 +83,22 @@ class BatchEngine(Protocol[R]):
 
     def submit(self, ready: R) -> ItemStream[Any]:
         """Queue what `check` returned. The stream has ints, where tokens are sampled; one vector on the host, where one
-        is wanted; else native arrays. Raises QueueFull, EngineClosed or EngineFailed."""
+        is wanted; else native arrays, or NumPy's from another process; of feed-forward, one. Raises QueueFull,
+        EngineClosed or EngineFailed."""
+        ...
+
+    def read(self, data: bytes, kind: str) -> HostArray:
+        """A prompt, or an input, as the model's own `read(bytes, type)` makes it of a body; kind: its media type. It
+        runs where the model lives, beside the steps, and holds up the calling thread only.
+
+        Raises InvalidRequest for what `read` refuses by a ValueError, ModelError if it fails otherwise or returns no
+        numbers, EngineFailed if it takes too long, QueueFull, and UnsupportedOperation for a model without `read`.
+        """
+        ...
+
+    def write(self, tokens: HostArray) -> tuple[bytes, str]:
+        """Likewise by the model's own `write(tokens)`: all that came, [n, *token], or the one output, as the bytes of
+        an answer, and their media type."""
         ...
 
     def stats(self) -> Stats: ...

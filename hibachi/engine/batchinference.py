@@ -10,6 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from hibachi.engine.conversions import Conversions
 from hibachi.engine.engine import Engine
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.stats import Stats
@@ -21,6 +22,7 @@ from hibachi.runners.meters import Meters
 from hibachi.runners.runner import Runner
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing, waited
 from hibachi.streams.loops import in_thread
+from hibachi.tensor.array_backend import HostArray
 
 
 class BatchInference(Closing):
@@ -41,6 +43,7 @@ class BatchInference(Closing):
 
     def __init__(
         self,
+        model: Any,
         max_batch_size: int,
         *,
         max_waiting: int | None = None,
@@ -64,6 +67,7 @@ class BatchInference(Closing):
         self._building = threading.RLock()
         self._worker: Worker | None = None
         self._closed = False
+        self._conversions = Conversions(model)
 
     @property
     def core(self) -> Engine | None:
@@ -79,6 +83,19 @@ class BatchInference(Closing):
     def begins_again(self) -> bool:
         """With another process: never."""
         return False
+
+    def enqueue(self, job: Job) -> None:
+        """Queue what `check` returned; its channel gets the items. Raises what `submit` raises."""
+        assert self._worker is not None
+        self._worker.add(job)
+
+    def read(self, data: bytes, kind: str) -> HostArray:
+        """See `BatchEngine`."""
+        return self._conversions.read(data, kind)
+
+    def write(self, tokens: HostArray) -> tuple[bytes, str]:
+        """See `BatchEngine`."""
+        return self._conversions.write(tokens)
 
     def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.conversions import said_by
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts
 from hibachi.errors import ConfigError
 from hibachi.plan.limits import Limits
@@ -56,6 +57,7 @@ class Plan:
     prefill: int | None
     block_size: int | None
     cache_bytes: int | None
+    cache_tokens: int | None
     dtype: str
     prefix_cache: bool
     reserve_all: bool
@@ -95,7 +97,7 @@ def build(
     check: Callable[[CachedRunner], bool],
     deterministic: bool | None,
 ) -> Built:
-    """tokens: token, stop_token and padding_token, as `AutoregressiveBatchInference` was given them.
+    """tokens: token, stop_token, padding_token and stop, as `AutoregressiveBatchInference` was given them.
 
     check: tries a new runner, and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
@@ -120,7 +122,7 @@ def build(
         if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(plan.model.logits):
             whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
         deterministic = whole.deterministic
-    facts = _facts(plan, scheduler, backend, bool(deterministic))
+    facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
     return Built(facts, scheduler, runner, prompts, size if plan.prefix_cache else 0)
 
 
@@ -139,7 +141,8 @@ def _nine(
     if deterministic:  # what nobody can compare, nobody can share
         grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(plan.model))
     runner = NineRunner(plan.model, backend, grouping)
-    return Built(_facts(plan, scheduler, backend, bool(deterministic)), scheduler, runner, prompts, 0)
+    facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
+    return Built(facts, scheduler, runner, prompts, 0)
 
 
 def _whole_limits(plan: Plan) -> Limits:
@@ -160,7 +163,7 @@ def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
     return [random.integers(0, vocab, 128).astype(np.int32) for _ in range(128)]
 
 
-def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool) -> Facts:
+def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool, kind: Kind | None) -> Facts:
     return Facts(
         vocab_size=plan.vocab_size,
         limits=scheduler.limits,
@@ -175,6 +178,9 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         if backend.numerics and getattr(plan.model, "portable", False)
         else None,
         layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
+        token=None if kind is None else (kind.shape, str(kind.dtype)),
+        quantization=getattr(backend, "quantization", "none"),
+        **said_by(plan.model),
     )
 
 
@@ -222,6 +228,8 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
             if memory is None and one <= _physical_memory():
                 allowed = max(allowed, one)
         blocks = min(plan.rows * -(-plan.longest // size), allowed // (position * size)) + 1
+        if plan.cache_tokens is not None:
+            blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
         if blocks < 2:
             raise ConfigError(
                 f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "

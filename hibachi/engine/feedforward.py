@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -10,20 +11,22 @@ from typing import Any, Generic
 import numpy as np
 from typing_extensions import TypeVar
 
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.conversions import said_by
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.prompts import NinePrompts
-from hibachi.engine.worker import Worker
-from hibachi.errors import ConfigError, InvalidRequest
+from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
 from hibachi.model.ladder import Feedforward
 from hibachi.options import spelled
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.request import PLAIN, Request, Terms, as_terms
 from hibachi.runners.job import Job
 from hibachi.runners.nine import NineFeedforwardRunner
 from hibachi.runners.runner import Runner
-from hibachi.runners.tokentable import Kind
+from hibachi.runners.tokentable import Kind, misfits
 from hibachi.runners.uncached import FeedforwardRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
@@ -39,8 +42,8 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
-    are never stacked; each kind gets its own forward pass. max_waiting, restart, stall_after, record: see
-    `BatchInference`.
+    are never stacked; each kind gets its own forward pass. token: one input; all others must have its shape, and are
+    cast to its dtype. None: any. max_waiting, restart, stall_after, record: see `BatchInference`.
     """
 
     @spelled
@@ -50,6 +53,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         *,
         max_batch_size: int = 16,
         backend: str | Backend[Any] | None = None,
+        token: Any = None,
         max_waiting: int | None = None,
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
@@ -60,48 +64,128 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
         super().__init__(
-            max_batch_size, max_waiting=max_waiting, restart=restart, stall_after=stall_after, record=record
+            model, max_batch_size, max_waiting=max_waiting, restart=restart, stall_after=stall_after, record=record
         )
-        self._model = model
+        self.model = model
+        self._token = None if token is None else np.asarray(token)
         self._backend = backend_of(backend, model)
+        self._facts: Facts | None = None
 
-    def run(self, item: T | Sequence[Any] | HostArray) -> Item[T]:
-        """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`."""
+    def run(self, item: T | Sequence[Any] | HostArray, *, terms: Terms | None = None) -> Item[T]:
+        """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`.
+
+        terms: priority, tenant, deadlines. Raises InvalidRequest, QueueFull, EngineClosed or EngineFailed.
+        """
+        job = self.check(Request(item, terms=PLAIN if terms is None else terms))
+        return Item(self.submit(job))
+
+    @property
+    def facts(self) -> Facts:
+        """Known when the library is: when the engine is made, if `backend=` or the model tell it, else with the first
+        input. Raises EngineError before."""
+        if self._facts is None:
+            if self._backend is None:
+                raise EngineError("The first input tells the library that computes. Send one, or pass backend=.")
+            self._facts = self._made_facts(self._backend)
+        return self._facts
+
+    def _made_facts(self, backend: ArrayBackend | NineBackend) -> Facts:
+        kind = self._token
+        return Facts(
+            vocab_size=None,
+            limits=self._limits,
+            cached=False,
+            embed_size=None,
+            has_hidden=False,
+            deterministic=False,
+            fingerprint=backend.fingerprint(),
+            dtype="any dtype" if kind is None else kind.dtype.name,
+            model=type(self.model).__name__,
+            feedforward=True,
+            token=None if kind is None else (kind.shape, kind.dtype.name),
+            **said_by(self.model),
+        )
+
+    @property
+    def _limits(self) -> Limits:
+        n = self.max_batch_size
+        return Limits(n, n, 1, 2)
+
+    def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
+        """See `BatchEngine`. The request's prompt is the input. channel: where the output goes; None: a new one."""
+        terms, now = checked_plain(request, type(self.model).__name__), time.monotonic()
         if self._backend is None:
-            self._backend = prompt_backend(item, self._model)
+            self._backend = prompt_backend(request.prompt, self.model)
         if isinstance(self._backend, NineBackend):
-            given, kind = NinePrompts(self._backend, token=None, stop_token=None, padding_token=None).given(item)
+            prompts = NinePrompts(self._backend, token=None, stop_token=None, padding_token=None)
+            given, kind = prompts.given(request.prompt)
         else:
-            given, kind = _on_host(self._backend, item)
-        worker = self._worker or self._start(self._backend)
-        job = Job(Seq(1, 1), Channel(), given, kind=kind)
-        worker.add(job)
-        read = as_it_is if isinstance(self._backend, NineBackend) else native_row
-        return Item(ItemStream(job.channel, partial(self.cancel, job), read))
+            given, kind = _on_host(self._backend, request.prompt, self._token)
+        if self._worker is None:
+            self._start(self._backend)
+        seq = Seq(1, 1, priority=terms.priority, tenant=terms.tenant)
+        seq.deadline = None if terms.timeout is None else now + terms.timeout
+        seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
+        return Job(seq, channel or Channel(), given, kind=kind)
 
-    def _start(self, backend: ArrayBackend | NineBackend) -> Worker:
+    def submit(self, ready: Job) -> ItemStream[T]:
+        """See `BatchEngine`."""
+        self.enqueue(ready)
+        return ItemStream(ready.channel, partial(self.cancel, ready), self.reader(ready))
+
+    def reader(self, job: Job) -> Callable[[Any], Any]:
+        """What makes an item of a request's channel into the output."""
+        return as_it_is if isinstance(self._backend, NineBackend) else native_row
+
+    def _start(self, backend: ArrayBackend | NineBackend) -> None:
         with self._building:
             if self._worker is not None:
-                return self._worker
+                return
             self._check_open()
-            n = self.max_batch_size
             runner: Runner
             if isinstance(backend, NineBackend):
-                runner = NineFeedforwardRunner(self._model, backend)
+                runner = NineFeedforwardRunner(self.model, backend)
             else:
-                runner = FeedforwardRunner(self._model, backend)
-            self._worker = self._serve(Scheduler(Limits(n, n, 1, 2)), runner)
-            return self._worker
+                runner = FeedforwardRunner(self.model, backend)
+            self._worker = self._serve(Scheduler(self._limits), runner)
 
 
-def _on_host(backend: ArrayBackend, item: Any) -> tuple[HostArray, Kind]:
+def checked_plain(request: Request, model: str) -> Terms:
+    """The terms of a request for one output, which has no tokens. Raises InvalidRequest for what belongs to these."""
+    for name in ("params", "max_new_tokens", "stop", "embeds", "pooling", "begun", "kept"):
+        if (got := getattr(request, name)) is not None:
+            raise InvalidRequest(
+                f"{model} gives one output for each input, and no tokens one after another; got {name}={shown(got)}. "
+                f"Leave it out."
+            )
+    return as_terms(request.terms)
+
+
+def fitting(host: HostArray, token: tuple[tuple[int, ...], Any] | None) -> HostArray:
+    """An input of numbers, a copy, as shape and dtype of all inputs say, if they are fixed. Raises InvalidRequest."""
+    if host.dtype.kind not in "iufbc":
+        raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
+    if token is None:
+        return np.array(host)
+    shape, dtype = token[0], np.dtype(token[1])
+    if host.shape != shape or (host.dtype.kind in "iub") != (dtype.kind in "iub"):
+        raise InvalidRequest(
+            f"This model takes inputs of shape {shape} and {dtype}; got {host.shape} and {host.dtype}. Send such a one."
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = host.astype(dtype)
+    for _, value in misfits(host[None], cast[None]):
+        raise InvalidRequest(f"This model takes inputs of {dtype}, which cannot hold {value}. Send smaller numbers.")
+    return cast
+
+
+def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple[HostArray, Kind]:
     """A copy of an input, and its kind. Raises InvalidRequest."""
     try:
-        host = np.array(backend.get(item) if backend.owns(item) else item)
+        host = np.asarray(backend.get(item) if backend.owns(item) else item)
     except ValueError as e:
         raise InvalidRequest(
             f"An input must be an array or a list of equal rows; got {type(item).__name__} ({e})."
         ) from e
-    if host.dtype.kind not in "iufbc":
-        raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
+    host = fitting(host, None if token is None else (token.shape, token.dtype))
     return host, Kind(host.shape, host.dtype)

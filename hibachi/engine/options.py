@@ -17,6 +17,7 @@ class EngineOptions(TypedDict, total=False):
     max_batch_tokens: int
     block_size: int | None
     cache_bytes: int | None
+    cache_tokens: int | None
     prefix_cache: bool
     policy: str | Policy | None
     reserve_all: bool
@@ -33,6 +34,7 @@ class BatchOptions(EngineOptions, total=False):
     """All of `AutoregressiveBatchInference`."""
 
     stop_token: Any
+    stop: Any
     token: Any
     padding_token: Any
     backend: str | Backend[Any] | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -48,19 +48,47 @@ class Prompts(Protocol):
         ...
 
 
+def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
+    """own: the kind of all tokens, vocab: how many ids there are, if these are fixed. Raises InvalidRequest for what is
+    no prompt of such tokens."""
+    if host.ndim == 0:
+        raise InvalidRequest(
+            f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {shown(host[()])}."
+        )
+    if not host.shape[0]:
+        raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")
+    if host.dtype.kind not in "iufb":
+        raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
+    if own is not None and (host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu")):
+        of = "token ids, integers of shape ()" if vocab else f"tokens of shape {own.shape} and {own.dtype}"
+        raise InvalidRequest(
+            f"This engine takes prompts of {of}; got tokens of shape {host.shape[1:]} and {host.dtype}. A prompt "
+            f"is one sequence, (sequence, *token), without a dimension for the batch."
+        )
+    if vocab is not None:
+        check_ids(host, vocab)
+
+
 class HostPrompts:
     """Arrays of any library, lists and numbers become arrays on the host.
 
     token: one of the kind that all requests have, a number or an array (*tok); None: each request has its own kind.
-    vocab_size: prompts are token ids below it; None: any numbers.
+    vocab_size: prompts are token ids below it; None: any numbers. stop: a rule for all requests.
     """
 
     kind: Kind | None
 
     def __init__(
-        self, backend: ArrayBackend, *, vocab_size: int | None, token: Any, stop_token: Any, padding_token: Any
+        self,
+        backend: ArrayBackend,
+        *,
+        vocab_size: int | None,
+        token: Any,
+        stop_token: Any,
+        padding_token: Any,
+        stop: Any = None,
     ) -> None:
-        self._backend, self._vocab = backend, vocab_size
+        self._backend, self._vocab, self._own = backend, vocab_size, None if stop is None else as_rule(stop)
         self._stop, self._padding = stop_token, padding_token
         self._fitted, self._dtypes = dict[Kind, Fitted](), dict[Any, Any]()
         self._stoppers: WeakValueDictionary[tuple[Kind, StopRule], Stopper] = WeakValueDictionary()
@@ -76,27 +104,11 @@ class HostPrompts:
 
     def taken(self, prompt: Any) -> tuple[HostArray, Kind, int]:
         host = self.host(prompt)
-        if host.ndim == 0:
-            raise InvalidRequest(
-                f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {prompt!r}."
-            )
-        if not host.shape[0]:
-            raise InvalidRequest(
-                "A prompt must hold at least one token; got an empty one. Start it with a start token."
-            )
-        if host.dtype.kind not in "iufb":
-            raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
+        check_tokens(host, self.kind, self._vocab)
         own = self.kind
         if own is None:
             own = Kind(host.shape[1:], self._kept(host.dtype))
-        if host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu"):
-            of = "token ids, integers of shape ()" if self._vocab else f"tokens of shape {own.shape} and {own.dtype}"
-            raise InvalidRequest(
-                f"This engine takes prompts of {of}; got tokens of shape {host.shape[1:]} and {host.dtype}. A prompt "
-                f"is one sequence, (sequence, *token), without a dimension for the batch."
-            )
         if self._vocab is not None:
-            check_ids(host, self._vocab)
             tokens = host.astype(own.dtype)  # a copy: the caller's may change
         else:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -137,7 +149,7 @@ class HostPrompts:
             return found
         shape, dtype = kind
         padding = None if self._padding is None else as_token(self.host(self._padding), shape, dtype, "padding token")
-        stop = None if self._stop is None else self._made(kind, StopRule())
+        stop = None if self._stop is None and self._own is None else self._made(kind, StopRule())
         if len(self._fitted) >= MOST_KINDS:
             self._fitted.clear()
         found = self._fitted[kind] = Fitted(stop, padding)
@@ -164,8 +176,22 @@ class HostPrompts:
         return found
 
     def _made(self, kind: Kind, rule: StopRule) -> Stopper:
-        own = () if self._stop is None else (self._stop,)
-        return Stopper(StopRule([self.host(t) for t in (*rule.tokens, *own)], rule.where, rule.atol), *kind)
+        own, engines = () if self._stop is None else (self._stop,), self._own
+        if engines is not None:
+            where = None if rule.where is None else engines.where
+            engines = StopRule([self.host(t) for t in engines.tokens], engines.where, engines.atol)
+            if where is not None:
+                rule, engines = replace(rule, where=self._either(rule.where, where)), replace(engines, where=None)
+        return Stopper(StopRule([self.host(t) for t in (*rule.tokens, *own)], rule.where, rule.atol), *kind, engines)
+
+    def _either(self, *wheres: Any) -> Any:
+        """A predicate that is true where one of these is. Each gets a copy that it may write into."""
+
+        def where(batch: Any) -> HostArray:
+            said: HostArray = np.logical_or.reduce([self.host(each(self._backend.copy(batch))) for each in wheres])
+            return said
+
+        return where
 
 
 class NinePrompts:
@@ -173,8 +199,10 @@ class NinePrompts:
 
     kind: Kind | None
 
-    def __init__(self, backend: NineBackend, *, token: Any, stop_token: Any, padding_token: Any) -> None:
-        self._ops, self._name = backend.ops, backend.name
+    def __init__(
+        self, backend: NineBackend, *, token: Any, stop_token: Any, padding_token: Any, stop: Any = None
+    ) -> None:
+        self._ops, self._name, self._own = backend.ops, backend.name, None if stop is None else as_rule(stop)
         self._stop, self._padding = stop_token, padding_token
         self._fitted = dict[Kind, Fitted]()
         self.kind = None
@@ -226,7 +254,11 @@ class NinePrompts:
         if (found := self._fitted.get(kind)) is not None:
             return found
         padding = None if self._padding is None else self._one(self._padding, kind, "padding token")
-        stop = None if self._stop is None else NineStops([self._one(self._stop, kind, "stop token")], None)
+        stop = None
+        if self._stop is not None or self._own is not None:
+            rule = self._exact(self._own or StopRule())
+            given = (*rule.tokens, *(() if self._stop is None else (self._stop,)))
+            stop = NineStops([self._one(token, kind, "stop token") for token in given], rule.where)
         if len(self._fitted) >= MOST_KINDS:
             self._fitted.clear()
         found = self._fitted[kind] = Fitted(stop, padding)
@@ -247,14 +279,22 @@ class NinePrompts:
         own: NineStops | None = self.fitted(kind).stop
         if stop is None:
             return own
-        rule = as_rule(stop)
+        rule = self._exact(as_rule(stop))
+        if rule.where is not None and own is not None and own.where is not None:
+            raise InvalidRequest(
+                f"The model has a stop predicate already, and {self._name} has the nine operations only, which join no "
+                f"two. Pass tokens, or put both into one predicate."
+            )
+        tokens = [self._one(token, kind, "stop token") for token in rule.tokens]
+        return NineStops([*tokens, *(own.tokens if own else ())], rule.where or (own.where if own else None))
+
+    def _exact(self, rule: StopRule) -> StopRule:
         if rule.atol:
             raise InvalidRequest(
                 f"atol takes an ArrayBackend, which can subtract; {self._name} has the nine operations only. Leave it "
                 f"out, or pass a predicate."
             )
-        tokens = [self._one(token, kind, "stop token") for token in rule.tokens]
-        return NineStops([*tokens, *(own.tokens if own else ())], rule.where)
+        return rule
 
 
 def _dtype(array: Any) -> str:

@@ -31,8 +31,8 @@ class LLM(Texts):
     Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
     device: in the backend's own notation. dtype: to compute in; None: the checkpoint's, where hibachi's kernels or an
     accelerator compute it, else float32. max_model_len: None: what the model was trained for.
-    max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, block_size: memory for keys and
-    values; the options from prefix_cache on: see `AutoregressiveBatchInference`.
+    max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, cache_tokens, block_size: memory
+    for keys and values; the options from prefix_cache on: see `AutoregressiveBatchInference`.
     deterministic: who shares the batch never changes a bit of an answer; None: wherever hibachi's kernels load, and on
     the CPU with torch. See docs/determinism.md.
 
@@ -71,6 +71,7 @@ class LLM(Texts):
         max_batch_size: int = 16,
         max_batch_tokens: int = 2048,
         cache_bytes: int | None = None,
+        cache_tokens: int | None = None,
         block_size: int | None = None,
         prefix_cache: bool = True,
         policy: str | Policy | None = None,
@@ -108,6 +109,7 @@ class LLM(Texts):
             max_batch_tokens=max_batch_tokens,
             block_size=block_size,
             cache_bytes=cache_bytes,
+            cache_tokens=cache_tokens,
             dtype=self.model.dtype,
             deterministic=deterministic,
             prefix_cache=prefix_cache,

@@ -1,14 +1,31 @@
-"""A user's own model by name: `package.module:Name`, or `path/to/file.py:Name`."""
+"""A user's own model by name: `package.module:Name`, or `path/to/file.py:Name`, and what it says of itself.
+
+Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for these attributes; it need have none of them.
+
+    token           one token, or of feed-forward one input, a number or an array: all others have its shape and dtype
+    stop_token      ends every request; a number or an array (*tok)
+    stop            ends every request too: a StopRule, a predicate (also as a method), a token or a list of them
+    eos_ids         tokens that end every request; of text: where it does not say ignore_eos
+    padding_token   (1, *tok): rows of different lengths share calls
+    max_model_len   most tokens of a request, prompt included
+    feedforward     True: `forward` takes single inputs; without it `forward` returns the next token (level 0)
+    labels          a list of texts: feed-forward, and what each number of an output stands for
+    probabilities   True: those numbers are probabilities already, and not logits
+    example_prompts prompts or inputs, or a method that returns them: the first is computed when the model is opened
+    read, write     read(bytes, type) -> prompt or input, write(tokens) -> (bytes, type): bodies of types of its own
+"""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hibachi.engine.build import level_of
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, InvalidRequest, text_of
 from hibachi.named import object_named
+from hibachi.request import StopRule, as_rule
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
@@ -27,6 +44,19 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
         found = _make(spec, found, backend)
     level_of(found)
     return found
+
+
+def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
+    """What ends every request of a model: its attributes `stop` and, with eos, `eos_ids`; None: it has neither.
+
+    Raises ConfigError.
+    """
+    ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop", None)
+    try:
+        found = None if stop is None and ids is None else as_rule(stop)
+        return found and replace(found, tokens=(*found.tokens, *(() if ids is None else ids)))
+    except (InvalidRequest, TypeError) as e:
+        raise ConfigError(f"{type(model).__name__}: stop and eos_ids must be tokens or rules: {text_of(e)}.") from e
 
 
 def _make(spec: str, make: Any, backend: str | ArrayBackend | None) -> Any:

@@ -10,7 +10,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 
 
 class ModelOptions(TypedDict, total=False):
-    """See `LLM`. A model of one's own takes `backend` and `dtype` only."""
+    """See `LLM`. A model of one's own takes `backend`, `dtype` and `deterministic` only."""
 
     backend: str | ArrayBackend | None
     dtype: str | None

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.build import level_of
+from hibachi.engine.batchinference import BatchInference
+from hibachi.engine.build import UNSTATED, level_of
+from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
 from hibachi.lm.llm import LLM
-from hibachi.lm.named import model_named
+from hibachi.lm.named import model_named, own_stop
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.named import is_named
 from hibachi.options import check_options
-from hibachi.request import SamplingParams
-from hibachi.tensor.discover import resolve
+from hibachi.request import Request, SamplingParams
+from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
 
+log: logging.Logger = logging.getLogger("hibachi.engine")
 _OF_FILES = ("device", "quantization", "autotune", "kernels")
+_FORWARD = ("max_batch_size", "max_waiting", "restart", "stall_after", "record")  # options that have a meaning there
+_KIND = ("token", "stop_token", "padding_token")  # attributes of a model that its engine is given
+
+
+def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
+    """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.lm.named`): see `open_own`."""
+    if is_own(model):
+        return open_own(model, feedforward=feedforward, **options)
+    if feedforward:
+        raise ConfigError(f"feedforward is for a model of one's own, named as pkg:Class; got {model}.")
+    return LLM(model, **options)
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:
-    """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.named`)."""
+    """Likewise, of a model that makes text. Raises ConfigError for another."""
     return OwnTexts(model, **options) if is_own(model) else LLM(model, **options)
 
 
@@ -32,38 +48,48 @@ def is_own(model: str) -> bool:
     return is_named(model)
 
 
+def open_own(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
+    """A model of one's own: `OwnTexts` if its engine samples, else `Tokens`, of tokens or of one output an input.
+
+    feedforward: True: `forward` takes single inputs; else as the class says (`hibachi.lm.named`). Raises ConfigError.
+    """
+    check_options("A model of one's own", dict(options), OPTIONS)
+    made = _made(model, options)
+    if feedforward or is_feedforward(made):
+        return _warm(Tokens(_forward_engine(made, options), model), made)
+    if level_of(made) and getattr(made, "vocab_size", None) is not None:
+        return OwnTexts(model, made=made, **options)
+    return _warm(Tokens(_token_engine(made, options), model), made)
+
+
+def is_feedforward(made: Any) -> bool:
+    """Does a model say so of itself? Raises ConfigError for labels that are none."""
+    said, labels = getattr(made, "feedforward", None), getattr(made, "labels", None)
+    if labels is None or said is False:
+        return said is True
+    if not labels or not (isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)):
+        raise ConfigError(f"{type(made).__name__}.labels must be a list of texts; got {shown(labels)}.")
+    return True
+
+
 class OwnTexts(Texts):
-    """A model of one's own, of level 1 or 2 (docs/models.md).
+    """A model of one's own whose engine samples: of level 1, or of level 2 with logits (docs/models.md).
 
     Its attribute `tokenizer` has encode(text) -> ids and decode(ids) -> text, and perhaps a `chat_template`; without
-    one, prompts are token ids. `eos_ids`: tokens that end a text.
+    one, prompts are token ids. `eos_ids`: tokens that end a text. made: the model, if it was made already.
 
     Raises ConfigError.
     """
 
-    def __init__(self, model: str, **options: Unpack[TextOptions]) -> None:
+    def __init__(self, model: str, *, made: Any = None, **options: Unpack[TextOptions]) -> None:
         check_options(type(self).__name__, dict(options), OPTIONS)
-        for name in _OF_FILES:
-            if options.get(name) not in (None, "none"):
-                raise ConfigError(f"{name} is for models from files; {model} decides for itself. Leave it out.")
-        backend, dtype = options.get("backend"), options.get("dtype")
-        if isinstance(backend, str):
-            backend = resolve(backend)
-        made = model_named(model, backend)
+        made = _made(model, options) if made is None else made
         self.model: Any = made
-        if level_of(made) == 0:
-            raise ConfigError(
-                f"Text takes a model that returns logits: expected `logits(tokens, lengths)` or `step(params, cache, "
-                f"x)`; {model} has only `forward`."
-            )
+        if level_of(made) == 0 or is_feedforward(made):
+            raise ConfigError(no_text(model, "has only `forward`"))
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
-        library: Any = backend_of(backend, made) or resolve("numpy")
-        deterministic = options.get("deterministic")
-        others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
-        engine = AutoregressiveBatchInference(
-            made, backend=library, dtype=dtype or "float32", deterministic=deterministic, **others
-        )
+        engine = _engine(made, options, max_model_len=options.get("max_model_len"), stop=own_stop(made, eos=False))
         super().__init__(
             engine,
             self.portable_tokenizer,
@@ -71,3 +97,70 @@ class OwnTexts(Texts):
             eos_ids=getattr(made, "eos_ids", ()),
             default_params=SamplingParams(),
         )
+
+
+def no_text(model: str, got: str) -> str:
+    """Why this model makes no text."""
+    return (
+        f"Text takes a model that returns logits: expected `logits(tokens, lengths)` or `step(params, cache, x)` with "
+        f"`vocab_size`; {model} {got}."
+    )
+
+
+def _made(model: str, options: TextOptions) -> Any:
+    for name in _OF_FILES:
+        if options.get(name) not in (None, "none"):
+            raise ConfigError(f"{name} is for models from files; {model} decides for itself. Leave it out.")
+    return model_named(model, options.get("backend"))
+
+
+def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInference[Any, Any]:
+    """Of a model that returns tokens. Where nothing says how long a request may be, it may be very long."""
+    longest = options.get("max_model_len")
+    if longest is None and getattr(made, "max_model_len", None) is None:
+        longest = UNSTATED
+    return _engine(made, options, max_model_len=longest, stop=own_stop(made))
+
+
+def _engine(
+    made: Any, options: TextOptions, *, max_model_len: int | None, stop: Any
+) -> AutoregressiveBatchInference[Any, Any]:
+    others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
+    others |= {name: getattr(made, name, None) for name in _KIND}
+    others |= {"max_model_len": max_model_len, "stop": stop, "deterministic": options.get("deterministic")}
+    library, dtype = _library(made, options), options.get("dtype") or "float32"
+    try:
+        return AutoregressiveBatchInference(made, backend=library, dtype=dtype, **others)
+    except InvalidRequest as e:  # of its own stop tokens and padding, where its tokens' kind is known
+        raise ConfigError(f"{type(made).__name__}: {e}") from e
+
+
+def _forward_engine(made: Any, options: TextOptions) -> FeedforwardBatchInference[Any]:
+    others: Any = {name: value for name, value in options.items() if name in _FORWARD}
+    return FeedforwardBatchInference(
+        made, backend=_library(made, options), token=getattr(made, "token", None), **others
+    )
+
+
+def _library(made: Any, options: TextOptions) -> Any:
+    backend = options.get("backend")
+    if isinstance(backend, str):
+        backend = resolve_any(backend)
+    return backend_of(backend, made) or resolve("numpy")
+
+
+def _warm(tokens: Tokens, made: Any) -> Tokens:
+    """What is made with the first call is made now, on one of the model's own `example_prompts`, if it has any."""
+    examples = getattr(made, "example_prompts", None)
+    try:
+        for prompt in list(examples() if callable(examples) else examples or ())[:1]:
+            engine = tokens.engine
+            assert isinstance(engine, BatchInference)
+            new = None if engine.facts.feedforward else 2
+            engine.submit(engine.check(Request(prompt, max_new_tokens=new))).collect()
+    except EngineError:
+        tokens.close()
+        raise
+    except HibachiError as e:
+        log.warning("the model was tried with the first of its example_prompts, and failed: %s", e)
+    return tokens

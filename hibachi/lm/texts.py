@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
-from hibachi.engine.health import Health
-from hibachi.engine.stats import Stats
 from hibachi.errors import InvalidRequest
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
+from hibachi.lm.holding import Holding
 from hibachi.lm.progress import counted, watch
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
 from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
-from hibachi.runners.meters import Meters
-from hibachi.streams.closeable import CLOSE_WITHIN, Closing
-from hibachi.streams.loops import give_way, in_thread
+from hibachi.streams.loops import give_way
 from hibachi.streams.merge import amerge, merge
 from hibachi.streams.stream import Item
 from hibachi.streams.textstream import Completion, TextChoice, TextStream
 from hibachi.tensor.array_backend import HostArray
 
 
-class Texts(Closing):
+class Texts(Holding):
     """What can be asked of a language model.
 
     engine: here, or in another process. eos_ids: tokens that end a text.
     vocab_size: None: any id is one. default_params: of a request that brings none.
     """
 
-    engine: BatchEngine[Any]
     tokenizer: Any
     vocab_size: int | None
     eos_ids: tuple[int, ...]
@@ -51,7 +46,8 @@ class Texts(Closing):
         eos_ids: Sequence[int],
         default_params: SamplingParams,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        super().__init__(engine)
+        self.tokenizer = tokenizer
         self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
@@ -346,39 +342,14 @@ class Texts(Closing):
         return ready
 
     def _text(self, p: SamplingParams, *, after: list[int]) -> Detokenizer:
-        return Detokenizer(self.tokenizer, p.stop, after=after, include_stop=p.include_stop, min_tokens=p.min_tokens)
-
-    # ---- life --------------------------------------------------------------------------------------------------
-
-    def stats(self) -> Stats:
-        return self.engine.stats()
-
-    def meters(self) -> Meters:
-        """What the engine's steps were like since the start: histograms of rows, tokens and times; padding."""
-        return self.engine.meters()
-
-    def health(self) -> Health:
-        """How the engine is, asked from any thread, also while a forward pass hangs."""
-        return self.engine.health()
-
-    def dump(self) -> dict[str, Any]:
-        """The flight recorder: what the last steps computed, and for whom, as JSON could hold it. No tokens."""
-        return self.engine.dump()
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others.
-
-        False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
-        """
-        return self.engine.drain(timeout)
-
-    def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """End all streams; a step that takes longer than `timeout` seconds is let go. Closing twice is fine."""
-        self.engine.close(timeout)
-
-    async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """`close`, without holding up the event loop while the running step ends."""
-        await in_thread(partial(self.close, timeout))
+        return Detokenizer(
+            self.tokenizer,
+            p.stop,
+            after=after,
+            include_stop=p.include_stop,
+            min_tokens=p.min_tokens,
+            skip_special=p.skip_special_tokens,
+        )
 
 
 def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:

@@ -2,8 +2,9 @@
 
     parent -> child    ("run", number) ("ask", call, what), each followed by the pickled rest of the request;
                        ("cancel" | "pause" | "resume", number) ("stop",)
-    child -> parent    ("ready", Facts) ("failed", error) ("step", starts, tokens, ends) ("beat", health, stats, meters)
-                       ("answer", call, fine, value) ("log", logger, level, message, traceback, time)
+    child -> parent    ("ready", Ready) ("failed", error) ("beat", health, stats, meters) ("answer", call, fine, value)
+                       ("log", logger, level, message, traceback, time) ("step", starts, tokens, ends, *headings),
+                       followed by an array for each heading: see `hibachi.remote.rows`
 
 All that a step brings goes in one message. The child ends when the parent does, as nobody holds the other end then.
 """
@@ -19,19 +20,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
-from hibachi.lm.own import open_texts
+from hibachi.lm.own import open_model
+from hibachi.remote.rows import Gathered, Rows, headings, send
 from hibachi.request import Finish
 from hibachi.runners.job import Job
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
+from hibachi.streams.stream import native_row
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
@@ -61,11 +65,14 @@ class Outbox:
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, float]]] = []
+        self.rows = Gathered(to_host, self._no_row)
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
+        self.drop: Callable[[int], object] = lambda number: None  # ends a request
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: Any, arrays: Sequence[Rows] = ()) -> None:
         with self._lock, suppress(OSError):  # the parent is gone: `serve` returns
             self._pipe.send(message)
+            send(self._pipe, arrays)
 
     # To `Wakeups` this is a consumer, and the loop that it waits in.
 
@@ -79,11 +86,16 @@ class Outbox:
         pass
 
     def run_sync_soon(self, *_: Any) -> None:
+        rows = self.rows.taken()  # first: what cannot come to the host is an end
         starts, tokens, ends = self.starts, self.tokens, self.ends
         self.starts, self.tokens, self.ends = [], [], []
         if any(isinstance(error, EngineFailed) for _, _, error, _ in ends):
             self.beat()  # first: whoever learns that the engine has failed finds it so
-        self.send("step", starts, tokens, ends)
+        self.send("step", starts, tokens, ends, *headings(rows), arrays=rows)
+
+    def _no_row(self, number: int, error: BaseException) -> None:
+        self.drop(number)
+        self.ends.insert(0, (number, Finish.ERROR, no_array(error), (None, 0.0)))  # what it ended with comes too late
 
 
 class OutChannel(Channel[Any]):
@@ -95,14 +107,23 @@ class OutChannel(Channel[Any]):
         super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
         self._number, self._outbox, self._forget = number, outbox, forget
         self._held = self._began = False
-        self.read: Callable[[Any], Any] = int
+        self.read: Callable[[Any], Any] | None = int  # None: its items are rows of native batches
 
     def push(self, item: Any, wakeups: Wakeups) -> None:
         if not self._began:
             self._outbox.starts += self._opening()
-        scores = self.logprobs.pop() if self.logprobs else None
-        self._outbox.tokens.append((self._number, self.read(item), scores))
         wakeups.add(self._outbox)  # type: ignore[arg-type]  # woken as a waiter is
+        if self.read is None:
+            self._outbox.rows.add(self._number, *item)
+            return
+        scores = self.logprobs.pop() if self.logprobs else None
+        try:
+            token = self.read(item)
+        except Exception as e:  # of an array of the model's own; nobody else's step may fail for it
+            self._outbox.drop(self._number)
+            self.end(Finish.ERROR, no_array(e), wakeups)
+        else:
+            self._outbox.tokens.append((self._number, token, scores))
 
     def _opening(self) -> list[tuple[int, float | None, int, Any]]:
         """What the parent must hear before the first token or the end; [] if it has."""
@@ -171,6 +192,11 @@ def _pickled(tokenizer: Any) -> bytes | None:
         ) from e
 
 
+def no_array(error: BaseException) -> ModelError:
+    """A model returned what cannot go through the pipe."""
+    return ModelError(f"What the model returned cannot leave its process as an array: {text_of(error)}.")
+
+
 class Telling(logging.Handler):
     """The parent logs what is logged here."""
 
@@ -190,15 +216,16 @@ class Telling(logging.Handler):
 class Child:
     """Obeys the parent. `serve` returns when there is nothing more to do."""
 
-    def __init__(self, pipe: Connection, texts: Any, outbox: Outbox | None = None) -> None:
-        self._pipe, self._texts, self._engine = pipe, texts, texts.engine
+    def __init__(self, pipe: Connection, served: Any, outbox: Outbox | None = None) -> None:
+        """served: what `open_model` returned."""
+        self._pipe, self._served, self._engine = pipe, served, served.engine
         self._outbox = outbox or Outbox(pipe)
-        self._outbox.beat = self._tell_how
+        self._outbox.beat, self._outbox.drop = self._tell_how, self._cancel
         self._jobs: dict[int, tuple[Job, OutChannel]] = {}
 
     def ready(self) -> Ready:
-        tokenizer = getattr(self._texts, "portable_tokenizer", None)
-        return Ready(self._engine.facts, self._texts.eos_ids, _pickled(tokenizer))
+        tokenizer = getattr(self._served, "portable_tokenizer", None)
+        return Ready(self._engine.facts, getattr(self._served, "eos_ids", ()), _pickled(tokenizer))
 
     def serve(self, ready: Ready) -> None:
         self._outbox.send("ready", ready)
@@ -218,8 +245,12 @@ class Child:
         channel = OutChannel(number, self._outbox, self._forget)
         try:
             job = self._engine.check(_unpacked(contents), channel)
-            if job.pooling is not None:
-                channel.read = self._engine.reader(job)
+            if (read := self._engine.reader(job)) is native_row:
+                channel.read = None
+            elif job.pooling is not None:
+                channel.read = read
+            elif self._engine.facts.vocab_size is None:
+                channel.read = to_host
             self._jobs[number] = job, channel  # before the engine can end it
             self._engine.enqueue(job)
         except Exception as e:
@@ -253,6 +284,12 @@ class Child:
 
     def _tell_dump(self) -> Any:
         return self._engine.dump()
+
+    def _tell_read(self, data: bytes, kind: str) -> Any:
+        return self._engine.read(data, kind)
+
+    def _tell_write(self, tokens: Any) -> Any:
+        return self._engine.write(tokens)
 
     def _tell_reset_cache(self) -> None:
         self._engine.reset_cache()
@@ -304,8 +341,8 @@ def main(place: int) -> None:
         logger = logging.getLogger("hibachi")
         logger.handlers, logger.propagate = [Telling(outbox)], False
         logger.setLevel(level)
-        texts = open_texts(**spec)
-        child = Child(pipe, texts, outbox)
+        served = open_model(**spec)
+        child = Child(pipe, served, outbox)
         ready = child.ready()
     except (EOFError, KeyboardInterrupt):
         return
@@ -319,6 +356,6 @@ def main(place: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        texts.close()
+        served.close()
         sys.stdout.flush()
         os._exit(status)  # threads of array libraries may hold up a regular exit

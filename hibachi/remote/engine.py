@@ -6,42 +6,46 @@ import itertools
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import Pipe
 from typing import Any, Unpack
 
 import numpy as np
 
-from hibachi.engine.admission import check_ids, check_room, checked, embeddings
+from hibachi.engine.admission import check_room, checked, embeddings
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.conversions import ANSWER as CONVERSION
+from hibachi.engine.conversions import lacks
+from hibachi.engine.feedforward import checked_plain, fitting
 from hibachi.engine.health import STALL_AFTER, Health, State
+from hibachi.engine.prompts import check_tokens
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.lm.options import TextOptions
+from hibachi.lm.tokens import asked
 from hibachi.remote.child import Ready
-from hibachi.remote.sender import Sender
+from hibachi.remote.process import CLOSING, Process, relog
+from hibachi.remote.rows import Rows, each, receive
+from hibachi.remote.sender import MOST_UNSENT
 from hibachi.request import Finish, Request
 from hibachi.runners.meters import Meters
+from hibachi.runners.tokentable import IDS, Kind
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import Closing, waited
 from hibachi.streams.loops import Wakeups
-from hibachi.streams.stream import ItemStream
+from hibachi.streams.stream import ItemStream, as_it_is
 from hibachi.tensor.array_backend import HostArray
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-MOST_IDS = 2**31 - 1  # of a model that does not say how many it has
 MOST_RESTARTS = 3  # in a row, without a token in between
-CLOSING = 10.0  # seconds that a process has to end
 LOOKS = 5  # so often a process must be found stalled before it is ended
 LOOK = 0.1  # seconds: `drain` looks so often whether streams were closed
 ANSWER = 10.0  # seconds in which a process must answer a call
+LATER = 1.0  # seconds that a conversion may be over its own time here, so that it is the process that says so
 LEAST_START = 60.0  # seconds that a process which is started again has for it, or ...
 START_TIMES = 4  # ... so many times what the first one took, if that is more
 
@@ -49,9 +53,9 @@ START_TIMES = 4  # ... so many times what the first one took, if that is more
 class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
-    options: for `open_texts`. max_waiting, pause_after: as for `BatchInference`; they are kept on this side. restart:
-    "on_failure": begin again in a new process when it dies, or its engine has failed for good; its requests fail all
-    the same. A lost device is begun anew in the same one. Raises what making the model raises.
+    feedforward, options: for `open_model`. max_waiting, pause_after: as for `BatchInference`; they are kept on this
+    side. restart: "on_failure": begin again in a new process when it dies, or its engine has failed for good; its
+    requests fail all the same. A lost device is begun anew in the same one. Raises what making the model raises.
     """
 
     restarts: int
@@ -59,12 +63,14 @@ class RemoteEngine(Closing):
     def __init__(
         self,
         model: str,
+        *,
+        feedforward: bool = False,
         **options: Unpack[TextOptions],
     ) -> None:
         self._max_waiting, self._pause_after = options.pop("max_waiting", None), options.pop("pause_after", None)
         self._stall_after = options.get("stall_after", STALL_AFTER)
         self._restart = restart = options.get("restart") == "on_failure"
-        self._spec = {"model": model, **options}
+        self._spec = {"model": model, "feedforward": feedforward, **options}
         self._numbers = itertools.count()
         self._channels: dict[int, Channel[Any]] = {}
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
@@ -87,58 +93,16 @@ class RemoteEngine(Closing):
 
     def _begin(self, seconds: float | None) -> Ready:
         """Start a process and wait until it is ready; it is killed if that takes more than so many seconds."""
-        self._pipe, theirs = Pipe()
-        with theirs:
-            os.set_inheritable(theirs.fileno(), True)
-            path = [place for place in sys.path if isinstance(place, str)]  # it imports what we import
-            script = (
-                f"import sys; sys.path[:] = {path}; "
-                "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN); "  # as the parent decides
-                f"from hibachi.remote.child import main; main({theirs.fileno()})"
-            )
-            command = [sys.executable, "-P", "-c", script]  # -P: the working directory is not first on the path
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = Process(self._spec)
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
-        try:
-            self._pipe.send((self._spec, log.getEffectiveLevel()))
-            until = None if seconds is None else time.monotonic() + seconds
-            while True:
-                if until is not None and not self._pipe.poll(max(0.0, until - time.monotonic())):
-                    raise EngineFailed(f"The engine's process was not ready within {seconds:.3g} s, and was killed.")
-                word, *said = self._pipe.recv()
-                if word != "log":
-                    break
-                _log(*said)
-            (value,) = said
-        except (EOFError, OSError) as e:
-            raise EngineFailed(
-                f"The engine's process ended before it was ready, with status {self._end(CLOSING)}. Look at what it "
-                f"wrote; was it killed for want of memory?"
-            ) from e
-        except BaseException:  # Ctrl-C while it loads, or it takes too long
-            self._process.kill()
-            self._process.wait()
-            raise
-        if word == "failed":
-            self._end(CLOSING)
-            raise value
+        ready, self._sender = self._process.until_ready(seconds)
         self._health, self._heard = Health("idle", "No request has come yet."), time.monotonic()
-        self._sender = Sender(self._pipe)
-        ready: Ready = value
         return ready
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    def _end(self, seconds: float | None) -> int:
-        """Wait for the end of the process, which is killed after `seconds`; returns its status."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
 
     def _listen(self) -> None:
         """Hear what the process says, and that it has ended; then what the next one says."""
@@ -146,7 +110,7 @@ class RemoteEngine(Closing):
             wakeups = Wakeups()
             try:
                 while True:
-                    self._hear(wakeups, *self._pipe.recv())
+                    self._hear(wakeups, *self._process.pipe.recv())
             except (EOFError, OSError):
                 pass
             except Exception:
@@ -158,8 +122,8 @@ class RemoteEngine(Closing):
     def _hear(self, wakeups: Wakeups, word: str, *said: Any) -> None:
         self._heard = time.monotonic()
         if word == "step":
-            starts, tokens, ends = said
-            self._deliver(starts, tokens, ends, wakeups)
+            starts, tokens, ends, *told = said
+            self._deliver(starts, tokens, ends, wakeups, receive(self._process.pipe, told))
             wakeups.post()
         elif word == "beat":
             self._health, self._stats, self._meters = said
@@ -168,31 +132,29 @@ class RemoteEngine(Closing):
         elif word == "answer":
             self._answer(*said)
         elif word == "log":
-            _log(*said)
+            relog(*said)
 
     def _answer(self, call: int, fine: bool, value: Any) -> None:
         if (waiting := self._answers.pop(call, None)) is not None:
             waiting[1:] = fine, value
             waiting[0].set()
 
-    def _deliver(self, starts: Any, tokens: Any, ends: Any, wakeups: Wakeups) -> None:
+    def _deliver(self, starts: Any, tokens: Any, ends: Any, wakeups: Wakeups, rows: Sequence[Rows] = ()) -> None:
         channels = self._channels
         for number, started, reused, scores in starts:
             if (channel := channels.get(number)) is not None:
                 channel.started, channel.reused, channel.prompt_logprobs = started, reused, scores
-        if tokens:
+        if tokens or rows:
             self._lost = 0
         for number, token, scores in tokens:
             if (channel := channels.get(number)) is None:
                 continue  # it was cancelled here, and the process has not heard of it yet
             if scores is not None:
                 channel.logprobs.append(scores)
-            channel.push(token, wakeups)
-            if channel.full:
-                self._tell("pause", number)  # first: once we have paused, the reader may say "resume" at any time
-                resume = partial(self._tell, "resume", number)
-                if not channel.pause(resume):
-                    resume()
+            self._push(number, channel, token, wakeups)
+        for number, row in each(rows):
+            if (channel := channels.get(number)) is not None:
+                self._push(number, channel, row, wakeups)
         for number, reason, error, (token, logprob) in ends:
             if (channel := channels.pop(number, None)) is not None:
                 channel.stop_token, channel.stop_logprob = token, logprob
@@ -200,6 +162,14 @@ class RemoteEngine(Closing):
         if ends:
             with self._changed:
                 self._changed.notify_all()
+
+    def _push(self, number: int, channel: Channel[Any], item: Any, wakeups: Wakeups) -> None:
+        channel.push(item, wakeups)
+        if channel.full:
+            self._tell("pause", number)  # first: once we have paused, the reader may say "resume" at any time
+            resume = partial(self._tell, "resume", number)
+            if not channel.pause(resume):
+                resume()
 
     @property
     def begins_again(self) -> bool:
@@ -225,7 +195,7 @@ class RemoteEngine(Closing):
     def _over(self) -> bool:
         """The process has ended. True if there is a new one."""
         self._sender.end()
-        status = self._end(CLOSING)
+        status = self._process.end(CLOSING)
         how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
         failure = f"The engine's process (pid {self.pid}) {how}, and its requests are lost."
         if self._health.state == "failed":
@@ -290,16 +260,18 @@ class RemoteEngine(Closing):
         self._sender.post(contents, what, number, *rest)
         return number
 
-    def _ask(self, what: str, *rest: Any) -> Any:
-        """What the process answers. Raises its error, EngineClosed, or EngineFailed if it is lost or silent."""
+    def _ask(self, what: str, *rest: Any, within: float | None = None) -> Any:
+        """What the process answers. Raises its error, EngineClosed, or EngineFailed if it is lost or silent: for
+        `within` seconds (None: ANSWER)."""
+        within = ANSWER if within is None else within
         contents = _packed(rest)
         waiting: list[Any] = [threading.Event(), False, None]
         with self._changed:
             if self._refusal is not None and self._refusal is not _draining:
                 raise self._refusal()
             self._post(self._answers, waiting, contents, "ask", what)
-        if not waiting[0].wait(ANSWER):
-            raise EngineFailed(f"The engine's process has not answered for {ANSWER:.3g} s. {self.health().message}")
+        if not waiting[0].wait(within):
+            raise EngineFailed(f"The engine's process has not answered for {within:.3g} s. {self.health().message}")
         if not waiting[1]:
             raise waiting[2]
         return waiting[2]
@@ -311,20 +283,21 @@ class RemoteEngine(Closing):
         return self.ready.facts
 
     def check(self, request: Request) -> PackedRequest:
-        """See `BatchEngine`. What cannot cross the pipe is refused here."""
+        """See `BatchEngine`. What cannot cross the pipe is refused here; what only the model's library can tell is
+        found there, and is the stream's error."""
         facts = self.facts
-        if request.embeds is not None:
-            embeds = _array(request.embeds, None, "Embeddings")
-            embeds = embeddings(embeds, request.prompt, facts.embed_size, facts.model)
-            prompt = np.zeros(len(embeds), np.int32)
+        if facts.feedforward:
+            terms = checked_plain(request, facts.model)
+            sent = replace(request, prompt=fitting(asked(request.prompt, MOST_UNSENT), kind_of(facts)), terms=terms)
+        elif request.embeds is not None:
+            embeds = embeddings(asked(request.embeds, MOST_UNSENT), request.prompt, facts.embed_size, facts.model)
+            sent = checked(request, np.zeros(len(embeds), np.int32), len(embeds), facts)
+            sent = replace(sent, prompt=None, embeds=embeds)
         else:
-            embeds, prompt = None, _array(request.prompt, np.int64, "A prompt")
-            if prompt.ndim != 1 or not len(prompt):
-                raise InvalidRequest(f"A prompt must hold at least one token id; got shape {prompt.shape}.")
-            check_ids(prompt, facts.vocab_size or MOST_IDS)
-        sent = checked(request, prompt, len(prompt), facts)
-        sent = sent if embeds is None else replace(sent, prompt=None, embeds=embeds)
-        return PackedRequest(sent.terms.tenant, _packed(sent), vector=sent.pooling is not None)
+            prompt = asked(request.prompt, MOST_UNSENT)
+            check_tokens(prompt, kind_of(facts), facts.vocab_size)
+            sent = checked(request, prompt, len(prompt), facts)
+        return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.vocab_size is None or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
         """Raises QueueFull if there is no room for so many requests more."""
@@ -342,7 +315,7 @@ class RemoteEngine(Closing):
                 raise self._refusal()
             self.check_room(ready.tenant, 1)
             number = self._post(self._channels, channel, ready.contents, "run")
-        return ItemStream(channel, partial(self._cancel, number), _as_it_is if ready.vector else int)
+        return ItemStream(channel, partial(self._cancel, number), as_it_is if ready.arrays else int)
 
     def _cancel(self, number: int) -> None:
         """Takes no lock, as a destructor may call it in any thread, at any time."""
@@ -371,6 +344,20 @@ class RemoteEngine(Closing):
 
     def dump(self) -> dict[str, Any]:
         return dict(self._ask("dump"))
+
+    def read(self, data: bytes, kind: str) -> HostArray:
+        """See `BatchEngine`."""
+        if not self.facts.reads:
+            raise lacks(self.facts.model, "read")
+        found: HostArray = self._ask("read", data, kind, within=CONVERSION + LATER)
+        return found
+
+    def write(self, tokens: HostArray) -> tuple[bytes, str]:
+        """See `BatchEngine`."""
+        if not self.facts.writes:
+            raise lacks(self.facts.model, "write")
+        data, kind = self._ask("write", tokens, within=CONVERSION + LATER)
+        return data, kind
 
     def reset_cache(self) -> None:
         self._ask("reset_cache")
@@ -401,7 +388,7 @@ class RemoteEngine(Closing):
             self._closing, self._refusal = True, _closed
         self._sender.end("stop")
         self._end_all(Finish.CLOSED)
-        self._end(timeout)
+        self._process.end(timeout)
 
     def disown(self) -> None:
         """Called in a fork of our process, which has none of the threads; locks that they held are never released."""
@@ -409,16 +396,16 @@ class RemoteEngine(Closing):
         for channel in list(self._channels.values()):
             channel.error, channel.finish = _forked(), Finish.ERROR
         self._channels, self._answers = {}, {}
-        self._pipe.close()  # as the engine's process ends when no pipe leads to it any more
+        self._process.pipe.close()  # as the engine's process ends when no pipe leads to it any more
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRequest:
-    """A request that was checked, as it is sent. vector: it wants one, not tokens."""
+    """A request that was checked, as it is sent. arrays: its items are arrays, not ids."""
 
     tenant: Hashable
     contents: bytes
-    vector: bool
+    arrays: bool
 
 
 _engines: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
@@ -433,23 +420,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown_all)
 
 
-def _array(value: Any, dtype: Any, what: str) -> HostArray:
+def kind_of(facts: Facts) -> Kind | None:
+    """Of all tokens or inputs; None: it is not fixed, or of a dtype that this process does not know."""
+    if facts.vocab_size is not None:
+        return IDS
     try:
-        return np.asarray(value, dtype)
-    except Exception as e:
-        raise InvalidRequest(f"{what} must be an array of {np.dtype(dtype).name}; got {text_of(e)}.") from e
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _log(name: str, level: int, message: str, trace: str | None, created: float) -> None:
-    """As the engine's process logged it."""
-    logger = logging.getLogger(name)
-    if logger.isEnabledFor(level):
-        told = {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message}
-        logger.handle(logging.makeLogRecord(told | {"exc_text": trace, "created": created}))
+        return facts.token and Kind(facts.token[0], np.dtype(facts.token[1]))
+    except TypeError:
+        return None
 
 
 def _closed() -> EngineClosed:

@@ -1,4 +1,4 @@
-"""Texts by an engine in another process."""
+"""Texts, or other tokens, by an engine in another process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Unpack
 
 from hibachi.errors import ConfigError
 from hibachi.lm.options import OPTIONS, TextOptions
-from hibachi.lm.own import is_own
+from hibachi.lm.own import is_own, no_text
 from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
 from hibachi.model.files import locate, open_files
 from hibachi.model.generation import generation_defaults
 from hibachi.model.pooling import pooling_of
@@ -19,22 +20,40 @@ from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Pooling, SamplingParams
 
 
+def open_remote(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
+    """`open_model`, with the engine in another process."""
+    engine = _started("RemoteLLM", model, options, feedforward)
+    if engine.facts.vocab_size is None:
+        return Tokens(engine, model)
+    return RemoteLLM(model, engine=engine)
+
+
+def _started(name: str, model: str, options: TextOptions, feedforward: bool = False) -> RemoteEngine:
+    """name: of who passes the options on, for errors."""
+    check_options(name, dict(options), OPTIONS)
+    if "backend" in options and not isinstance(options["backend"], (str, type(None))):
+        raise ConfigError("For an engine in another process a backend is given by its name.")
+    return RemoteEngine(model, feedforward=feedforward, **options)
+
+
 class RemoteLLM(Texts):
     """`LLM`, or a model of one's own, with its engine in another process. Texts are made here.
 
-    model, options: as for `open_texts` and `RemoteEngine`. Raises what making the model raises.
+    model, options: as for `open_texts` and `RemoteEngine`. engine: of this model, if it runs already. Raises what
+    making the model raises, and ConfigError for one that makes no text.
     """
 
-    def __init__(self, model: str | Path, **options: Unpack[TextOptions]) -> None:
+    def __init__(
+        self, model: str | Path, *, engine: RemoteEngine | None = None, **options: Unpack[TextOptions]
+    ) -> None:
         model = str(model)
-        check_options(type(self).__name__, dict(options), OPTIONS)
-        if "backend" in options and not isinstance(options["backend"], (str, type(None))):
-            raise ConfigError("For an engine in another process a backend is given by its name.")
-        engine = RemoteEngine(model, **options)
+        if engine is None:
+            engine = _started(type(self).__name__, model, options)
         facts, ready = engine.facts, engine.ready
         try:
             if is_own(model):
-                assert ready.tokenizer is not None
+                if ready.tokenizer is None:
+                    raise ConfigError(no_text(model, "has only `forward`, or returns tokens"))
                 look_here()  # its class may stand in the module of the model
                 tokenizer, params = pickle.loads(ready.tokenizer), SamplingParams()
             else:

@@ -8,27 +8,33 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidModelFiles, InvalidRequest
-from hibachi.lm.own import is_own, open_texts
+from hibachi.lm.holding import Holding
+from hibachi.lm.own import is_own, open_model
 from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
 from hibachi.model.generation import generation_defaults
-from hibachi.remote.llm import RemoteLLM
+from hibachi.remote.llm import open_remote
 from hibachi.request import SamplingParams
 
 log: logging.Logger = logging.getLogger("hibachi.remote")
 
 
-def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts, str | None]:
-    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source.
+def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens, str | None]:
+    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source; None: of one
+    that makes no text.
 
     settings: of `MODEL` and `ENGINE` (hibachi/remote/settings.py), `engine` and `stall_after`. more: options as
-    `open_texts` takes them. What can be wrong in the settings alone is found before the model is loaded.
+    `open_model` takes them. What can be wrong in the settings alone is found before the model is loaded.
 
     Raises what making a model raises, and ConfigError.
     """
     template, defaults = template_of(settings.chat_template), sampling_defaults(settings.generation_config)
-    make = RemoteLLM if settings.engine == "child" else open_texts
+    make = open_remote if settings.engine == "child" else open_model
     texts = make(settings.model, **engine_options(settings), **more)
     try:
+        if isinstance(texts, Tokens):
+            _only_tokens(settings)
+            return texts, None
         if template is not None and "{" not in template and template not in texts.tokenizer.chat_templates:
             known = ", ".join(texts.tokenizer.chat_templates) or "none"
             raise ConfigError(
@@ -44,8 +50,16 @@ def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts, str | N
     return texts, template
 
 
+def _only_tokens(settings: SimpleNamespace) -> None:
+    """Raises ConfigError for what only a model that makes text has."""
+    asked = {"--chat-template": settings.chat_template, "--generation-config": settings.generation_config}
+    for flag, given in asked.items():
+        if given not in (None, "auto"):
+            raise ConfigError(f"{flag} {given}: {settings.model} makes no text. Leave it out.")
+
+
 def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
-    """What settings say, as options of `open_texts` and `RemoteLLM`; what was not decided is left out."""
+    """What settings say, as options of `open_model` and `open_remote`; what was not decided is left out."""
     found = dict(
         backend=settings.backend,
         device=settings.device,
@@ -66,9 +80,9 @@ def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def about(texts: Texts) -> str:
+def about(served: Holding) -> str:
     """The engine in a few words."""
-    engine = texts.engine
+    engine = served.engine
     facts = engine.facts
     library, device, *_ = facts.fingerprint.split("; ")
     same = "deterministic" if facts.deterministic else "not deterministic"

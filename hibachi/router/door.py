@@ -18,9 +18,9 @@ from hibachi.router.dialects import dialect_of
 from hibachi.router.fleet import ANY, shown
 from hibachi.router.forward import Broken, Forwarder, Job, unknown
 from hibachi.router.passing import without_hops
-from hibachi.router.peek import model_of_path
+from hibachi.router.peek import model_of_path, model_of_query
 from hibachi.router.policies import Ask, at_home
-from hibachi.router.routes import STORED, Kind, Routes
+from hibachi.router.routes import STORED, TOKENS, Kind, Routes
 from hibachi.web.access import tell
 from hibachi.web.deadlines import LEFT, Left, check_headers
 from hibachi.web.exchange import Exchange, Gone
@@ -168,6 +168,8 @@ class Door:
                 strict=kind is Kind.GENERATES,
             )
             model = named or model
+        if model is None and x.path == TOKENS:
+            model = model_of_query(x.scope["query_string"])
         fleet = self._fleet
         if model is None:
             models = fleet.models

@@ -41,12 +41,23 @@ class _Texts(_Named):
 
 
 _named, _texts = msgspec.json.Decoder(_Named), msgspec.json.Decoder(_Texts)
+_packed = msgspec.msgpack.Decoder(_Named)
+_MSGPACK = frozenset((b"application/msgpack", b"application/x-msgpack", b"application/vnd.msgpack"))
 
 
 def model_of_path(path: str) -> str | None:
     """The model that a path (decoded) names, as text-inference-batcher's `/v1/engines/MODEL/completions` does."""
     found = _ENGINES.fullmatch(path) or _MODELS.fullmatch(path)
     return found[1] if found else None
+
+
+def model_of_query(query: bytes) -> str | None:
+    """The model that a query names, where a body is an array or bytes."""
+    try:
+        fields = parse_qs(query.decode("ascii"), max_num_fields=MOST_FIELDS)
+    except ValueError:
+        return None
+    return fields["model"][-1] if "model" in fields else None
 
 
 def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: bool = True) -> tuple[str | None, bytes]:
@@ -65,21 +76,20 @@ def look(body: Data, kind: bytes, encoding: bytes, *, text: int = 0, strict: boo
         return _of_parts(body, more), b""
     if kind == b"application/x-www-form-urlencoded" and not bytes(memoryview(body)[:64]).lstrip().startswith(b"{"):
         return _of_form(body), b""
+    packed = kind in _MSGPACK
     says_json = not kind or kind == b"application/json" or kind.endswith(b"+json")
     try:
-        return _of_json(body, text)
+        return (_model(_packed.decode(body).model), b"") if packed else _of_json(body, text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        if not (says_json and strict):
+        if not ((says_json or packed) and strict):
             return None, b""
-        raise Refused(f"The body is no valid JSON object: {e}.", code="invalid_json") from None
+        what, code = ("map in msgpack", "invalid_msgpack") if packed else ("JSON object", "invalid_json")
+        raise Refused(f"The body is no valid {what}: {e}.", code=code) from None
 
 
 def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
     found = _texts.decode(body) if text else _named.decode(body)
-    model = found.model
-    if model is not None and not isinstance(model, str):
-        raise Refused(f"model: expected a text; got {type(model).__name__}.", param="model")
-    model = model or None
+    model = _model(found.model)
     if not text:
         return model, b""
     assert isinstance(found, _Texts)
@@ -89,6 +99,12 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
             said.append(bytes(memoryview(part)[:left]))
             left -= len(said[-1])
     return model, b"".join(said)
+
+
+def _model(named: Any) -> str | None:
+    if named is not None and not isinstance(named, str):
+        raise Refused(f"model: expected a text; got {type(named).__name__}.", param="model")
+    return named or None
 
 
 def _of_form(body: Data) -> str | None:

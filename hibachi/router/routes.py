@@ -16,8 +16,10 @@ class Kind(Enum):
 
 
 TGI = frozenset({"/", "/generate", "/generate_stream", "/chat_tokenize", "/info"})
+TOKENS = "/v1/generate"  # whose bodies may be arrays, with the model in the query
 _GENERATE = frozenset(
     {
+        TOKENS,
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/embeddings",

@@ -16,7 +16,6 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.router.checks import Checks
 from hibachi.router.client import Client
-from hibachi.router.cors import Cors
 from hibachi.router.door import Door
 from hibachi.router.fleet import Fleet
 from hibachi.router.forward import Forwarder, Patience
@@ -30,11 +29,13 @@ from hibachi.router.status import told
 from hibachi.router.upstreams import Place, Upstream
 from hibachi.web.access import tell_of_none
 from hibachi.web.address import bound
-from hibachi.web.certificate import certificate_of
+from hibachi.web.certificate import Certificate, certificate_of
+from hibachi.web.cors import EVERY, Cors, origins_of
 from hibachi.web.exchange import Exchange
+from hibachi.web.hosts import Hosts, hosts_for
 from hibachi.web.keys import tenants_of
 from hibachi.web.logs import log_to_stderr
-from hibachi.web.server import Server, config_of
+from hibachi.web.server import Config, Server, config_of
 from hibachi.web.signals import ending
 from hibachi.web.tenants import Tenants
 
@@ -47,13 +48,14 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     for remark in remarks:
         log.warning("%s", remark)
     tenants, certificate, places = tenants_of(settings), certificate_of(settings), places_of(settings, os.environ)
+    origins = origins_of(settings.cors, "--cors")
     policy_of(settings.policy)
     _all_descriptors()
     if settings.tib and settings.max_connections == 1:
         log.info("one request at a time for each upstream, as with text-inference-batcher; --max-connections is more")
-    with bound(settings) as (listeners, url, _), ending():
+    with bound(settings) as (listeners, url, public), ending():
         router = Router(settings, tenants, places)
-        config = config_for(router, settings, certificate)
+        config = config_for(router, settings, certificate, hosts_for(settings, origins, public))
         server = RouterServer(config, router, settings)
         # Requests leave no garbage in circles (none after 5,189), and looking for some took an eighth of the time.
         gc.collect()
@@ -67,10 +69,21 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     return server.status
 
 
-def config_for(router: Router, settings: SimpleNamespace, certificate: dict[str, Any]) -> Any:
-    """For uvicorn. Dates are the upstreams', and a client does not choose the address by which it waits in line."""
+def config_for(
+    router: Router,
+    settings: SimpleNamespace,
+    certificate: Certificate | None,
+    hosts: frozenset[str] | None = None,
+) -> Config:
+    """For uvicorn. Dates are the upstreams', and a client does not choose the address by which it waits in line.
+
+    hosts: the names it answers to besides those of loopback; None: to any. Raises ConfigError.
+    """
     arrival = settings.arrival_timeout or None
-    return config_of(router, arrival, tell_of_none, certificate, date_header=False, proxy_headers=False)
+    app: Any = router if hosts is None else Hosts(router, hosts, "--cors")
+    if origins := origins_of(settings.cors, "--cors"):
+        app = Cors(app, origins, exposed=EVERY)
+    return config_of(app, arrival, tell_of_none, certificate, date_header=False, proxy_headers=False)
 
 
 def _all_descriptors() -> None:
@@ -110,12 +123,9 @@ class Router:
             limits=Thresholds(settings.fall, settings.rise),
             loads=getattr(policy, "loads", False),
         )
-        cors = Cors(settings.cors) if settings.cors else None
         origin = settings.origin_header
 
         def dress(x: Exchange, u: Upstream, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-            if cors is not None:
-                headers = cors.instead(headers, x.headers)
             if origin:
                 headers.append((b"x-upstream-origin", u.origin.encode()))
             return headers
@@ -157,7 +167,6 @@ class Router:
             Routes(getattr(settings, "pass") or ()),
             self._tenants,
             own,
-            cors=cors,
             sticky=settings.sticky_header,
             most=settings.max_body_size,
             room=max(settings.max_body_size, settings.max_bodies_size),

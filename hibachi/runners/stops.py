@@ -13,23 +13,34 @@ from hibachi.tensor.array_backend import HostArray
 
 
 class Stopper:
-    """A stop rule, made ready for one token shape; `match` judges all rows of a forward pass at once."""
+    """Stop rules, made ready for one token shape; `match` judges all rows of a forward pass at once.
 
-    atol: float
+    tokens: of all rules, [n, *tok]. atol: of each, [n, ...] to be compared with its distances; 0: all are exact.
+    where: the one predicate that there is.
+    """
+
+    atol: Any
     where: Callable[[Any], Any] | None
 
-    def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any) -> None:
-        self.tokens: HostArray | None = (
-            np.stack([as_token(t, shape, dtype, "stop token") for t in rule.tokens]) if rule.tokens else None
-        )
-        self.atol, self.where = rule.atol, rule.where
+    def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any, own: StopRule | None = None) -> None:
+        """own: the engine's, with tolerances of its own; at most one of the two has a predicate."""
+        rules = [rule] if own is None else [rule, own]
+        tokens = [as_token(t, shape, dtype, "stop token") for r in rules for t in r.tokens]
+        self.tokens: HostArray | None = np.stack(tokens) if tokens else None
+        off = np.array([r.atol for r in rules for _ in r.tokens])
+        self.atol = off.reshape(-1, *(1,) * len(shape)) if off.any() else 0
+        self.where = next((r.where for r in rules if r.where is not None), None)
 
     def match(self, tokens: HostArray) -> Any:
         """Which of `tokens` [n, *tok] are equal to a stop token in all their elements: bool [n]."""
         if self.tokens is None:
             return np.zeros(len(tokens), bool)
         axes = tuple(range(2, tokens.ndim + 1))
-        near = np.abs(tokens[:, None] - self.tokens) <= self.atol if self.atol else tokens[:, None] == self.tokens
+        if isinstance(self.atol, int):
+            return (tokens[:, None] == self.tokens).all(axis=axes).any(axis=1)
+        wide = tokens if tokens.dtype.kind == "f" else tokens.astype(np.float64)  # differences of unsigned ones wrap
+        with np.errstate(invalid="ignore", over="ignore"):  # of infinities
+            near = (np.abs(wide[:, None] - self.tokens) <= self.atol) | (tokens[:, None] == self.tokens)
         return near.all(axis=axes).any(axis=1)
 
 

@@ -64,6 +64,12 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any  # NumPy's, of what the host keeps; of a backend that has the nine operations only, the library's name
 
+    @property
+    def nbytes(self) -> int:
+        """Of a token on the host."""
+        size: int = self.dtype.itemsize
+        return size * math.prod(self.shape)
+
 
 IDS = Kind((), np.dtype(np.int32))
 """Of token ids: where the engine samples."""
@@ -166,14 +172,18 @@ class TokenTable:
                 self._copy(int(rows[i]), int(start[i]), tokens[first[i] : first[i] + older[i]])
         return tokens
 
-    def window(self, rows: Any, lengths: Any, width: int) -> HostArray:
-        """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them."""
-        if width <= self.width and not (self._long and self._before[rows].any()):
-            out: HostArray = self.values[rows, :width]
+    def window(self, rows: Any, lengths: Any, width: int, out: HostArray | None = None) -> HostArray:
+        """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them.
+
+        out: where to; None: into a new array.
+        """
+        if out is None and width <= self.width and not (self._long and self._before[rows].any()):
+            newest: HostArray = self.values[rows, :width]
             for i in np.flatnonzero(lengths != width).tolist():
-                out[i, width - lengths[i] :] = self.values[rows[i], : lengths[i]]
-            return out
-        out = np.zeros((len(rows), width, *self.shape), self.values.dtype)
+                newest[i, width - lengths[i] :] = self.values[rows[i], : lengths[i]]
+            return newest
+        if out is None:
+            out = np.zeros((len(rows), width, *self.shape), self.values.dtype)
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             self._copy(row, 0, out[i, width - length :])
         return out

@@ -19,7 +19,7 @@ from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Alone, Call, Grouping
-from hibachi.runners.grown import Grown
+from hibachi.runners.grown import WORTH, Grown, Rooms
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -70,6 +70,7 @@ class WholeRunner(BaseRunner):
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
         self.wait: Awaiter = Awaiter()
         self._grown = Grown(backend, useful=sampler is None)
+        self._rooms = Rooms(backend, self.name, useful=sampler is None)
         if deterministic:
             self.grouping = self._alone
 
@@ -84,10 +85,12 @@ class WholeRunner(BaseRunner):
     @override
     def adopt(self, scheduler: Scheduler) -> None:
         self._grown.clear()
+        self._rooms.clear()
 
     @override
     def rebuild(self, *, keep: bool) -> None:
         self._grown.clear()
+        self._rooms.clear()
 
     @override
     def admit(self, seq: Seq) -> None:
@@ -147,6 +150,7 @@ class WholeRunner(BaseRunner):
             mine = [job for job in jobs if job.kind == jobs[0].kind]
             self.try_calls([job.history.read(0, job.seq.prompt_len) for job in mine], mine[0].padding)
         self._grown.begin()
+        self._rooms.begin()
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
@@ -160,13 +164,20 @@ class WholeRunner(BaseRunner):
         with self.backend.guard():
             shown_rows, shown_lengths, width = self._shape(rows, lengths, call)
             seqs = [job.seq for job in jobs]
-            shown = self._grown.tokens(seqs, shown_lengths, width)
-            if shown is None:
-                shown = self.backend.put(self._batch(shown_rows, shown_lengths, width, jobs[0].padding))
+            batch = partial(self._batch, shown_rows, shown_lengths, width, jobs[0].padding)
+            kept = self._rooms.useful and len(shown_rows) * width * kind.nbytes >= WORTH
+            if kept:
+                newest = partial(self._newest, shown_rows, shown_lengths)
+                shown: Array = self._rooms.tokens(seqs, shown_lengths, width, kind, newest, batch)
+            else:
+                shown = self._grown.tokens(seqs, shown_lengths, width)
+                shown = self.backend.put(batch()) if shown is None else shown
             shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
-            with self.tally, self.theirs:
-                out = self.wait(self._call(self.backend.copy(shown) if self._grown.useful else shown, shown_lengths))
+            if kept:
+                out = self._rooms.ask(shown, lambda tokens: self._answer(self.backend.put(tokens), shown_lengths))
+            else:
+                out = self._answer(self.backend.copy(shown) if self._grown.useful else shown, shown_lengths)
             if self.sampler:
                 expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
                 logits = check_output(out, self.backend, expected, self.name, kind="logits")
@@ -175,7 +186,14 @@ class WholeRunner(BaseRunner):
                 return drawn_part(idx, drawn, jobs, lengths, self.backend)
             check_output(out, self.backend, (len(shown_rows), *kind.shape), self.name, kind=kind.dtype.kind)
             self._grown.keep(seqs, shown, out, shown_lengths)
-            return token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
+            part = token_part(idx, out, jobs, kind.dtype, self.backend, self.tally, self.name)
+            if kept:
+                self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
+            return part
+
+    def _answer(self, tokens: Array, lengths: Any) -> Any:
+        with self.tally, self.theirs:
+            return self.wait(self._call(tokens, lengths))
 
     def _call(self, tokens: Array, lengths: Any) -> Any:
         if not self.takes_lengths:
@@ -197,12 +215,19 @@ class WholeRunner(BaseRunner):
             rows, lengths = np.pad(rows, (0, extra), mode="edge"), np.pad(lengths, (0, extra), mode="edge")
         return rows, lengths, width
 
-    def _batch(self, rows: Any, lengths: Any, width: int, padding: HostArray | None) -> HostArray:
-        """[B, S, *tok], padded on the left."""
-        batch = self.tables.at(rows[0]).window(rows, lengths, width)
+    def _batch(
+        self, rows: Any, lengths: Any, width: int, padding: HostArray | None, out: HostArray | None = None
+    ) -> HostArray:
+        """[B, S, *tok], padded on the left. out: where to; None: into a new array."""
+        batch = self.tables.at(rows[0]).window(rows, lengths, width, out)
         for i in np.flatnonzero(lengths != width).tolist():
             batch[i, : width - int(lengths[i])] = padding
         return batch
+
+    def _newest(self, rows: Any, lengths: Any) -> HostArray:
+        """[B, *tok], the last token of each row."""
+        each = np.arange(len(rows))
+        return self.tables.at(rows[0]).packed(rows, lengths - 1, np.ones(len(rows), np.intp), each, lengths - 1)
 
     @override
     def close(self) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from starlette import routing
@@ -13,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from hibachi.api.errors import Refused, as_refused
-from hibachi.serve import openai, tgi
-from hibachi.serve.flight import of_tenant
+from hibachi.serve import generate, openai, operating, ranking, tgi, warm
+from hibachi.serve.metrics import is_work
 from hibachi.serve.routes import Route
 from hibachi.serve.served import Served
 from hibachi.web.access import tell, tell_of_none
@@ -24,47 +23,8 @@ from hibachi.web.exchange import Exchange, Gone
 LEFT = 499  # as nginx logs a client that left
 
 
-async def health(served: Served, x: Exchange) -> None:
-    """Does the engine step?"""
-    await _tell(served, x, served.why_not_live(_sees_all(served, x)))
-
-
-async def ready(served: Served, x: Exchange) -> None:
-    """Would a request be taken?"""
-    await _tell(served, x, served.why_not_ready(_sees_all(served, x)))
-
-
-def _sees_all(served: Served, x: Exchange) -> bool:
-    return served.tenants.may_see_all(x.headers.get(b"authorization"))
-
-
-async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:
-    if why_not is None:
-        await x.json({"status": "ok", "numerics": served.numerics})
-    else:
-        await x.json({"status": "unavailable", "reason": why_not}, 503, {"Retry-After": "1"})
-
-
-async def flight(served: Served, x: Exchange) -> None:
-    """The flight recorder: what the last steps computed, and for whom: one's own requests, or all. No tokens."""
-    dump = await served.ask(served.what.dump)
-    if not served.tenants.may_see_all(x.headers.get(b"authorization")):
-        dump = of_tenant(dump, x.tenant)
-    await x.answer(json.dumps(dump, default=str).encode(), b"application/json")
-
-
-async def about(served: Served, x: Exchange) -> None:
-    """The version of hibachi."""
-    await x.json({"version": version("hibachi")})
-
-
-OPERATING = (
-    Route("GET", "/debug/flight", flight),
-    Route("GET", "/health", health, keyed=False),
-    Route("GET", "/ready", ready, keyed=False),
-    Route("GET", "/version", about, keyed=False),
-)
-ROUTES: tuple[Route, ...] = (*openai.ROUTES, *tgi.ROUTES, *OPERATING)
+MODULES = (openai, ranking, warm, tgi, generate, operating)
+ROUTES: tuple[Route, ...] = tuple(route for module in MODULES for route in module.ROUTES)
 
 
 class Endpoint:
@@ -72,6 +32,7 @@ class Endpoint:
 
     def __init__(self, served: Served, route: Route) -> None:
         self._served, self._route = served, route
+        self._counts = is_work(route.method, route.path)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         served, route, x = self._served, self._route, Exchange(scope, receive, send)
@@ -83,7 +44,8 @@ class Endpoint:
                 x.tenant = tenants.admit(route.dialect.key(x.headers))
             tenants.running[x.tenant] += 1
             try:
-                await route.handler(served, x)
+                with served.gate.around(x) if self._counts else nullcontext():
+                    await route.handler(served, x)
             finally:
                 tenants.running[x.tenant] -= 1
         except Gone:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from hibachi.api.bodies import Bounds
+from hibachi.api.tgi.limits import TgiLimits
+from hibachi.plan.policy import Fair, Policy, Priority, WaitingServed
+from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.remote.opening import open_settled
 from hibachi.serve.served import Served
+from hibachi.serve.tgi_settings import NAME
 from hibachi.web.keys import tenants_of
 from hibachi.web.tenants import Tenants
 
@@ -22,21 +26,18 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             texts.default_params = texts.default_params.with_(seed=settings.seed)
         return Served(
             texts,
-            settings.served_model_name or (_name(settings.model),),
+            settings.served_model_name or names_of(settings),
             settings.model,
             texts.engine.facts.limits.max_len,
-            bounds=Bounds(
-                n=settings.max_n,
-                logprobs=settings.max_logprobs,
-                rows=texts.engine.facts.limits.rows + settings.max_num_queued_reqs,
-                new=settings.max_tokens,
-            ),
+            bounds=bounds_of(settings, texts.engine.facts.limits.rows),
             max_body=settings.max_body_size,
             chat_template=template,
             tenants=tenants,
             timeout=settings.request_timeout or None,
             queue_timeout=settings.queue_timeout or None,
             arrival=settings.arrival_timeout or None,
+            tgi=None if settings.tgi is None else TgiLimits(**settings.tgi.limits()),
+            fingerprint=system_fingerprint(texts.engine.facts, settings.model),
         )
     except BaseException:
         texts.close()
@@ -47,14 +48,38 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
     """What serving adds to `engine_options`; what was not decided is left out."""
     several = len({name for _, name in tenants.keys}) > 1
     found = dict(
-        policy=settings.scheduling_policy or ("shares" if several else None),
+        policy=settings.scheduling_policy or _waiting_served(settings, several) or ("shares" if several else None),
         max_waiting=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
         restart="on_failure" if settings.restart else None,
+        cache_tokens=None
+        if settings.tgi is None or settings.kv_cache_memory_bytes is not None
+        else settings.tgi.max_batch_total_tokens,
     )
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _name(model: str) -> str:
-    """What a model is called if nobody says so: of files, no more than the last part of the path."""
-    return Path(model).name if Path(model).exists() else model
+def names_of(settings: SimpleNamespace) -> tuple[str, ...]:
+    """What the model is called if nobody says so."""
+    own = name_of(settings.model)
+    return (own,) if settings.tgi is None else tuple(dict.fromkeys((NAME, own)))
+
+
+def bounds_of(settings: SimpleNamespace, rows: int) -> Bounds:
+    """rows: of the batch."""
+    found = Bounds(
+        n=settings.max_n,
+        logprobs=settings.max_logprobs,
+        rows=rows + settings.max_num_queued_reqs,
+        new=settings.max_tokens,
+    )
+    return found if settings.tgi is None else replace(found, prompts=settings.tgi.max_client_batch_size)
+
+
+def _waiting_served(settings: SimpleNamespace, several: bool) -> Policy | None:
+    """As TGI's flags ask for it; they may as well not. several: there are several tenants."""
+    gate = None if settings.tgi is None else settings.tgi.gate()
+    if gate is None:
+        return None
+    ratio, patience = gate
+    return WaitingServed(ratio, patience, Fair() if several else Priority())

@@ -26,13 +26,36 @@ from hibachi.web.exchange import Exchange
 log: logging.Logger = logging.getLogger("hibachi.serve")
 PATH = "/metrics"
 PLAIN = b"text/plain; version=0.0.4; charset=utf-8"
-WORK_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})  # a refusal elsewhere is no loss
+WORK_ROUTES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/generate",
+        "/generate",
+        "/generate_stream",
+        "/",
+        "/invocations",
+        "/v1/warm",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/classify",
+    }
+)  # of POST; a refusal elsewhere is no loss
 WHOLE = ("stop", "length")
 
 LATENCY = decades(5e-4, 300)
 BETWEEN = decades(5e-5, 10)
 SIZES = tuple(float(2**n) for n in range(18))  # to 131072 tokens
 FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 16.0, 20.0, 32.0, 64.0, 128.0)
+
+
+def is_work(method: str, route: str) -> bool:
+    """Is this a request that the engine is there for? It counts in the figures of requests, and in the gate."""
+    return method == "POST" and route in WORK_ROUTES
 
 
 def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, tuple[Route, ...]]:
@@ -226,7 +249,7 @@ class RequestMeter:
 
     def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
         self.http[method, route, str(status)] += 1
-        if refused is None or route not in WORK_ROUTES or (record is not None and record.text is not None):
+        if refused is None or not is_work(method, route) or (record is not None and record.text is not None):
             return
         self.rejected[refused.code or refused.kind, str(refused.status)] += 1
         self.arrived += record is None

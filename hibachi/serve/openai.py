@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hibachi.api import answers, asking
@@ -10,10 +11,12 @@ from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.writing import ChatWriter, CompletionWriter
 from hibachi.request import SamplingParams, Terms
-from hibachi.serve.record import Vectors
+from hibachi.serve.record import Record, Vectors
 from hibachi.serve.routes import Route
 from hibachi.serve.served import Served
 from hibachi.serve.streaming import answer_text
+from hibachi.streams.stream import Item
+from hibachi.tensor.array_backend import HostArray
 from hibachi.web.exchange import Exchange
 
 MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
@@ -41,8 +44,10 @@ async def complete(served: Served, x: Exchange, raw: bytes) -> None:
     body = read(CompletionBody, raw)
     name = served.check_name(body.model)
     asked = asking.completion(body, served.texts.default_params, served.bounds)
-    ids = await served.reading.encode(asked.prompts, "prompt", x.tenant, special=asked.special)
-    await answer_text(served, x, CompletionWriter(asked, name, served.vocabulary, served.numerics), ids)
+    ids = await served.reading.encode(
+        asked.prompts, "prompt", x.tenant, special=asked.special, truncation=asked.truncation
+    )
+    await answer_text(served, x, CompletionWriter(asked, name, served.vocabulary, served.fingerprint), ids)
 
 
 async def chat(served: Served, x: Exchange) -> None:
@@ -56,8 +61,15 @@ async def converse(served: Served, x: Exchange, raw: bytes) -> None:
     name = served.check_name(body.model)
     asked = asking.chat(body, served.texts.default_params, served.bounds)
     assert asked.messages is not None
-    ids = await served.reading.render(asked.messages, asked.template, x.tenant)
-    await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.numerics), [ids])
+    ids = await served.reading.render(
+        asked.messages,
+        asked.template,
+        x.tenant,
+        special=asked.special,
+        open_end=asked.open_end,
+        truncation=asked.truncation,
+    )
+    await answer_text(served, x, ChatWriter(asked, name, served.vocabulary, served.fingerprint), [ids])
 
 
 async def embeddings(served: Served, x: Exchange) -> None:
@@ -65,22 +77,44 @@ async def embeddings(served: Served, x: Exchange) -> None:
     body = read(EmbeddingBody, await served.body(x))
     name = served.check_name(body.model)
     ids = await served.reading.encode(asking.embedding(body, served.bounds), "input", x.tenant)
+    packed = body.encoding_format == "base64"
+
+    def answer(vectors: Sequence[HostArray], tokens: int) -> Any:
+        return answers.embeddings(answers.shortened(vectors, body.dimensions), name, tokens, packed=packed)
+
+    await answer_vectors(served, x, ids, Terms(), answer)
+
+
+async def answer_vectors(
+    served: Served,
+    x: Exchange,
+    ids: list[list[int]],
+    terms: Terms,
+    answer: Callable[[Sequence[HostArray], int], Any],
+) -> None:
+    """answer: made of the vectors [hidden] of prompts, and of the number of their tokens. Raises as `answer_text`."""
     for own in ids:
         served.reading.check_length(own, None)
     with (
         served.record(x, SamplingParams(max_tokens=1), ids) as record,
-        served.submit_vectors(ids, served.terms(Terms(), x.tenant)) as items,
+        served.submit_vectors(ids, served.terms(terms, x.tenant)) as items,
     ):
-        record.text = Vectors(items)
-        try:
-            await x.while_here(_vectors(x, record.text, name, ids, body.encoding_format == "base64"), record.text.close)
-        finally:
-            record.text.close()
+        await answer_items(x, record, items, lambda vectors: answer(vectors, sum(map(len, ids))))
 
 
-async def _vectors(x: Exchange, found: Vectors, name: str, ids: list[list[int]], packed: bool) -> None:
-    vectors = [await item for item in found.items]
-    await x.json(answers.embeddings(vectors, name, sum(map(len, ids)), packed=packed))
+async def answer_items(
+    x: Exchange, record: Record, items: list[Item[Any]], answer: Callable[[Sequence[Any]], Any]
+) -> None:
+    """answer: made of the results of what was queued."""
+    record.text = work = Vectors(items)
+
+    async def whole() -> None:
+        await x.json(answer([await item for item in items]))
+
+    try:
+        await x.while_here(whole(), work.close)
+    finally:
+        work.close()
 
 
 async def cut(served: Served, x: Exchange, raw: bytes) -> None:
@@ -91,7 +125,9 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
         variables = dict(body.chat_template_kwargs or {}) | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             variables["tools"] = body.tools
-        ids = await served.reading.render(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        open_end = asking.goes_on(body.continue_final_message, body.add_generation_prompt)
+        messages = conversation(body.messages, served.bounds.messages)
+        ids = await served.reading.render(messages, variables, x.tenant, open_end=open_end)
     elif body.prompt is not None and body.messages is None:
         served.texts.prompts.check_size(body.prompt)
         [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)

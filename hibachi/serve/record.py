@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from hibachi.api.errors import Refused
 from hibachi.request import Finish, SamplingParams
-from hibachi.streams.stream import Item
+from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import Piece
 from hibachi.tensor.array_backend import HostArray
 
@@ -31,7 +31,7 @@ class Meter(Protocol):
 
 
 class Work(Protocol):
-    """What a record looks at: a `TextStream`, or `Vectors`."""
+    """What a record looks at: a `TextStream`, `Vectors` or `Generated`."""
 
     @property
     def started(self) -> float | None:
@@ -70,6 +70,27 @@ class Vectors:
             item.cancel()
 
 
+class Generated:
+    """The tokens of one request, or its output."""
+
+    def __init__(self, stream: ItemStream[Any]) -> None:
+        self.stream = stream
+
+    @property
+    def started(self) -> float | None:
+        return self.stream.started
+
+    def reused(self, runs: int) -> int:
+        return self.stream.reused
+
+    @property
+    def finish_reasons(self) -> list[Finish | None]:
+        return [self.stream.finish_reason]
+
+    def close(self) -> None:
+        self.stream.close()
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """Times are of time.monotonic()."""
@@ -90,14 +111,18 @@ class Record:
     _latest: dict[int, float] = field(default_factory=dict)  # when each continuation last got tokens
 
     def came(self, pieces: Sequence[Piece]) -> None:
-        now, latest = time.monotonic(), self._latest
         for piece in pieces:
-            if count := len(piece.token_ids):
-                self.meter.came(self, count, now, latest.get(piece.index))
-                latest[piece.index] = self.last = now
-                self.tokens += count
-                if self.first is None:
-                    self.first = now
+            self.got(len(piece.token_ids), piece.index)
+
+    def got(self, count: int, index: int = 0) -> None:
+        """So many tokens of a continuation came together."""
+        if count:
+            now, latest = time.monotonic(), self._latest
+            self.meter.came(self, count, now, latest.get(index))
+            latest[index] = self.last = now
+            self.tokens += count
+            if self.first is None:
+                self.first = now
 
     def failed(self, error: BaseException) -> None:
         self.error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -32,6 +33,8 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     log_to_stderr(settings.log_level, settings.log_format)
     for remark in remarks:
         log.warning("%s", remark)
+    if settings.tgi is not None and settings.tgi.huggingface_hub_cache is not None:
+        os.environ["HF_HUB_CACHE"] = settings.tgi.huggingface_hub_cache  # which the engine's process inherits
     tenants, certificate = tenants_of(settings), certificate_of(settings)
     origins, root_path = origins_of(settings.allowed_origins, "--allowed-origins"), root_of(settings.root_path)
     with bound(settings) as (listeners, url, public), ending():

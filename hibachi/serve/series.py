@@ -293,9 +293,10 @@ def _whole(values: Values) -> Values:
 
 
 def _refusals(values: Values) -> Values:
-    found: dict[tuple[str, ...], Any] = {("overloaded",): 0, ("validation",): 0}
-    for (_, status), n in values.items():
-        found["overloaded" if status in ("429", "503") else "validation",] += n
+    found: dict[tuple[str, ...], Any] = {("overloaded",): 0, ("validation",): 0, ("template",): 0}
+    for (reason, status), n in values.items():
+        kind = "template" if reason in ("template_error", "no_chat_template") else "validation"
+        found["overloaded" if status in ("429", "503") else kind,] += n
     return found
 
 
@@ -349,6 +350,8 @@ TGI: dict[str, tuple[Foreign, ...]] = {
     "hibachi_request_prompt_tokens": (Foreign("tgi_request_input_length"),),
     "hibachi_request_generation_tokens": (Foreign("tgi_request_generated_tokens"),),
     "hibachi_request_max_tokens": (Foreign("tgi_request_max_new_tokens"),),
+    "hibachi_request_cached_tokens": (Foreign("tgi_request_skipped_tokens"),),
+    "hibachi_steps_failed_total": (Foreign("tgi_batch_inference_failure"),),
     "hibachi_steps_total": (
         Foreign("tgi_batch_inference_count", ("method",)),
         Foreign("tgi_batch_inference_success", ("method",)),

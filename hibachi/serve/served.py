@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds
@@ -16,18 +16,23 @@ from hibachi.api.errors import SERVER, Refused
 from hibachi.api.reading import Reading
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
+from hibachi.api.tokenizing import Tokenizing
+from hibachi.api.tokens.asking import Asked
 from hibachi.engine.health import Health
-from hibachi.errors import EngineClosed
+from hibachi.errors import EngineClosed, QueueFull
 from hibachi.lm.texts import Texts
-from hibachi.request import SamplingParams, Terms
+from hibachi.lm.tokens import Tokens
+from hibachi.request import Request, SamplingParams, Terms
+from hibachi.serve.gate import Gate
 from hibachi.serve.record import Meter, NoMeter, Record
-from hibachi.streams.stream import Item
+from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
 from hibachi.tensor.array_backend import HostArray
 from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
+MOST_CONVERTED = 64  # bodies that may wait for the model's own `read` or `write`
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
@@ -38,13 +43,14 @@ def smaller(a: float | None, b: float | None) -> float | None:
 class _Text:
     """What reads and writes text."""
 
-    def __init__(self, texts: Texts, chat_template: str | None) -> None:
+    def __init__(self, texts: Texts, chat_template: str | None, tgi: TgiLimits | None) -> None:
         tokenizer = texts.tokenizer
         self.texts = texts
         self.vocabulary = Vocabulary(
             tokenizer.token_bytes, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
         )
-        self.reading = Reading(texts.prompts, texts.vocab_size, chat_template)
+        longest = None if tgi is None else tgi.max_input_tokens
+        self.reading = Reading(texts.prompts, texts.vocab_size, chat_template, longest)
         self.words = Words(self.vocabulary, tokenizer, texts.eos_ids)
 
 
@@ -55,9 +61,10 @@ class Served:
     names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
     of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a request.
     arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds` say.
+    fingerprint: the same where the same bits are computed, see `system_fingerprint`.
     """
 
-    what: Texts
+    what: Texts | Tokens
     names: Sequence[str]
     root: str
     max_len: int
@@ -69,25 +76,32 @@ class Served:
     queue_timeout: float | None = None
     arrival: float | None = None
     tgi: TgiLimits | None = None
+    fingerprint: str | None = None
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
     def __post_init__(self) -> None:
-        self._text = _Text(self.what, self.chat_template) if isinstance(self.what, Texts) else None
+        self.gate = Gate(None if self.tgi is None else self.tgi.max_concurrent_requests)
+        self._text = _Text(self.what, self.chat_template, self.tgi) if isinstance(self.what, Texts) else None
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
+        self._converting, self._converted = ThreadPoolExecutor(8, "hibachi-convert"), 0
+        self.arrays = Tokenizing()  # where large ones are read
 
     # ---- bodies ------------------------------------------------------------------------------------------------
 
-    async def body(self, x: Exchange) -> bytes:
-        """All of it. Raises Refused, Gone, and EngineClosed if the server shuts down before it is here."""
+    async def body(self, x: Exchange, *, json: bool = True) -> bytes:
+        """All of it. json: nothing else is taken. From then on the request counts in the gate.
+
+        Raises Refused, Gone, and EngineClosed if the server shuts down before it is here.
+        """
         self.check_open()
         try:
             async with asyncio.timeout(self.arrival) as limit:
                 self._arriving.add(limit)
                 try:
-                    return await x.body(self.max_body)
+                    found = await x.body(self.max_body, json=json)
                 finally:
                     self._arriving.discard(limit)
         except TimeoutError:
@@ -99,6 +113,8 @@ class Served:
                 code="arrival_timeout",
                 headers={"Connection": "close"},
             ) from None
+        self.gate.enter(x)
+        return found
 
     def drain(self) -> None:
         """From now on nothing new is taken, and what has not come whole is new."""
@@ -175,6 +191,30 @@ class Served:
             yield self.texts.submit_vectors(ids, terms=terms)
 
     @contextmanager
+    def submit_inputs(self, inputs: Sequence[HostArray], terms: Terms) -> Iterator[list[Item[Any]]]:
+        """Likewise, of feed-forward."""
+        self.check_open()
+        engine = self.what.engine
+        with self._counted(terms.tenant, len(inputs)):
+            engine.check_room(terms.tenant, len(inputs))
+            ready = [engine.check(Request(one, terms=terms)) for one in inputs]
+            yield [Item(engine.submit(each)) for each in ready]
+
+    @contextmanager
+    def submit_tokens(self, prompt: HostArray, asked: Asked, terms: Terms) -> Iterator[ItemStream[Any]]:
+        """Likewise; of any kind, also of feed-forward: one item."""
+        self.check_open()
+        with self._counted(terms.tenant, 1):
+            if isinstance(self.what, Tokens):
+                yield self.what.submit(
+                    prompt, max_new_tokens=asked.limit, stop=asked.stop, include_stop=asked.include_stop, terms=terms
+                )
+            else:
+                engine = self.what.engine
+                request = Request(prompt, asked.params, include_stop=asked.include_stop, terms=terms)
+                yield engine.submit(engine.check(request))
+
+    @contextmanager
     def _counted(self, tenant: str, n: int) -> Iterator[None]:
         self.tenants.check(tenant, n)
         self.tenants.served[tenant] += n
@@ -224,6 +264,16 @@ class Served:
         if self.draining:
             return "The server is shutting down."
         return self.why_not_live(in_full)
+
+    async def convert(self, call: Callable[[], T]) -> T:
+        """The model's own `read` or `write`, in one of some threads of their own. Raises QueueFull."""
+        if self._converted >= MOST_CONVERTED:
+            raise QueueFull(f"{MOST_CONVERTED} bodies wait for the model to read or write them. Try again later.")
+        self._converted += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._converting, call)
+        finally:
+            self._converted -= 1
 
     async def ask(self, what: Callable[[], T]) -> T:
         """What the engine answers, which may take a while: in a thread of its own."""

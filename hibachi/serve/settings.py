@@ -1,13 +1,19 @@
 """The settings of `hibachi serve`: one list, from which come flags, the TOML file, HIBACHI_* and the table in the docs.
 
-A flag wins over the environment, that over the file, and the file over the default.
+A flag wins over the environment, that over the file, and the file over the default. With `--compat tgi` the launcher's
+flags and variables come between the environment and the file: see `hibachi.serve.tgi_settings`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 from hibachi.remote.settings import ENGINE, MODEL
+from hibachi.serve import tgi_settings as tgi
 from hibachi.settings import settle as shared
 from hibachi.settings.kinds import SWITCH, Setting, choice, integer, seconds, size, text, texts
 from hibachi.web.settings import ADDRESS, LOG
@@ -29,7 +35,12 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("exit-on-failure", SWITCH, False, "end with status 1 when the engine has failed, or stalls, for good"),
         Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
     ),
-    "address": ADDRESS,
+    "address": (
+        *ADDRESS,
+        Setting("root-path", text("PATH"), None, "where a proxy has this server, such as /llm"),
+        Setting("allowed-origins", texts("ORIGIN"), None, "pages of these origins may ask, such as https://page.example;"
+                " *: any"),
+    ),
     "keys": (
         Setting("api-key", texts("KEY"), None, "who sends one may ask; each is a tenant of its own", "anybody may"),
         Setting("api-keys", text("FILE"), None, "a TOML file of tenants: their keys, priorities and limits"),
@@ -48,6 +59,10 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("max-logprobs", integer(0), 20, "most log-probabilities beside each token"),
         Setting("max-n", integer(1), 128, "most continuations of a prompt"),
     ),
+    "dialect": (
+        Setting("compat", choice("none", tgi.COMPAT), "none", "with tgi: flags, variables, limits and defaults of"
+                " text-generation-inference as well"),
+    ),
     "reports": (
         Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "whose names /metrics uses"),
         *LOG,
@@ -55,6 +70,32 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
 }  # fmt: skip
 SETTINGS = shared.by_key(GROUPS)
 
-settle = partial(shared.settle, SETTINGS, "serve")
+_OF_TGI = {key: replace(s, default=tgi.DEFAULTS[key]) if key in tgi.DEFAULTS else s for key, s in SETTINGS.items()}
+_settle = partial(shared.settle, SETTINGS, "serve")
+
+
+def settle(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: str | None = None,
+    tgi_flags: Mapping[str, Any] | None = None,
+) -> SimpleNamespace:
+    """See `hibachi.settings.settle`. tgi_flags: of TGI's launcher, by their keys; they count with `compat` only.
+
+    `tgi`: what they ask for besides settings, a `TgiAsked`; None: without `compat`. `remarks`: lines for the log.
+    Raises ConfigError.
+    """
+    found = _settle(flags, environment, file)
+    found.tgi, found.remarks = None, []
+    if found.compat != tgi.COMPAT:
+        return found
+    given = tgi.read(tgi_flags or {}, environment)
+    found = shared.settle(_OF_TGI, "serve", flags, environment, file, others=given.others)
+    found.tgi = given.done(found)
+    found.model, remark = tgi.revised(found.model, given.revision)
+    found.remarks = [*given.remarks, *([remark] if remark else [])]
+    return found
+
+
 misspelled = partial(shared.misspelled, SETTINGS)
 table = partial(shared.table, SETTINGS)

@@ -1,23 +1,113 @@
-"""The certificate that a server shows."""
+"""The certificate that a server shows, and whose clients must show theirs; read again when a file changes."""
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 from hibachi.errors import ConfigError
 
+log: logging.Logger = logging.getLogger("hibachi.serve")
+EVERY = 1.0  # seconds from one look at the files to the next
+_State = tuple[tuple[int, int, int] | None, ...]  # of each file: mtime, size, inode
 
-def certificate_of(settings: SimpleNamespace) -> dict[str, Any]:
-    """For uvicorn. Raises ConfigError for one that cannot be used."""
-    cert, key = settings.ssl_certfile, settings.ssl_keyfile
-    if cert is None:
-        if key is not None:
-            raise ConfigError("--ssl-keyfile is the key of --ssl-certfile, which is missing.")
-        return {}
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-        raise ConfigError(f"--ssl-certfile {cert}, --ssl-keyfile {key}: {e}.") from e
-    return {"ssl_certfile": cert, "ssl_keyfile": key}
+
+class Files(NamedTuple):
+    """In PEM. key: None: it is in `cert`. authorities: who signs the clients' certificates; None: they need none."""
+
+    cert: str
+    key: str | None
+    authorities: str | None
+
+    def state(self) -> _State:
+        found = []
+        for file in self:
+            try:
+                told = os.stat(file) if file is not None else None
+            except OSError:
+                told = None
+            found.append(told and (told.st_mtime_ns, told.st_size, told.st_ino))
+        return tuple(found)
+
+    def context(self) -> ssl.SSLContext:
+        """Raises ConfigError for files that cannot be used."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            made.load_cert_chain(self.cert, self.key, password=lambda: "")
+        except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
+            raise ConfigError(f"--ssl-certfile {self.cert}, --ssl-keyfile {self.key}: {e}.") from e
+        if self.authorities is not None:
+            made.verify_mode = ssl.CERT_REQUIRED
+            try:
+                made.load_verify_locations(self.authorities)
+            except (OSError, ValueError) as e:
+                raise ConfigError(f"--ssl-ca-certs {self.authorities}: {e}.") from e
+        return made
+
+
+class Certificate(ssl.SSLContext):
+    """Gives each new connection the files as they are now, and all of them from one reading.
+
+    A context of its own for each reading, as one that is loaded again keeps authorities that are gone, and takes
+    tickets of clients that these had signed. Connections that are open go on.
+    """
+
+    def __new__(cls, files: Files) -> Certificate:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, files: Files) -> None:
+        """Raises ConfigError."""
+        super().__init__()
+        self._files = files
+        self._read = self._seen = files.state()
+        self._context = files.context()
+        self._looked = time.monotonic()
+        self._complaint = ""
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """Where asyncio begins a connection."""
+        return self._context.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+    def look(self) -> None:
+        """Read the files again if they have changed, and stood still from the last look to this one, as they may be
+        half written. Called often; looks once a second.
+        """
+        if (now := time.monotonic()) - self._looked < EVERY:
+            return
+        self._looked = now
+        before, self._seen = self._seen, self._files.state()
+        if self._seen == self._read or self._seen != before:
+            return
+        self._read = self._seen
+        try:
+            self._context = self._files.context()
+        except ConfigError as e:
+            if str(e) != self._complaint:
+                log.error("the certificate was not read again, and the one before is kept: %s", e)
+            self._complaint = str(e)
+        else:
+            self._complaint = ""
+            log.info("the certificate was read again: %s", self._files.cert)
+
+
+def certificate_of(settings: SimpleNamespace) -> Certificate | None:
+    """None: no TLS. Raises ConfigError for files that cannot be used."""
+    files = Files(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+    if files.cert is not None:
+        return Certificate(files)
+    if files.key is not None:
+        raise ConfigError("--ssl-keyfile is the key of --ssl-certfile, which is missing.")
+    if files.authorities is not None:
+        raise ConfigError("--ssl-ca-certs says whose clients may come over TLS: it needs --ssl-certfile.")
+    return None

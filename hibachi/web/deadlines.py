@@ -19,6 +19,9 @@ LINGERING = 1.0  # seconds that a client has to read why it was refused, while i
 
 Tell = Callable[[Refused, "tuple[str, int] | None", float], None]
 """Who hears of what was refused before it was a request: the refusal, the client's address, seconds it took."""
+Pairs = list[tuple[bytes, bytes]]
+Dress = Callable[[Pairs, dict[bytes, bytes]], Pairs]
+"""From the headers of an answer and those of its request, the headers to send."""
 
 
 def too_large() -> Refused:
@@ -109,6 +112,7 @@ class Arriving(asyncio.Protocol):
         *,
         seconds: float | None,
         tell: Tell | None = None,
+        dress: Dress | None = None,
         _loop: asyncio.AbstractEventLoop | None = None,
         **more: Any,
     ) -> None:
@@ -130,7 +134,7 @@ class Arriving(asyncio.Protocol):
             await app(scope, receive, send)
 
         inner.app = noting
-        self._seconds, self._tell = seconds, tell
+        self._seconds, self._tell, self._dress = seconds, tell, dress
         self._timer: asyncio.TimerHandle | None = None
         self._size = 0  # bytes of headers that are not here as a whole
         self._began = 0.0
@@ -193,10 +197,12 @@ class Arriving(asyncio.Protocol):
         if inner.cycle is None or inner.cycle.response_complete:  # else another answer is under way
             body = encode(body_of(refused))
             reason = {431: b"Request Header Fields Too Large"}.get(refused.status, b"Bad Request")
-            transport.write(
-                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-                % (refused.status, reason, len(body), body)
-            )
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            headers.append((b"connection", b"close"))
+            if self._dress is not None:
+                headers = self._dress(headers, dict(inner.headers or ()))  # those that are here
+            lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+            transport.write(b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (refused.status, reason, lines, body))
             if transport.can_write_eof():
                 # Closed at once, with bytes unread, the connection would be reset and the answer perhaps lost.
                 transport.write_eof()

@@ -67,10 +67,10 @@ class Exchange:
         found: dict[str, str] = self.scope.get("path_params", {})
         return {name: unquote(value) for name, value in found.items()}
 
-    async def body(self, most: int) -> bytes:
-        """The whole body. Raises Refused if it is larger than `most` bytes, or no JSON is announced; Gone."""
+    async def body(self, most: int, *, json: bool = True) -> bytes:
+        """The whole body. Raises Refused if it is larger than `most` bytes, or no JSON is announced and `json`; Gone."""
         kind = self.headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if kind != b"application/json" and not kind.endswith(b"+json"):
+        if json and kind != b"application/json" and not kind.endswith(b"+json"):
             raise Refused(
                 f"The body must be JSON: expected Content-Type: application/json; got {kind[:60].decode('latin-1')}.",
                 status=415,
@@ -117,7 +117,7 @@ class Exchange:
         headers = [(b"content-type", kind), (b"x-request-id", self.id.encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
         headers += self.always
-        if kind == SSE:
+        if "content-length" not in (more or {}):  # a stream
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await self.start(status, headers)
 

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from hibachi.web.certificate import Certificate
+from hibachi.web.cors import Cors
 from hibachi.web.deadlines import Arriving, Tell
 from hibachi.web.signals import end
 
@@ -32,22 +34,36 @@ LOOKS = 4  # so often it must be found lost
 TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more often
 
 
-def config_of(app: Any, arrival: float | None, tell: Tell, certificate: dict[str, Any], **more: Any) -> uvicorn.Config:
-    """arrival: seconds for the headers of a request to come. tell: hears of what was no request. certificate, more:
-    settings of uvicorn.
+class Config(uvicorn.Config):
+    """uvicorn's, with a certificate that may change. None: no TLS."""
+
+    def __init__(self, app: Any, certificate: Certificate | None, **more: Any) -> None:
+        super().__init__(app, **more)
+        self.certificate = certificate
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self.certificate
+
+
+def config_of(app: Any, arrival: float | None, tell: Tell, certificate: Certificate | None, **more: Any) -> Config:
+    """arrival: seconds for the headers of a request to come. tell: hears of what was no request. more: settings of
+    uvicorn.
     """
-    return uvicorn.Config(
+    # What never is a request passes no application, and browsers show its answer to a page only if it is marked.
+    dress = app.marked if isinstance(app, Cors) else None
+    return Config(
         app,
+        certificate,
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        http=partial(Arriving, seconds=arrival, tell=tell),  # type: ignore[arg-type]  # makes a protocol
+        http=partial(Arriving, seconds=arrival, tell=tell, dress=dress),
         backlog=BACKLOG,
         timeout_keep_alive=KEPT,
         timeout_graceful_shutdown=FLUSHING,
-        **certificate,
         **more,
     )
 
@@ -60,9 +76,10 @@ class Server(uvicorn.Server):
 
     tidings = ""
 
-    def __init__(self, config: uvicorn.Config, patience: float, arrival: float | None) -> None:
+    def __init__(self, config: Config, patience: float, arrival: float | None) -> None:
         """patience: seconds for running requests to end. arrival: as in `config_of`."""
         super().__init__(config)
+        self._certificate = config.certificate
         self._patience, self._arrival = patience, arrival
         self._draining: asyncio.Task[None] | None = None
         self._stopped = False
@@ -74,7 +91,7 @@ class Server(uvicorn.Server):
         loop.set_exception_handler(self._complain)
         # uvicorn does not pass it on: seconds for the handshake of TLS, which no timer of ours sees.
         create, limit = loop.create_server, self._arrival
-        if self.config.ssl and limit:
+        if self._certificate is not None and limit:
             loop.create_server = partial(create, ssl_handshake_timeout=limit)  # type: ignore[method-assign]  # for this call only
         try:
             await super().startup(sockets)
@@ -177,7 +194,7 @@ class Server(uvicorn.Server):
     # ---- the watch ---------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look whether there are descriptors left, and whether the server is lost for good."""
+        """Look whether there are descriptors left, the certificate is another, and the server is lost for good."""
         room, lost = _descriptors_left(), 0
         while self._draining is None:
             before = time.monotonic()
@@ -190,6 +207,8 @@ class Server(uvicorn.Server):
                     "end; raise the limit (ulimit -n)",
                     len(self.server_state.connections),
                 )
+            if self._certificate is not None:
+                self._certificate.look()
             # Found several times, and not just as this process goes on after it was stopped itself.
             slept = time.monotonic() - before > 4 * LOOK
             lost = lost + 1 if not slept and self.is_lost() is not None else 0

@@ -10,6 +10,7 @@ ADDRESS = (
     Setting("uds", text("FILE"), None, "listen on a Unix socket in place of host and port"),
     Setting("ssl-certfile", text("FILE"), None, "serve HTTPS with this certificate"),
     Setting("ssl-keyfile", text("FILE"), None, "its key", "in the same file"),
+    Setting("ssl-ca-certs", text("FILE"), None, "clients must show a certificate that one of these signed"),
 )
 LOG = (
     Setting("log-format", choice("text", "json"), "text", "a line for each event, or a JSON object"),

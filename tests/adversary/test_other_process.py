@@ -37,7 +37,7 @@ from hibachi.errors import (
 )
 from hibachi.plan.limits import Limits
 from hibachi.remote import engine as remote
-from hibachi.remote import sender
+from hibachi.remote import process, sender
 from hibachi.remote.child import Child, Outbox, OutChannel, Ready, _portable
 from hibachi.remote.engine import RemoteEngine
 from hibachi.remote.llm import RemoteLLM
@@ -76,7 +76,7 @@ class Puppet:
         self.say("step", [], [(number, token, None) for token in tokens], [])
 
     def finish(self, number):
-        self.say("step", [], [], [(number, Finish.LENGTH, None, 0.0)])
+        self.say("step", [], [], [(number, Finish.LENGTH, None, (None, 0.0))])
 
     def beat(self, state="running"):
         self.say("beat", Health(state, f"It is {state}."), Stats(), Meters(limit=4))
@@ -99,7 +99,7 @@ class Stage:
     def __init__(self, monkeypatch, **options):
         self.puppets, self.meanwhile = [], lambda: None
         fake = SimpleNamespace(Popen=self._made, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired)
-        monkeypatch.setattr(remote, "subprocess", fake)
+        monkeypatch.setattr(process, "subprocess", fake)
         self.engine = RemoteEngine("a model", **options)
 
     def _made(self, *args, **kwargs):
@@ -370,7 +370,7 @@ def test_an_answer_at_once_finds_its_place(stage, monkeypatch):
 
     def answered(contents, what, number, *rest):
         post(contents, what, number, *rest)
-        own.engine._deliver([], [(number, 42, None)], [(number, Finish.LENGTH, None, 0.0)], Wakeups())
+        own.engine._deliver([], [(number, 42, None)], [(number, Finish.LENGTH, None, (None, 0.0))], Wakeups())
 
     monkeypatch.setattr(own.engine._sender, "post", answered)
     assert Background(own.stream().collect).result() == [42]
@@ -650,7 +650,7 @@ def test_one_whose_engine_has_failed_for_good_is_ended_and_begun_again(stage):
     own = stage(restart="on_failure")
     stream, first = own.stream(), own.puppet
     number = first.hear()[1]
-    first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), 0.0)])
+    first.say("step", [], [], [(number, Finish.ERROR, EngineFailed("The loop failed."), (None, 0.0))])
     first.beat("failed")
     with pytest.raises(EngineFailed, match="loop"):
         stream.collect()
@@ -794,7 +794,7 @@ def test_m2_a_fork_has_no_engine(there):
     for call in calls.values():
         assert "EngineClosed: The engine was made before a fork" in in_fork(lambda call=call: raised(call))
     assert "before a fork" in in_fork(lambda: (there.close(), there.health())[1].message)
-    assert in_fork(lambda: there.engine._pipe.closed) == "True"
+    assert in_fork(lambda: there.engine._process.pipe.closed) == "True"
     assert len(running.tokens.collect()) == long.max_tokens  # here all is as before
     assert there.generate("a", LONG)[0].token_ids
 

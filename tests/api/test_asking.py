@@ -98,7 +98,11 @@ def test_a_chat_that_says_nothing_more():
         token_ids=False,
         logprobs=None,
         prompts=[],
-        special=True,
+        special=False,  # the template has its own
+        truncation=None,
+        named_ids=False,
+        front="",
+        open_end=False,
         echo=False,
         prompt_scores=False,
         unwritten=False,
@@ -466,6 +470,12 @@ UNSERVED = {
     "guided_choice": LATER,
     "guided_grammar": LATER,
     "structured_outputs": LATER,
+    "logprob_token_ids": "logprobs tells of the likeliest tokens",
+    "repetition_detection": "Texts end at stop, at stop_token_ids and at max_tokens",
+}
+UNSERVED_COMPLETIONS = UNSERVED | {
+    "suffix": "Insertion is not served",
+    "prompt_embeds": "Embeddings are taken in Python only, by hibachi.LLM",
 }
 UNSERVED_CHATS = UNSERVED | {
     "chat_template": "It is given at the start (--chat-template)",
@@ -475,13 +485,13 @@ UNSERVED_CHATS = UNSERVED | {
     "reasoning_effort": "The models served have no such setting",
     "verbosity": "The models served have no such setting",
     "web_search_options": "Nothing is searched",
+    "moderation": "Nothing is judged",
 }
 
 
 @pytest.mark.parametrize(
     "ask, field, why",
-    [(completion, f, w) for f, w in (UNSERVED | {"suffix": "Insertion is not served"}).items()]
-    + [(chat, f, w) for f, w in UNSERVED_CHATS.items()],
+    [(completion, f, w) for f, w in UNSERVED_COMPLETIONS.items()] + [(chat, f, w) for f, w in UNSERVED_CHATS.items()],
 )
 def test_what_is_not_served(ask, field, why):
     """By its name, even if what it says amounts to nothing; null is as if it were not there."""
@@ -513,11 +523,95 @@ def test_no_tool_can_be_demanded():
         assert (param, code) == ("tool_choice", "unsupported_parameter")
 
 
-def test_an_answer_begins_anew():
+# ---- vLLM's fields ---------------------------------------------------------------------------------------------------
+
+# field: what it may say, and what it may not.
+EITHER = {
+    "use_beam_search": (False, True),
+    "length_penalty": (1, 0.5),
+    "thinking_token_budget": (-1, 0),
+    "stream_interval": (1, 2),
+    "watermarking": (False, True),
+    "routed_experts_prompt_start": (0, 1),
+    "return_token_offsets": (False, True),
+    "return_mm_kwargs": (True, False),
+    "vllm_xargs": ({}, {"a": 1}),
+    "kv_transfer_params": ({}, {"a": 1}),
+    "ec_transfer_params": ({}, {"a": 1}),
+}
+CHATS = {
+    "include_reasoning": (True, False),
+    "return_prompt_text": (False, True),
+    "media_io_kwargs": ({}, {"image": {}}),
+    "mm_processor_kwargs": ({}, {"a": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    "ask, field", [(completion, f) for f in EITHER] + [(chat, f) for f in EITHER | CHATS], ids=lambda x: str(x)[:20]
+)
+def test_what_may_say_its_default_only(ask, field):
+    default, other = (EITHER | CHATS)[field]
+    assert ask(**{field: default}) == ask(**{field: None}) == ask()
+    message, param, code = refused(ask, **{field: other})
+    assert message.startswith(f"{field} is not supported: ") and (param, code) == (field, "unsupported_parameter")
+    assert message.endswith(f", so only {json.dumps(default)} is.")
+    assert asking.DEFAULTS.keys() == (EITHER | CHATS).keys()
+
+
+@BOTH
+def test_special_tokens(ask):
+    assert ask(skip_special_tokens=False).params.skip_special_tokens is False
+    assert ask(skip_special_tokens=True) == ask(skip_special_tokens=None) == ask()
+    assert ask(spaces_between_special_tokens=False) == ask(spaces_between_special_tokens=True) == ask()
+    assert ask(add_special_tokens=True).special is True and ask(add_special_tokens=False).special is False
+
+
+@BOTH
+def test_how_much_of_a_prompt_is_kept(ask):
+    assert ask(truncate_prompt_tokens=3).truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
+    assert ask(truncate_prompt_tokens=3, truncation_side="left").truncation.cut([1, 2, 3, 4], 100) == [2, 3, 4]
+    assert ask(truncate_prompt_tokens=3, truncation_side="right").truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3]
+    assert ask(truncate_prompt_tokens=10**30).truncation.cut([1, 2, 3, 4], 100) == [1, 2, 3, 4]
+    fitting = ask(truncate_prompt_tokens=-1, max_tokens=4).truncation
+    assert fitting.cut(list(range(20)), 10) == list(range(14, 20)) and fitting.cut([1], 3) == [1]
+    assert fitting.cut([1, 2], 3) == [2]  # one at least; that there is no room is said later
+    assert ask(truncate_prompt_tokens=-1).truncation.cut(list(range(20)), 10) == list(range(11, 20))
+    for n in (0, -2, -(10**30)):
+        assert refused(ask, truncate_prompt_tokens=n)[1:] == ("truncate_prompt_tokens", "invalid_value")
+    assert refused(ask, truncation_side="left")[1:] == ("truncation_side", "invalid_value")
+
+
+def test_tokens_by_their_ids():
+    assert completion(logprobs=0, return_tokens_as_token_ids=True).named_ids is True
+    assert chat(logprobs=True, return_tokens_as_token_ids=True).named_ids is True
+    assert chat(return_tokens_as_token_ids=False) == chat()
+    for ask in (completion, chat):
+        message, param, _ = refused(ask, return_tokens_as_token_ids=True)
+        assert param == "return_tokens_as_token_ids" and message.endswith(" needs logprobs.")
+
+
+def test_the_last_message_of_a_chat_goes_on():
     assert chat(continue_final_message=False) == chat(continue_final_message=None) == chat()
-    said = "continue_final_message is not supported: An answer always begins anew."
-    expected = said, "continue_final_message", "unsupported_parameter"
-    assert refused(chat, continue_final_message=True) == expected
+    asked = chat(continue_final_message=True, add_generation_prompt=False)
+    assert asked.open_end is True and asked.template == {"add_generation_prompt": False}
+    for more in ({}, {"add_generation_prompt": True}):
+        message, param, code = refused(chat, continue_final_message=True, **more)
+        assert (param, code) == ("continue_final_message", "invalid_value") and "add_generation_prompt" in message
+
+
+def test_a_chat_that_echoes():
+    """As vLLM: the last message, if it is the assistant's."""
+    said = {"role": "assistant", "content": "Once "}
+    assert chat(echo=True, messages=[USER, said]).front == "Once "
+    assert chat(echo=True).front == chat(messages=[USER, said]).front == ""
+    assert chat(echo=True, messages=[USER, {"role": "assistant", "content": None}]).front == ""
+
+
+def test_documents_go_to_the_template():
+    documents = [{"title": "a", "text": "b"}]
+    assert chat(documents=documents).template == {"add_generation_prompt": True, "documents": documents}
+    assert chat(documents=[]) == chat(documents=None) == chat()
 
 
 @pytest.mark.parametrize("ask", [completion, chat, embedding])
@@ -526,15 +620,15 @@ def test_what_changes_nothing(ask):
     own = {"input": "a"} if ask is embedding else {}
     for field in (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction", "session_id"),
     ):
         assert ask(**own, **{field: {"a": 1}}) == ask(**own)
     if ask is chat:
         assert chat(parallel_tool_calls=False) == chat(parallel_tool_calls=True) == chat()
 
 
-def test_the_size_of_a_vector_is_the_model_s():
-    assert embedding(input="a", dimensions=None) == embedding(input="a", encoding_format="base64") == ["a"]
-    said = "dimensions is not supported: A vector has as many numbers as the model's hidden states."
-    for n in (0, 256):
-        assert refused(embedding, input="a", dimensions=n) == (said, "dimensions", "unsupported_parameter")
+def test_the_size_of_a_vector():
+    """The most is what the model has, which is known when there is one."""
+    assert embedding(input="a", dimensions=None) == embedding(input="a", dimensions=10**9) == ["a"]
+    for n in (0, -1, -(10**30)):
+        assert refused(embedding, input="a", dimensions=n)[1:] == ("dimensions", "invalid_value")

@@ -8,6 +8,7 @@ import pytest
 
 from hibachi.api.errors import Refused
 from hibachi.api.reading import Reading
+from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.model.text.prompts import Prompts
 
@@ -94,3 +95,40 @@ def test_a_model_without_a_template_has_no_conversations(read):
     with pytest.raises(Refused, match="no chat template") as e:
         read(reading(None), "render", [{"role": "user", "content": "a"}], {})
     assert (e.value.param, e.value.code) == ("messages", "no_chat_template")
+
+
+def test_what_is_too_long_may_be_cut(read):
+    """truncate_prompt_tokens: of what is to be cut the text may be longer than the context."""
+    last = Truncation(3)
+    assert read(reading(), "encode", ["abcdefghijkl", list(range(20))], "prompt", truncation=last) == [
+        of("jkl"),
+        [17, 18, 19],
+    ]
+    assert read(reading(), "encode", ["abcd"], "prompt", truncation=Truncation(3, first=True)) == [[99, *of("ab")]]
+    fitting = Truncation(None, new=5)
+    assert read(reading(), "encode", ["abcdefgh"], "prompt", truncation=fitting) == [of("fgh")]
+    limited = Reading(Prompts(Letters(), 8), 100, "", 2)
+    assert read(limited, "encode", ["abcdefgh"], "prompt", truncation=Truncation(None)) == [of("gh")]
+    chat = [{"role": "user", "content": "abcdefghijkl"}]
+    assert read(reading(), "render", chat, {}, truncation=last) == of("jkl")
+    for name, given in (("encode", (["abcdefghijkl"], "prompt")), ("render", (chat, {}))):
+        with pytest.raises(PromptTooLong):
+            read(reading(), name, *given)
+    with pytest.raises(Refused, match="token ids must be from 0 to 99"):
+        read(reading(), "encode", [[*range(20), 100, 1, 2, 3]], "prompt", truncation=last)
+    with pytest.raises(PromptTooLong, match="are cut into tokens"):
+        read(reading(), "encode", ["a" * (2**20 + 1)], "prompt", truncation=last)
+    with pytest.raises(Refused, match="is empty"):
+        read(reading(), "encode", [""], "prompt", special=False, truncation=last)
+
+
+def test_special_tokens_of_a_conversation(read):
+    chat = [{"role": "user", "content": "ab"}]
+    assert read(reading(), "render", chat, {}) == of("ab")
+    assert read(reading(), "render", chat, {}, special=True) == [99, *of("ab")]
+
+
+def test_a_conversation_that_goes_on(read):
+    chat = [{"role": "assistant", "content": "ab"}]
+    assert read(reading(), "render", chat, {"end": "."}, open_end=True) == of("ab")
+    assert read(reading(), "render", chat, {"end": "."}) == of("ab.")

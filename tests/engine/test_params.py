@@ -129,7 +129,7 @@ OTHERS = {
     "stop_token_ids": [np.int64(3)], "ignore_eos": True, "logprobs": 2**33, "min_p": 0.1, "typical_p": 0.5,
     "repetition_penalty": 1e-40, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {3: 1, 4: 2},
     "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print], "min_tokens": 3,
-    "include_stop": True, "best_of": 4, "prompt_logprobs": 2,
+    "include_stop": True, "best_of": 4, "prompt_logprobs": 2, "skip_special_tokens": False,
 }  # fmt: skip
 
 

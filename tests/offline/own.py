@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 made: list[str] = []  # which were made
@@ -60,6 +62,15 @@ class Vectors:
         return tokens[:, -1] * np.float32(0.5)
 
 
+class Dies(Tokens):
+    """Takes its process along at 13."""
+
+    def forward(self, tokens):
+        if (tokens == 13).any():
+            os._exit(7)
+        return tokens[:, -1] + 1
+
+
 def tokens():
     return Tokens()
 
@@ -81,6 +92,10 @@ class Sums:
             raise ValueError("thirteen")
         assert x.dtype == np.float32, x.dtype
         return np.stack([x.sum(-1), (x**2).sum(-1)], -1)
+
+
+class Kinds(Sums):
+    labels = "sum", "squares"
 
 
 class Mean:

@@ -70,10 +70,10 @@ def share(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     if not _texts:
         _texts["tiny"] = open_texts("tiny", max_model_len=256)
 
-    def open_settled(settings: Any) -> Any:
+    def open_settled(settings: Any, **more: Any) -> Any:
         runs.loaded += 1
         if settings.model != "tiny":
-            return _open(settings)
+            return _open(settings, **more)
         return _texts["tiny"], template_of(settings.chat_template)
 
     _open = choose.open_settled

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hibachi.errors import InvalidRequest
-from hibachi.offline.works import choose
+from hibachi.lm import own as own_models
 from hibachi.offline.works.ownwork import host, numbers
 from hibachi.offline.works.work import RowError
 
@@ -31,10 +31,12 @@ def outputs(rows):
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Tokens", "tokens", "tokens_object"])
-def test_a_model_that_returns_tokens(runs, name):
+@pytest.mark.parametrize(
+    "name, where", [("Tokens", "own"), ("tokens", "own"), ("tokens_object", "own"), ("tokens", "child")]
+)
+def test_a_model_that_returns_tokens(runs, name, where):
     given = [[1, 2], [13], [5], [], "[1,2,3]", 5, [40], ["a"], [[1], [2, 3]], [1] * 70]
-    flags = (*own(name), "--tokens-column", "t", "--max-tokens", "3")
+    flags = (*own(name), "--tokens-column", "t", "--max-tokens", "3", "--engine", where)
     assert runs({"in.jsonl": [{"t": t} for t in given]}, *flags) == 3
     rows = runs.rows()
     assert outputs(rows) == [[3, 4, 5], None, [6], None, [4, 5, 6], None, [41, 42, 43], None, None, None]
@@ -50,6 +52,30 @@ def test_tokens_that_are_vectors(runs):
     given = [{"t": [[1.0, 2.0]], "m": 2}, {"t": [[4, 2], [8.0, 4]], "m": 1}, {"t": [2.0], "m": 3}]
     rows = runs.of(given, *own("Vectors"), "--tokens-column", "t", "--param-column", "max_tokens=m")
     assert outputs(rows) == [[[0.5, 1.0], [0.25, 0.5]], [[4.0, 2.0]], [1.0, 0.5, 0.25]]
+
+
+@pytest.mark.parametrize("name, flags", [("Sums", ("--task", "forward")), ("Vectors", ("--max-tokens", "7"))])
+def test_the_same_bytes_come_from_both_places(runs, name, flags):
+    given = [{"t": t} for t in ([[0.1, 2.7]], [[13.0, 1.0]], [[1e-40, 3.0]], [[1.0], [2.0, 3.0]], "x", [[1e10, 1e10]])]
+    flags, found = (*own(name), "--tokens-column", "t", *flags), []
+    for where in ("own", "child"):
+        assert runs({"in.jsonl": given}, *flags, "--engine", where, "--dtype", "float32", out=f"{where}.jsonl") == 3
+        found.append((runs.folder / f"{where}.jsonl").read_bytes())
+    assert found[0] == found[1] and found[0].count(b'"error": null') >= 2
+
+
+def test_what_is_feed_forward_is_no_task_of_tokens(runs):
+    given = {"in.jsonl": [{"t": [1.0, 2.0]}]}
+    assert runs(given, *own("Kinds"), "--tokens-column", "t") == 1 and "expected the task forward" in runs.told
+    assert runs(given, *own("Kinds"), "--tokens-column", "t", "--task", "forward") == 0
+
+
+@pytest.mark.slow
+def test_a_row_that_ends_the_process_ends_no_run(runs):
+    given = [{"t": [n]} for n in (1, 13, 2, 3)]
+    flags = (*own("Dies"), "--tokens-column", "t", "--max-tokens", "2", "--engine", "child")
+    assert runs({"in.jsonl": given}, *flags) == 3
+    assert outputs(runs.rows()) == [[2, 3], None, [3, 4], [4, 5]] and "lost" in runs.rows()[1]["error"]
 
 
 @pytest.mark.parametrize("name", ["Tokens", "tokens"])
@@ -127,8 +153,9 @@ def test_lines_for_a_model_of_ones_own(runs):
 # ---- feed-forward ----------------------------------------------------------------------------------------------------
 
 
-def test_features_are_one_input_of_floats(runs):
-    assert runs({"in.csv": TABLE}, *own("Sums"), *FORWARD) == 3
+@pytest.mark.parametrize("where", ["own", "child"])
+def test_features_are_one_input_of_floats(runs, where):
+    assert runs({"in.csv": TABLE}, *own("Sums"), *FORWARD, "--engine", where) == 3
     rows = runs.rows()
     assert outputs(rows) == [[3.0, 5.0], [7.5, 28.25], None, None, None, [2.0, 2.0], None]
     assert [row["label"] for row in rows] == list("xyzqqww") and rows[0]["a"] == "1"
@@ -171,13 +198,13 @@ def test_what_may_change_bits_makes_the_run(runs, task):
 @pytest.mark.parametrize("name", ["FeedforwardBatchInference", "AutoregressiveBatchInference"])
 @pytest.mark.parametrize("seconds", ["7", "0"])
 def test_how_long_an_engine_may_hang_is_told_it(runs, monkeypatch, name, seconds):
-    made, engine = [], getattr(choose, name)
+    made, engine = [], getattr(own_models, name)
 
     def make(*args, **options):
         made.append(options["stall_after"])
         return engine(*args, **options)
 
-    monkeypatch.setattr(choose, name, make)
+    monkeypatch.setattr(own_models, name, make)
     flags = (*own("Sums"), *FORWARD) if name.startswith("Feed") else (*own("Tokens"), "--tokens-column", "t")
     assert runs({"in.jsonl": [{"a": 1, "b": 2, "t": [6]}]}, *flags, "--stall-after", seconds) == 0
     assert made == [7.0 if seconds == "7" else None]

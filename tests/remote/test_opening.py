@@ -68,7 +68,7 @@ def test_defaults_and_template_come_from_where_the_settings_say(tmp_path):
     ],
 )
 def test_what_is_wrong_in_the_settings_is_found_before_the_model_is_loaded(flags, message, monkeypatch):
-    monkeypatch.setattr(opening, "open_texts", lambda *args, **options: pytest.fail("it was loaded"))
+    monkeypatch.setattr(opening, "open_model", lambda *args, **options: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError) as e:
         open_settled(settings(**flags))
     assert str(e.value).startswith(message)
@@ -78,8 +78,8 @@ def test_what_is_wrong_in_the_settings_is_found_before_the_model_is_loaded(flags
     "template, message", [("toolz", "--chat-template toolz: .*there are: none"), ("{% for %}", "--chat-template: ")]
 )
 def test_a_template_that_does_not_do_closes_the_model_again(template, message, monkeypatch):
-    opened, really = [], opening.open_texts
-    monkeypatch.setattr(opening, "open_texts", lambda *a, **o: opened.append(really(*a, **o)) or opened[0])
+    opened, really = [], opening.open_model
+    monkeypatch.setattr(opening, "open_model", lambda *a, **o: opened.append(really(*a, **o)) or opened[0])
     with pytest.raises(ConfigError, match=message):
         open_settled(settings(chat_template=template))
     assert opened[0].health().state == "closed"

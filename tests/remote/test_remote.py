@@ -178,7 +178,7 @@ def test_closing_ends_streams_and_the_process():
     next(stream.tokens)
     llm.close()
     assert stream.finish_reason is Finish.CLOSED or stream.finish_reason is Finish.CANCELLED
-    assert llm.engine._process.poll() is not None and llm.health().state == "closed"
+    assert llm.engine._process.end(0) is not None and llm.health().state == "closed"
     with pytest.raises(EngineClosed):
         llm.stream("a", PARAMS)
     llm.close()

@@ -62,7 +62,7 @@ def eventually(true: Callable[[], Any], seconds: float = LONG) -> Any:
 def request(method: str, target: bytes | str, body: bytes | None = None, *lines: bytes) -> bytes:
     """The bytes of a request, with a Content-Length if there is a body."""
     target = target.encode() if isinstance(target, str) else target
-    head = [b"%s %s HTTP/1.1" % (method.encode(), target), b"Host: router", *lines]
+    head = [b"%s %s HTTP/1.1" % (method.encode(), target), b"Host: localhost", *lines]
     if body is not None:
         head.append(b"Content-Length: %d" % len(body))
     return b"\r\n".join(head) + b"\r\n\r\n" + (body or b"")
@@ -303,7 +303,7 @@ def routing(
     given = {**QUICK, **flags} | ({"upstream": urls} if urls else {})
     settings = settle({key: value for key, value in given.items() if value is not None}, environment, config)
     router = Router(settings, tenants_of(settings), places_of(settings, environment))
-    serving = config_for(router, settings, {})
+    serving = config_for(router, settings, None)
     server = Serving(serving, router, settings)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -319,7 +319,7 @@ class Storm:
             with bound(settings) as (listeners, _, _):
                 self.port = listeners[0].getsockname()[1]
                 self.router = Router(settings, Tenants(), list(self.here.values()))
-                config = config_of(self.router, 30.0, lambda *told: None, {}, date_header=False)
+                config = config_of(self.router, 30.0, lambda *told: None, None, date_header=False)
                 server = _Server(config, self.router, settings)
                 serving = asyncio.ensure_future(server.serve(sockets=listeners))
                 try:

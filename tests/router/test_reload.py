@@ -168,6 +168,9 @@ def test_running_streams_end_whole_after_sigterm(mock, spawn):
         answer = kept.send(request("POST", "/v1/completions", BODY, JSON)).answer()
     assert (answer.status, answer.error["code"], answer[b"connection"]) == (503, "shutting_down", b"close")
     assert ask(router.port, "/ready", None).status == 503
+    stranger = request("GET", "/health").replace(b"localhost", b"evil.example")
+    with Wire(router.port) as other:  # a page whose name leads to this machine
+        assert other.send(stranger).answer().error["code"] == "host_not_allowed"
     assert router.process.poll() is None
     gate.set()
     assert rest(wire) == REST

@@ -24,6 +24,8 @@ from hibachi.remote.llm import RemoteLLM  # noqa: E402
 from hibachi.serve.app import application, tells  # noqa: E402
 from hibachi.serve.metrics import metrics_for  # noqa: E402
 from hibachi.serve.served import Served  # noqa: E402
+from hibachi.serve.server import surrounded  # noqa: E402
+from hibachi.web.cors import Cors, origins_of  # noqa: E402
 from hibachi.web.deadlines import Arriving  # noqa: E402
 
 ENGINES = {"own": open_texts, "child": RemoteLLM}
@@ -124,15 +126,20 @@ class Site:
 @contextmanager
 def site(texts: Texts, **settings: Any) -> Iterator[Site]:
     metric_names = settings.pop("metric_names", "hibachi")
+    origins = origins_of(settings.pop("allowed_origins", ()), "--allowed-origins")
+    hosts, root_path = settings.pop("hosts", None), settings.pop("root_path", "")
     served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_len", 512), **settings)
     _, routes = metrics_for(served, metric_names)
+    app = surrounded(application(served, routes), tells(served), origins, hosts, root_path)
     config = uvicorn.Config(
-        application(served, routes),
+        app,
         host="127.0.0.1",
         port=0,
         log_level="warning",
         lifespan="off",
-        http=partial(Arriving, seconds=served.arrival, tell=tells(served)),
+        http=partial(
+            Arriving, seconds=served.arrival, tell=tells(served), dress=app.marked if isinstance(app, Cors) else None
+        ),
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -413,7 +413,7 @@ def test_the_names_of_tgi(pages):
     now = Figures(pages["tgi"])  # (the parser adds _total to counters)
     assert now["tgi_request_count_total"] == 2 and now["tgi_request_success_total"] == 1
     failures = {key[1]: value for key, value in now.items() if key[0] == "tgi_request_failure_total"}
-    assert failures == {"generation": 0, "dropped": 0, "overloaded": 0, "validation": 1}
+    assert failures == {"generation": 0, "dropped": 0, "overloaded": 0, "validation": 1, "template": 0}
     assert "\ntgi_request_count 2\n" in pages["tgi"] and "# TYPE tgi_request_count counter" in pages["tgi"]
     assert now["tgi_batch_inference_count_total", "decode"] == 19
     assert now["tgi_batch_inference_duration_count", "prefill"] == 1 and now["tgi_queue_size"] == 0

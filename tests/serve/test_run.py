@@ -174,7 +174,9 @@ def test_a_server_serves_and_drains(start, engine):
     assert "truth" not in log and "sesame" not in log
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+)
 
 
 @contextmanager
@@ -220,7 +222,7 @@ def test_what_has_not_come_whole_does_not_hold_up_the_end(start):
 
 def test_a_request_that_does_not_come_in_time(start, slow_model):
     server = start("--arrival-timeout", "0.5", "--engine", "own", model=slow_model).ready()
-    ready = b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n"
+    ready = b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connected(server) as silent, connected(server, HEAD[:30]) as half, connected(server, HEAD) as body:
         assert rest(silent) == rest(half) == ""
         said = rest(body)
@@ -372,10 +374,53 @@ def test_https_and_a_log_that_nobody_reads(start, tmp_path):
 
 
 def test_settings_from_a_file_and_the_environment_reach_the_server(start, tmp_path):
-    (tmp_path / "serve.toml").write_text('served-model-name = ["from-file"]\nmax-n = 2\nengine = "own"\nport = 0\n')
+    (tmp_path / "serve.toml").write_text(
+        'served-model-name = ["from-file"]\nmax-n = 2\nengine = "own"\nport = 0\n'
+        'root-path = "/llm"\nallowed-origins = ["https://page.example"]\n'
+    )
     server = start("--config", str(tmp_path / "serve.toml"), "--max-body-size", "300").ready()
     assert "from-file" in server.tidings and "engine in this process" in server.tidings
     assert server.ask("POST", "/v1/completions", SHORT | {"n": 3})[0] == 400
     assert server.ask("POST", "/v1/completions", SHORT | {"prompt": "x" * 400})[0] == 413
-    assert server.ask("GET", "/v1/models/from-file")[0] == 200
+    assert server.ask("GET", "/v1/models/from-file")[0] == server.ask("GET", "/llm/v1/models/from-file")[0] == 200
+    for host, status in (("evil.example", 403), ("page.example", 200), ("localhost:1", 200)):
+        assert server.ask("GET", "/version", Host=host)[0] == status
+    for origin, found in (("https://page.example", "https://page.example"), ("https://evil.example", None)):
+        assert server.ask("GET", "/version", Origin=origin)[1]["Access-Control-Allow-Origin"] == found
+    assert server.end() == 0
+    assert " - - 403 code=host_not_allowed " in "".join(server.log)
+
+
+@pytest.mark.slow
+def test_certificates_of_clients_and_one_that_is_renewed(start, tmp_path):
+    """The command itself; the ways a pair can be bad are in test_certificates.py."""
+    how = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=x -addext"
+    cert, key, anne, annes = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "anne.pem", "annes.pem"))
+
+    def sign(cert, key):
+        files = ["subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+        subprocess.run(["openssl", "req", *how.split(), *files], check=True, capture_output=True)
+
+    sign(cert, key)
+    sign(anne, annes)
+    server = start("--ssl-certfile", cert, "--ssl-keyfile", key, "--ssl-ca-certs", anne, "--engine", "own").ready()
+
+    def ask(*shown):
+        context = ssl.create_default_context(cafile=cert)
+        if shown:
+            context.load_cert_chain(*shown)
+        connection = http.client.HTTPSConnection("127.0.0.1", int(server.port), timeout=20, context=context)
+        try:
+            answer = _send(connection, "POST", "/v1/completions", SHORT, None, {})
+            return answer.read() and answer.status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    assert ask() is None and ask(anne, annes) == 200 and ask(cert, key) is None
+    sign(cert, key)
+    assert ask(anne, annes) is None  # not yet
+    server.wait_for("the certificate was read again: ")
+    assert ask(anne, annes) == 200 and ask() is None
     assert server.end() == 0

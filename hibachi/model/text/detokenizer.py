@@ -19,6 +19,7 @@ class Detokenizer:
     count.
     after: the ids in front, if the text goes on from there: at a beginning some tokenizers drop a space. If they end
     inside a character, that character comes with the token that completes it.
+    skip_special: False: special tokens are shown, as `Tokenizer.decode(ids, skip_special_tokens=False)` shows them.
     """
 
     __slots__ = ("_early", "_stops", "_text")
@@ -31,9 +32,10 @@ class Detokenizer:
         after: Sequence[int] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        skip_special: bool = True,
     ) -> None:
         stop = (stop,) if isinstance(stop, str) else stop
-        self._text = tokenizer.text_after(after)
+        self._text = (tokenizer.text_after if skip_special else tokenizer.full_text_after)(after)
         self._stops = StopStrings(stop, include=include_stop) if stop else None
         self._early = min_tokens
 

@@ -63,6 +63,10 @@ class OwnTokenizer:
         except Exception as e:  # the user's code; a letter that it does not know, for example
             raise InvalidRequest(f"The tokenizer cannot encode this prompt: {type(e).__name__}: {e}.") from e
 
+    def spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """As `Tokenizer.spans`; where an id stands is not known, which (id, 0, 0) says."""
+        return [(i, 0, 0) for i in self.encode(text)]
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._own.decode([int(i) for i in ids]))
 
@@ -75,6 +79,11 @@ class OwnTokenizer:
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
         return lambda after: AnyText(self.decode, _Any(), after)
+
+    @property
+    def full_text_after(self) -> Callable[[Sequence[int]], Text]:
+        """The same: what its `decode` leaves out is not known."""
+        return self.text_after
 
     def render_chat(
         self,
@@ -109,6 +118,9 @@ class NoTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequest("This model has no tokenizer, so a prompt must be a list of token ids; got a text.")
 
+    def spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        return [(i, 0, 0) for i in self.encode(text)]
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
@@ -121,6 +133,10 @@ class NoTokenizer:
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
         return lambda after: _Silence()
+
+    @property
+    def full_text_after(self) -> Callable[[Sequence[int]], Text]:
+        return self.text_after
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         raise InvalidRequest("This model has no tokenizer and no chat template. Use /v1/completions with token ids.")

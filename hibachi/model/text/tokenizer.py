@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,23 @@ class Tokenizer:
 
         Raises InvalidRequest for what is no text, and for one that the tokenizer's own rules cannot be applied to.
         """
+        ids: list[int] = self._encoded(text, add_special_tokens).ids
+        return ids
+
+    def spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """`encode`, each id with the characters that it stands for: (id, begin, end); (id, 0, 0) for an added one.
+
+        Several ids that share a character all stand for the whole of it.
+        """
+        found = self._encoded(text, add_special_tokens)
+        return [(i, begin, end) for i, (begin, end) in zip(found.ids, found.offsets, strict=True)]
+
+    def _encoded(self, text: str, special: bool) -> Any:
         try:
-            ids: list[int]
             if len(text) <= AT_ONCE:
-                ids = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
-            else:  # the library holds Python's lock for all of `encode`, and not for this
-                ids = self._raw.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-            return ids
+                return self._raw.encode(text, add_special_tokens=special)
+            # The library holds Python's lock for all of `encode`, and not for this.
+            return self._raw.encode_batch([text], add_special_tokens=special)[0]
         except TypeError as e:  # the library says so for lone surrogates as well
             raise InvalidRequest(
                 f"A prompt must be a string of valid Unicode; got {type(text).__name__} {text!r:.80}. "
@@ -170,6 +180,12 @@ class Tokenizer:
         tokens = self._raw.get_vocab(with_added_tokens=True)
         spoken = {i: t for t, i in tokens.items() if i not in self._special}
         return texts(self._decoder, spoken, self.decode)
+
+    @cached_property
+    def full_text_after(self) -> Callable[[Sequence[int]], Text]:
+        """`text_after` that shows special tokens, as `decode` does without skip_special_tokens."""
+        tokens = {i: t for t, i in self._raw.get_vocab(with_added_tokens=True).items()}
+        return texts(self._decoder, tokens, partial(self.decode, skip_special_tokens=False))
 
     def render_chat(
         self,

@@ -5,27 +5,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
-from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.errors import ConfigError
-from hibachi.lm.named import model_named
-from hibachi.lm.own import is_own
+from hibachi.lm.own import is_own, no_text
+from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
 from hibachi.model.extras import need
 from hibachi.named import object_named
 from hibachi.offline.files.rows import BATCH
 from hibachi.offline.works.columns import Columns
 from hibachi.offline.works.ownwork import ForwardWork, TokenWork
 from hibachi.offline.works.textwork import EmbeddingWork, TextWork
-from hibachi.offline.works.told import library_of
 from hibachi.offline.works.work import Work
+from hibachi.remote.identity import name_of
 from hibachi.remote.opening import open_settled
 
 Task = Literal["generate", "embed", "forward"]
+Opened: TypeAlias = "tuple[Texts | Tokens, str | None]"
 TASKS: tuple[Task, ...] = ("generate", "embed", "forward")
 
 
@@ -50,17 +49,24 @@ def work_of(
         from hibachi.offline.works.openai import OpenAIWork
 
         called = names or names_of(model)
-        return OpenAIWork(partial(open_settled, settings), called, seed=seed, created=created)
+        return OpenAIWork(partial(_texts, settings, []), called, seed=seed, created=created)
     if task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")
         object_named(model)  # is it there?
-        return ForwardWork(columns, partial(_feedforward, settings), settings.dtype)
-    if is_own(model) and (made := _without_logits(settings, reading)) is not None:
+        return ForwardWork(columns, partial(_tokens, settings, [], feedforward=True), settings.dtype)
+    opened: list[Opened] = []
+    tokens = is_own(model) and _returns_tokens(model, reading)
+    if tokens is None:
+        opened.append(_opened(settings))
+        tokens = isinstance(opened[0][0], Tokens)
+    if tokens:
         if task == "embed":
+            for found, _ in opened:
+                found.close()
             raise ConfigError(f"{model} has no hidden states of which vectors could be made.")
-        return TokenWork(columns, partial(_tokens, settings, made), settings.dtype)
-    open_ = partial(open_settled, settings)
+        return TokenWork(columns, partial(_tokens, settings, opened), settings.dtype)
+    open_ = partial(_texts, settings, opened)
     return (
         EmbeddingWork(columns, open_, seed=seed, created=created)
         if task == "embed"
@@ -69,47 +75,50 @@ def work_of(
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """What a line of OpenAI's may call the model, where nobody says so: its name, or the last part of its path."""
-    return (model, Path(model).name) if Path(model).exists() else (model,)
+    """What a line of OpenAI's may call the model, where nobody says so: as it was given, or by its name."""
+    return tuple(dict.fromkeys((model, name_of(model))))
 
 
-def _feedforward(settings: SimpleNamespace) -> tuple[FeedforwardBatchInference[Any], str]:
-    model, backend = model_named(settings.model, settings.backend), settings.backend
-    engine = FeedforwardBatchInference(
-        model, max_batch_size=settings.max_num_seqs, backend=backend, stall_after=settings.stall_after or None
-    )
-    return engine, library_of(backend, model)
-
-
-def _without_logits(settings: SimpleNamespace, reading: bool) -> list[Any] | None:
-    """Of a model that returns tokens: [it, if it had to be made to know that]; None: it returns logits, or, with
-    reading, may do so."""
-    found = object_named(settings.model)
+def _returns_tokens(model: str, reading: bool) -> bool | None:
+    """Does a model of one's own return tokens, not logits? With reading, a guess; None: it must be opened to know."""
+    found = object_named(model)
     if inspect.isclass(found):
         if callable(getattr(found, "logits", None)):
-            return None
+            return False
         if not callable(getattr(found, "step", None)):
-            return []
-        if reading or getattr(found, "vocab_size", None) is not None:
-            return None
-    if reading and (inspect.isroutine(found) or isinstance(found, partial)):
-        return None
-    made = model_named(settings.model, settings.backend)
-    return None if level_of(made) > 0 and getattr(made, "vocab_size", None) is not None else [made]
+            return True
+        return False if reading or getattr(found, "vocab_size", None) is not None else None
+    if inspect.isroutine(found) or isinstance(found, partial):
+        return False if reading else None
+    return level_of(found) == 0 or getattr(found, "vocab_size", None) is None
 
 
-def _tokens(settings: SimpleNamespace, made: list[Any]) -> tuple[AutoregressiveBatchInference[Any, Any], str]:
-    model = made.pop() if made else model_named(settings.model, settings.backend)
-    limit = settings.max_model_len
-    if limit is None and not hasattr(model, "max_model_len"):
-        limit = 1 << 20
-    engine = AutoregressiveBatchInference(
-        model,
-        backend=settings.backend,
-        max_model_len=limit,
-        max_batch_size=settings.max_num_seqs,
-        max_batch_tokens=settings.max_num_batched_tokens,
-        deterministic=settings.deterministic,
-        stall_after=settings.stall_after or None,
-    )
-    return engine, library_of(settings.backend, model)
+def _opened(settings: SimpleNamespace) -> Opened:
+    """What cannot be told from its name alone, opened to learn whether it makes text."""
+    found = open_settled(_typeless(settings))
+    if settings.dtype is None or isinstance(found[0], Tokens):
+        return found
+    found[0].close()  # to compute in another dtype
+    return open_settled(settings)
+
+
+def _typeless(settings: SimpleNamespace) -> SimpleNamespace:
+    """Where dtype is that of the columns, as for models that make no text."""
+    return SimpleNamespace(**vars(settings) | {"dtype": None})
+
+
+def _texts(settings: SimpleNamespace, opened: list[Opened]) -> tuple[Texts, str | None]:
+    """opened: what was opened already, which is taken first."""
+    found, template = opened.pop() if opened else open_settled(settings)
+    if isinstance(found, Texts):
+        return found, template
+    found.close()
+    raise ConfigError(no_text(settings.model, "returns tokens, or one output for each input"))
+
+
+def _tokens(settings: SimpleNamespace, opened: list[Opened], **more: Any) -> Tokens:
+    found, _ = opened.pop() if opened else open_settled(_typeless(settings), **more)
+    if isinstance(found, Tokens):
+        return found
+    found.close()
+    raise ConfigError(f"{settings.model} returns logits: its rows are texts, or token ids.")

@@ -40,6 +40,7 @@ class _Ready:
     writer: Writer | None  # None: vectors are wanted
     name: str
     packed: bool = False
+    dimensions: int | None = None
     items: Sequence[Item[HostArray]] = ()
     feeding: Feeding | None = None
 
@@ -116,7 +117,8 @@ class OpenAIWork(Watching[Texts]):
             ids = self._reading.encode_now(asking.embedding(embedding, self._bounds), "input")
             for own in ids:
                 self._reading.check_length(own, None)
-            ready = _Ready(values, ids, None, name, packed=embedding.encoding_format == "base64")
+            packed = embedding.encoding_format == "base64"
+            ready = _Ready(values, ids, None, name, packed=packed, dimensions=embedding.dimensions)
             return self._placed(row, ready, 0, 0)
         defaults = self.texts.default_params
         more: dict[str, Any] = {"created": self._lines.created, "cached": False}
@@ -126,7 +128,15 @@ class OpenAIWork(Watching[Texts]):
             name = self._check_name(chat.model)
             asked = asking.chat(chat, defaults, self._bounds)
             assert asked.messages is not None
-            ids = [self._reading.render_now(asked.messages, {"strftime_now": self._lines.created, **asked.template})]
+            variables = {"strftime_now": self._lines.created, **asked.template}
+            own = self._reading.render_now(
+                asked.messages,
+                variables,
+                special=asked.special,
+                open_end=asked.open_end,
+                truncation=asked.truncation,
+            )
+            ids = [own]
             writer = ChatWriter(
                 asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "chat"), **more
             )
@@ -134,7 +144,7 @@ class OpenAIWork(Watching[Texts]):
             completion = taken(CompletionBody, body)
             name = self._check_name(completion.model)
             asked = asking.completion(completion, defaults, self._bounds)
-            ids = self._reading.encode_now(asked.prompts, "prompt", special=asked.special)
+            ids = self._reading.encode_now(asked.prompts, "prompt", special=asked.special, truncation=asked.truncation)
             writer = CompletionWriter(
                 asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "text"), **more
             )
@@ -197,7 +207,7 @@ class OpenAIWork(Watching[Texts]):
         n = sum(map(len, ready.ids))
         with judged(partial(self._failed, number, ready.values)):
             if ready.writer is None:
-                vectors = [item.result() for item in ready.items]
+                vectors = answers.shortened([item.result() for item in ready.items], ready.dimensions)
                 body: Any = answers.embeddings(vectors, ready.name, n, packed=ready.packed)
                 return Result(self._lines.answered(number, ready.values, body), n)
             assert ready.feeding is not None

@@ -1,44 +1,37 @@
-"""Rows for a model of one's own that returns tokens (level 0), or one output for each input (feed-forward).
-
-Its engine runs in this process: until any token crosses the pipe to another one, what ends the model ends the run, and
-the same command goes on where it was.
-"""
+"""Rows for a model of one's own that returns tokens, or one output for each input (feed-forward), in this process or in
+one of its own."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.feedforward import FeedforwardBatchInference
+from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
+from hibachi.lm.tokens import Tokens
 from hibachi.offline.files.rows import Row
 from hibachi.offline.files.writers import Field
 from hibachi.offline.works.columns import Asking, Columns
 from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
+from hibachi.remote.opening import about
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tensor.discover import backend_for
-
-E = TypeVar("E", bound=BatchInference)
-Opens = Callable[[], tuple[E, str]]
-"""Makes an engine; returns it and what it computes with, see `library_of`."""
 
 
-class _OwnWork(Watching[E]):
+class _OwnWork(Watching[Tokens]):
     carries, compares = True, False
     fields: Sequence[Field]
     places: int
+    feedforward: bool
 
     params: Sequence[str] = ()  # of sampling, that have a meaning
 
-    def __init__(self, columns: Columns, open_: Opens[E], dtype: str | None = None) -> None:
+    def __init__(self, columns: Columns, open_: Callable[[], Tokens], dtype: str | None = None) -> None:
         """dtype: of what the model takes, a name that NumPy knows; None: float32 where columns are features, else as
         the numbers are. Raises ConfigError."""
         super().__init__()
@@ -52,11 +45,22 @@ class _OwnWork(Watching[E]):
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
         own.check(columns)
 
-    def _opened(self) -> dict[str, Any]:
-        """Make the engine; returns whatever of it may change bits."""
-        self._serving, library = self._open()
-        self.places = 2 * self.serving.max_batch_size
-        return {"backend": library, "dtype": None if self._dtype is None else str(self._dtype)}
+    def open(self) -> Told:
+        self._serving = self._open()
+        facts = self.serving.engine.facts
+        try:
+            self.check(None)  # what the model is may have been learnt since
+            if facts.feedforward is not self.feedforward:
+                raise ConfigError(
+                    f"{facts.model} is {'' if facts.feedforward else 'not '}feed-forward: expected the task "
+                    f"{'forward' if facts.feedforward else 'generate'}."
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.places = 2 * facts.limits.rows
+        told = {"backend": facts.fingerprint, "dtype": None if self._dtype is None else str(self._dtype)}
+        return Told(f"{facts.model}: {about(self.serving)}", told)
 
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._input(row))
@@ -83,10 +87,9 @@ class _OwnWork(Watching[E]):
             return [host(item).tolist() for item in stream.collect()], n
 
 
-class TokenWork(_OwnWork[AutoregressiveBatchInference[Any, Any]]):
-    """Tokens after tokens, by a model that samples by itself. The columns of a result: output, a list of tokens;
-    finish_reason, prompt_tokens, completion_tokens, error. max_tokens: of rows that do not say; eos: tokens that end a
-    row, which are not part of it."""
+class TokenWork(_OwnWork):
+    """Tokens after tokens, by a model that samples by itself. The columns of a result: output, a list of tokens without
+    the one that ended it; finish_reason, prompt_tokens, completion_tokens, error."""
 
     fields: Sequence[Field] = (
         Field("output", "json"),
@@ -97,12 +100,7 @@ class TokenWork(_OwnWork[AutoregressiveBatchInference[Any, Any]]):
     )
 
     params = ("max_tokens",)
-
-    def open(self) -> Told:
-        self.check(None)  # what the model is may have been learnt since
-        facts, model = self._opened(), self.serving.model
-        self._eos = list(getattr(model, "eos_ids", ()))
-        return Told(f"{type(model).__name__}, in this process", facts)
+    feedforward = False
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
@@ -117,7 +115,7 @@ class TokenWork(_OwnWork[AutoregressiveBatchInference[Any, Any]]):
     def start(self, number: int, prepared: Prepared) -> None:
         prompt, limit = prepared.what
         with judged():
-            stream = self.serving.run(prompt, max_new_tokens=limit, stop=self._eos or None, include_stop=False)
+            stream = self.serving.submit(prompt, max_new_tokens=limit, include_stop=False)
         self._started[number] = stream, len(prompt)
         self._watched.add(number, [stream])
 
@@ -133,13 +131,11 @@ class TokenWork(_OwnWork[AutoregressiveBatchInference[Any, Any]]):
         return Result(values, n, 0, len(items))
 
 
-class ForwardWork(_OwnWork[FeedforwardBatchInference[Any]]):
+class ForwardWork(_OwnWork):
     """One output for each input. The columns of a result: output, a number or a list of them; error."""
 
     fields: Sequence[Field] = (Field("output", "json"), Field("error", "text"))
-
-    def open(self) -> Told:
-        return Told("a feed-forward model, in this process", self._opened())
+    feedforward = True
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
@@ -148,9 +144,9 @@ class ForwardWork(_OwnWork[FeedforwardBatchInference[Any]]):
 
     def start(self, number: int, prepared: Prepared) -> None:
         with judged():
-            item = self.serving.run(prepared.what)
-        self._started[number] = item.stream, 0
-        self._watched.add(number, [item.stream])
+            stream = self.serving.submit(prepared.what)
+        self._started[number] = stream, 0
+        self._watched.add(number, [stream])
 
     def take(self, number: int) -> Result:
         (output,), _ = self._items(number)
@@ -193,9 +189,7 @@ def _dtype(name: str | None, columns: Columns) -> np.dtype[Any] | None:
 def host(item: Any) -> Any:
     """As an array of NumPy's that JSON has as lists of numbers or texts. Raises RowError."""
     try:
-        found = np.asarray(
-            item if isinstance(item, (np.ndarray, np.generic, int, float)) else backend_for(item).get(item)
-        )
+        found = to_host(item)
     except HibachiError as e:
         raise RowError(f"What the model returned cannot be written: {text_of(e)}.") from e
     if found.dtype.kind not in "biufU" and not found.dtype.name.startswith(("bfloat", "float")):

@@ -16,8 +16,6 @@ from hibachi.lm.texts import Texts
 from hibachi.model.files import locate
 from hibachi.offline.works.work import Told
 from hibachi.remote.opening import about
-from hibachi.tensor.discover import resolve
-from hibachi.tensor.whose import backend_of
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".npz", ".h5", ".msgpack")
 _OTHERS = ("*.jinja", "*.model", "*config.json", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json",
@@ -39,12 +37,6 @@ def told_of(texts: Texts) -> Told:
             "max_len": facts.limits.max_len,
         },
     )
-
-
-def library_of(backend: Any, model: Any) -> str:
-    """What a model of one's own computes with; NumPy where nothing else tells, as rows are lists."""
-    found = backend_of(backend, model) or resolve("numpy")
-    return f"{found.name}; {found.fingerprint()}"
 
 
 def model_facts(model: str, *, weights: bool = False) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .house import ARRIVAL, KEYS
 from .wire import Broken, Closed, Wire, request
 
 PROMPT = b'{"prompt": "She was", "max_tokens": 2}'
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HEAD += f"Authorization: Bearer {KEYS['hostile']}\r\n".encode()
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 SLACK = 3.0  # seconds by which a busy machine may be late
@@ -58,7 +58,7 @@ AT_ONCE: dict[str, tuple[Callable[[random.Random], bytes], tuple[int, ...]]] = {
         (200, 429),
     ),
     "two keys": (lambda r: HEAD + b"Authorization: Bearer x\r\nContent-Length: 2\r\n\r\n{}", (400,)),
-    "a method that is none": (lambda r: b"FROB /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", (0, 400, 405)),
+    "a method that is none": (lambda r: b"FROB /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", (0, 400, 405)),
     "pipelined requests": (_pipelined, (200, 400, 404, 429)),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def send(server, prompt):
     body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
     sock = socket.create_connection(("127.0.0.1", int(server.port)), timeout=20)
     sock.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
         % (len(body), body)
     )
     server._connections.append(sock)
@@ -371,7 +371,7 @@ def test_15_a_log_that_nobody_reads_does_not_hold_up_the_end(model):
                 os.write(writing, b"." * 4096)
         os.set_blocking(writing, True)
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
             time.sleep(0.5)
             began = time.monotonic()
             popen.send_signal(signal.SIGTERM)

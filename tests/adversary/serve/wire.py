@@ -47,7 +47,7 @@ def request(
     kind: str = JSON,
 ) -> bytes:
     """more: further header lines."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: storm"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
     if key is not None:
         lines.append(f"Authorization: Bearer {key}")
     if body is not None:

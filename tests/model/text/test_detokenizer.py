@@ -38,6 +38,16 @@ def test_the_pieces_of_any_ids_are_exactly_their_text(tokenizer, data):
     assert "".join(pieces_of(tokenizer, ids)[0]) == tokenizer.decode(ids)
 
 
+@every_kind
+@settings(max_examples=30)
+@given(data=st.data())
+def test_special_tokens_may_be_shown(tokenizer, data):
+    some = [i for i in range(tokenizer.vocab_size) if tokenizer.is_silent(i)]
+    ids = [*data.draw(ids_of(tokenizer)), *some, *data.draw(ids_of(tokenizer))]
+    expected = tokenizer.decode(ids, skip_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids, skip_special=False)[0]) == expected
+
+
 @pytest.mark.slow
 @every_kind
 @settings(max_examples=5000, deadline=None)

@@ -1,0 +1,160 @@
+"""From what a request for tokens says to what the engine is asked, by what its model can do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from hibachi.api.asking import request_id, terms_of
+from hibachi.api.bodies import Bounds
+from hibachi.api.errors import Refused
+from hibachi.api.tokens.bodies import Parameters
+from hibachi.errors import InvalidRequest, PromptTooLong, shown
+from hibachi.request import SamplingParams, StopRule, Terms
+from hibachi.tensor.array_backend import HostArray
+
+_SAME = (  # fields of SamplingParams by the same name
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+_SAMPLING = ("seed", "logit_bias", *_SAME)
+_GENERATION = ("max_tokens", "atol", "include_stop", *_SAMPLING)
+
+
+@dataclass(slots=True)
+class Asked:
+    """params: None where the model samples by itself. limit: of new tokens; None: any number. ids: that end it."""
+
+    params: SamplingParams | None
+    limit: int | None
+    stop: StopRule | None
+    include_stop: bool
+    terms: Terms
+    ids: tuple[int, ...] = ()
+
+    @property
+    def logprobs(self) -> bool:
+        return self.params is not None and self.params.logprobs is not None
+
+
+def asked_of(
+    said: Parameters,
+    stop: HostArray | None,
+    *,
+    feedforward: bool,
+    defaults: SamplingParams | None,
+    eos_ids: tuple[int, ...],
+    bounds: Bounds,
+) -> Asked:
+    """stop: tokens [n, *token]. defaults: where the model gives logits; None: it samples by itself. eos_ids: of the
+    model. Raises Refused, which names the field.
+    """
+    if feedforward:
+        _none(said, _GENERATION, "gives one output for each input")
+        if stop is not None or said.stream:
+            raise _no("stop" if stop is not None else "stream", "gives one output for each input")
+    elif defaults is None:
+        _none(said, _SAMPLING, "returns tokens, not logits, and samples by itself")
+    elif said.atol:
+        raise _no("atol", "has ids as tokens, which are equal or not")
+    request_id(said.request_id)
+    limit = said.max_tokens
+    if limit is not None and limit < 1:
+        raise _invalid("max_tokens", f"must be an integer >= 1; got {shown(limit)}")
+    if bounds.new is not None and not feedforward:
+        limit = bounds.new if limit is None else min(limit, bounds.new)
+    try:
+        asked = Asked(None, limit, None, said.include_stop is not False, terms_of(said))
+        if defaults is not None:
+            asked.ids = _ids(stop, bounds.token_ids)
+            asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
+        elif stop is not None or said.atol is not None:
+            asked.stop = _rule(stop, said.atol, bounds)
+    except InvalidRequest as e:
+        raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
+    return asked
+
+
+def check_room(n: int, asked: int | None, longest: int) -> None:
+    """Do so many tokens, and as many new ones as were asked for, fit? Raises PromptTooLong; whether they fit without
+    new ones is for the engine to say."""
+    if asked is not None and n < longest < n + asked:
+        raise PromptTooLong(
+            f"max_tokens is {shown(asked)} and the prompt has {n} tokens, and this model's context holds {longest}. "
+            f"Ask for at most {longest - n}."
+        )
+
+
+def _sampling(
+    said: Parameters,
+    defaults: SamplingParams,
+    limit: int | None,
+    ids: tuple[int, ...],
+    eos_ids: tuple[int, ...],
+    bounds: Bounds,
+) -> SamplingParams:
+    _at_most("logprobs", said.logprobs, bounds.logprobs)
+    _at_most("the number of allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids)
+    _at_most("the number of entries of logit_bias", len(said.logit_bias or ()), bounds.bias)
+    changes: dict[str, Any] = {name: got for name in _SAME if (got := getattr(said, name)) is not None}
+    if said.seed is not None:
+        changes["seed"] = said.seed % 2**64
+    if said.logit_bias is not None:
+        if not all(re.fullmatch(r"[0-9]{1,18}", token) for token in said.logit_bias):
+            raise _invalid("logit_bias", "must map token ids to numbers")
+        changes["logit_bias"] = {int(token): added for token, added in said.logit_bias.items()}
+    if not (said.ignore_eos or defaults.ignore_eos):
+        ids = (*ids, *eos_ids)
+    return defaults.with_(**changes, max_tokens=limit, stop_token_ids=ids)
+
+
+def _ids(stop: HostArray | None, most: int) -> tuple[int, ...]:
+    if stop is None:
+        return ()
+    if stop.ndim != 1 or (stop.size and stop.dtype.kind not in "iu"):
+        raise _invalid("stop", f"must be a list of token ids; got shape {stop.shape} of {stop.dtype}")
+    _at_most("the number of stop tokens", len(stop), most)
+    return tuple(map(int, stop))
+
+
+def _rule(stop: HostArray | None, atol: float | None, bounds: Bounds) -> StopRule:
+    if stop is None:
+        raise _invalid("atol", "says how near a token must be to one of stop, which is missing")
+    if not stop.ndim:
+        raise _invalid("stop", "must be a list of tokens; got one number")
+    _at_most("the number of stop tokens", len(stop), bounds.token_ids if stop.ndim == 1 else bounds.stop)
+    tokens = tuple(stop.tolist()) if stop.ndim == 1 else tuple(stop)  # numbers can be compared: equal rules are one
+    return StopRule(tokens, atol=atol or 0.0)
+
+
+def _none(said: Parameters, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        if getattr(said, name) is not None:
+            raise _no(name, why)
+
+
+def _no(name: str, why: str) -> Refused:
+    return Refused(
+        f"{name} is not supported: this model {why}. Leave it out.", param=name, code="unsupported_parameter"
+    )
+
+
+def _invalid(name: str, why: str) -> Refused:
+    return Refused(f"{name} {why}.", param=name, code="invalid_value")
+
+
+def _at_most(what: str, given: int | None, most: int) -> None:
+    if given is not None and given > most:
+        name = what.rpartition(" ")[2]
+        raise Refused(f"{what} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")

@@ -1,0 +1,167 @@
+"""Answers of tokens of any kind, whole or as events, in one of several forms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from hibachi.api import answers
+from hibachi.api.answers import Usage
+from hibachi.api.dialects import Dialect
+from hibachi.api.errors import body_of
+from hibachi.api.tokens.arrays import as_lists, as_npy, plain
+from hibachi.api.tokens.bodies import JSON, MSGPACK, NPY
+from hibachi.tensor.array_backend import HostArray
+
+TOKENS = Dialect("tokens", body_of)
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+Scores = Sequence[dict[int, float] | None]
+_packed = msgspec.msgpack.Encoder().encode
+
+
+class Form(NamedTuple):
+    """Of a stream. comment: what says that it goes on, and is no event. raw: tokens are bytes, not lists or base64."""
+
+    kind: bytes
+    comment: bytes
+    event: Callable[[Any], bytes]
+    raw: bool
+
+
+def _line(event: Any) -> bytes:
+    return answers.encode(event) + b"\n"
+
+
+STREAMS = {
+    SSE: Form(b"text/event-stream; charset=utf-8", b": waiting\n\n", answers.event, False),
+    NDJSON: Form(NDJSON.encode(), b"\n", _line, False),
+    MSGPACK: Form(MSGPACK.encode(), b"\xc0", _packed, True),  # nil
+}
+WHOLE = (JSON, NPY, MSGPACK)
+
+
+class Opening(Struct, omit_defaults=True):
+    """The first event. dtype, shape: of a token. encoding: "base64", where tokens are so; else lists, or bytes."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    dtype: str
+    shape: list[int]
+    encoding: str | None = None
+
+
+class Came(Struct, omit_defaults=True):
+    """Tokens that came together: [n, *token]."""
+
+    tokens: Any
+    logprobs: list[dict[int, float] | None] | None = None
+
+
+class End(Struct):
+    """The last event. finish_reason: "stop" or "length". stop_reason: the id of those in `stop` that ended it."""
+
+    finish_reason: str
+    stop_reason: int | None
+    usage: Usage
+
+
+class Whole(Opening, omit_defaults=True, kw_only=True):
+    """All tokens of a request, [n, *token]."""
+
+    tokens: Any
+    logprobs: list[dict[int, float] | None] | None = None
+    finish_reason: str
+    stop_reason: int | None
+    usage: Usage
+
+
+class Output(Opening, omit_defaults=True, kw_only=True):
+    """Of a feed-forward model. dtype, shape: of the output."""
+
+    output: Any
+
+
+class TokenWriter:
+    """kind: shape and dtype of a token, as far as it is known before the first has come. base64: lists are not wanted.
+
+    id: of the answer, behind a prefix.
+    """
+
+    def __init__(self, name: str, kind: tuple[tuple[int, ...], str], *, base64: bool, id: str) -> None:
+        self._name, (self._shape, self._dtype) = name, kind
+        self._base64 = base64
+        self._id, self._created = f"gen-{id}", int(time.time())
+        self._known: Any = None  # the dtype of tokens that need no change
+
+    def made(self, tokens: HostArray) -> HostArray:
+        """Tokens [n, *token] as they go out. Raises ModelError."""
+        if tokens.dtype != self._known or not tokens.flags.c_contiguous:
+            tokens = plain(tokens)
+            self._known = tokens.dtype
+            self._shape, self._dtype = tokens.shape[1:], tokens.dtype.name
+        return tokens
+
+    def opening(self, form: Form) -> Opening:
+        """After the first `made`, if there is one."""
+        return Opening(*self._about("generation.chunk", form.raw))
+
+    def came(self, tokens: HostArray, form: Form, scores: Scores | None = None) -> Came:
+        """tokens: made."""
+        return Came(self._data(tokens, form.raw), told(scores))
+
+    def whole(self, tokens: HostArray, kind: str, end: End, scores: Scores | None = None) -> bytes:
+        """kind: one of WHOLE. tokens: [n, *token]."""
+        tokens = self.made(tokens)
+        if kind == NPY:
+            return as_npy(tokens)
+        raw = kind == MSGPACK
+        found = Whole(
+            *self._about("generation", raw),
+            tokens=self._data(tokens, raw),
+            logprobs=told(scores),
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            usage=end.usage,
+        )
+        return _packed(found) if raw else answers.encode(found)
+
+    def output(self, output: HostArray, kind: str) -> bytes:
+        output = self.made(output[None])[0]
+        if kind == NPY:
+            return as_npy(output)
+        raw = kind == MSGPACK
+        found = Output(*self._about("output", raw), output=self._data(output, raw))
+        return _packed(found) if raw else answers.encode(found)
+
+    def none(self) -> HostArray:
+        """No tokens, of the kind that they would have."""
+        return np.empty((0, *self._shape), self._dtype)
+
+    def _about(self, object: str, raw: bool) -> tuple[Any, ...]:
+        encoding = "base64" if self._base64 and not raw else None
+        return self._id, object, self._created, self._name, self._dtype, list(self._shape), encoding
+
+    def _data(self, tokens: HostArray, raw: bool) -> Any:
+        return tokens.tobytes() if raw or self._base64 else as_lists(tokens)
+
+
+def told(scores: Scores | None) -> list[dict[int, float] | None] | None:
+    if scores is None:
+        return None
+    return [None if one is None else {i: answers.finite(p) for i, p in one.items()} for one in scores]
+
+
+def about(end: End) -> dict[str, str]:
+    """Headers of an answer that is an array or the model's own bytes."""
+    found = {"x-finish-reason": end.finish_reason, "x-prompt-tokens": str(end.usage.prompt_tokens)}
+    found["x-completion-tokens"] = str(end.usage.completion_tokens)
+    if end.stop_reason is not None:
+        found["x-stop-reason"] = str(end.stop_reason)
+    return found

@@ -1,0 +1,149 @@
+"""What a model's own `read` and `write` make of bodies, beside the steps; and what else a model says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hibachi.errors import (
+    EngineFailed,
+    HibachiError,
+    InvalidRequest,
+    ModelError,
+    QueueFull,
+    UnsupportedOperation,
+    shown,
+    text_of,
+)
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.discover import backend_for
+
+ANSWER = 10.0  # seconds that a conversion may take, the wait for its turn included
+AT_ONCE = 4  # conversions of one engine
+CALLERS = 64  # of these, and of those that wait for their turn
+_WORD = r"[\w!#$&^.+-]{1,127}"
+_MEDIA = re.compile(rf'{_WORD}/{_WORD}( *; *{_WORD}=("[ !#-~]*"|{_WORD}))*', re.ASCII)
+
+
+def said_by(model: Any) -> dict[str, Any]:
+    """What `Facts` tells of a model's own words: labels, reads, writes."""
+    labels = getattr(model, "labels", ())
+    fine = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
+    return {
+        "labels": tuple(labels) if fine else (),
+        "probabilities": getattr(model, "probabilities", False) is True,
+        "reads": callable(getattr(model, "read", None)),
+        "writes": callable(getattr(model, "write", None)),
+    }
+
+
+def to_host(item: Any) -> HostArray:
+    """An item of any stream, or a batch of them, on the host: what is no array, as NumPy takes it. Raises
+    BackendNotFound for an array of an unknown library."""
+    if isinstance(item, (np.ndarray, np.generic)) or not hasattr(type(item), "dtype"):
+        return np.asarray(item)
+    if (backend := _backends.get(type(item))) is None:
+        backend = _backends[type(item)] = backend_for(item)
+    return backend.get(item)
+
+
+_backends: WeakKeyDictionary[type, ArrayBackend] = WeakKeyDictionary()
+"""By the type of their arrays: to look for one takes a while, and `get` is the same on all devices."""
+
+
+class Conversions:
+    """Calls `read` and `write` of one model. At most AT_ONCE run at a time, each in a thread of its own, so that one
+    that hangs is let go: it keeps its place until it ends. CALLERS may wait.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._places, self._callers = threading.BoundedSemaphore(AT_ONCE), threading.BoundedSemaphore(CALLERS)
+
+    def read(self, data: bytes, kind: str) -> HostArray:
+        """See `BatchEngine`."""
+        found: HostArray = self._called("read", _numbers, data, kind)
+        return found
+
+    def write(self, tokens: HostArray) -> tuple[bytes, str]:
+        """See `BatchEngine`."""
+        data, kind = self._called("write", _body, tokens)
+        return data, kind
+
+    def _called(self, name: str, made: Callable[[str, Any], Any], *args: Any) -> Any:
+        model = type(self._model).__name__
+        do = getattr(self._model, name, None)
+        if not callable(do):
+            raise lacks(model, name)
+        if not self._callers.acquire(blocking=False):
+            raise QueueFull(f"{CALLERS} calls of read and write are here already. Try again later.")
+        try:
+            return self._in_turn(f"{model}.{name}", partial(do, *args), made, time.monotonic() + ANSWER)
+        finally:
+            self._callers.release()
+
+    def _in_turn(self, call: str, do: Callable[[], Any], made: Callable[[str, Any], Any], until: float) -> Any:
+        if not self._places.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise QueueFull(f"{AT_ONCE} calls run already, and none has ended for {ANSWER:.3g} s. Try {call} later.")
+        done, out = threading.Event(), list[Any]()
+
+        def run() -> None:
+            try:
+                out.append(made(call, do()))
+            except BaseException as e:  # of a class of the user's own; no signal comes to this thread
+                out.append(_refused(call, e))
+            finally:
+                self._places.release()
+                done.set()
+
+        threading.Thread(target=run, name="hibachi-conversion", daemon=True).start()
+        if not done.wait(max(0.0, until - time.monotonic())):
+            raise EngineFailed(f"{call} took more than {ANSWER:.3g} s, and was let go. Make it faster.")
+        if isinstance(out[0], BaseException):
+            raise out[0]
+        return out[0]
+
+
+def lacks(model: str, name: str) -> UnsupportedOperation:
+    method = {"read": "read(bytes, type) -> array", "write": "write(tokens) -> bytes, type"}[name]
+    return UnsupportedOperation(f"{model} has no `{name}`: expected a method `{method}`; got none. Use numbers.")
+
+
+def _refused(call: str, error: BaseException) -> HibachiError:
+    if isinstance(error, (InvalidRequest, ModelError)):
+        return error.with_traceback(None)  # its frames hold the body
+    if isinstance(error, ValueError):
+        return InvalidRequest(str(error) or f"{call} refused it.")
+    return ModelError(f"{call} raised {text_of(error)}")
+
+
+def _numbers(call: str, made: Any) -> HostArray:
+    if inspect.iscoroutine(made):
+        made.close()
+        raise ModelError(f"{call} must return an array of numbers; got a coroutine. Write it as a plain function.")
+    try:
+        found = to_host(made)
+    except Exception as e:
+        raise ModelError(f"{call} must return an array of numbers; got {shown(made)} ({text_of(e)}).") from None
+    if found.dtype.kind not in "iufb":
+        raise ModelError(f"{call} must return an array of numbers; got the dtype {found.dtype}.")
+    return found
+
+
+def _body(call: str, made: Any) -> tuple[bytes, str]:
+    if inspect.iscoroutine(made):
+        made.close()
+        raise ModelError(f"{call} must return (bytes, media type); got a coroutine. Write it as a plain function.")
+    if isinstance(made, tuple) and len(made) == 2:
+        data, kind = made
+        if isinstance(data, (bytes, bytearray, memoryview)) and isinstance(kind, str) and _MEDIA.fullmatch(kind):
+            return bytes(data), kind
+    raise ModelError(f"{call} must return (bytes, media type), such as (b'...', 'audio/wav'); got {shown(made)}.")

@@ -1,0 +1,82 @@
+"""Tokens in, tokens out, of any kind: a model that makes no text, wherever its engine is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hibachi.engine.batchengine import BatchEngine
+from hibachi.engine.conversions import to_host
+from hibachi.errors import HibachiError, InvalidRequest, ModelError, text_of
+from hibachi.lm.holding import Holding
+from hibachi.request import Request, SamplingParams, Terms, as_params, as_terms
+from hibachi.streams.stream import ItemStream
+from hibachi.tensor.array_backend import HostArray
+
+MOST_BYTES = 2**28  # of a prompt or an input
+
+
+class Tokens(Holding):
+    """A model on any rung: arrays in, a stream of arrays out; of a feed-forward one, a stream of one output.
+
+    model: its name. default_params: of a request that brings none, where the engine samples.
+    """
+
+    model: str
+    default_params: SamplingParams
+
+    def __init__(self, engine: BatchEngine[Any], model: str, default_params: SamplingParams | None = None) -> None:
+        super().__init__(engine)
+        self.model, self.default_params = model, default_params or SamplingParams()
+
+    def submit(
+        self,
+        prompt: HostArray,
+        *,
+        params: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
+        stop: Any = None,
+        include_stop: bool = True,
+        terms: Terms | None = None,
+    ) -> ItemStream[Any]:
+        """Queue a prompt [n, *token], or one input of any shape; returns its stream at once.
+
+        params: how to sample, where the engine does. max_new_tokens: before params.max_tokens; None with a model that
+        samples by itself: up to the end of the context. stop: a
+        `StopRule`, a predicate, a token or a list of them, on top of the model's own. include_stop: deliver the token
+        that ends it. terms: priority, tenant, deadlines, cache salt. Items: `host` makes arrays of them.
+
+        Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed. In another process more may be
+        found wrong with a request than here: then its stream raises InvalidRequest, before any item.
+        """
+        facts = self.engine.facts
+        given = asked(prompt, MOST_BYTES)
+        if not facts.feedforward and given.ndim:
+            facts.limits.fit(len(given), None)  # before anything of such a length is copied
+        if facts.vocab_size is not None:
+            params = as_params(params, self.default_params)
+        request = Request(
+            given, params, max_new_tokens=max_new_tokens, stop=stop, include_stop=include_stop, terms=as_terms(terms)
+        )
+        return self.engine.submit(self.engine.check(request))
+
+    def host(self, item: Any) -> HostArray:
+        """An item of a stream, on the host: [*token], or an output. Raises ModelError for what is no array."""
+        try:
+            return to_host(item)
+        except HibachiError as e:
+            raise ModelError(f"What {self.model} returned is no array: {text_of(e)}.") from e
+
+
+def asked(prompt: Any, most: int) -> HostArray:
+    """A prompt or an input on the host, not copied; at most so many bytes. Raises InvalidRequest."""
+    try:
+        found = prompt if isinstance(prompt, np.ndarray) else to_host(prompt)
+    except (HibachiError, ValueError, TypeError, OverflowError) as e:
+        raise InvalidRequest(f"Expected an array of numbers, or lists of equal length; got {text_of(e)}.") from e
+    if found.nbytes > most:
+        raise InvalidRequest(
+            f"Expected at most {most} bytes of numbers; got shape {found.shape} of {found.dtype}, {found.nbytes} bytes."
+        )
+    return found

@@ -1,0 +1,94 @@
+"""Routes for those who operate a server: how it is, how busy, what it did, and a cache that forgets."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from ipaddress import IPv6Address, ip_address
+
+from hibachi.api.errors import DENIED, Refused
+from hibachi.serve.flight import of_tenant
+from hibachi.serve.routes import Route
+from hibachi.serve.served import Served
+from hibachi.web.exchange import Exchange
+
+
+async def health(served: Served, x: Exchange) -> None:
+    """Does the engine step?"""
+    await _tell(served, x, served.why_not_live(_sees_all(served, x)))
+
+
+async def ready(served: Served, x: Exchange) -> None:
+    """Would a request be taken?"""
+    await _tell(served, x, served.why_not_ready(_sees_all(served, x)))
+
+
+def _sees_all(served: Served, x: Exchange) -> bool:
+    return served.tenants.may_see_all(x.headers.get(b"authorization"))
+
+
+async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:
+    if why_not is None:
+        await x.json({"status": "ok", "numerics": served.numerics})
+    else:
+        await x.json({"status": "unavailable", "reason": why_not}, 503, {"Retry-After": "1"})
+
+
+async def flight(served: Served, x: Exchange) -> None:
+    """The flight recorder: what the last steps computed, and for whom: one's own requests, or all. No tokens."""
+    dump = await served.ask(served.what.dump)
+    if not _sees_all(served, x):
+        dump = of_tenant(dump, x.tenant)
+    await x.answer(json.dumps(dump, default=str).encode(), b"application/json")
+
+
+async def about(served: Served, x: Exchange) -> None:
+    """The version of hibachi."""
+    await x.json({"version": version("hibachi")})
+
+
+async def load(served: Served, x: Exchange) -> None:
+    """How many requests are open, this one left out."""
+    await x.json({"server_load": served.open_requests - 1})
+
+
+async def reset_prefix_cache(served: Served, x: Exchange) -> None:
+    """Forget all cached prefixes; who runs goes on. For an admin's key, or without keys for this machine."""
+    if served.tenants.keys:
+        if not _sees_all(served, x):
+            raise _denied("the key of an admin is needed")
+    elif not _is_here(x.client):
+        raise _denied("there are no keys, so only this machine may ask for it")
+    elif b"origin" in x.headers:  # a page that somebody on this machine happens to look at
+        raise _denied("there are no keys, so no page of a browser may ask for it")
+    if query := x.scope.get("query_string"):
+        raise Refused(
+            f"This route takes nothing in its query; got {query.decode('latin-1')[:80]!r}.",
+            code="unknown_parameter",
+        )
+    served.check_open()
+    await served.ask(served.what.engine.reset_cache)
+    await x.json({"success": True})
+
+
+def _is_here(client: tuple[str, int] | None) -> bool:
+    try:
+        address = ip_address(client[0] if client else "")
+    except ValueError:  # a Unix socket has none
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _denied(why: str) -> Refused:
+    return Refused(f"The cache is not reset: {why}.", status=403, kind=DENIED, code="admin_only")
+
+
+ROUTES = (
+    Route("GET", "/load", load),
+    Route("POST", "/reset_prefix_cache", reset_prefix_cache),
+    Route("GET", "/debug/flight", flight),
+    Route("GET", "/health", health, keyed=False),
+    Route("GET", "/ready", ready, keyed=False),
+    Route("GET", "/version", about, keyed=False),
+)

@@ -1,0 +1,74 @@
+"""Prompts whose beginning is put into the cache before somebody asks with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hibachi.api.asking import Asked, terms_of
+from hibachi.api.bodies import WarmBody, read
+from hibachi.api.conversation import conversation
+from hibachi.api.errors import Refused
+from hibachi.api.writing import Writer
+from hibachi.request import SamplingParams
+from hibachi.serve.routes import Route
+from hibachi.serve.served import Served
+from hibachi.serve.streaming import answer_text
+from hibachi.web.exchange import Exchange
+
+
+class WarmWriter(Writer):
+    """As kvboost answers, in the same words: its chunks are the blocks of the cache. chars: of the text. block: tokens
+    of one."""
+
+    prefix = "warm"
+    chars: int
+    block: int
+
+    def whole(self) -> Any:
+        self._done()  # raises the error of one that failed
+        (ids,) = self.ids
+        used, tail = self.usage(), len(ids) % self.block
+        cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
+        warning = f"The last {tail} tokens fill no block of {self.block}, so each request computes them again."
+        return {
+            "status": "warmed",
+            "chars": self.chars,
+            "token_count": len(ids),
+            "chunk_size": self.block,
+            "chunks_stored": max(0, len(ids) // self.block - cached // self.block),
+            "chunk_boundary_aligned": not tail,
+            "partial_tail_tokens": tail,
+            "alignment_warning": warning if tail else None,
+            "id": self.id,
+            "model": self.name,
+            "usage": used,
+        }
+
+
+async def warm(served: Served, x: Exchange) -> None:
+    """Put a text, or a conversation, into the cache."""
+    body = read(WarmBody, await served.body(x))
+    name = served.check_name(body.model)
+    if not body.text and body.messages is None:
+        raise Refused("Send text (or messages): it is missing.", param="text", code="missing_required_parameter")
+    if body.text and body.messages is not None:
+        raise Refused("Send either text or messages.", param="messages", code="invalid_value")
+    facts, reading = served.texts.engine.facts, served.reading
+    if not facts.cached:
+        raise Refused("This model keeps no cache, so there is nothing to warm.", code="unsupported")
+    special, text = body.add_special_tokens, body.text or ""
+    if body.messages is not None:
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        variables["add_generation_prompt"] = body.add_generation_prompt
+        variables |= {k: v for k, v in (("tools", body.tools), ("documents", body.documents)) if v}
+        text = await reading.template(conversation(body.messages, served.bounds.messages), variables, x.tenant)
+        special = bool(special)
+    ids = await reading.encode([text], "text", x.tenant, special=special is not False)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    asked = Asked(params, terms_of(body), False, False, False, False, unwritten=True)
+    writer = WarmWriter(asked, name, served.vocabulary)
+    writer.chars, writer.block = len(text), facts.limits.block_size
+    await answer_text(served, x, writer, ids)
+
+
+ROUTES = (Route("POST", "/v1/warm", warm),)

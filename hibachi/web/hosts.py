@@ -1,0 +1,65 @@
+"""Which names a server that listens on loopback answers to.
+
+A page may have its own name lead to 127.0.0.1 once it is loaded (DNS rebinding). What it asks then comes from this
+machine, and the browser takes the answer for one of the page's own server; only the header Host tells.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from hibachi.api.errors import Refused
+from hibachi.web.access import tell_of_none
+from hibachi.web.cors import hosts_of
+from hibachi.web.deadlines import Tell
+from hibachi.web.exchange import Exchange
+
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
+
+
+def hosts_for(settings: SimpleNamespace, origins: frozenset[str], public: bool) -> frozenset[str] | None:
+    """The names to answer to besides those of loopback. None: to any, as no page gains by that: other machines reach
+    this server, or no browser does, or pages of any origin may ask. public: as `bound` says.
+    """
+    if public or settings.uds is not None or "*" in origins:
+        return None
+    return frozenset({settings.host.lower()}) | hosts_of(origins)
+
+
+class Hosts:
+    """The application for who calls it by one of its names. flag: that of the settings which adds names."""
+
+    def __init__(self, app: Any, names: frozenset[str], flag: str, tell: Tell = tell_of_none) -> None:
+        self._app, self._names, self._flag, self._tell = app, names, flag, tell
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        name = hosts[0] if len(hosts) == 1 else "localhost"  # none or several: for `check_headers`
+        if self._is_ours(name):
+            await self._app(scope, receive, send)
+            return
+        x = Exchange(scope, receive, send)
+        # Not 421 (misdirected): clients may send that request once more.
+        refused = Refused(
+            f"Host: expected localhost, or an address of loopback; got {name[:100]!r}. A proxy on this machine may "
+            f"pass another, if the server's {self._flag} has an origin with that host, such as https://{name[:100]}.",
+            status=403,
+            code="host_not_allowed",
+        )
+        await x.refuse(refused)
+        self._tell(refused, x.client, 0.0)
+
+    def _is_ours(self, given: str) -> bool:
+        found = _HOST.fullmatch(given)
+        if found is None:
+            return False
+        name = found[1].lower().removesuffix(".")
+        if name in self._names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,89 @@
+"""A conversation whose last message goes on: rendered up to the end of its content, as transformers does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("minijinja")
+
+from hibachi.api.conversation import rendered
+from hibachi.api.errors import Refused
+from hibachi.model.text.chat import render_chat
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+TURNS = "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<end>\n{% endfor %}"
+KEEPS = TURNS + "{% if add_generation_prompt %}<a>{% endif %}"
+STRIPS = KEEPS.replace("m.content", "m.content | trim")
+USER = {"role": "user", "content": "Go on: end"}
+
+
+def opened(template, content, **variables):
+    def render(messages, **more):
+        return render_chat(template, messages, **more)
+
+    messages = [USER, {"role": "assistant", "content": content}]
+    return rendered(render, messages, {"add_generation_prompt": False, **variables}, open_end=True)
+
+
+HEAD = "<user>\nGo on: end<end>\n<assistant>\n"
+
+
+@pytest.mark.parametrize(
+    "content, kept, stripped",
+    [
+        ("Once", "Once", "Once"),
+        ("Once upon ", "Once upon ", "Once upon"),
+        (" Once\n\n", " Once\n\n", "Once"),
+        ("", "", ""),
+        ("end", "end", "end"),  # which stands behind it as well
+        ("<", "<", "<"),
+        ("Go on: end", "Go on: end", "Go on: end"),  # and in front of it
+        ("{{ x }}", "{{ x }}", "{{ x }}"),
+        ("é 猫\t", "é 猫\t", "é 猫"),
+    ],
+)
+def test_the_text_ends_with_the_content(content, kept, stripped):
+    assert opened(KEEPS, content) == HEAD + kept
+    assert opened(STRIPS, content) == HEAD + stripped
+
+
+def test_a_template_that_takes_the_blanks_of_nothing_but_blanks():
+    assert opened(KEEPS, " \n") == HEAD + " \n"
+    assert opened(STRIPS, " \n") == HEAD  # the line break in front is the template's own
+
+
+def test_what_the_template_does_not_show_is_refused_by_name():
+    for template in (KEEPS.replace("m.content", "m.content | upper"), "{{ messages[0].content }}"):
+        with pytest.raises(Refused) as caught:
+            opened(template, "Once")
+        assert caught.value.param == "continue_final_message" and caught.value.status == 400
+
+
+@pytest.mark.parametrize("content", [None, 7])
+def test_there_must_be_a_content(content):
+    with pytest.raises(Refused, match="continue_final_message needs a last message with a content"):
+        opened(KEEPS, content)
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in TEMPLATES.glob("*.jinja")))
+def test_templates_of_models(name):
+    """Nothing stands behind the content: no end of the turn, and no beginning of another."""
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    found = opened(template, "Once upon a time", bos_token="<s>", eos_token="</s>")
+    assert found.endswith("Once upon a time") and "Go on: end" in found
+
+
+@pytest.mark.parametrize("field", ["tools", "documents"])
+def test_what_a_template_does_not_look_at_is_refused(field):
+    """As its sender would expect that the model sees it."""
+    looks = "{% for m in messages %}{{ m.content }}{% endfor %}{{ " + field + " | tojson if " + field + " }}"
+
+    def shown(template):
+        return rendered(lambda m, **v: render_chat(template, m, **v), [USER], {field: [{"text": "a"}]})
+
+    assert '"text"' in shown(looks)
+    with pytest.raises(Refused) as caught:
+        shown(KEEPS)
+    assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")

@@ -1,0 +1,489 @@
+"""Models that make no text, in this process and in one of their own: the same tokens, the same errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from hibachi import SamplingParams, StopRule
+from hibachi.engine import conversions
+from hibachi.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    ModelError,
+    NonFiniteOutput,
+    PromptTooLong,
+    QueueFull,
+    UnsupportedOperation,
+)
+from hibachi.lm.own import open_model
+from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
+from hibachi.remote.llm import open_remote
+from hibachi.remote.rows import Gathered, each
+from hibachi.request import Finish, Terms
+from tests.engine.models import until
+
+FILE = Path(__file__).with_name("token_models.py")
+PLACES = {"own": open_model, "child": open_remote}
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+OPTIONS = {"Steps": dict(max_waiting=64, pause_after=8, max_batch_size=4), "Kinds": dict(max_batch_size=4)}
+
+
+class Opened(dict):
+    """Models in a place, each opened when it is first asked for."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.open = PLACES[place]
+
+    def __missing__(self, name):
+        found = self[name] = self.open(name if ":" in name else f"{FILE}:{name}", **OPTIONS.get(name, {}))
+        return found
+
+    def __call__(self, name):
+        return self[name]
+
+    def close(self):
+        for found in self.values():
+            found.close()
+
+
+@pytest.fixture(scope="module")
+def there():
+    """In processes of their own, which all tests share."""
+    made = Opened("child")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=PLACES)
+def model(request, there):
+    if request.param == "child":
+        yield there
+        return
+    made = Opened("own")
+    yield made
+    made.close()
+
+
+def came(tokens, stream):
+    return [tokens.host(item).tolist() for item in stream.collect()]
+
+
+# ---- each rung, and feed-forward -------------------------------------------------------------------------------------
+
+
+def test_any_kind_of_token_in_one_engine(model):
+    steps = model("Steps")
+    assert isinstance(steps, Tokens) and steps.engine.facts.token is None and not steps.engine.facts.feedforward
+    for dtype in (np.int8, np.uint16, np.int64, np.float32, np.float64):
+        for shape in ((), (3,), (2, 1, 2)):
+            prompt = np.arange(2 * int(np.prod(shape))).reshape(2, *shape).astype(dtype)
+            stream = steps.submit(prompt, max_new_tokens=3)
+            items = [steps.host(item) for item in stream.collect()]
+            assert [i.dtype for i in items] == [dtype] * 3 and [i.shape for i in items] == [shape] * 3
+            assert np.array_equal(items, [prompt[-1] + n for n in (1, 2, 3)])
+            assert stream.finish_reason == "length" and stream.started is not None
+    assert came(steps, steps.submit([[1, 2]], max_new_tokens=1)) == [[2, 3]]  # a list will do
+
+
+def test_four_codebooks_end_at_the_frame_that_the_class_names(model):
+    frames = model("Frames")
+    assert frames.engine.facts.token == ((4,), "int16") and not frames.engine.facts.labels
+    until(lambda: frames.stats().new_tokens >= 2)  # one of its example_prompts was computed before anybody came
+    stream = frames.submit([[4, 4, 4, 4], [3, 6, 9, 4]])
+    assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0], [0, 0, 0, 0]] and stream.finish_reason == "stop"
+    stream = frames.submit([[3, 6, 9, 4]], include_stop=False)
+    assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0]] and stream.finish_reason == "stop"
+    one = frames.submit([[3, 6, 9, 4]], stop=[[1, 2, 3, 0]])  # beside the class's own, which still holds
+    other = frames.submit([[3, 6, 9, 4]], stop=[[1, 1, 1, 1]])
+    assert len(came(frames, one)) == 2 and len(came(frames, other)) == 3 and other.finish_reason == "stop"
+
+
+def test_real_values_end_where_the_predicate_of_the_class_says_so(model):
+    falling = model("Falling")
+    assert falling.engine.facts.token == ((2,), "float64")
+    streams = [falling.submit([[height, 0.0]]) for height in (100.0, 500.0, 1000.0)]
+    paths = [came(falling, stream) for stream in streams]
+    assert [len(path) for path in paths] == [6, 11, 15] and {s.finish_reason for s in streams} == {"stop"}
+    speed = paths[0][2][1]
+    near = falling.submit([[100.0, 0.0]], stop=StopRule([[100 - 2.9, speed + 0.05]], atol=30.0))
+    assert len(came(falling, near)) < 6
+    exact = falling.submit([[100.0, 0.0]], stop=StopRule([paths[0][2]]))
+    assert came(falling, exact) == paths[0][:3]
+
+
+def test_a_classifier(model):
+    kinds = model("Kinds")
+    facts = kinds.engine.facts
+    assert facts.feedforward and facts.labels == ("first", "second", "third") and facts.token == ((3,), "float32")
+    stream = kinds.submit(np.array([1.0, 1, 2]))  # cast to what the class takes
+    (out,) = [kinds.host(item) for item in stream.collect()]
+    assert out.dtype == np.float32 and out.tolist() == [0.25, 0.25, 0.5] and stream.finish_reason is not None
+    for more in ({"max_new_tokens": 2}, {"params": GREEDY}, {"stop": [1]}):
+        with pytest.raises(InvalidRequest, match=f"one output for each input.*{next(iter(more))}"):
+            kinds.submit(np.ones(3), **more)
+
+
+def test_logits_of_ids_and_a_cache_of_frames(model):
+    texts = model("Ids")
+    assert isinstance(texts, Texts)
+    ids = Tokens(texts.engine, "Ids", GREEDY)  # whatever is served can be asked as tokens
+    assert [int(i) for i in ids.submit(np.array([3, 4]), max_new_tokens=3)] == [5, 6, 7]
+    assert ids.host(next(ids.submit([4]))).tolist() == 5
+    stream = ids.submit([17], params=GREEDY.with_(stop_token_ids=[20]))
+    assert came(ids, stream) == [18, 19, 20]
+    with pytest.raises(InvalidRequest, match="from 0 to 31"):
+        ids.submit([32])
+    sums = model("hibachi.testing.toys:SumFrames")
+    assert isinstance(sums, Tokens) and sums.engine.facts.cached
+    assert came(sums, sums.submit([[1, 2, 3]], max_new_tokens=3)) == [[2, 3, 4], [4, 6, 8], [8, 2, 6]]
+
+
+# ---- rules for the end -----------------------------------------------------------------------------------------------
+
+
+def test_a_tolerance_is_that_of_the_rule_that_has_it(model):
+    steps = model("Steps")
+    near = StopRule([np.float32([3.4])], atol=0.5)
+    assert came(steps, steps.submit(np.float32([[0]]), stop=near)) == [[1], [2], [3]]
+    exact = StopRule([np.float32([3.4])])
+    assert len(came(steps, steps.submit(np.float32([[0]]), stop=exact, max_new_tokens=6))) == 6
+    wraps = StopRule([250], atol=2)  # 1 - 250 is not 7 in eight bits
+    assert len(came(steps, steps.submit(np.uint8([0]), stop=wraps, max_new_tokens=6))) == 6
+    with pytest.raises(InvalidRequest, match="shape of one token"):
+        steps.submit(np.float32([[0]]), stop=[[1, 2]]).collect()
+
+
+def test_the_rule_of_a_class_keeps_its_own_tolerance():
+    from hibachi import AutoregressiveBatchInference
+
+    class Up:
+        def forward(self, tokens):
+            return tokens[:, -1] + 1
+
+    with AutoregressiveBatchInference(Up(), backend="numpy", stop=StopRule([7.0], atol=0.25)) as engine:
+        far = [float(x) for x in engine.run([0.1], stop=StopRule([40.0], atol=2.5))]
+        assert far[-1] == 7.1
+        far = [float(x) for x in engine.run([0.3], stop=StopRule([40.0], atol=2.5))]
+        assert far[-1] == 38.3
+    both = AutoregressiveBatchInference(Up(), backend="numpy", stop=lambda now: now >= 5)
+    with both as engine:
+        assert [int(x) for x in engine.run([0], stop=lambda now: now == 3)] == [1, 2, 3]
+        assert [int(x) for x in engine.run([3], stop=lambda now: now == 3)] == [4, 5]
+        assert [int(x) for x in engine.run([0], stop=[2])] == [1, 2]
+
+
+# ---- bad input, beside an innocent request ---------------------------------------------------------------------------
+
+
+class Dear:
+    """Announces more than there is."""
+
+    def __array__(self, *_, **__):
+        raise MemoryError("a lot")
+
+
+def refused(model, name):
+    """(what is sent, what becomes of it): at the call or from the stream, but before any item."""
+    broad = np.broadcast_to(np.float32(0), (10**9, 4))
+    none_of_them = {
+        "an object": np.array([{}, 1], object),
+        "a huge int": [2**70],
+        "texts": ["a", "b"],
+        "ragged": [[1], [1, 2]],
+        "dates": np.array(["2020"], "datetime64[D]"),
+        "structs": np.zeros(2, "i4,i4"),
+        "an iterator": (x for x in [1.0]),
+        "nothing": None,
+        "huge": broad,
+        "endless": np.broadcast_to(np.float32(0), (10**12,)),
+    }
+    more = {
+        "Steps": {"a scalar": 5, "an empty one": [], "empty rows": np.zeros((0, 3)), "complex": np.array([1j])},
+        "Frames": {"rank": [1, 2, 3, 4], "shape": [[1, 2, 3]], "floats": [[1.5, 2, 3, 4]], "range": [[70_000] * 4]},
+        "Kinds": {"rank": [[1.0, 2, 3]], "shape": [1.0, 2], "ints": [1, 2, 3], "range": [1e300, 1, 1]},
+    }
+    return none_of_them | more[name]
+
+
+@pytest.mark.parametrize("name", ["Steps", "Frames", "Kinds"])
+def test_what_is_no_prompt_of_this_model_is_refused_and_harms_nobody(model, name):
+    tokens = model(name)
+    good = {"Steps": [1000, 5], "Frames": [[9, 9, 9, 9]], "Kinds": [1.0, 1.0, 2.0]}[name]
+    innocent = tokens.submit(good)
+    for what, given in refused(model, name).items():
+        with pytest.raises((InvalidRequest, PromptTooLong)) as e:
+            item = tokens.submit(given).collect()
+            pytest.fail(f"{what} gave {item[:1]}")
+        assert len(str(e.value)) < 800, what
+    assert tokens.host(next(innocent)).tolist() in (6, [8, 7, 6, 5], [0.25, 0.25, 0.5])
+
+
+def test_parameters_that_mean_nothing_here(model):
+    steps = model("Steps")
+    with pytest.raises(InvalidRequest, match="samples by itself"):
+        steps.submit([1], params=GREEDY)
+    for wrong in (0, -1, True, 1.5, "3"):
+        with pytest.raises(InvalidRequest, match="max_new_tokens"):
+            steps.submit([1], max_new_tokens=wrong)
+    for terms in ("x", 5):
+        with pytest.raises(InvalidRequest, match=r"Terms"):
+            steps.submit([1], terms=terms)
+
+
+def test_one_that_fails_harms_no_other(model):
+    steps = model("Steps")
+    good = [steps.submit([i, 100], max_new_tokens=20) for i in range(3)]
+    bad, nan = steps.submit([5, -13]), steps.submit(np.array([-7.0]))
+    with pytest.raises(ModelError, match="thirteen"):
+        bad.collect()
+    items = []
+    with pytest.raises(NonFiniteOutput):
+        items += iter(nan)
+    assert [float(x) for x in items] == [-6, -5] and len(bad.come()) == 0
+    assert [came(steps, stream) for stream in good] == [list(range(101, 121))] * 3
+    kinds = model("Kinds")
+    one, wrong, strange = (kinds.submit(x) for x in (np.ones(3), np.full(3, 13.0), np.full(3, 99.0)))
+    with pytest.raises(ModelError, match="thirteen"):
+        wrong.collect()
+    with pytest.raises(NonFiniteOutput):
+        strange.collect()
+    assert np.allclose(came(kinds, one), 1 / 3)
+
+
+def test_not_a_number_may_be_in_a_prompt_of_floats(model):
+    steps = model("Steps")
+    assert came(steps, steps.submit(np.array([[np.nan, 1], [0, np.inf]])[:, :1], max_new_tokens=1)) == [[1.0]]
+
+
+# ---- readers, cancels, deadlines, rooms ------------------------------------------------------------------------------
+
+
+def test_a_reader_that_is_behind_pauses_its_request(model):
+    steps = model("Steps")
+    before = steps.stats().new_tokens
+    idle = steps.submit(np.zeros((1, 2), np.float32), max_new_tokens=300)
+    until(lambda: steps.health().paused == 1)
+    assert came(steps, steps.submit([7], max_new_tokens=2)) == [8, 9]  # it is in nobody's way
+    assert steps.stats().new_tokens - before < 200
+    items = [steps.host(item).tolist() for item in idle]
+    assert items == [[n, n] for n in range(1, 301)]
+
+
+def test_who_leaves_frees_the_row(model):
+    steps = model("Steps")
+    streams = [steps.submit([1000, i], max_new_tokens=10**5) for i in range(8)]  # twice as many as there are rows
+    for stream in streams[:4]:
+        assert next(stream) is not None
+        stream.close()
+    del stream, streams[:4]
+    gc.collect()
+    assert [next(stream).item() for stream in streams] == [5, 6, 7, 8]
+    streams.clear()
+    gc.collect()
+    until(lambda: steps.stats().running == steps.stats().waiting == 0)
+
+
+def test_deadlines_and_rooms_are_those_of_text(model):
+    steps = model("Steps")
+    late = steps.submit([1000], terms=Terms(timeout=0.03, tenant="a"))
+    with pytest.raises(DeadlineExceeded):
+        for _ in late:
+            pass
+    streams = [steps.submit([1000], terms=Terms(tenant="b")) for _ in range(68)]
+    with pytest.raises(QueueFull, match="at most 68"):
+        steps.submit([1000], terms=Terms(tenant="b"))
+    for stream in streams:
+        stream.close()
+    kinds = model("Kinds")
+    with pytest.raises(InvalidRequest, match="timeout"):
+        kinds.submit(np.ones(3), terms=Terms(timeout=-1))
+    assert came(kinds, kinds.submit([1.0, 0, 0], terms=Terms(timeout=60, priority=3, tenant="c"))) == [[1, 0, 0]]
+
+
+def test_an_input_that_is_late_is_not_computed():
+    with open_model(f"{FILE}:Slow", max_batch_size=1) as slow:
+        first, late = slow.submit([1.0]), slow.submit([2.0], terms=Terms(queue_timeout=0.02))
+        with pytest.raises(DeadlineExceeded):
+            late.collect()
+        assert came(slow, first) == [[1.0]]
+
+
+# ---- bodies of types of its own --------------------------------------------------------------------------------------
+
+
+def test_a_class_reads_and_writes_bodies(model):
+    kinds = model("Kinds")
+    assert kinds.engine.facts.reads and kinds.engine.facts.writes
+    given = kinds.engine.read(b"1 1 2", "text/plain")
+    assert given.tolist() == [1, 1, 2] and came(kinds, kinds.submit(given)) == [[0.25, 0.25, 0.5]]
+    assert kinds.engine.write(np.float32([0.25, 0.5])) == (b"0.25|0.5", "text/plain; charset=utf-8")
+    for data, kind, error, words in (
+        (b"1 x", "text/plain", InvalidRequest, "could not convert string to float: b'x'"),
+        (b"1", "audio/wav", InvalidRequest, "send text/plain, not audio/wav"),
+        (b"object", "", ModelError, "Kinds.read must return an array of numbers; got the dtype object"),
+        (b"exit", "", ModelError, "Kinds.read raised SystemExit: 3"),
+    ):
+        with pytest.raises(error) as e:
+            kinds.engine.read(data, kind)
+        assert words in str(e.value) and type(e.value) is error
+    for n, words in (
+        (1, "must return .bytes, media type.*'no bytes'"),
+        (2, r"media type.*\\r\\n"),
+        (3, "ZeroDivision"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            kinds.engine.write(np.array([n]))
+    steps = model("Steps")
+    assert not steps.engine.facts.reads and not steps.engine.facts.writes
+    for call in (lambda: steps.engine.read(b"", "x/y"), lambda: steps.engine.write(np.zeros(1))):
+        with pytest.raises(UnsupportedOperation, match="Steps has no `"):
+            call()
+
+
+def test_a_body_that_takes_long_holds_up_nobody(there):
+    kinds = there("Kinds")
+
+    def read():
+        with pytest.raises(InvalidRequest):
+            kinds.engine.read(b"slow", "text/plain")
+
+    slow = [threading.Thread(target=read) for _ in range(3)]
+    for thread in slow:
+        thread.start()
+    assert kinds.engine.read(b"1", "text/plain").tolist() == [1] and kinds.health().ok
+    assert came(kinds, kinds.submit([1.0, 0, 0])) == [[1, 0, 0]]
+    assert all(thread.is_alive() for thread in slow)
+    for thread in slow:
+        thread.join()
+
+
+def test_conversions_are_few_at_a_time_and_end(monkeypatch):
+    monkeypatch.setattr(conversions, "ANSWER", 0.05)
+    let = threading.Event()
+
+    class Hangs:
+        def read(self, data, kind):
+            let.wait(10)
+            return [1]
+
+    ours = conversions.Conversions(Hangs())
+    try:
+        for _ in range(conversions.AT_ONCE):
+            with pytest.raises(EngineFailed, match=r"Hangs.read took more than 0.05 s"):
+                ours.read(b"", "x/y")
+        with pytest.raises(QueueFull, match="4 calls run already"):
+            ours.read(b"", "x/y")
+    finally:
+        let.set()
+    until(lambda: not any(t.name == "hibachi-conversion" for t in threading.enumerate()))
+    assert ours.read(b"", "x/y").tolist() == [1]  # their places are free again
+    monkeypatch.setattr(conversions, "CALLERS", 0)
+    with pytest.raises(QueueFull, match="0 calls"):
+        conversions.Conversions(Hangs()).read(b"", "x/y")
+
+
+@pytest.mark.parametrize("kind", ["audio/wav", "text/plain; charset=utf-8", 'a/b;c="d e"', "application/vnd.x+json"])
+def test_media_types(kind):
+    class Model:
+        def write(self, tokens):
+            return bytearray(b"x"), tokens
+
+    assert conversions.Conversions(Model()).write(kind) == (b"x", kind)
+    for wrong in ("", "audio", "a/b\n", "a/b; c", "a b/c", "a/b;c=d\r\nX: 1", "ä/b", 5, None):
+        with pytest.raises(ModelError, match="media type"):
+            conversions.Conversions(Model()).write(wrong)
+
+
+# ---- how models are opened -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("Strange", {}, "Strange.labels must be a list of texts"),
+        ("Misfit", {}, "Misfit: The stop token must have the shape"),
+        ("Steps", {"quantization": "int8"}, "quantization is for models from files"),
+        ("Steps", {"max_model_len": 0}, "max_model_len must be an integer"),
+        ("Ids", {"feedforward": True}, "feed-forward model needs `forward"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_said_when_it_is_opened(place, name, options, words):
+    if place == "child" and name not in ("Strange", "Misfit"):
+        pytest.skip("one process a kind of error is enough")
+    with pytest.raises(ConfigError, match=words):
+        PLACES[place](f"{FILE}:{name}", **options)
+
+
+def test_a_class_is_feed_forward_if_it_or_who_opens_it_says_so():
+    with open_model(f"{FILE}:Wide", feedforward=True) as wide:
+        assert wide.engine.facts.feedforward and came(wide, wide.submit([[1.0, 2.0]])) == [[1.0, 2.0]]
+    with open_model(f"{FILE}:Wide") as wide:
+        assert not wide.engine.facts.feedforward
+
+
+# ---- the pipe, and the end of the process ----------------------------------------------------------------------------
+
+
+def test_a_token_that_is_kept_keeps_no_others():
+    with open_remote(f"{FILE}:Wide", max_batch_size=32) as wide:
+        streams = [wide.submit(np.full((1, 512), i, np.float64), max_new_tokens=3) for i in range(32)]
+        items = [stream.collect() for stream in streams]
+    for i, some in enumerate(items):
+        assert len(some) == 3
+        for item in some:
+            assert (item == i).all() and item.flags.writeable
+            assert item.base is None or item.base.nbytes <= item.nbytes
+
+
+def test_batches_that_cannot_come_to_the_host_end_their_streams_and_no_others():
+    failed = []
+
+    def to_host(batch):
+        if batch is bad:
+            raise RuntimeError("the device")
+        return np.asarray(batch)
+
+    bad, good = object(), np.arange(6).reshape(3, 2)
+    gathered = Gathered(to_host, lambda number, error: failed.append((number, str(error))))
+    for number, batch, place in ((1, good, 2), (7, bad, 0), (2, good, 0), (7, bad, 1), (1, good, 1)):
+        gathered.add(number, batch, place)
+    rows = gathered.taken()
+    assert [(n, row.tolist()) for n, row in each(rows)] == [(1, [4, 5]), (2, [0, 1]), (1, [2, 3])]
+    assert failed == [(7, "the device")] and not gathered.taken()
+
+
+def test_the_death_of_the_process_reaches_every_stream_and_another_begins():
+    with open_remote(f"{FILE}:Steps", restart="on_failure") as steps:
+        first, streams = steps.engine.pid, [steps.submit([1000, i]) for i in range(4)]
+        assert [next(stream).item() for stream in streams] == [1, 2, 3, 4]
+        os.kill(first, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineFailed, match="signal 9"):
+                stream.collect()
+            assert stream.finish_reason is Finish.ERROR
+        until(lambda: steps.engine.restarts == 1 and steps.health().ok)
+        assert steps.engine.pid != first and came(steps, steps.submit([[1, 2]], max_new_tokens=1)) == [[2, 3]]
+
+
+def test_a_stream_of_wide_tokens_survives_a_process_that_is_stopped(there):
+    steps = there("Steps")
+    stream = steps.submit(np.zeros((1, 1024), np.float32), max_new_tokens=50)
+    os.kill(steps.engine.pid, signal.SIGSTOP)
+    time.sleep(0.02)
+    os.kill(steps.engine.pid, signal.SIGCONT)
+    assert [item[0].item() for item in stream] == list(range(1, 51))
