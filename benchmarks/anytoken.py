@@ -1,7 +1,7 @@
 """Tokens of 4 KiB through level 0 on NumPy, read by their streams in process: MB of the tokens' own bytes a second.
 
-32 streams at once, 64 and 1,024 new tokens each. "free" costs nothing: it gives back the last token it sees. "reads" adds
-up all that it is shown, as any real model at level 0 does; "writes" changes it in place, so it is given a copy each time.
+32 streams at once, 64 and 1,024 new tokens each. "free" costs nothing: it gives back the last token it sees. "reads"
+adds up all that it is shown, as real models at level 0 do; "writes" changes it in place, so it is given copies.
 
 Expected before it was measured: 100 MB/s and more where the model is free, whatever the length, as a step copies new
 tokens only (33 and 4 when each step copied each history); the speed of one pass over memory where it reads.

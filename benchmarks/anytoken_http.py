@@ -112,9 +112,7 @@ async def in_process(kind: str, streams: int, tokens: int, rounds: int) -> float
         best = 0.0
         for _ in range(rounds):
             began, count = time.perf_counter(), 0
-            found = [
-                model.submit(np.zeros((1, SIZE), np.float32), max_new_tokens=tokens) for _ in range(streams)
-            ]
+            found = [model.submit(np.zeros((1, SIZE), np.float32), max_new_tokens=tokens) for _ in range(streams)]
 
             def take(_: int, items: list[object]) -> None:
                 nonlocal count

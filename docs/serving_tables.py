@@ -5,14 +5,26 @@ python docs/serving_tables.py
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from hibachi.api.asking import REFUSED
-from hibachi.api.bodies import IGNORED, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from hibachi.api.asking import DEFAULTS, REFUSED
+from hibachi.api.bodies import (
+    IGNORED,
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+    WarmBody,
+)
 from hibachi.router.settings import table as route_table
 from hibachi.serve.app import ROUTES
 from hibachi.serve.metrics import PATH
@@ -42,12 +54,21 @@ def fields() -> str:
         "`/v1/embeddings`": _fields(EmbeddingBody),
         "`/tokenize`": _fields(TokenizeBody),
         "`/detokenize`": _fields(DetokenizeBody),
+        "`/score`": _fields(ScoreBody),
+        "`/rerank`": _fields(RerankBody),
+        "`/classify`": _fields(ClassifyBody),
+        "`/v1/warm`": _fields(WarmBody),
     }
     return "\n".join(["| | fields |", "|---|---|", *(f"| {route} | {_code(names)} |" for route, names in rows.items())])
 
 
 def _fields(body: type[msgspec.Struct]) -> list[str]:
-    return [f.name for f in msgspec.structs.fields(body) if f.name not in {*IGNORED, *REFUSED}]
+    return [f.name for f in msgspec.structs.fields(body) if f.name not in {*IGNORED, *REFUSED, *DEFAULTS}]
+
+
+def defaults() -> str:
+    rows = [f"| `{name}` | `{json.dumps(default)}` | {why} |" for name, (default, why) in DEFAULTS.items()]
+    return "\n".join(["| field | may say | as |", "|---|---|---|", *rows])
 
 
 def _list(names: Iterable[str]) -> str:
@@ -67,6 +88,7 @@ TABLES = {
     "settings": table,
     "routes": routes,
     "fields": fields,
+    "default fields": defaults,
     "ignored fields": lambda: _list(IGNORED),
     "refused fields": lambda: _list(REFUSED),
 }

@@ -28,21 +28,19 @@ UNKNOWN, WORD_ENDS, SPEAK, DONE = 1, 2, FIRST + 2, FIRST + 3
 MOST = 20  # phonemes of a word
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 class Phonemes:
     """A hibachi.CachedModel. A prompt is a word's letters, WORD_ENDS, SPEAK."""
 
     vocab_size, max_model_len, eos_ids = FIRST + len(PHONEMES), 128, [DONE]
 
     def __init__(self, backend):
-        backend = backend.invariant()  # the same bits, whoever shares the batch
+        self.backend = backend.invariant()  # the same bits, whoever shares the batch
         with zipfile.ZipFile(os.environ.get("G2P_EN", "g2p_en-2.1.0-py3-none-any.whl")) as wheel:
             weights = np.load(io.BytesIO(wheel.read("g2p_en/checkpoint20.npz")))
-        self.linear, multiplied = backend.linear, ("w_ih", "w_hh", "fc_w")
-        self.params = {n: backend.put_weight(w, "float32") if n.endswith(multiplied) else w for n, w in weights.items()}
+        self.params = {name: self.put(name, weights[name]) for name in weights}
+
+    def put(self, name, weight):
+        return self.backend.put_weight(weight, "float32") if name.endswith(("w_ih", "w_hh", "fc_w")) else weight
 
     def cache_spec(self):  # what the network remembers, and how many phonemes it was asked for
         return [hibachi.State(shape=(256,)), hibachi.State(shape=(), dtype="int32")]
@@ -60,16 +58,16 @@ class Phonemes:
             counts.append(said)
         wanted = np.stack(states, axis=1).reshape(-1, 256)[x.last]
         logits = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)
-        logits[:, FIRST:] = self.linear(wanted, params["fc_w"], params["fc_b"])
+        logits[:, FIRST:] = self.backend.linear(wanted, params["fc_w"], params["fc_b"])
         tired = np.stack(counts, axis=1).ravel()[x.last] > MOST
         logits[tired] = np.where(np.arange(self.vocab_size) == DONE, 0, -np.inf)
         return logits, [h, said]
 
     def cell(self, params, part, x, h):
         """One step of a GRU (Cho et al. 2014), its gates in the order r, z, n."""
-        of_x = np.split(self.linear(x, params[f"{part}_w_ih"], params[f"{part}_b_ih"]), 3, axis=1)
-        of_h = np.split(self.linear(h, params[f"{part}_w_hh"], params[f"{part}_b_hh"]), 3, axis=1)
-        r, z = sigmoid(of_x[0] + of_h[0]), sigmoid(of_x[1] + of_h[1])
+        of_x = np.split(self.backend.linear(x, params[f"{part}_w_ih"], params[f"{part}_b_ih"]), 3, axis=1)
+        of_h = np.split(self.backend.linear(h, params[f"{part}_w_hh"], params[f"{part}_b_hh"]), 3, axis=1)
+        r, z = (1 / (1 + np.exp(-of_x[i] - of_h[i])) for i in (0, 1))
         return (1 - z) * np.tanh(of_x[2] + r * of_h[2]) + z * h
 
     def read(self, data, kind):  # what the body of a request means

@@ -59,16 +59,37 @@ def programs(page):
             yield "\n" * text.count("\n", 0, m.start(2)) + m[2], after[2] if shown else None
 
 
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@contextlib.contextmanager
+def served(page, folder):
+    """Where the model is served that is a page's first block of Python, if other blocks ask ADDRESS for it."""
+    model, *others = [source for source, _ in programs(page)] or [""]
+    if not any(ADDRESS in source for source in others):
+        yield ADDRESS
+        return
+    from hibachi.lm.own import open_model
+
+    from .serve.conftest import site
+
+    file, name = re.search(r"^hibachi serve (\w+\.py):(\w+)$", page.read_text(), re.MULTILINE).groups()
+    (folder / file).write_text(model)
+    with open_model(f"{folder / file}:{name}") as what, site(what) as here:
+        yield here.url
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_the_python_of_a_page_runs_and_prints_what_is_shown(page):
+def test_the_python_of_a_page_runs_and_prints_what_is_shown(page, tmp_path):
     """All blocks of a page in one namespace, from top to bottom, as a reader would paste them."""
     namespace = {"__name__": "__main__"}
-    for source, shown in programs(page):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(source, str(page), "exec"), namespace)
-        if shown is not None:
-            assert out.getvalue().rstrip() == shown.rstrip()
+    with served(page, tmp_path) as url:
+        for source, shown in programs(page):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(source.replace(ADDRESS, url), str(page), "exec"), namespace)
+            if shown is not None:
+                assert out.getvalue().rstrip() == shown.rstrip()
 
 
 def test_the_example_of_the_readme_does_the_same_on_every_backend():
@@ -150,7 +171,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
 def test_the_files_that_a_page_names_exist(page):
     folders = [ROOT, ROOT / "hibachi", ROOT / "docs"]
     for name in re.findall(r"`((?:[\w-]+/)+[\w.-]*|[\w-]+\.(?:py|toml))`", prose(page)):
-        assert any((folder / name).exists() for folder in folders), name
+        media_type = name.startswith(("application/", "text/"))
+        assert media_type or any((folder / name).exists() for folder in folders), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

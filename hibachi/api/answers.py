@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ StopReason = str | int | None | UnsetType
 """As vLLM tells it, beside finish_reason: the stop string or the id of stop_token_ids that ended the text, null for
 anything else; not in chunks before the end."""
 Logprobs = Sequence[dict[int, float] | None]
+C = TypeVar("C")
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
@@ -162,12 +163,14 @@ class ChatChoice(Struct, omit_defaults=True):
     stop_reason: StopReason = UNSET
 
 
-class ChatAnswer(Struct, omit_defaults=True):
+class ChatAnswer(Struct, Generic[C], omit_defaults=True):
+    """C: ChatChoice, or ChatPiece in a chunk."""
+
     id: str
     object: str
     created: int
     model: str
-    choices: list[Any]
+    choices: list[C]
     usage: Usage | None = None
     system_fingerprint: str | None = None
     prompt_logprobs: list[Any] | None = None
@@ -229,13 +232,47 @@ def finite(p: float) -> float:
 # ---- others ------------------------------------------------------------------------------------------------------
 
 
-def models(
-    names: Sequence[str], created: int, max_len: int | None, root: str, numerics: str | None = None
-) -> dict[str, Any]:
+class Model(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+    numerics: str | None
+
+
+class Models(TypedDict):
+    object: str
+    data: list[Model]
+
+
+class VectorsUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(TypedDict):
+    """embedding: numbers, or base64 of them as little-endian float32."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(TypedDict):
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: VectorsUsage
+
+
+def models(names: Sequence[str], created: int, max_len: int | None, root: str, numerics: str | None = None) -> Models:
     return {"object": "list", "data": [model(name, created, max_len, root, numerics) for name in names]}
 
 
-def model(name: str, created: int, max_len: int | None, root: str, numerics: str | None = None) -> dict[str, Any]:
+def model(name: str, created: int, max_len: int | None, root: str, numerics: str | None = None) -> Model:
     """numerics: the name of the bits that it computes; replicas with one name give one answer."""
     return {
         "id": name,
@@ -247,6 +284,46 @@ def model(name: str, created: int, max_len: int | None, root: str, numerics: str
         "max_model_len": max_len,
         "numerics": numerics,
     }
+
+
+class Warmed(Struct, kw_only=True):
+    """As kvboost answers, in the same words: its chunks are the blocks of the cache."""
+
+    status: str = "warmed"
+    chars: int
+    token_count: int
+    chunk_size: int
+    chunks_stored: int  # that were not there
+    chunk_boundary_aligned: bool
+    partial_tail_tokens: int
+    alignment_warning: str | None
+    id: str
+    model: str
+    usage: Usage
+
+
+class Well(Struct):
+    numerics: str | None
+    status: str = "ok"
+
+
+class Unwell(Struct):
+    reason: str
+    status: str = "unavailable"
+
+
+class Version(Struct):
+    version: str
+
+
+class Load(Struct):
+    """As vLLM tells it."""
+
+    server_load: int
+
+
+class Forgotten(Struct):
+    success: bool
 
 
 def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
@@ -270,13 +347,13 @@ def unit(v: Any) -> Any:
     return found / length if length > 0 else found
 
 
-def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> dict[str, Any]:
+def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> Embeddings:
     """vectors: float32 arrays [hidden]. packed: as base64 of little-endian float32."""
 
     def told(v: Any) -> Any:
         return base64.b64encode(v.astype("<f4").tobytes()).decode() if packed else [float(x) for x in v]
 
-    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
+    data: list[Embedding] = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
     return {
         "object": "list",
         "data": data,

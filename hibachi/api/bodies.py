@@ -189,7 +189,7 @@ class _Ranking(_Ignored, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     priority: int | None = None
     request_id: str | None = None
-    use_activation: Anything = UNSET
+    use_activation: bool | None = None
 
 
 class ScoreBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
@@ -218,9 +218,9 @@ class RerankBody(_Ranking, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClassifyBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
-    """POST /classify. input: numbers in lists."""
+    """POST /classify. input: one or several, see `hibachi.api.ranking.inputs`."""
 
-    input: float | list[Any]
+    input: msgspec.Raw
     model: str | None = None
     use_activation: bool | None = None
     priority: int | None = None

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import DecodeError, Raw, Struct, json
 
-from hibachi.api.answers import unit
+from hibachi.api.answers import VectorsUsage, unit
 from hibachi.api.asking import check_count, unsupported
 from hibachi.api.bodies import Bounds, Document, RerankBody, ScoreBody
 from hibachi.api.errors import Refused
+from hibachi.api.tokens.arrays import of_json
 from hibachi.errors import ModelError, shown
 from hibachi.tensor.array_backend import HostArray
 
@@ -62,57 +63,35 @@ def ranked(body: RerankBody, bounds: Bounds) -> tuple[list[str], int]:
 
 
 def _check_ranking(body: Any) -> None:
-    if body.use_activation not in (UNSET, None):
+    if body.use_activation:
         raise unsupported("use_activation", "A score is the cosine of two vectors, and nothing is applied to it")
 
 
-def inputs(given: Any, shape: tuple[int, ...] | None, bounds: Bounds) -> list[HostArray]:
-    """Of JSON: one input of this shape, or a list of such; None: a list of inputs, each of its own shape. Raises
-    Refused."""
-    if shape is None:
-        if not isinstance(given, list):
-            raise _no_input("a list of inputs, as this model does not say what one is like", "a number")
-        _check_inputs(given, bounds)
-        return [_numbers(one) for one in given]
-    one = "one number" if not shape else f"numbers of shape {list(shape)}"
-    if isinstance(given, list):
-        _check_inputs(given if not given or _depth(given) > len(shape) else [given], bounds)
-    found = _numbers(given)
+def inputs(raw: Raw, kind: tuple[tuple[int, ...], str] | None, bounds: Bounds) -> list[HostArray]:
+    """Of JSON, written as POST /v1/generate takes arrays. kind: shape and dtype of an input: then one is given, or
+    several; None: a list of inputs, each of its own shape. Raises Refused."""
+    if kind is None:
+        try:
+            each = json.decode(raw, type=list[Raw])
+        except (DecodeError, RecursionError):
+            raise _no_input("a list of inputs, as this model does not say what one is like", "no list") from None
+        _check_inputs(each, bounds)
+        return [of_json(one, f"input[{i}]") for i, one in enumerate(each)]
+    shape, dtype = kind
+    found = of_json(raw, "input", dtype)
     if found.shape == shape:
         return [found]
-    if found.shape[1:] != shape or not found.ndim:
+    if not found.ndim or found.shape[1:] != shape:
+        one = "one number" if not shape else f"numbers of shape {list(shape)}"
         raise _no_input(f"{one}, or a list of such", f"shape {list(found.shape)}")
+    _check_inputs(found, bounds)
     return list(found)
 
 
-def _depth(given: Any) -> int:
-    """Of the first in each list."""
-    n = 0
-    while isinstance(given, list) and given:
-        given, n = given[0], n + 1
-    return n
-
-
-def _check_inputs(given: list[Any], bounds: Bounds) -> None:
-    if not given:
+def _check_inputs(given: Any, bounds: Bounds) -> None:
+    if not len(given):
         raise Refused("input is empty: send at least one.", param="input", code="empty_array")
     check_count("input", given, bounds.prompts)
-
-
-def _numbers(given: Any) -> HostArray:
-    """As JSON has them: integers, or else float32, which most models take."""
-    try:
-        found = np.asarray(given)
-    except (ValueError, OverflowError, RecursionError):
-        raise _no_input("numbers in lists of equal length", "lists of unequal length") from None
-    if found.dtype.kind not in "iuf" or not found.size:
-        raise _no_input("numbers in lists of equal length", "something else" if found.size else "an empty list")
-    if found.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            found = found.astype(np.float32)
-        if not np.isfinite(found).all():
-            raise _no_input("numbers that float32 can hold", "larger ones")
-    return found
 
 
 def _no_input(expected: str, got: str) -> Refused:
@@ -129,10 +108,52 @@ def cosines(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
     return [float(np.clip(a @ unit(b), -1.0, 1.0)) for a, b in pairs]
 
 
-def scores(found: Sequence[float], id: str, created: int, name: str, tokens: int) -> dict[str, Any]:
+class Score(Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(Struct):
     """As vLLM's /score."""
-    data = [{"index": i, "object": "score", "score": x} for i, x in enumerate(found)]
-    return _list(f"score-{id}", created, name, data, tokens)
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorsUsage
+    object: str = "list"
+
+
+def used(tokens: int) -> VectorsUsage:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def scores(found: Sequence[float], id: str, created: int, name: str, tokens: int) -> Scores:
+    return Scores(f"score-{id}", created, name, [Score(i, x) for i, x in enumerate(found)], used(tokens))
+
+
+class Ranked(Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(Struct):
+    """As Jina's and Cohere's rerank: the documents of the largest scores, best first."""
+
+    id: str
+    model: str
+    usage: VectorsUsage
+    results: list[Ranked]
+
+
+def ranking(
+    scores: Sequence[float], texts: Sequence[str], most: int, id: str, name: str, tokens: int, *, with_texts: bool
+) -> Ranking:
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[:most]
+    results = [Ranked(i, scores[i], Document(texts[i]) if with_texts else None) for i in order]
+    return Ranking(f"rerank-{id}", name, used(tokens), results)
 
 
 def output(found: HostArray, labels: int) -> HostArray:
@@ -150,29 +171,25 @@ def softmax(logits: HostArray) -> HostArray:
     return np.asarray(powers / powers.sum())
 
 
-def classes(
-    probs: Sequence[Any], labels: Sequence[str], id: str, created: int, name: str, tokens: int
-) -> dict[str, Any]:
-    """As vLLM's /classify. probs: of each input, arrays [labels]."""
-    data = [
-        {"index": i, "label": labels[int(p.argmax())], "probs": [float(x) for x in p], "num_classes": len(p)}
-        for i, p in enumerate(probs)
-    ]
-    return _list(f"classify-{id}", created, name, data, tokens)
+class Class(Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
 
 
-def _list(id: str, created: int, name: str, data: Sequence[Any], tokens: int) -> dict[str, Any]:
-    used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"id": id, "object": "list", "created": created, "model": name, "data": data, "usage": used}
+class Classes(Struct):
+    """As vLLM's /classify."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Class]
+    usage: VectorsUsage
+    object: str = "list"
 
 
-def ranking(
-    scores: Sequence[float], texts: Sequence[str], most: int, id: str, name: str, tokens: int, *, with_texts: bool
-) -> dict[str, Any]:
-    """As Jina's and Cohere's rerank: the documents of the largest scores, best first."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[:most]
-    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
-    if with_texts:
-        results = [{**told, "document": {"text": texts[told["index"]]}} for told in results]
-    used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"id": f"rerank-{id}", "model": name, "usage": used, "results": results}
+def classes(probs: Sequence[HostArray], labels: Sequence[str], id: str, created: int, name: str) -> Classes:
+    """probs: of each input, arrays [labels]."""
+    data = [Class(i, labels[int(p.argmax())], p.tolist(), len(p)) for i, p in enumerate(probs)]
+    return Classes(f"classify-{id}", created, name, data, used(len(data)))

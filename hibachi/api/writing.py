@@ -125,7 +125,9 @@ class CompletionWriter(Writer):
 
     def end(self, choice: TextChoice) -> Any:
         why, by = reason_of(choice.finish_reason), choice.stopped_by
-        stop = by.reason if by and not self.asked.unwritten else None
+        if self.asked.unwritten:
+            why, by = "length", None
+        stop = by.reason if by else None
         return self._answer([CompletionChoice(choice.index, "", None, why, stop_reason=stop)])
 
     def last(self) -> Any:
@@ -217,7 +219,7 @@ class ChatWriter(Writer):
     def _scores(self, ids: list[int], scores: Any, most: int) -> ChatLogprobs:
         return answers.chat_logprobs(ids, scores, most, self.vocabulary, named_ids=self.asked.named_ids)
 
-    def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer:
+    def _chunk(self, choices: Sequence[ChatPiece], used: Usage | None = None) -> ChatAnswer[ChatPiece]:
         used = used or self._always()
         return ChatAnswer(
             self.id, f"{self.object}.chunk", self.created, self.name, list(choices), used, self.fingerprint

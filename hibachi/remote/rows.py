@@ -72,4 +72,4 @@ def each(rows: Sequence[Rows]) -> Iterator[tuple[int, HostArray]]:
     """(number, token) for each, a copy: a token that is kept keeps no others. Those of a stream are in their order."""
     for numbers, array in rows:
         for i, number in enumerate(numbers):
-            yield number, array[i, ...]
+            yield number, array[i, ...].copy()

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import generate, openai, operating, ranking, tgi, warm
+from hibachi.serve.describing import with_description
 from hibachi.serve.metrics import is_work
 from hibachi.serve.routes import Route
 from hibachi.serve.served import Served
@@ -74,7 +75,9 @@ def tells(served: Served) -> Tell:
 
 def application(served: Served, more: Sequence[Route] = ()) -> Starlette:
     """more: further routes."""
-    routes = [routing.Route(r.path, Endpoint(served, r), methods=[r.method]) for r in (*ROUTES, *more)]
+    routes = [
+        routing.Route(r.path, Endpoint(served, r), methods=[r.method]) for r in with_description((*ROUTES, *more))
+    ]
     made = Starlette(routes=routes, exception_handlers={HTTPException: partial(_no_route, served)})
     made.router.redirect_slashes = False  # a redirect would name the host that the client says
     return made

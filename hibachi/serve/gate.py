@@ -41,5 +41,4 @@ class Gate:
                 code="overloaded",
                 headers={"Retry-After": "1"},
             )
-        self._coming.discard(x)
         self._inside.add(x)

@@ -11,19 +11,34 @@ import numpy as np
 
 from hibachi.api import answers
 from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.api.openapi import BINARY, Error
 from hibachi.api.tokens.accept import Accept, media_type, refused
 from hibachi.api.tokens.asking import Asked, asked_of, check_room
-from hibachi.api.tokens.bodies import BYTES, MSGPACKS, TYPES, Given
-from hibachi.api.tokens.writing import SSE, STREAMS, TOKENS, WHOLE, End, Form, TokenWriter, about
+from hibachi.api.tokens.bodies import BYTES, JSON, MSGPACK, MSGPACKS, NPY, TYPES, Given, Parameters, TokensBody
+from hibachi.api.tokens.writing import (
+    NDJSON,
+    SSE,
+    STREAMS,
+    TOKENS,
+    WHOLE,
+    Came,
+    End,
+    Form,
+    Opening,
+    Output,
+    TokenWriter,
+    Whole,
+    about,
+)
 from hibachi.api.writing import reason_of
 from hibachi.engine.conversions import to_host
-from hibachi.errors import HibachiError, ModelError
+from hibachi.errors import HibachiError, ModelError, NonFiniteOutput
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.request import SamplingParams
 from hibachi.runners.tokentable import IDS
 from hibachi.serve.record import Generated, Record
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route, example_array
 from hibachi.serve.served import Served
 from hibachi.streams.merge import await_any
 from hibachi.streams.stream import ItemStream
@@ -33,6 +48,7 @@ from hibachi.web.exchange import Exchange
 
 MOST_WHOLE = 1 << 28  # bytes of tokens of an answer that is no stream
 EACH = 2e-4  # seconds for each open request, within which what comes of a stream goes out together: events cost time
+LATEST = 0.05  # seconds at most
 INLINE = 1 << 16  # bytes of a body that are read on the event loop
 ASIDE = 1 << 16  # bytes of tokens, from which on an answer is written in a thread
 _ONE = SamplingParams(max_tokens=1)
@@ -40,34 +56,48 @@ _ONE = SamplingParams(max_tokens=1)
 
 async def generate(served: Served, x: Exchange) -> None:
     """Generate tokens of any kind, or compute one output: an array or bytes in, arrays or bytes out."""
-    facts = served.what.engine.facts
+    facts, what = served.what.engine.facts, served.what
     kind = _taken(x, facts.reads)
     accept = Accept(x.headers.get(b"accept"))
     raw = await served.body(x, json=False)
     size = len(raw) if len(raw) > INLINE else 0
-    given = await served.arrays.run(size, partial(Given, raw, kind, x.scope["query_string"]), x.tenant)
-    said, dtype = given.said, _dtype(served)
-    name = served.check_name(said.model)
-    stop = await served.arrays.run(size, partial(given.stop, dtype), x.tenant)
+    given = await served.arrays.run(size, partial(Given, raw, kind, x.query), x.tenant)
+    name, dtype = served.check_name(given.said.model), None if facts.token is None else facts.token[1]
     asked = asked_of(
-        said,
-        stop,
+        given.said,
+        await served.arrays.run(size, partial(given.stop, dtype), x.tenant),
         feedforward=facts.feedforward,
-        defaults=served.what.default_params if facts.vocab_size is not None else None,
-        eos_ids=served.what.eos_ids if isinstance(served.what, Texts) else (),
+        defaults=None if facts.vocab_size is None else what.default_params,
+        eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,
     )
-    form = _form(accept, said.stream, facts.writes)
-    if given.own:
-        if not facts.reads:
-            raise _unsupported(kind)
-        prompt = await served.convert(partial(served.what.engine.read, raw, kind))
-    else:
+    form = _form(accept, given.said.stream, facts.writes)
+    if not given.own:
         prompt = await served.arrays.run(size, partial(given.prompt, dtype), x.tenant)
+    elif facts.reads:
+        prompt = await served.convert(partial(what.engine.read, raw, kind))
+    else:
+        raise _unsupported(kind)
+    await _answer(served, x, given.said, prompt, asked, accept, form, name)
+
+
+async def _answer(
+    served: Served,
+    x: Exchange,
+    said: Parameters,
+    prompt: HostArray,
+    asked: Asked,
+    accept: Accept,
+    form: str | None,
+    name: str,
+) -> None:
+    facts = served.what.engine.facts
     n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
     check_room(n, said.max_tokens, facts.limits.max_len)
-    kind_of = (prompt.shape[1:], prompt.dtype.name) if facts.token is None else facts.token
-    writer = TokenWriter(name, _IDS if asked.params else kind_of, base64=said.encoding == "base64", id=said.request_id or x.id)
+    token = facts.token or (prompt.shape[1:], prompt.dtype.name)
+    if asked.params is not None:
+        token = IDS.shape, IDS.dtype.name
+    writer = TokenWriter(name, token, base64=said.encoding == "base64", id=said.request_id or x.id)
     params = (asked.params or _ONE).with_(max_tokens=asked.limit)
     with (
         served.record(x, params, [range(n)]) as record,
@@ -76,11 +106,10 @@ async def generate(served: Served, x: Exchange) -> None:
         record.text, record.stream = Generated(stream), said.stream
         answer = _Answer(served, x, writer, asked, stream, record, n)
         try:
-            await x.while_here(
-                answer.whole(accept, form) if form not in STREAMS or not said.stream else answer.stream(STREAMS[form]),
-                stream.close,
-            )
-        except ModelError as e:
+            streamed = said.stream and form is not None
+            work = answer.stream(STREAMS[str(form)]) if streamed else answer.whole(accept, form)
+            await x.while_here(work, stream.close)
+        except (ModelError, NonFiniteOutput) as e:
             if x.begun or prompt.dtype.kind != "f" or np.isfinite(prompt).all():
                 raise
             raise Refused(
@@ -90,9 +119,6 @@ async def generate(served: Served, x: Exchange) -> None:
             ) from e
         finally:
             stream.close()
-
-
-_IDS = (IDS.shape, IDS.dtype.name)
 
 
 class _Answer:
@@ -110,7 +136,7 @@ class _Answer:
     ) -> None:
         self._served, self._x, self._writer, self._asked = served, x, writer, asked
         self._stream, self._record, self._prompt = stream, record, n
-        self._host = served.what.host if isinstance(served.what, Tokens) else _id
+        self._host = served.what.host if isinstance(served.what, Tokens) else to_host
         self._loop = asyncio.get_running_loop()
         self._looked = 0.0  # for tokens, by the loop's clock
         self._came = 0
@@ -120,12 +146,11 @@ class _Answer:
         """Every event has all tokens that have come since the last."""
         x, writer = self._x, self._writer
         comments = Comments(x, form.kind, form.comment)
-        opened = False
+        opened, events = False, b""
         try:
             while not self._over:
                 tokens = await self._some()
                 await comments.settled()
-                events = b""
                 if not opened:
                     if not x.begun:
                         await x.begin(200, form.kind)
@@ -134,7 +159,8 @@ class _Answer:
                     events += form.event(writer.came(tokens, form, self._scores(len(tokens))))
                 if self._over:
                     events += form.event(self._end())
-                await x.write(events, more=not self._over)
+                sent, events = events, b""
+                await x.write(sent, more=not self._over)
         except HibachiError as e:
             await comments.settled()
             if not x.begun:  # then it has a status of its own
@@ -142,7 +168,7 @@ class _Answer:
             self._record.failed(e)
             told = as_refused(e)
             x.blame(told, e)
-            await x.write(form.event(body_of(told)), more=False)
+            await x.write(events + form.event(body_of(told)), more=False)
         finally:
             comments.stop()
 
@@ -182,14 +208,15 @@ class _Answer:
             else partial(self._writer.whole, found, form, end, self._scores(len(found), 0))
         )
         data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
-        await self._x.answer(data, form.encode(), 200, more if form not in (WHOLE[0], WHOLE[2]) else None)
+        await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
 
     async def _some(self) -> HostArray:
         """The tokens that have come since it was last asked, [n, *token]; none at the end only. Raises what the stream
         raises, after its tokens."""
         stream = self._stream
         await await_any((stream,))
-        if (wait := self._looked + EACH * self._served.open_requests - self._loop.time()) > 0 and stream.finish_reason is None:
+        wait = self._looked + min(EACH * self._served.open_requests, LATEST) - self._loop.time()
+        if wait > 0 and stream.finish_reason is None:
             await asyncio.sleep(wait)
         self._looked = self._loop.time()
         over = stream.finish_reason is not None  # read first: nothing comes after the end
@@ -214,7 +241,7 @@ class _Answer:
         stream = self._stream
         cached = stream.reused if self._served.what.engine.facts.cached else None
         stopped = stream.stop_token if stream.stop_token in self._asked.ids else None
-        return End(reason_of(stream.finish_reason), stopped, answers.usage(self._prompt, self._came, stream.reused))
+        return End(reason_of(stream.finish_reason), stopped, answers.usage(self._prompt, self._came, cached))
 
 
 def _joined(items: list[Any], host: Any) -> HostArray:
@@ -226,16 +253,6 @@ def _joined(items: list[Any], host: Any) -> HostArray:
     return np.stack([host(item) for item in items])
 
 
-def _id(item: Any) -> HostArray:
-    return to_host(item)
-
-
-def _dtype(served: Served) -> str | None:
-    """Of tokens or inputs, where all have one."""
-    token = served.what.engine.facts.token
-    return None if token is None else token[1]
-
-
 def _taken(x: Exchange, reads: bool) -> str:
     """The media type of the body. Raises Refused for one that is not taken."""
     encoding = x.headers.get(b"content-encoding", b"identity").strip().lower()
@@ -245,7 +262,7 @@ def _taken(x: Exchange, reads: bool) -> str:
             status=415,
             code="unsupported_media_type",
         )
-    kind = media_type(x.headers.get(b"content-type", b"")) or TYPES[0]
+    kind = media_type(x.headers.get(b"content-type", b"")) or JSON
     if not (reads or kind in TYPES or kind in MSGPACKS or kind.endswith("+json")):
         raise _unsupported(kind)
     return kind
@@ -266,10 +283,29 @@ def _form(accept: Accept, stream: bool, writes: bool) -> str | None:
     if not stream and writes and accept.prefers_another(ours):
         return None
     found = accept.best(ours)
+    if found is None and stream and accept.quality(JSON):
+        return SSE  # so `curl --json` asks, and OpenAI's clients, whatever they stream
     if found is None:
-        streams = not stream and accept.best((SSE, "application/x-ndjson")) is not None
+        streams = not stream and accept.best((SSE, NDJSON)) is not None
         raise refused(ours, "; for a stream send stream=true" if streams else "")
     return found
 
 
-ROUTES = (Route("POST", "/v1/generate", generate, TOKENS),)
+def _example(served: Served) -> dict[str, Any]:
+    given = {"prompt": example_array(served)}
+    return given if served.what.engine.facts.feedforward else given | {"max_tokens": 8}
+
+
+GENERATE = About(
+    TokensBody,
+    (Whole, Output),
+    (Opening, Came, End, Error),
+    reads=dict.fromkeys((*MSGPACKS, NPY, BYTES), BINARY),
+    writes=dict.fromkeys((NPY, MSGPACK, NDJSON), BINARY),
+    query=Parameters,
+    statuses=(406,),
+    named=True,
+    asks=True,
+    example=_example,
+)
+ROUTES = (Route("POST", "/v1/generate", generate, TOKENS, about=GENERATE),)

@@ -13,12 +13,13 @@ from importlib.metadata import version
 import prometheus_client
 
 from hibachi.api.errors import Refused
+from hibachi.api.openapi import TEXT
 from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
 from hibachi.runners.meters import Histogram, Meters, decades
 from hibachi.serve.record import Record
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route
 from hibachi.serve.series import NAMES, page
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
@@ -73,10 +74,11 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, t
         return page(View(served, meter, about, began, named), names).encode() + _others()
 
     async def metrics(_: Served, x: Exchange) -> None:
+        """What Prometheus reads."""
         named = served.tenants.may_see_all(x.headers.get(b"authorization"))
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text, named), PLAIN)
 
-    return meter, (Route("GET", PATH, metrics, keyed=False),)
+    return meter, (Route("GET", PATH, metrics, keyed=False, about=About(writes={"text/plain": TEXT})),)
 
 
 def _others() -> bytes:

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from hibachi.api import answers, asking
 from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
+from hibachi.api.openapi import Error
 from hibachi.api.writing import ChatWriter, CompletionWriter
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.record import Record, Vectors
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route, for_chat, for_ids, for_text, for_vectors
 from hibachi.serve.served import Served
 from hibachi.serve.streaming import answer_text
 from hibachi.streams.stream import Item
 from hibachi.tensor.array_backend import HostArray
 from hibachi.web.exchange import Exchange
+
+
+class Tokenized(TypedDict):
+    """tokens: ids. token_strs: their texts."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
 
 MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context holds fewer
 
@@ -28,7 +43,7 @@ async def models(served: Served, x: Exchange) -> None:
 
 
 async def model(served: Served, x: Exchange) -> None:
-    """One of them."""
+    """One of the names that are served."""
     name = x.params["model"]
     served.check_name(name)
     await x.json(answers.model(name, served.created, served.max_len, served.root, served.numerics))
@@ -133,7 +148,7 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
         [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
-    told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
+    told: Tokenized = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
     if body.return_token_strs:
         if len(ids) > (most := max(served.max_len, MOST_SHOWN)):
             raise Refused(f"There are {len(ids)} tokens; at most {most} are shown.", param="return_token_strs")
@@ -148,14 +163,57 @@ async def detokenize(served: Served, x: Exchange) -> None:
     if len(body.tokens) > (most := max(served.max_len, MOST_SHOWN)):
         raise Refused(f"tokens has {len(body.tokens)} entries; at most {most} are served.", param="tokens")
     served.reading.check_ids(body.tokens, "tokens")
-    await x.json({"prompt": served.vocabulary.text(body.tokens)})
+    told: Detokenized = {"prompt": served.vocabulary.text(body.tokens)}
+    await x.json(told)
 
 
+TEXT = "It is a truth universally acknowledged"
+MESSAGES = [{"role": "user", "content": "How do you do?"}]
+
+
+def _prompt(served: Served) -> str | list[int]:
+    return TEXT if for_text(served) else [1, 2, 3]
+
+
+COMPLETION = About(
+    CompletionBody,
+    answers.CompletionAnswer,
+    (answers.CompletionAnswer, Error),
+    named=True,
+    example=lambda served: {"prompt": _prompt(served), "max_tokens": 8},
+    useful=for_ids,
+)
+CHAT = About(
+    ChatBody,
+    answers.ChatAnswer[answers.ChatChoice],
+    (answers.ChatAnswer[answers.ChatPiece], Error),
+    named=True,
+    example=lambda served: {"messages": MESSAGES, "max_tokens": 8},
+    useful=for_chat,
+)
 ROUTES = (
-    Route("GET", "/v1/models", models),
-    Route("GET", "/v1/models/{model:path}", model),
-    Route("POST", "/v1/completions", completions),
-    Route("POST", "/v1/chat/completions", chat),
-    Route("POST", "/v1/embeddings", embeddings),
-    Route("POST", "/detokenize", detokenize),
+    Route("GET", "/v1/models", models, about=About(answer=answers.Models)),
+    Route("GET", "/v1/models/{model:path}", model, about=About(answer=answers.Model, named=True)),
+    Route("POST", "/v1/completions", completions, about=COMPLETION),
+    Route("POST", "/v1/chat/completions", chat, about=CHAT),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        about=About(
+            EmbeddingBody,
+            answers.Embeddings,
+            named=True,
+            example=lambda served: {"input": _prompt(served)},
+            useful=for_vectors,
+        ),
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        about=About(
+            DetokenizeBody, Detokenized, named=True, example=lambda served: {"tokens": [1, 2, 3]}, useful=for_text
+        ),
+    ),
 )

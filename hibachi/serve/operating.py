@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 
+from hibachi.api.answers import Forgotten, Load, Unwell, Version, Well
 from hibachi.api.errors import DENIED, Refused
 from hibachi.serve.flight import of_tenant
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
@@ -29,9 +31,9 @@ def _sees_all(served: Served, x: Exchange) -> bool:
 
 async def _tell(served: Served, x: Exchange, why_not: str | None) -> None:
     if why_not is None:
-        await x.json({"status": "ok", "numerics": served.numerics})
+        await x.json(Well(served.numerics))
     else:
-        await x.json({"status": "unavailable", "reason": why_not}, 503, {"Retry-After": "1"})
+        await x.json(Unwell(why_not), 503, {"Retry-After": "1"})
 
 
 async def flight(served: Served, x: Exchange) -> None:
@@ -44,12 +46,12 @@ async def flight(served: Served, x: Exchange) -> None:
 
 async def about(served: Served, x: Exchange) -> None:
     """The version of hibachi."""
-    await x.json({"version": version("hibachi")})
+    await x.json(Version(version("hibachi")))
 
 
 async def load(served: Served, x: Exchange) -> None:
     """How many requests are open, this one left out."""
-    await x.json({"server_load": served.open_requests - 1})
+    await x.json(Load(served.open_requests - 1))
 
 
 async def reset_prefix_cache(served: Served, x: Exchange) -> None:
@@ -68,7 +70,7 @@ async def reset_prefix_cache(served: Served, x: Exchange) -> None:
         )
     served.check_open()
     await served.ask(served.what.engine.reset_cache)
-    await x.json({"success": True})
+    await x.json(Forgotten(True))
 
 
 def _is_here(client: tuple[str, int] | None) -> bool:
@@ -84,11 +86,12 @@ def _denied(why: str) -> Refused:
     return Refused(f"The cache is not reset: {why}.", status=403, kind=DENIED, code="admin_only")
 
 
+_HEALTH = About(answer=Well, unwell=Unwell)
 ROUTES = (
-    Route("GET", "/load", load),
-    Route("POST", "/reset_prefix_cache", reset_prefix_cache),
-    Route("GET", "/debug/flight", flight),
-    Route("GET", "/health", health, keyed=False),
-    Route("GET", "/ready", ready, keyed=False),
-    Route("GET", "/version", about, keyed=False),
+    Route("GET", "/load", load, about=About(answer=Load)),
+    Route("POST", "/reset_prefix_cache", reset_prefix_cache, about=About(answer=Forgotten, statuses=(403, 503))),
+    Route("GET", "/debug/flight", flight, about=About(answer=dict[str, Any], statuses=(503,))),
+    Route("GET", "/health", health, keyed=False, about=_HEALTH),
+    Route("GET", "/ready", ready, keyed=False, about=_HEALTH),
+    Route("GET", "/version", about, keyed=False, about=About(answer=Version)),
 )

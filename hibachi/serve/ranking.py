@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from hibachi.api import ranking
 from hibachi.api.asking import request_id, terms_of, truncation
 from hibachi.api.bodies import ClassifyBody, RerankBody, ScoreBody, read
@@ -15,7 +17,7 @@ from hibachi.api.errors import Refused
 from hibachi.engine.conversions import to_host
 from hibachi.request import SamplingParams
 from hibachi.serve.openai import answer_items, answer_vectors
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route, for_texts_vectors
 from hibachi.serve.served import Served
 from hibachi.tensor.array_backend import HostArray
 from hibachi.web.exchange import Exchange
@@ -59,14 +61,14 @@ async def classify(served: Served, x: Exchange) -> None:
         raise Refused(
             "This model does not classify: expected a feed-forward one with an attribute `labels`.", code="unsupported"
         )
-    shape, bounds = None if facts.token is None else facts.token[0], served.bounds
-    inputs = await served.arrays.run(len(raw), partial(ranking.inputs, body.input, shape, bounds), x.tenant)
+    reading = partial(ranking.inputs, body.input, facts.token, served.bounds)
+    inputs = await served.arrays.run(len(raw), reading, x.tenant)
     applied = body.use_activation is not False and not facts.probabilities
 
     def answer(outputs: Sequence[Any]) -> Any:
         found = [ranking.output(to_host(one), len(labels)) for one in outputs]
         probs = [ranking.softmax(one) for one in found] if applied else found
-        return ranking.classes(probs, labels, id_, int(time.time()), name, len(inputs))
+        return ranking.classes(probs, labels, id_, int(time.time()), name)
 
     with (
         served.record(x, SamplingParams(max_tokens=1), [range(len(inputs))]) as record,
@@ -79,11 +81,28 @@ def _id(body: Any) -> str:
     return request_id(body.request_id) or secrets.token_hex(12)
 
 
+def _classifies(served: Served) -> bool:
+    return bool(served.what.engine.facts.labels)
+
+
+def _two_texts(served: Served) -> Any:
+    return {"text_1": "Emma", "text_2": ["Anne", "Harriet"]}
+
+
+def _documents(served: Served) -> Any:
+    return {"query": "Emma", "documents": ["Anne", "Harriet"]}
+
+
+def _input(served: Served) -> Any:
+    token = served.what.engine.facts.token
+    return {"input": np.zeros(token[0] if token else (1, 1)).tolist()}
+
+
+_SCORES = About(ScoreBody, ranking.Scores, named=True, asks=True, example=_two_texts, useful=for_texts_vectors)
+_RANKS = About(RerankBody, ranking.Ranking, named=True, asks=True, example=_documents, useful=for_texts_vectors)
+_CLASSES = About(ClassifyBody, ranking.Classes, named=True, asks=True, example=_input, useful=_classifies)
 ROUTES = (
-    Route("POST", "/score", score),
-    Route("POST", "/v1/score", score),
-    Route("POST", "/rerank", rerank),
-    Route("POST", "/v1/rerank", rerank),
-    Route("POST", "/v2/rerank", rerank),
-    Route("POST", "/classify", classify),
+    *(Route("POST", path, score, about=_SCORES) for path in ("/score", "/v1/score")),
+    *(Route("POST", path, rerank, about=_RANKS) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    Route("POST", "/classify", classify, about=_CLASSES),
 )

@@ -1,15 +1,83 @@
-"""What a route is."""
+"""What a route is, and what a description of it says."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hibachi.api.dialects import OPENAI, Dialect
+from hibachi.lm.texts import Texts
+from hibachi.model.text.own import NoTokenizer
 from hibachi.serve.served import Served
 from hibachi.web.exchange import Exchange
 
 Handler = Callable[[Served, Exchange], Awaitable[None]]
+
+
+def always(served: Served) -> bool:
+    return True
+
+
+def for_ids(served: Served) -> bool:
+    """Does the model continue token ids, whether or not something makes text of them?"""
+    return isinstance(served.what, Texts)
+
+
+def for_text(served: Served) -> bool:
+    """Does it read text, and write it?"""
+    return isinstance(served.what, Texts) and not isinstance(served.what.tokenizer, NoTokenizer)
+
+
+def for_chat(served: Served) -> bool:
+    """Has it a chat template?"""
+    return for_text(served) and bool(served.chat_template is not None or served.texts.tokenizer.chat_templates)
+
+
+def for_vectors(served: Served) -> bool:
+    """Does it make vectors of prompts?"""
+    return for_ids(served) and served.what.engine.facts.has_hidden
+
+
+def for_texts_vectors(served: Served) -> bool:
+    """Does it make vectors of texts?"""
+    return for_text(served) and for_vectors(served)
+
+
+def example_array(served: Served) -> Any:
+    """A prompt, or an input of a feed-forward model, as lists."""
+    facts = served.what.engine.facts
+    shape = () if facts.token is None else facts.token[0]
+    found: Any = [0] * shape[-1] if shape else 0
+    for n in shape[-2::-1]:
+        found = [found] * n
+    return found if facts.feedforward and shape else [found] * 3
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Of a route, for GET /openapi.json.
+
+    body: the type that reads it, of JSON. answer: the type that writes it, as JSON; or tuples of such. events: those of
+    the data of a stream's events. unwell: that of an answer 503. reads, writes: schemas of further media types. query:
+    the type that reads it. statuses: of errors that others of its kind do not have. dialects: of its errors, besides
+    the route's. named: it takes the name of a model. asks: the engine is asked, which may fail or be full. example: a
+    body that is answered. useful: does it do anything for what is served?
+    """
+
+    body: Any = None
+    answer: Any = None
+    events: tuple[Any, ...] = ()
+    unwell: Any = None
+    reads: Mapping[str, Any] = field(default_factory=dict)
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    query: Any = None
+    statuses: tuple[int, ...] = ()
+    dialects: tuple[Dialect, ...] = ()
+    named: bool = False
+    asks: bool = False
+    example: Callable[[Served], Any] | None = None
+    useful: Callable[[Served], bool] = always
 
 
 class Route(NamedTuple):
@@ -20,3 +88,4 @@ class Route(NamedTuple):
     handler: Handler
     dialect: Dialect = OPENAI
     keyed: bool = True
+    about: About = About()

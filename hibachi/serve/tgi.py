@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
+from typing import Any
 
-from hibachi.api.bodies import read
+from hibachi.api.bodies import TokenizeBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.dialects import OPENAI, TGI, TGI_STREAM
 from hibachi.api.errors import Refused
-from hibachi.api.tgi.answers import ChatTokenizeResponse, Info, SimpleToken, simple_tokens
+from hibachi.api.openapi import TEXT, TgiError
+from hibachi.api.tgi.answers import (
+    ChatTokenizeResponse,
+    GenerateResponse,
+    Info,
+    SimpleToken,
+    StreamResponse,
+    simple_tokens,
+)
 from hibachi.api.tgi.asking import fit, generation
 from hibachi.api.tgi.bodies import ChatTokenizeBody, GenerateBody, fields_of
 from hibachi.api.tgi.limits import TgiLimits
@@ -19,7 +28,7 @@ from hibachi.errors import InvalidRequest, PromptTooLong
 from hibachi.request import MOST_INT
 from hibachi.serve import openai
 from hibachi.serve.record import Record
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route, for_chat, for_ids, for_text
 from hibachi.serve.served import Served
 from hibachi.serve.streaming import answer_text
 from hibachi.web.exchange import Exchange
@@ -188,14 +197,50 @@ async def _tokens(served: Served, x: Exchange, text: str, *, special: bool) -> l
     return simple_tokens(text, spans)
 
 
+def _example(served: Served) -> dict[str, Any]:
+    return {"inputs": openai.TEXT, "parameters": {"max_new_tokens": 8}}
+
+
+LISTED = list[GenerateResponse]
+EVENTS = (StreamResponse, TgiError)
+GENERATE = About(GenerateBody, GenerateResponse, example=_example, useful=for_text)
+GENERATE_STREAM = About(GenerateBody, None, EVENTS, example=_example, useful=for_text)
+COMPATIBLE = About(GenerateBody, LISTED, EVENTS, dialects=(TGI_STREAM,), example=_example, useful=for_text)
+INVOCATIONS = About(
+    (GenerateBody, openai.COMPLETION.body, openai.CHAT.body),
+    (LISTED, openai.COMPLETION.answer, openai.CHAT.answer),
+    (*EVENTS, *openai.COMPLETION.events, *openai.CHAT.events),
+    dialects=(TGI_STREAM, OPENAI),
+    named=True,
+    example=_example,
+    useful=for_text,
+)
+TOKENIZE = About(
+    (GenerateBody, TokenizeBody),
+    (list[SimpleToken], openai.Tokenized),
+    dialects=(TGI,),
+    named=True,
+    asks=True,
+    example=lambda served: {"prompt": openai.TEXT},
+    useful=for_text,
+)
+CHAT_TOKENIZE = About(
+    ChatTokenizeBody,
+    ChatTokenizeResponse,
+    named=True,
+    asks=True,
+    example=lambda served: {"messages": openai.MESSAGES},
+    useful=for_chat,
+)
+HEALTH = About(writes={"text/plain": TEXT}, unwell=TgiError)
 ROUTES = (
-    Route("POST", "/generate", generate, TGI),
-    Route("POST", "/generate_stream", generate_stream, TGI_STREAM),
-    Route("POST", "/", compatible, TGI),
-    Route("POST", "/invocations", invocations, TGI),
-    Route("POST", "/tokenize", tokenize),
-    Route("POST", "/chat_tokenize", chat_tokenize, TGI),
-    Route("GET", "/info", info, TGI),
-    Route("GET", "/", health, TGI, keyed=False),
-    Route("GET", "/ping", health, TGI, keyed=False),
+    Route("POST", "/generate", generate, TGI, about=GENERATE),
+    Route("POST", "/generate_stream", generate_stream, TGI_STREAM, about=GENERATE_STREAM),
+    Route("POST", "/", compatible, TGI, about=COMPATIBLE),
+    Route("POST", "/invocations", invocations, TGI, about=INVOCATIONS),
+    Route("POST", "/tokenize", tokenize, about=TOKENIZE),
+    Route("POST", "/chat_tokenize", chat_tokenize, TGI, about=CHAT_TOKENIZE),
+    Route("GET", "/info", info, TGI, about=About(answer=Info, useful=for_ids)),
+    Route("GET", "/", health, TGI, keyed=False, about=HEALTH),
+    Route("GET", "/ping", health, TGI, keyed=False, about=HEALTH),
 )

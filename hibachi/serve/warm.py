@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from hibachi.api.answers import Warmed
 from hibachi.api.asking import Asked, terms_of
 from hibachi.api.bodies import WarmBody, read
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.writing import Writer
 from hibachi.request import SamplingParams
-from hibachi.serve.routes import Route
+from hibachi.serve.routes import About, Route, for_text
 from hibachi.serve.served import Served
 from hibachi.serve.streaming import answer_text
 from hibachi.web.exchange import Exchange
 
 
 class WarmWriter(Writer):
-    """As kvboost answers, in the same words: its chunks are the blocks of the cache. chars: of the text. block: tokens
-    of one."""
+    """chars: of the text. block: tokens of one of the cache."""
 
     prefix = "warm"
     chars: int
@@ -30,19 +30,18 @@ class WarmWriter(Writer):
         used, tail = self.usage(), len(ids) % self.block
         cached = (used.prompt_tokens_details or {}).get("cached_tokens", 0)
         warning = f"The last {tail} tokens fill no block of {self.block}, so each request computes them again."
-        return {
-            "status": "warmed",
-            "chars": self.chars,
-            "token_count": len(ids),
-            "chunk_size": self.block,
-            "chunks_stored": max(0, len(ids) // self.block - cached // self.block),
-            "chunk_boundary_aligned": not tail,
-            "partial_tail_tokens": tail,
-            "alignment_warning": warning if tail else None,
-            "id": self.id,
-            "model": self.name,
-            "usage": used,
-        }
+        return Warmed(
+            chars=self.chars,
+            token_count=len(ids),
+            chunk_size=self.block,
+            chunks_stored=max(0, len(ids) // self.block - cached // self.block),
+            chunk_boundary_aligned=not tail,
+            partial_tail_tokens=tail,
+            alignment_warning=warning if tail else None,
+            id=self.id,
+            model=self.name,
+            usage=used,
+        )
 
 
 async def warm(served: Served, x: Exchange) -> None:
@@ -71,4 +70,13 @@ async def warm(served: Served, x: Exchange) -> None:
     await answer_text(served, x, writer, ids)
 
 
-ROUTES = (Route("POST", "/v1/warm", warm),)
+def _useful(served: Served) -> bool:
+    return for_text(served) and served.what.engine.facts.cached
+
+
+def _text(served: Served) -> Any:
+    return {"text": "You are a helpful assistant."}
+
+
+_ABOUT = About(WarmBody, Warmed, named=True, asks=True, example=_text, useful=_useful)
+ROUTES = (Route("POST", "/v1/warm", warm, about=_ABOUT),)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 from hibachi.api.answers import encode, event
 from hibachi.api.dialects import OPENAI, Dialect
@@ -18,7 +18,10 @@ from hibachi.api.errors import Refused
 Message = MutableMapping[str, Any]
 log: logging.Logger = logging.getLogger("hibachi.serve")
 SSE = b"text/event-stream; charset=utf-8"
+MOST_FIELDS = 64  # of a query
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# Types of bodies that a page may send anywhere, its browser asking nobody; "none" stands for no type at all.
+_UNASKED = frozenset((b"none", b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"))
 
 
 class Gone(Exception):
@@ -67,12 +70,32 @@ class Exchange:
         found: dict[str, str] = self.scope.get("path_params", {})
         return {name: unquote(value) for name, value in found.items()}
 
+    @property
+    def query(self) -> list[tuple[str, str]]:
+        """Names and values, in their order. Raises Refused."""
+        raw: bytes = self.scope["query_string"]
+        try:
+            return parse_qsl(raw.decode("ascii"), True, True, "utf-8", "strict", MOST_FIELDS)
+        except ValueError as e:
+            raise Refused(
+                f"The query must be name=value, joined by &, in UTF-8: {e}.", param="query", code="invalid_value"
+            ) from None
+
     async def body(self, most: int, *, json: bool = True) -> bytes:
-        """The whole body. Raises Refused if it is larger than `most` bytes, or no JSON is announced and `json`; Gone."""
-        kind = self.headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        """The whole body. json: none but JSON is taken. Raises Refused, also for more than `most` bytes; Gone."""
+        # A page may send what names no type anywhere, without asking whether it may; a type that is JSON asks first.
+        untold = b"none" if b"origin" in self.headers else b"application/json"
+        kind = self.headers.get(b"content-type", untold).partition(b";")[0].strip().lower()
         if json and kind != b"application/json" and not kind.endswith(b"+json"):
             raise Refused(
                 f"The body must be JSON: expected Content-Type: application/json; got {kind[:60].decode('latin-1')}.",
+                status=415,
+                code="unsupported_media_type",
+            )
+        if not json and kind in _UNASKED and b"origin" in self.headers:
+            raise Refused(
+                f"A page must send its body with a type for which its browser asks first, such as application/json or "
+                f"application/octet-stream; got Content-Type: {kind[:60].decode('latin-1')}.",
                 status=415,
                 code="unsupported_media_type",
             )

@@ -157,6 +157,22 @@ def test_log_probabilities_of_a_chat(words):
     assert encode(ChatLogprobs([])) == b'{"content":[],"refusal":null}'
 
 
+def test_tokens_by_their_ids(words):
+    """return_tokens_as_token_ids: names that are all different; places and bytes are those of the texts."""
+    scores = [{0: -0.5, 6: -1.0}, {4: -7.0}]
+    found = completion_logprobs([0, 4], scores, 2, words, 3, named_ids=True)
+    plain = completion_logprobs([0, 4], scores, 2, words, 3)
+    assert found.tokens == ["token_id:0", "token_id:4"] and found.text_offset == plain.text_offset
+    assert found.top_logprobs == [{"token_id:0": -0.5, "token_id:6": -1.0}, {"token_id:4": -7.0}]
+    assert found.token_logprobs == plain.token_logprobs
+    spoken, plainly = (chat_logprobs([0, 4], scores, 2, words, named_ids=named).content for named in (True, False))
+    assert [s.token for s in spoken] == found.tokens and [t.token for t in spoken[0].top_logprobs] == [
+        "token_id:0",
+        "token_id:6",
+    ]
+    assert [s.bytes for s in spoken] == [s.bytes for s in plainly]
+
+
 @pytest.mark.parametrize("tell", [completion_logprobs, chat_logprobs])
 def test_no_token_is_left_out_in_silence(tell, words):
     with pytest.raises(ValueError, match="shorter"):
@@ -247,6 +263,19 @@ def test_a_chat():
     )
     with_ids = ChatChoice(1, ChatMessage("assistant", ""), None, "stop", [7])
     assert encode(with_ids).endswith(b'"finish_reason":"stop","token_ids":[7]}')
+
+
+def test_what_stopped_a_text():
+    """`stop_reason` is told, also as null, where it is known: at the end."""
+    message = ChatMessage("assistant", "")
+    for stop, told in ((None, b"null"), ("END", b'"END"'), (0, b"0"), (7, b"7")):
+        end = b',"stop_reason":' + told + b"}"
+        for choice in (
+            CompletionChoice(0, "", None, "stop", stop_reason=stop),
+            ChatChoice(0, message, None, "stop", stop_reason=stop),
+            ChatPiece(0, Delta(), None, "stop", stop_reason=stop),
+        ):
+            assert encode(choice).endswith(end)
 
 
 def test_chunks_of_a_chat():
@@ -350,6 +379,11 @@ def test_answers_are_as_openai_describes_them(described, words):
     spoken = chat_logprobs([0, 4], [{0: -0.5, 1: -INF}, {4: -2.0}], 2, words)
     choices = [ChatChoice(0, ChatMessage("assistant", "He"), spoken, "stop", [0, 4])]
     described("CreateChatCompletionResponse", ChatAnswer("a", "chat.completion", 1, "b", choices, usage(5, 2)))
+    for stop in (None, "END", 7):
+        stopped = [CompletionChoice(0, "He", None, "stop", stop_reason=stop)]
+        described("CreateCompletionResponse", CompletionAnswer("a", "text_completion", 1, "b", stopped, usage(5, 2)))
+        spoke = [ChatChoice(0, ChatMessage("assistant", "He"), None, "stop", None, stop)]
+        described("CreateChatCompletionResponse", ChatAnswer("a", "chat.completion", 1, "b", spoke, usage(5, 2)))
     described("CompletionUsage", usage(5, 2, 1))
     described("ListModelsResponse", models(["tiny"], 1, 512, "tiny"))
     described("Model", model("tiny", 1, None, "tiny"))
@@ -365,6 +399,8 @@ def test_chunks_are_as_openai_describes_them(described, words):
         ([ChatPiece(0, Delta("assistant", ""), None, None)], None),
         ([ChatPiece(0, Delta(None, "He"), spoken, None)], usage(5, 1)),
         ([ChatPiece(0, Delta(), None, "stop")], None),
+        ([ChatPiece(0, Delta(), None, "stop", None, "END")], None),
+        ([ChatPiece(0, Delta(), None, "stop", None, 7)], None),
         ([], usage(5, 2)),
     ):
         described("CreateChatCompletionStreamResponse", chunk(*pieces, used=used))

@@ -13,7 +13,6 @@ from hibachi.api.bodies import (
     IGNORED,
     Bounds,
     ChatBody,
-    ClassifyBody,
     CompletionBody,
     DetokenizeBody,
     Document,
@@ -134,9 +133,8 @@ RANKING = FREE | {
     "truncation_side": (SIDE, None),
     "priority": (INT, None),
     "request_id": (TEXT, None),
-    "use_activation": (ANY, UNSET),
+    "use_activation": (BOOL, None),
 }
-INPUT = {"[1, [2.5]]": [1, [2.5]], "[]": [], "1.5": 1.5}, {'"a"': "str", "{}": "object", "true": "bool"}
 DOCUMENTS = (
     {"[]": [], '["a", {"text": "b"}]': ["a", Document("b")]},
     {'"a"': "str", "[7]": "[0] int", '[{"text": 7}]': "[0].text int"},
@@ -209,16 +207,6 @@ FIELDS = {
         "top_n": (INT, None),
         "return_documents": (BOOL, None),
     },
-    ClassifyBody: FREE
-    | {
-        "input": (INPUT, NEEDED),
-        "model": (TEXT, None),
-        "use_activation": (BOOL, None),
-        "priority": (INT, None),
-        "request_id": (TEXT, None),
-        "timeout": (FLOAT, None),
-        "queue_timeout": (FLOAT, None),
-    },
     WarmBody: FREE
     | {
         "model": (TEXT, None),
@@ -243,7 +231,6 @@ LEAST = {
     DetokenizeBody: {"tokens": [7]},
     ScoreBody: {},
     RerankBody: {"query": "a", "documents": ["b"]},
-    ClassifyBody: {"input": [1]},
     WarmBody: {},
 }
 

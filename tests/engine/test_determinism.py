@@ -17,6 +17,7 @@ from hibachi import (
     NotDeterministic,
     NumpyBackend,
     SamplingParams,
+    State,
     load_model,
 )
 from hibachi.model.files import TINY
@@ -51,6 +52,25 @@ class LooksAtOthers(InvariantNumpyBackend):
 class Raises(InvariantNumpyBackend):
     def silu(self, x):
         raise FloatingPointError("planted")
+
+
+class Masked:
+    """Logits of which some are -inf, and the others depend on how many rows there are."""
+
+    vocab_size, max_len, dtype, params = 32, 64, "float32", None
+
+    def cache_spec(self):
+        return [State((1,))]
+
+    def step(self, params, cache, x):
+        logits = np.full((len(x.last), 32), -np.inf, np.float32)
+        logits[:, :8] = np.arange(8) + 1e-6 * len(cache[0])
+        return logits, cache
+
+
+def test_the_check_of_a_model_that_masks_tokens_says_by_how_much_it_is_off():
+    with pytest.raises(NotDeterministic, match=r"differs by up to \d"):
+        engine(Masked(), backend="numpy", deterministic=True)
 
 
 @pytest.mark.parametrize("lie", [Liar, LooksAtOthers])

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,16 +18,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def url(tmp_path_factory):
-    """Of a server."""
+@contextmanager
+def serving(log, *arguments, model="tiny", quiet=True):
+    """The address of `hibachi serve`, with TEMPLATE unless the arguments name another. log: a file that it writes;
+    quiet: no traceback may be in it.
+    """
     for name in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    command = [sys.executable, "-m", "hibachi", "serve", "tiny", "--chat-template", TEMPLATE, "--port", "0"]
-    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "hibachi", "serve", model, "--host", "127.0.0.1", "--port", "0"]
+    command += ["--chat-template", TEMPLATE, "--log-level", "warning", *arguments]
     with log.open("w") as file:  # a pipe that nobody reads would fill up
-        server = subprocess.Popen([*command, "--log-level", "warning"], stderr=file)
+        server = subprocess.Popen(command, stderr=file)
     try:
         while not (listening := re.search(r" on (http://[\d.]+:\d+) ", log.read_text())):
             assert server.poll() is None, log.read_text()
@@ -35,7 +38,14 @@ def url(tmp_path_factory):
     finally:
         server.terminate()
         status = server.wait(60)
-    assert status == 0 and "Traceback" not in log.read_text(), log.read_text()
+    assert status == 0 and not (quiet and "Traceback" in log.read_text()), log.read_text()
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory):
+    """Of a server."""
+    with serving(tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,11 @@ import pytest
 import hibachi
 from hibachi import LLM, SamplingParams
 
-from .venvs import environment, run
+from .conftest import serving
+from .venvs import CLIENTS, environment, run, strangers, strangers_for_node
 
 pytestmark = pytest.mark.install
 
-CLIENTS = Path(__file__).parent / "clients"
 FOLDER = Path(hibachi.__file__).parent / "data" / "tiny"
 PROMPT = "It is a truth universally acknowledged"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
@@ -56,12 +56,12 @@ def asked(url):
     return json.dumps(told)
 
 
-def check(name, output, expected):
-    """What must be said by all, and what is said beyond that."""
+def check(name, output, expected, says):
+    """says: the names of what must be said, all of it as expected. "unknown_model" may be said besides."""
     said = json.loads(output.splitlines()[-1])
-    assert {"text", "text_streamed", "chat", "chat_streamed"} <= set(said)
     if "unknown_model" in said:
         assert "other" in said.pop("unknown_model")
+    assert set(said) == set(says.split())
     for key, value in said.items():
         if isinstance(expected[key], np.ndarray):
             assert np.allclose(value, expected[key], atol=1e-6), key
@@ -71,30 +71,166 @@ def check(name, output, expected):
     print(f"\n{name}: {json.dumps(said)}")
 
 
-@pytest.mark.parametrize(
-    "packages, script",
-    [
-        (["litellm"], "litellm_flow.py"),
-        (["langchain-openai", "tokenizers"], "langchain_flow.py"),
-        (["llm"], "llm_flow.py"),
-    ],
-    ids=["litellm", "langchain-openai", "llm"],
-)
-def test_a_client_in_python(url, home, expected, packages, script):
-    programs = environment(home, *packages)
+CHAT, TEXT = "chat chat_streamed ", "text text_streamed "
+PYTHON = [
+    ("litellm", "litellm_flow.py", CHAT + TEXT + "chat_tokens embedding"),
+    ("langchain-openai tokenizers", "langchain_flow.py", CHAT + TEXT + "chat_tokens embedding embedding_of_ids"),
+    ("llm", "llm_flow.py", CHAT + TEXT),
+    ("httpx", "httpx_flow.py", CHAT + TEXT + "embedding"),
+    ("pydantic-ai-slim[openai]", "pydantic_ai_flow.py", CHAT + "chat_tokens"),
+    ("openai-agents", "agents_flow.py", CHAT + "chat_tokens"),
+    ("llama-index-llms-openai-like", "llama_index_flow.py", CHAT + TEXT),
+    ("haystack-ai", "haystack_flow.py", CHAT + "embedding"),
+    ("dspy", "dspy_flow.py", "chat"),
+]
+NODE = [
+    ("openai", "node_flow.mjs", CHAT + TEXT + "chat_tokens embedding models"),
+    ("ai @ai-sdk/openai-compatible", "ai_compatible_flow.mjs", CHAT + "chat_tokens embedding"),
+    ("ai @ai-sdk/openai", "ai_openai_flow.mjs", CHAT + "chat_tokens"),
+    ("@langchain/openai @langchain/core", "langchain_flow.mjs", CHAT + TEXT + "chat_tokens embedding"),
+]
+
+
+@pytest.mark.parametrize("packages, script, says", PYTHON, ids=lambda given: given.split()[0])
+def test_a_client_in_python(url, home, expected, packages, script, says):
+    programs = strangers(home, *packages.split())
     output = run(programs / "python", CLIENTS / script, asked(url), cwd=home, LLM_USER_PATH=str(home / "llm"))
-    check(packages[0], output, expected)
+    check(packages, output, expected, says)
 
 
-def test_the_official_client_for_node(url, home, expected):
-    for program in ("node", "npm"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
-    (home / "package.json").write_text("{}")
-    run("npm", "install", "--no-audit", "--no-fund", "--silent", "openai", cwd=home)
-    print("\n" + run("npm", "ls", "openai", cwd=home).split()[-1])
-    script = shutil.copy(CLIENTS / "node_flow.mjs", home)
-    check("openai for Node", run("node", script, asked(url), cwd=home), expected)
+@pytest.mark.parametrize("packages, script, says", NODE, ids=lambda given: given.split()[-1])
+def test_a_client_for_node(url, home, expected, packages, script, says):
+    strangers_for_node(home, *packages.split())
+    script = shutil.copy(CLIENTS / script, home)
+    check(packages, run("node", script, asked(url), cwd=home), expected, says)
+
+
+def test_promptfoo(url, home, expected):
+    """A chat and a text that must be as expected, by its own assertions."""
+    strangers_for_node(home, "promptfoo")
+    config = {"apiBaseUrl": f"{url}/v1", "apiKey": "none", "temperature": 0, "max_tokens": LENGTH}
+    chat = {"prompts": [json.dumps(MESSAGES)], "providers": [{"id": "openai:chat:tiny", "config": config}]}
+    text = {"prompts": [PROMPT], "providers": [{"id": "openai:completion:tiny", "config": config}]}
+    own = {
+        "PROMPTFOO_DISABLE_TELEMETRY": "1",
+        "PROMPTFOO_DISABLE_UPDATE": "1",
+        "PROMPTFOO_CONFIG_DIR": str(home / "own"),
+    }
+    for name, asking in (("chat", chat), ("text", text)):
+        (home / "asking.json").write_text(
+            json.dumps({**asking, "tests": [{"assert": [{"type": "equals", "value": expected[name]}]}]})
+        )
+        program = home / "node_modules" / ".bin" / "promptfoo"
+        told = run(program, "eval", "-c", "asking.json", "-o", "out.json", "--no-cache", "--no-table", cwd=home, **own)
+        stats = json.loads((home / "out.json").read_text())["results"]["stats"]
+        assert (stats["successes"], stats["failures"], stats["errors"]) == (1, 0, 0), told
+        assert stats["tokenUsage"]["completion"] == LENGTH
+        print(f"promptfoo, {name}: as expected")
+
+
+def test_locust(url, home):
+    programs = strangers(home, "locust")
+    command = [programs / "locust", "-f", CLIENTS / "locustfile.py", "--headless", "--json", "--host", url]
+    found = json.loads(run(*command, "-u", "4", "-r", "4", "-t", "5s", cwd=home))
+    for kind in found:
+        print(f"locust, {kind['name']}: {kind['num_requests']} requests, {kind['num_failures']} failures")
+        assert kind["num_requests"] > 0 == kind["num_failures"]
+    assert {kind["name"] for kind in found} == {"whole", "streamed"}
+
+
+def test_guidellm(url, home):
+    """Twenty requests, four at a time, with as many tokens in and out as it asked for."""
+    programs = strangers(home, "guidellm")
+    run(
+        *[programs / "guidellm", "run", "--disable-progress", "--backend", f"kind=openai_http,target={url}"],
+        *["--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=20"],
+        *["--tokenizer", f"kind=huggingface_auto,model={FOLDER}"],
+        *["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"],
+        *["--output", f"kind=json,path={home / 'out.json'}"],
+        cwd=home,
+    )
+    (benchmark,) = json.loads((home / "out.json").read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    print(f"guidellm: {len(requests['successful'])} requests, {len(requests['errored'])} errors")
+    assert len(requests["successful"]) == 20 and not requests["errored"]
+    assert {request["output_tokens"] for request in requests["successful"]} == {8}
+
+
+def test_curl(url, expected, home):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    body = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0}
+    curl = ["curl", "--silent", "--show-error", f"{url}/v1/completions"]
+    json_ = ["-H", "Content-Type: application/json"]
+    whole = json.loads(run(*curl, *json_, "-d", json.dumps(body), cwd=home))
+    assert whole["choices"][0]["text"] == expected["text"]
+    *events, end = run(*curl, "-N", *json_, "-d", json.dumps({**body, "stream": True}), cwd=home).strip().split("\n\n")
+    assert end == "data: [DONE]"
+    assert "".join(json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events) == expected["text"]
+    refused = json.loads(run(*curl, "-d", json.dumps(body), cwd=home))  # curl calls it a form
+    print(f"\ncurl -d without a header: {refused['error']['message']}")
+    assert "expected Content-Type: application/json" in refused["error"]["message"]
+
+
+# Says JSON to whatever ends with a line feed, and has room for the prompts of programs that write code.
+MODEL = """
+import numpy as np
+
+SAID = b'{"name": "Emma"}'
+
+class Says:
+    vocab_size, max_model_len, eos_ids = 256, 65536, (0,)
+
+    class tokenizer:
+        encode = staticmethod(lambda text: list(text.encode()))
+        decode = staticmethod(lambda ids: bytes(ids).decode(errors="replace"))
+
+    def logits(self, tokens, lengths):
+        scores = np.zeros((len(lengths), 256), np.float32)
+        for row, length in enumerate(lengths):
+            said = length - 1 - np.flatnonzero(np.asarray(tokens[row, :length]) == 10)[-1]
+            scores[row, SAID[said] if said < len(SAID) else 0] = 50
+        return scores
+"""
+
+
+@pytest.fixture(scope="module")
+def says(tmp_path_factory):
+    """The address of a server of this model, as "tiny"."""
+    folder = tmp_path_factory.mktemp("says")
+    (folder / "says.py").write_text(MODEL)
+    with serving(folder / "log", "--served-model-name", "tiny", model=f"{folder / 'says.py'}:Says") as found:
+        yield found
+
+
+def test_instructor(says, home):
+    """In the mode that asks for JSON in words: the others need guided decoding."""
+    programs = strangers(home, "instructor")
+    said = run(programs / "python", CLIENTS / "instructor_flow.py", asked(says), cwd=home)
+    print(f"instructor: {said.strip()}")
+    assert json.loads(said) == {"found": {"name": "Emma"}}
+
+
+def test_aider(says, home):
+    programs = strangers(home, "aider-chat")
+    told = run(
+        *[programs / "aider", "--model", "openai/tiny", "--openai-api-base", f"{says}/v1", "--openai-api-key", "none"],
+        *[
+            "--chat-mode",
+            "ask",
+            "--message",
+            "Who are you?",
+            "--no-git",
+            "--yes-always",
+            "--no-check-update",
+            "--no-pretty",
+        ],
+        *["--analytics-disable", "--no-show-model-warnings"],
+        cwd=home,
+        HOME=str(home),
+    )
+    print(told)
+    assert '{"name": "Emma"}' in told.splitlines()
 
 
 def test_lm_eval_scores_as_the_engine_does(url, home, llm):

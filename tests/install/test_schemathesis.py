@@ -1,44 +1,84 @@
-"""schemathesis with OpenAI's own description of its API, over the routes that are served: it finds nothing.
+"""schemathesis with a description of an API, over the routes that are served: it finds nothing.
 
-Two runs: with requests as the document describes them, most of which say something that is refused; and with those
-that are answered. Together at least 2,000 examples.
+Three descriptions: OpenAI's own of its API, that of text-generation-inference, and ours, GET /openapi.json. Each in two
+runs: with requests as the document describes them, most of which say something that is refused; and with those that
+are answered. Together at least 2,000 examples.
 """
 
 import json
 import os
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from .venvs import environment, run
+from .conftest import serving
+from .venvs import CLIENTS, environment, run
 
-pytestmark = pytest.mark.install
+pytestmark = [pytest.mark.install, pytest.mark.xdist_group("schemathesis")]
 
-HERE = Path(__file__).parent
-SPEC = Path(os.environ.get("HIBACHI_OPENAPI", HERE.parent / "data" / "openai-openapi.json"))  # or all of it, in YAML
+DATA = Path(__file__).parents[1] / "data"
+OPENAI = Path(os.environ.get("HIBACHI_OPENAPI", DATA / "openai-openapi.json"))  # or all of it, in YAML
+ANSWERED = "--answered"
 CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
 
 
-def test_openai_s_description_of_its_api_holds(url, home):
-    programs = environment(home, "schemathesis")
-    generated, accepted = 0, 0
-    for examples, more in ((20, []), (100, ["--answered"])):
-        report = _examine(programs, url, home, examples, *more)
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return environment(tmp_path_factory.mktemp("schemathesis"), "schemathesis")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A server whose texts are short, as most requests do not say how long they shall be."""
+    with serving(tmp_path_factory.mktemp("short") / "log", "--max-tokens", "16") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tgi(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("tgi") / "log", "--compat", "tgi", "--max-tokens", "16") as found:
+        yield found
+
+
+def test_openai_s_description_of_its_api_holds(programs, url, home):
+    reduce = [programs / "python", CLIENTS / "reduce_spec.py", OPENAI, "OUT", "tiny"]
+    _find_nothing(programs, f"{url}/v1", home, [(20, reduce), (100, [*reduce, ANSWERED])])
+
+
+@pytest.mark.parametrize("server", ["tgi", "short"])
+def test_tgi_s_description_of_its_api_holds(programs, server, home, request):
+    """With --compat tgi, and without."""
+    mend = [programs / "python", CLIENTS / "tgi_spec.py", DATA / "tgi" / "openapi.json", "OUT"]
+    _find_nothing(programs, request.getfixturevalue(server), home, [(40, mend), (40, [*mend, ANSWERED])])
+
+
+def test_our_description_of_our_api_holds(programs, short, home):
+    """With every status that an answer has."""
+    own = home / "own.json"
+    with urllib.request.urlopen(f"{short}/openapi.json") as answer:
+        own.write_bytes(answer.read())
+    runs = [(20, ["cp", own, "OUT"]), (60, [programs / "python", CLIENTS / "own_spec.py", own, "OUT"])]
+    _find_nothing(programs, short, home, runs, checks=f"{CHECKS},status_code_conformance", least=1000)
+
+
+def _find_nothing(programs, url, home, runs, checks=CHECKS, least=100):
+    """runs: most examples of an operation, and a command that makes the document OUT. least: answers that are good."""
+    schema, generated, accepted = home / "openapi.json", 0, 0
+    for examples, command in runs:
+        run(*[schema if word == "OUT" else word for word in command], cwd=home)
+        report = _examine(programs, url, home, schema, checks, examples)
         generated += report["test_cases"]["generated"]
         accepted += sum(phase["accepted"] for rates in report["valid_rates"].values() for phase in rates.values())
-        chunks = run(
-            programs / "python", HERE / "clients" / "check_streams.py", home / "openapi.json", f"{url}/v1", cwd=home
-        )
-        print(chunks)
+        print(run(programs / "python", CLIENTS / "check_streams.py", schema, url, cwd=home))
     print(f"\n{generated} examples, of which {accepted} were valid and answered")
-    assert generated >= 2000 and accepted >= 100  # else hardly anything was answered
+    assert generated >= 2000 and accepted >= least  # else hardly anything was answered
 
 
-def _examine(programs, url, home, examples, *more):
-    schema, report = home / "openapi.json", home / "report.json"
-    run(programs / "python", HERE / "clients" / "reduce_spec.py", SPEC, schema, "tiny", *more, cwd=home)
+def _examine(programs, url, home, schema, checks, examples):
+    report = home / "report.json"
     told = run(
-        *[programs / "schemathesis", "run", schema, "--url", f"{url}/v1", "--checks", CHECKS, "--continue-on-failure"],
+        *[programs / "schemathesis", "run", schema, "--url", url, "--checks", checks, "--continue-on-failure"],
         *["--max-examples", examples, "--seed", 1, "--no-color", "--report", "json", "--report-json-path", report],
         *["--request-timeout", 60, "--warnings", "off"],
         cwd=home,

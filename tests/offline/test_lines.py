@@ -12,6 +12,7 @@ pytest.importorskip("msgspec")
 from hibachi.offline.files.rows import Row
 from hibachi.offline.works.lines import Lines, are_lines
 from hibachi.offline.works.seen import Seen
+from hibachi.remote.identity import system_fingerprint
 
 from .ran import TEMPLATE
 
@@ -33,6 +34,8 @@ def codes(rows):
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
+BEGUN = [{"role": "user", "content": "Tell me"}, {"role": "assistant", "content": "She was"}]
+GOES_ON = {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False}
 BODIES = [
     (TEXT, {"prompt": "She was", "max_tokens": 4, "seed": 1}),
     (TEXT, {"prompt": ["She was", "x"], "max_tokens": 4, "seed": 1, "n": 2, "logprobs": 2}),
@@ -46,6 +49,13 @@ BODIES = [
     (VECTOR, {"input": "She was"}),
     (VECTOR, {"input": ["She was", "x"], "encoding_format": "base64"}),
     (VECTOR, {"input": [5, 6]}),
+    (VECTOR, {"input": ["She was", "x"], "dimensions": 3}),
+    (VECTOR, {"input": "x", "dimensions": 1_000_000}),
+    (TEXT, {"prompt": ["She was there", [5, 6, 7]], "truncate_prompt_tokens": 2, "max_tokens": 3, "temperature": 0}),
+    (TEXT, {"prompt": "x", "max_tokens": 9, "temperature": 0, "stop": ["e", "a"], "skip_special_tokens": False}),
+    (CHAT, {**GOES_ON, "messages": [*BEGUN, {"role": "assistant", "content": None}]}),
+    (CHAT, {**GOES_ON, "echo": True, "max_tokens": 3, "temperature": 0}),
+    (CHAT, {**GOES_ON, "truncate_prompt_tokens": 3, "add_special_tokens": True, "max_tokens": 3, "temperature": 0}),
     (TEXT, {"prompt": ""}),
     (TEXT, {"prompt": []}),
     (TEXT, {"prompt": [10**6]}),
@@ -66,7 +76,8 @@ async def served(texts, bodies):
     """What `hibachi serve` answers: (status, body)."""
     httpx = pytest.importorskip("httpx")
     app, state = pytest.importorskip("hibachi.serve.app"), pytest.importorskip("hibachi.serve.served")
-    of = state.Served(texts, ["tiny"], "tiny", 256, chat_template=TEMPLATE)
+    fingerprint = system_fingerprint(texts.engine.facts, "tiny")
+    of = state.Served(texts, ["tiny"], "tiny", 256, chat_template=TEMPLATE, fingerprint=fingerprint)
     transport = httpx.ASGITransport(app.application(of, []))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         answers = [await client.post(url, json=body) for url, body in bodies]
@@ -233,7 +244,7 @@ def test_v29_with_validate_nothing_runs_and_each_wrong_line_is_named(runs):
         (line("a", CHAT, messages=[]), "messages is empty"),
         (line("a", CHAT, messages=HI, top_logprobs=1), "top_logprobs needs logprobs"),
         (line("a", VECTOR, input=[]), "input is empty"),
-        (line("a", VECTOR, input="x", dimensions=3), "dimensions"),
+        (line("a", VECTOR, input="x", dimensions=0), "dimensions"),
     ],
 )
 def test_with_validate_all_is_judged_that_needs_no_model(runs, wrong, words):

@@ -11,7 +11,10 @@ import pytest
 from .conftest import site
 from .test_streams import send
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+POSTS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *("/score", "/rerank", "/classify", "/v1/warm"),
+)
 
 
 def raw(server, body, path="/v1/completions", kind="application/json"):

@@ -29,6 +29,7 @@ from hibachi.plan.policy import Fair, Priority, WaitingServed
 from hibachi.remote import identity
 from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.serve import load_model
+from hibachi.serve.metrics import is_work
 from hibachi.serve.settings import SETTINGS, settle
 from hibachi.serve.tgi_settings import BY_KEY, FLAGS, TgiAsked, table
 from hibachi.web.keys import tenants_of
@@ -306,6 +307,13 @@ def test_a_wrong_value_is_explained(flags, message):
         tgi(flags)
 
 
+def test_what_just_goes_together():
+    found = tgi({"max_input_tokens": "99", "max_total_tokens": "100", "max_batch_total_tokens": "100"})
+    assert found.tgi.max_batch_total_tokens == 100
+    flags = {"max_batch_prefill_tokens": "50", "max_input_tokens": "99", "max_batch_total_tokens": "50"}
+    assert tgi(flags).max_num_batched_tokens == 50  # less than the longest prompt, which is computed in parts
+
+
 def test_an_error_names_the_variable_and_shows_no_key():
     with pytest.raises(ConfigError, match=r"^MAX_BEST_OF: expected an integer >= 1; got 'x'"):
         tgi(environment={"MAX_BEST_OF": "x"})
@@ -533,10 +541,14 @@ def test_t35_figures_count_what_became_of_requests(texts):
         assert now["tgi_request_count_total"] == 2 and now["tgi_request_success_total"] == 1
         failures = {key[1]: value for key, value in now.items() if key[0] == "tgi_request_failure_total"}
         assert failures == {"generation": 0, "dropped": 0, "overloaded": 0, "validation": 1, "template": 0}
+        assert is_work("POST", "/") and not is_work("GET", "/")  # which is asked every few seconds
         for path in ("/", "/invocations", "/generate"):
             assert here.post(path, {"inputs": "", "parameters": {}}).status_code == 422
         now = Figures(here.client.get("/metrics").text)
         assert now["tgi_request_count_total"] == 5 and now["tgi_request_failure_total", "validation"] == 4
+        refusal(here.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}), 400)
+        now = Figures(here.client.get("/metrics").text)
+        assert now["tgi_request_failure_total", "template"] == 1 and now["tgi_request_failure_total", "validation"] == 4
 
 
 @pytest.fixture

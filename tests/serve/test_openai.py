@@ -76,7 +76,13 @@ def test_a_completion_is_what_the_engine_says(server, llm):
     (expected,) = llm.generate("It is a truth", GREEDY)
     assert answer["object"] == "text_completion" and answer["model"] == "tiny" and answer["id"].startswith("cmpl-")
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": expected.text, "logprobs": None, "finish_reason": "length"}
+    assert choice == {
+        "index": 0,
+        "text": expected.text,
+        "logprobs": None,
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 8, 12)
 
@@ -194,6 +200,94 @@ def test_half_a_letter_is_shown_as_bytes(server):
     assert server.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "a — b"}
 
 
+# ---- what stopped it, and special tokens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_stopped_a_text(server, llm, path):
+    """`stop_reason`, as vLLM: the stop string, the id of stop_token_ids, or null; at the end of a stream as well."""
+    chat = "chat" in path
+    own = {"messages": [{"role": "user", "content": "Emma"}]} if chat else {"prompt": "Emma"}
+    body = own | {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    whole = server.post(path, body).json()["choices"][0]
+    text, ids = whole["message"]["content"] if chat else whole["text"], whole["token_ids"]
+    (eos,) = llm.eos_ids[:1]
+    letter = next(c for c in text if not c.isspace())
+    for more, reason, stop in (
+        ({}, "length", None),
+        ({"stop": ["no such text", letter]}, "stop", letter),
+        ({"stop_token_ids": [ids[2]]}, "stop", ids[2]),
+        ({"ignore_eos": False, "logit_bias": {str(eos): 100}}, "stop", None),
+    ):
+        choice = server.post(path, {**body, **more}).json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+        chunks = [c for chunk in stream(server, path, **{**body, **more}) for c in chunk["choices"]]
+        assert [c["stop_reason"] for c in chunks if c["finish_reason"]] == [stop]
+        assert not any("stop_reason" in c for c in chunks if not c["finish_reason"])
+
+
+def test_nothing_stops_a_prompt_alone(server):
+    """Not the token either that is made anyhow and left out."""
+    body = {"prompt": "Emma", "echo": True, "max_tokens": 0, "stop_token_ids": [5], "logit_bias": {"5": 100}}
+    (whole,) = server.post("/v1/completions", body).json()["choices"]
+    last = stream(server, "/v1/completions", **body)[-1]["choices"][0]
+    for choice in (whole, last):
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+def test_special_tokens_may_be_shown(server, llm):
+    """skip_special_tokens false: among those that came; the one that ended the text is not."""
+    (eos,) = llm.eos_ids[:1]
+    shown = llm.tokenizer.decode([eos], skip_special_tokens=False)
+    body = {"max_tokens": 2, "ignore_eos": True, "logit_bias": {str(eos): 100}}
+    assert shown and server.complete("Emma", **body)["choices"][0]["text"] == ""
+    assert server.complete("Emma", **body, skip_special_tokens=False)["choices"][0]["text"] == 2 * shown
+    chunks = stream(server, "/v1/completions", prompt="Emma", temperature=0, skip_special_tokens=False, **body)
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == 2 * shown
+    stopped = server.complete("Emma", **body, skip_special_tokens=False, stop=shown)["choices"][0]
+    assert (stopped["text"], stopped["stop_reason"]) == ("", shown)
+    ended = server.complete("Emma", **{**body, "ignore_eos": False}, skip_special_tokens=False)["choices"][0]
+    assert (ended["text"], ended["stop_reason"]) == ("", None)
+
+
+def test_a_prompt_may_be_cut(server, llm):
+    """truncate_prompt_tokens: the last of them, or with truncation_side the first; -1: what the context holds."""
+    ids = llm.tokenizer.encode("It is a truth universally acknowledged")
+    for given in (ids, llm.tokenizer.decode(ids)):
+        for more, kept in (({}, ids[-3:]), ({"truncation_side": "right"}, ids[:3])):
+            answer = server.complete(given, truncate_prompt_tokens=3, **more, echo=True, max_tokens=2, logprobs=0)
+            assert answer["usage"]["prompt_tokens"] == 3
+            choice = answer["choices"][0]
+            assert choice["text"].startswith(llm.tokenizer.decode(kept))
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    long = server.complete("a " * 3000, truncate_prompt_tokens=-1, max_tokens=12)["usage"]
+    assert (long["prompt_tokens"], long["completion_tokens"]) == (500, 12)
+    chat = {"messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 1}
+    assert refused(server.post("/v1/chat/completions", chat))["code"] == "context_length_exceeded"
+    answer = server.post("/v1/chat/completions", {**chat, "truncate_prompt_tokens": 7}).json()
+    assert answer["usage"]["prompt_tokens"] == 7
+    too_long = {"prompt": "a " * 3000, "truncate_prompt_tokens": 600}
+    assert refused(server.post("/v1/completions", too_long))["code"] == "context_length_exceeded"
+
+
+def test_log_probabilities_by_the_ids_of_tokens(server):
+    body = {"logprobs": 2, "return_token_ids": True}
+    (plain,) = server.complete("Emma", **body)["choices"]
+    (named,) = server.complete("Emma", **body, return_tokens_as_token_ids=True)["choices"]
+    assert named["logprobs"]["tokens"] == [f"token_id:{i}" for i in named["token_ids"]]
+    assert named["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    for top, token in zip(named["logprobs"]["top_logprobs"], named["logprobs"]["tokens"], strict=True):
+        assert token in top and all(name.startswith("token_id:") for name in top)
+    chat = {"messages": CHAT, "max_tokens": 2, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+    (plain,) = server.post("/v1/chat/completions", chat).json()["choices"]
+    chunks = stream(server, "/v1/chat/completions", **chat, return_tokens_as_token_ids=True, return_token_ids=True)
+    pieces = [c["choices"][0] for c in chunks if c["choices"][0]["logprobs"]]
+    told = [(entry, i) for p in pieces for entry, i in zip(p["logprobs"]["content"], p["token_ids"], strict=True)]
+    for (entry, i), expected in zip(told, plain["logprobs"]["content"], strict=True):
+        assert entry["token"] == entry["top_logprobs"][0]["token"] == f"token_id:{i}"
+        assert (entry["logprob"], entry["bytes"]) == (expected["logprob"], expected["bytes"])
+
+
 # ---- chats ---------------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How do you do?"}]
@@ -227,6 +321,49 @@ def test_a_chat_streams(server):
     scores = [entry for p in pieces if p["logprobs"] for entry in p["logprobs"]["content"]]
     assert scores == whole["logprobs"]["content"] and len(scores) == 8
     assert all(len(s["top_logprobs"]) == 2 and bytes(s["bytes"]).decode() == s["token"] for s in scores)
+
+
+SAID = [CHAT[1], {"role": "assistant", "content": "It is a truth"}]
+OPEN = {"messages": SAID, "continue_final_message": True, "add_generation_prompt": False}
+
+
+def test_the_last_message_goes_on(server, llm):
+    text = f"<|im_start|>user\n{SAID[0]['content']}<|im_end|>\n<|im_start|>assistant\nIt is a truth"
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert server.post("/tokenize", OPEN).json()["tokens"] == ids
+    (expected,) = llm.generate([ids], GREEDY)
+    answer = server.post("/v1/chat/completions", {**OPEN, "temperature": 0, "max_tokens": 8}).json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert refused(server.post(path, {**OPEN, "add_generation_prompt": True}))["param"] == "continue_final_message"
+    nothing = [CHAT[1], {"role": "assistant", "content": None}]
+    assert refused(server.post("/v1/chat/completions", {**OPEN, "messages": nothing}))["param"] == "messages"
+
+
+def test_a_chat_may_echo(server):
+    """The beginning of the answer that was given is a part of the answer, whole and streamed."""
+    body = {**OPEN, "temperature": 0, "max_tokens": 4, "n": 2}
+    plain = server.post("/v1/chat/completions", body).json()["choices"]
+    whole = server.post("/v1/chat/completions", {**body, "echo": True}).json()["choices"]
+    for a, b in zip(plain, whole, strict=True):
+        assert b["message"]["content"] == "It is a truth" + a["message"]["content"]
+    texts, roles = {0: "", 1: ""}, []
+    for chunk in stream(server, "/v1/chat/completions", **body, echo=True):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            roles.append(choice["delta"].get("role"))
+    assert [texts[0], texts[1]] == [c["message"]["content"] for c in whole]
+    assert roles[:2] == ["assistant"] * 2 and set(roles[2:]) == {None}
+    last = {"messages": CHAT, "temperature": 0, "max_tokens": 4}  # a user's words are not echoed
+    assert (
+        server.post("/v1/chat/completions", {**last, "echo": True}).json()["choices"]
+        == server.post("/v1/chat/completions", last).json()["choices"]
+    )
+
+
+def test_documents_that_the_template_does_not_show(server):
+    body = {"messages": CHAT, "documents": [{"title": "a", "text": "b"}], "max_tokens": 1}
+    assert refused(server.post("/v1/chat/completions", body))["param"] == "documents"
 
 
 def test_tools_go_into_the_template(server):
@@ -263,6 +400,10 @@ def test_embeddings(server, llm):
         ("suffix", "x"),
         ("response_format", {"type": "json_object"}),
         ("guided_json", {}),
+        ("use_beam_search", True),
+        ("prompt_embeds", "AAAA"),
+        ("truncate_prompt_tokens", 0),
+        ("return_tokens_as_token_ids", True),
         ("nonsense", 1),
         ("n", 1000),
         ("logprobs", 100),

@@ -105,8 +105,8 @@ def _sampling(
     bounds: Bounds,
 ) -> SamplingParams:
     _at_most("logprobs", said.logprobs, bounds.logprobs)
-    _at_most("the number of allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids)
-    _at_most("the number of entries of logit_bias", len(said.logit_bias or ()), bounds.bias)
+    _at_most("allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids, " in number")
+    _at_most("logit_bias", len(said.logit_bias or ()), bounds.bias, " in number")
     changes: dict[str, Any] = {name: got for name in _SAME if (got := getattr(said, name)) is not None}
     if said.seed is not None:
         changes["seed"] = said.seed % 2**64
@@ -124,7 +124,7 @@ def _ids(stop: HostArray | None, most: int) -> tuple[int, ...]:
         return ()
     if stop.ndim != 1 or (stop.size and stop.dtype.kind not in "iu"):
         raise _invalid("stop", f"must be a list of token ids; got shape {stop.shape} of {stop.dtype}")
-    _at_most("the number of stop tokens", len(stop), most)
+    _at_most("stop", len(stop), most, " in number")
     return tuple(map(int, stop))
 
 
@@ -133,7 +133,7 @@ def _rule(stop: HostArray | None, atol: float | None, bounds: Bounds) -> StopRul
         raise _invalid("atol", "says how near a token must be to one of stop, which is missing")
     if not stop.ndim:
         raise _invalid("stop", "must be a list of tokens; got one number")
-    _at_most("the number of stop tokens", len(stop), bounds.token_ids if stop.ndim == 1 else bounds.stop)
+    _at_most("stop", len(stop), bounds.token_ids if stop.ndim == 1 else bounds.stop, " in number")
     tokens = tuple(stop.tolist()) if stop.ndim == 1 else tuple(stop)  # numbers can be compared: equal rules are one
     return StopRule(tokens, atol=atol or 0.0)
 
@@ -154,7 +154,6 @@ def _invalid(name: str, why: str) -> Refused:
     return Refused(f"{name} {why}.", param=name, code="invalid_value")
 
 
-def _at_most(what: str, given: int | None, most: int) -> None:
+def _at_most(name: str, given: int | None, most: int, what: str = "") -> None:
     if given is not None and given > most:
-        name = what.rpartition(" ")[2]
-        raise Refused(f"{what} must be at most {most}; got {shown(given)}.", param=name, code="invalid_value")
+        raise _invalid(name, f"must be at most {most}{what}; got {shown(given)}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Raw, Struct
@@ -14,7 +13,7 @@ from hibachi.api.errors import Refused
 from hibachi.api.tokens.arrays import MAGIC, of_json, of_msgpack, of_npy
 from hibachi.tensor.array_backend import HostArray
 
-MOST_QUERY = 1 << 16  # bytes
+Pairs = Sequence[tuple[str, str]]
 _NOTHING = Raw()
 JSON, MSGPACK, NPY, BYTES = "application/json", "application/msgpack", "application/x-npy", "application/octet-stream"
 MSGPACKS = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
@@ -69,7 +68,7 @@ class Given:
     said: Parameters
     own: bool
 
-    def __init__(self, raw: bytes, kind: str, query: bytes) -> None:
+    def __init__(self, raw: bytes, kind: str, query: Pairs = ()) -> None:
         self._raw, self._kind = raw, kind
         self.own = False
         if kind == JSON or kind.endswith("+json"):
@@ -131,14 +130,8 @@ def _of_msgpack(raw: bytes) -> TokensBody:
 _OF_JSON: Mapping[str, Any] = {"logit_bias": dict[str, float], "allowed_token_ids": list[int]}
 
 
-def of_query(query: bytes) -> Parameters:
-    """Raises Refused. What is a list elsewhere is written as in JSON."""
-    try:
-        if len(query) > MOST_QUERY:
-            raise ValueError("it is too long")
-        pairs = parse_qsl(query.decode("ascii"), True, True, "utf-8", "strict", len(Parameters.__struct_fields__))
-    except ValueError as e:
-        raise Refused(f"The query must be name=value, joined by &: {e}.", param="query", code="invalid_value") from None
+def of_query(pairs: Pairs) -> Parameters:
+    """Names and values of a query. What is a list elsewhere is written as in JSON. Raises Refused."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:

@@ -14,7 +14,7 @@ from hibachi.api import answers
 from hibachi.api.answers import Usage
 from hibachi.api.dialects import Dialect
 from hibachi.api.errors import body_of
-from hibachi.api.tokens.arrays import as_lists, as_npy, plain
+from hibachi.api.tokens.arrays import DTYPES, as_lists, as_npy, plain
 from hibachi.api.tokens.bodies import JSON, MSGPACK, NPY
 from hibachi.tensor.array_backend import HostArray
 
@@ -95,7 +95,8 @@ class TokenWriter:
     """
 
     def __init__(self, name: str, kind: tuple[tuple[int, ...], str], *, base64: bool, id: str) -> None:
-        self._name, (self._shape, self._dtype) = name, kind
+        shape, dtype = kind
+        self._name, self._shape, self._dtype = name, shape, dtype if dtype in DTYPES else "float32"
         self._base64 = base64
         self._id, self._created = f"gen-{id}", int(time.time())
         self._known: Any = None  # the dtype of tokens that need no change

@@ -49,7 +49,7 @@ def work_of(
         from hibachi.offline.works.openai import OpenAIWork
 
         called = names or names_of(model)
-        return OpenAIWork(partial(_texts, settings, []), called, seed=seed, created=created)
+        return OpenAIWork(partial(_texts, settings, []), called, seed=seed, created=created, model=model)
     if task == "forward":
         if not is_own(model):
             raise ConfigError(f"The task forward is for a model of your own, named as pkg:Class; got {model}.")

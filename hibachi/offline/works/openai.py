@@ -24,6 +24,7 @@ from hibachi.offline.works.told import told_of
 from hibachi.offline.works.watched import Watching, judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Told
 from hibachi.plan.compose import blocks_of
+from hibachi.remote.identity import system_fingerprint
 from hibachi.request import SamplingParams
 from hibachi.streams.stream import Item, ItemStream
 from hibachi.streams.textstream import TextStream
@@ -50,14 +51,18 @@ class _Ready:
 
 
 class OpenAIWork(Watching[Texts]):
-    """Answers lines by a model. names: that a body may call the model by."""
+    """Answers lines by a model. names: that a body may call the model by. model: whose fingerprint answers bear; None:
+    none."""
 
     carries, compares = False, True
     fields: Sequence[Field] = FIELDS
 
-    def __init__(self, open_: Opens, names: Sequence[str], *, seed: int = 0, created: int = 0) -> None:
+    def __init__(
+        self, open_: Opens, names: Sequence[str], *, seed: int = 0, created: int = 0, model: str | None = None
+    ) -> None:
         super().__init__()
-        self._open, self._names = open_, names
+        self._open, self._names, self._model = open_, names, model
+        self._fingerprint: str | None = None
         self._lines = Lines(seed, created)
         self._bounds = Bounds(n=_ROWS, prompts=_ROWS, logprobs=1 << 20, stop=1024, rows=_ROWS, token_ids=1 << 20)
 
@@ -67,6 +72,7 @@ class OpenAIWork(Watching[Texts]):
     def open(self) -> Told:
         self._serving, template = self._open()
         texts, facts = self.texts, self.texts.engine.facts
+        self._fingerprint = None if self._model is None else system_fingerprint(facts, self._model)
         self.places = 2 * facts.limits.rows
         self._block = facts.limits.block_size if facts.cached else 0
         self._reading = Reading(texts.prompts, texts.vocab_size, template)
@@ -138,7 +144,7 @@ class OpenAIWork(Watching[Texts]):
             )
             ids = [own]
             writer = ChatWriter(
-                asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "chat"), **more
+                asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "chat"), **more
             )
         else:
             completion = taken(CompletionBody, body)
@@ -146,17 +152,13 @@ class OpenAIWork(Watching[Texts]):
             asked = asking.completion(completion, defaults, self._bounds)
             ids = self._reading.encode_now(asked.prompts, "prompt", special=asked.special, truncation=asked.truncation)
             writer = CompletionWriter(
-                asked, name, self._vocabulary, self._numerics, id=self._lines.id_of(number, "text"), **more
+                asked, name, self._vocabulary, self._fingerprint, id=self._lines.id_of(number, "text"), **more
             )
         for own in ids:
             self._reading.check_length(own, asked.limit)
         if asked.params.seed is None:
             asked.params = asked.params.with_(seed=fork(self._lines.seed, number + 1))
         return self._placed(row, _Ready(values, ids, writer, name), asked.params.max_tokens, asked.params.runs)
-
-    @property
-    def _numerics(self) -> str | None:
-        return self.texts.engine.facts.numerics
 
     def _check_name(self, name: str | None) -> str:
         if name is not None and name not in self._names:

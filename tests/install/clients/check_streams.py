@@ -1,4 +1,7 @@
-"""The data in every kind of stream against the reduced document: check_streams.py DOCUMENT URL."""
+"""Every kind of stream against a document that describes its events: check_streams.py DOCUMENT URL.
+
+Streams are asked of the routes below that the document has. Each must have several events.
+"""
 
 import json
 import sys
@@ -8,25 +11,61 @@ import jsonschema_rs
 
 document, url = sys.argv[1:]
 with open(document) as file:
-    components = json.load(file)["components"]
+    described = json.load(file)
+SSE, LINES = "text/event-stream", "application/x-ndjson"
 CHAT = {"messages": [{"role": "user", "content": "How do you do?"}]}
 TEXT = {"prompt": "It is a truth"}
-count = 0
-for path, kind, body in (
-    ("/chat/completions", "CreateChatCompletionStreamResponse", CHAT),
-    ("/chat/completions", "CreateChatCompletionStreamResponse", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}),
-    ("/chat/completions", "CreateChatCompletionStreamResponse", CHAT | {"logprobs": True}),
-    ("/completions", "CompletionPiece", TEXT),
-    ("/completions", "CompletionPiece", TEXT | {"logprobs": 2, "echo": True, "n": 2}),
-):
-    schema = {"$ref": f"#/components/schemas/{kind}", "components": components}
-    validator = jsonschema_rs.validator_for(schema)
-    asked = body | {"max_tokens": 6, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    request = urllib.request.Request(url + path, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+INPUTS = {"inputs": "It is a truth"}
+OPENAI = {"max_tokens": 6, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+TGI = {"max_new_tokens": 6, "details": True, "top_n_tokens": 2}
+IDS = {"prompt": [1, 2, 3], "max_tokens": 6, "stream": True}
+REQUESTS = [
+    ("/chat/completions", OPENAI | CHAT, SSE),
+    ("/chat/completions", OPENAI | CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}, SSE),
+    ("/chat/completions", OPENAI | CHAT | {"logprobs": True}, SSE),
+    ("/completions", OPENAI | TEXT, SSE),
+    ("/completions", OPENAI | TEXT | {"logprobs": 2, "echo": True, "n": 2}, SSE),
+    ("/generate_stream", INPUTS | {"parameters": TGI}, SSE),
+    ("/generate_stream", INPUTS | {"parameters": TGI | {"stop": ["e"], "do_sample": True, "seed": 7}}, SSE),
+    ("/", INPUTS | {"stream": True, "parameters": TGI}, SSE),
+    ("/invocations", INPUTS | {"stream": True, "parameters": TGI}, SSE),
+    ("/invocations", OPENAI | CHAT, SSE),
+    ("/invocations", OPENAI | TEXT, SSE),
+    ("/v1/generate", IDS, SSE),
+    ("/v1/generate", IDS | {"logprobs": 2, "encoding": "base64"}, LINES),
+]
+
+
+def schema_of(path):
+    """Of the data of an event, and of the last one."""
+    content = described["paths"][path]["post"]["responses"]["200"]["content"]
+    data = content[SSE]["schema"]["properties"]["data"]
+    end, data = data.get("anyOf", ({}, data))
+    return {**data["contentSchema"], "components": described["components"]}, end.get("const")
+
+
+def answered(path, body, kind):
+    headers = {"Content-Type": "application/json", "Accept": kind}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as answer:
-        *events, end = answer.read().decode().strip().split("\n\n")
-    assert end == "data: [DONE]" and len(events) > 3
-    for event in events:
-        validator.validate(json.loads(event.removeprefix("data: ")))
-    count += len(events)
-print(f"{count} chunks are as described")
+        found = answer.read().decode().strip()
+    return found.split("\n") if kind == LINES else [event.removeprefix("data: ") for event in found.split("\n\n")]
+
+
+count = 0
+for base in ("", "/v1"):  # OpenAI's document leaves it out
+    for path, body, kind in REQUESTS:
+        if base + path not in described["paths"]:
+            continue
+        schema, end = schema_of(base + path)
+        validator = jsonschema_rs.validator_for(schema)
+        events = answered(base + path, body, kind)
+        if end is not None and path != "/invocations":
+            assert events.pop() == end
+        events = [json.loads(event) for event in events if event != end]
+        assert len(events) > 1 and not any("error" in event for event in events), events
+        for event in events:
+            validator.validate(event)
+        count += len(events)
+print(f"{count} events are as described")
+assert count

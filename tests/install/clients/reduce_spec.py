@@ -7,8 +7,7 @@ Mended is where the document says other than OpenAI's service does, or than itse
 - it gives no media type to streamed completions, although `stream` is described;
 - with `echo`, the first token has nothing in front of it: its log-probability is null;
 - with `encoding_format` base64, a vector is a string;
-- a stream's schema is that of the data in an event, and schemathesis takes it for the event's (check_streams.py
-  looks at the data);
+- a stream's schema is that of the data in an event, and schemathesis takes it for the event's;
 - the pieces of a text's stream have no finish_reason before the last;
 - `nullable` is a word of OpenAPI 3.0, and the document is of 3.1.
 """
@@ -54,7 +53,7 @@ SMALL = {
         },
     },
 }
-PIECES = ("CreateChatCompletionStreamResponse", "CompletionPiece")
+PIECES = {"/completions": "CompletionPiece", "/chat/completions": "CreateChatCompletionStreamResponse"}
 PREFIX = "#/components/"
 
 
@@ -73,9 +72,9 @@ def reduced(spec: dict[str, Any], model: str, *, answered: bool) -> dict[str, An
                 properties |= {field: SMALL[field] for field in SMALL.keys() & properties.keys()}
     _mend(paths, schemas)
     used: dict[str, Any] = {}
-    _collect([paths, *({"$ref": f"{PREFIX}schemas/{name}"} for name in PIECES)], spec, used)
+    _collect(paths, spec, used)
     kept = {"openapi": spec["openapi"], "info": {"title": "served", "version": "1"}, "paths": paths}
-    return _plain(kept | {"components": used})
+    return plain(kept | {"components": used})
 
 
 def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
@@ -87,11 +86,18 @@ def _mend(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
     piece = deepcopy(schemas["CreateCompletionResponse"])
     piece["properties"]["choices"]["items"]["properties"]["finish_reason"]["nullable"] = True
     schemas["CompletionPiece"] = piece
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-    for path in ("/completions", "/chat/completions"):
-        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
+    for path, name in PIECES.items():
+        told = {"schema": event({"$ref": f"{PREFIX}schemas/{name}"}, ended=True)}
+        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = told
     vector = schemas["Embedding"]["properties"]
     vector["embedding"] = {"anyOf": [vector["embedding"], {"type": "string"}]}
+
+
+def event(data: Any, *, ended: bool) -> dict[str, Any]:
+    """Of a stream. data: the schema of its JSON. ended: the last one is [DONE]."""
+    told: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    told = {"anyOf": [{"const": "[DONE]"}, told]} if ended else told
+    return {"type": "object", "required": ["data"], "properties": {"data": told}}
 
 
 def _properties(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,15 +121,15 @@ def _collect(node: Any, spec: dict[str, Any], used: dict[str, Any]) -> None:
             _collect(value, spec, used)
 
 
-def _plain(node: Any) -> Any:
+def plain(node: Any) -> Any:
     """In the words of 3.1, and without the vendor's extensions, which hold long examples."""
     if isinstance(node, list):
-        return [_plain(item) for item in node]
+        return [plain(item) for item in node]
     if isinstance(node, dict):
-        plain = {str(k): _plain(v) for k, v in node.items() if not str(k).startswith("x-")}
-        if plain.pop("nullable", False) is True:
-            return {"anyOf": [plain, {"type": "null"}]}
-        return plain
+        found = {str(k): plain(v) for k, v in node.items() if not str(k).startswith("x-")}
+        if found.pop("nullable", False) is True:
+            return {"anyOf": [found, {"type": "null"}]}
+        return found
     return node
 
 

@@ -1,0 +1,83 @@
+"""Models whose tokens are no text, for `hibachi serve`: opened by this file's path."""
+
+import os
+import time
+
+import numpy as np
+
+
+class Codebooks:
+    """Four codebooks: what comes next is each number of the last token, and its place more, modulo 16."""
+
+    token, stop_token = np.zeros(4, np.int32), np.full(4, 9, np.int32)
+
+    def forward(self, x):
+        return (x[:, -1] + np.arange(4, dtype=np.int32)) % 16
+
+
+class Rising:
+    """Real values that stop at a threshold; half a unit a step. Bytes of type audio/pcm are its own."""
+
+    token = np.float32(0)
+
+    @staticmethod
+    def stop(batch):
+        return batch >= 3
+
+    def forward(self, x):
+        return x[:, -1] + np.float32(0.5)
+
+    def read(self, data, kind):
+        if kind != "audio/pcm":
+            raise ValueError(f"expected audio/pcm; got {kind}")
+        if len(data) % 2:
+            raise ValueError("half a sample is missing")
+        return (np.frombuffer(data, "<i2") / 2).astype(np.float32)
+
+    def write(self, tokens):
+        return (tokens * 2).astype("<i2").tobytes(), "audio/pcm"
+
+
+class Classifier:
+    """Is the sum of three numbers small or large?"""
+
+    labels, token = ["small", "large"], np.zeros(3, np.float32)
+
+    def forward(self, x):
+        total = x.sum(axis=1)
+        return np.stack([-total, total], axis=1)
+
+    def write(self, output):
+        return self.labels[int(output.argmax())].encode(), "text/plain"
+
+
+class Next:
+    """Level 1: token ids, of which 9 is the last."""
+
+    vocab_size, max_model_len, eos_ids = 10, 64, (9,)
+
+    def logits(self, tokens, lengths):
+        return np.eye(10, dtype=np.float32)[(tokens[:, -1] + 1) % 10] * 50
+
+
+class Slow:
+    """Counts, a hundredth of a second a step. At -1 it fails, at 1,000 it returns NaN."""
+
+    token = np.zeros(256, np.float32)
+    pause = float(os.environ.get("ANYTOKEN_PAUSE", "0.01"))
+
+    def forward(self, x):
+        time.sleep(self.pause)
+        last = x[:, -1]
+        if (last == -1).any():
+            raise RuntimeError("it fails at -1")
+        return np.where(last >= 1000, np.float32(np.nan), last + 1)
+
+
+class Wide:
+    """The same token again, a quarter of a megabyte."""
+
+    token = np.zeros(1 << 16, np.float32)
+
+    def forward(self, x):
+        return x[:, -1]

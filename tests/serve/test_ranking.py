@@ -1,0 +1,285 @@
+"""Texts that are compared by their vectors, and inputs that are put into classes."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from hibachi.lm.own import open_model
+from hibachi.remote.llm import open_remote
+from hibachi.web.tenants import Tenant, Tenants
+
+from .conftest import site
+
+SCORES = pytest.mark.parametrize("path", ["/score", "/v1/score"])
+RANKS = pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+TEXTS = ["Emma", "Anne Elliot", "It is a truth"]
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    return error["param"], error["code"]
+
+
+def cosine(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return a @ b / np.sqrt(a @ a) / np.sqrt(b @ b)
+
+
+@pytest.fixture(scope="module")
+def vectors(server):
+    data = server.post("/v1/embeddings", {"input": TEXTS}).json()["data"]
+    return [d["embedding"] for d in data]
+
+
+@SCORES
+def test_scores_are_cosines(server, vectors, path):
+    answer = server.post(path, {"text_1": TEXTS[0], "text_2": TEXTS, "request_id": "mine"}).json()
+    assert answer["object"] == "list" and answer["model"] == "tiny" and answer["id"] == "score-mine"
+    assert [(d["index"], d["object"]) for d in answer["data"]] == [(0, "score"), (1, "score"), (2, "score")]
+    assert_allclose([d["score"] for d in answer["data"]], [cosine(vectors[0], v) for v in vectors], atol=1e-5)
+    single = server.post("/v1/embeddings", {"input": [TEXTS[0], *TEXTS]}).json()["usage"]
+    assert answer["usage"] == single
+    pairs = server.post(path, {"queries": TEXTS, "documents": TEXTS[::-1]}).json()["data"]
+    expected = [cosine(a, b) for a, b in zip(vectors, vectors[::-1], strict=True)]
+    assert_allclose([d["score"] for d in pairs], expected, atol=1e-5)
+
+
+@RANKS
+def test_the_nearest_documents_come_first(server, vectors, path):
+    body = {"model": "tiny", "query": TEXTS[1], "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]}
+    answer = server.post(path, body).json()
+    results = answer["results"]
+    assert results[0]["index"] == 1 and results[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+    assert [r["document"]["text"] for r in results] == [TEXTS[r["index"]] for r in results]
+    assert_allclose(
+        [r["relevance_score"] for r in results], [cosine(vectors[1], vectors[r["index"]]) for r in results], atol=1e-5
+    )
+    assert [r["relevance_score"] for r in results] == sorted((r["relevance_score"] for r in results), reverse=True)
+    assert answer["id"].startswith("rerank-") and answer["usage"]["total_tokens"] > 3
+    (best,) = server.post(path, {**body, "top_n": 1, "return_documents": False}).json()["results"]
+    assert best == {"index": 1, "relevance_score": results[0]["relevance_score"]}
+
+
+def test_texts_may_be_cut(server):
+    """truncate_prompt_tokens: the last of them; with truncation_side, the first."""
+    (ids,) = [server.post("/tokenize", {"prompt": TEXTS[2]}).json()["tokens"]]
+    last, first = (server.post("/detokenize", {"tokens": part}).json()["prompt"] for part in (ids[-1:], ids[:1]))
+    for more, same in (({}, last), ({"truncation_side": "right"}, first)):
+        body = {"text_1": TEXTS[2], "text_2": same, "truncate_prompt_tokens": 1, **more}
+        answer = server.post("/score", body).json()
+        assert answer["usage"]["total_tokens"] == 2 and answer["data"][0]["score"] == pytest.approx(1, abs=1e-5)
+
+
+def test_what_is_wrong_is_told_by_name(server):
+    score, rank = "/score", "/rerank"
+    for path, body, expected in (
+        (score, {"text_1": "a"}, ("text_1", "missing_required_parameter")),
+        (score, {"text_1": "a", "text_2": []}, ("text_2", "empty_array")),
+        (score, {"text_1": "a", "text_2": "b", "x": 1}, ("x", "unknown_parameter")),
+        (score, {"text_1": "a", "text_2": "b", "request_id": ""}, ("request_id", "invalid_value")),
+        (score, {"text_1": "a", "text_2": "b", "priority": 2**64}, ("priority", "invalid_value")),
+        (score, {"text_1": "a", "text_2": "b " * 2000}, (None, "context_length_exceeded")),
+        (rank, {"query": "a"}, ("documents", "missing_required_parameter")),
+        (rank, {"query": "a", "documents": [{"text": "b", "x": 1}]}, ("documents[0].x", "unknown_parameter")),
+        (rank, {"query": "a", "documents": ["b"] * 1025}, ("documents", "invalid_value")),
+        (
+            rank,
+            {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 0},
+            ("truncate_prompt_tokens", "invalid_value"),
+        ),
+        ("/classify", {"input": [1]}, (None, "unsupported")),
+    ):
+        assert refused(server.post(path, body)) == expected
+    assert refused(server.post(score, {"model": "x", "text_1": "a", "text_2": "b"}), 404)[0] == "model"
+
+
+def test_they_count_as_a_tenant_s(texts):
+    """max_requests: each text is one vector, and none is computed if that is too many."""
+    tenants = Tenants((("k", "small"),), {"small": Tenant(max_requests=3)})
+    with site(texts, tenants=tenants) as here:
+        key = {"Authorization": "Bearer k"}
+        body = {"query": "a", "documents": ["b", "c"]}
+        assert refused(here.post("/rerank", body), 401)[1] == "invalid_api_key"
+        assert here.post("/rerank", body, headers=key).status_code == 200
+        assert refused(here.post("/rerank", {"query": "a", "documents": list("bcd")}, headers=key)) == (
+            None,
+            "tenant_limit",
+        )
+        assert here.post("/score", {"text_1": "a", "text_2": "b"}, headers=key).status_code == 200
+        while here.served.tenants.served["small"]:  # an answer comes before its end
+            pass
+
+
+def test_the_metrics_count_them(server):
+    def finished():
+        lines = server.client.get("/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    before = finished()
+    server.post("/score", {"text_1": "a", "text_2": "b"})
+    server.post("/score", {"text_1": "a"})
+    after = finished()
+    changed = {name for name in after if name.startswith("hibachi_requests") and after[name] != before.get(name, 0)}
+    assert any("finished_total" in name for name in changed) and any("rejected_total" in name for name in changed)
+
+
+# ---- vectors of fewer dimensions -------------------------------------------------------------------------------------
+
+
+def test_the_first_numbers_of_a_vector(server, vectors):
+    """`dimensions`: made unit length again; as many as the model has are all of them."""
+    data = server.post("/v1/embeddings", {"input": TEXTS, "dimensions": 8}).json()["data"]
+    for told, whole in zip(data, vectors, strict=True):
+        first = np.array(whole[:8])
+        assert_allclose(told["embedding"], first / np.linalg.norm(first), atol=1e-6)
+    (whole,) = server.post("/v1/embeddings", {"input": TEXTS[0], "dimensions": 256}).json()["data"]
+    assert_allclose(whole["embedding"], vectors[0], atol=1e-6)
+    for n in (0, -1, 257, 10**30):
+        assert refused(server.post("/v1/embeddings", {"input": "a", "dimensions": n})) == (
+            "dimensions",
+            "invalid_value",
+        )
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+CLASSIFIER = '''
+import numpy as np
+
+class Signs:
+    """Negative, or positive: a logit for each."""
+
+    labels = ["negative", "positive"]
+    token = np.zeros(3, np.float32)
+
+    def forward(self, x):
+        if np.isnan(x).any():
+            raise ValueError("not a number")
+        total = x.sum(axis=1)
+        return np.stack([-total, total], axis=1)
+
+class Shares(Signs):
+    probabilities = True
+
+    def forward(self, x):
+        share = 1 / (1 + np.exp(-x.sum(axis=1)))
+        return np.stack([1 - share, share], axis=1)
+
+class Wrong(Signs):
+    """A number less than labels for what begins with 9, and no number at all for what begins with 8."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        found[x[:, 0] == 8] = np.nan
+        return found
+
+class Plain(Signs):
+    labels = None
+    feedforward = True
+
+class Any(Signs):
+    token = None
+
+    def forward(self, x):
+        total = x.reshape(len(x), -1).sum(axis=1)
+        return np.stack([-total, total], axis=1)
+'''
+
+
+@pytest.fixture(scope="module")
+def classifier_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("classes") / "signs.py"
+    file.write_text(CLASSIFIER)
+    return file
+
+
+@pytest.fixture(scope="module", params=[open_model, open_remote], ids=["own", "child"])
+def classifier(request, classifier_file):
+    with request.param(f"{classifier_file}:Signs", max_batch_size=4) as model, site(model) as here:
+        yield here
+
+
+def own(file, name):
+    return open_model(f"{file}:{name}", max_batch_size=4)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def test_inputs_are_put_into_classes(classifier):
+    answer = classifier.post("/classify", {"input": [[1, 0, 0.5], [-1, 0, -0.5]], "request_id": "mine"}).json()
+    assert answer["id"] == "classify-mine" and answer["object"] == "list" and answer["model"] == "tiny"
+    first, second = answer["data"]
+    assert (first["index"], first["label"], first["num_classes"]) == (0, "positive", 2)
+    assert_allclose(first["probs"], [sigmoid(-3), sigmoid(3)])
+    assert second["label"] == "negative" and answer["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+    (alone,) = classifier.post("/classify", {"input": [1, 0, 0.5]}).json()["data"]
+    assert alone == first
+    (raw,) = classifier.post("/classify", {"input": [1, 0, 0.5], "use_activation": False}).json()["data"]
+    assert raw["probs"] == [-1.5, 1.5]
+
+
+def test_a_wrong_input_is_told_and_disturbs_nobody(classifier):
+    body = json.dumps({"input": [[1, 0, 0]] * 400}).encode()
+    kind = {"Content-Type": "application/json"}
+    found = []
+    beside = threading.Thread(
+        target=lambda: found.append(classifier.client.post("/classify", content=body, headers=kind)), daemon=True
+    )
+    beside.start()
+    for wrong in ([1, 2], [[1, 2, 3], [1, 2]], ["a", 1, 2], [], [[]], [[1, 2, None]], 7, [[[1, 2, 3]]]):
+        assert refused(classifier.post("/classify", {"input": wrong}))[0].startswith("input")
+    assert refused(classifier.post("/classify", {"input": [[1, 2, 3]] * 1025})) == ("input", "invalid_value")
+    assert refused(classifier.post("/classify", {"input": "text"}))[0] == "input"
+    assert refused(classifier.post("/classify", {})) == ("input", "missing_required_parameter")
+    assert refused(classifier.post("/classify", {"input": [1, 2, 3], "labels": []})) == ("labels", "unknown_parameter")
+    beside.join(30)
+    assert {d["label"] for d in found[0].json()["data"]} == {"positive"} and len(found[0].json()["data"]) == 400
+
+
+def test_a_model_that_makes_no_text_has_no_routes_for_it(classifier):
+    for path, body in (
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/warm", {"text": "a"}),
+    ):
+        assert refused(classifier.post(path, body))[1] == "no_text"
+
+
+def test_outputs_that_are_probabilities_are_told_as_they_are(classifier_file):
+    with own(classifier_file, "Shares") as model, site(model) as here:
+        (found,) = here.post("/classify", {"input": [1, 1, 1]}).json()["data"]
+        assert_allclose(found["probs"], [sigmoid(-3), sigmoid(3)], rtol=1e-6)
+
+
+def test_inputs_count_as_a_tenant_s(classifier_file):
+    tenants = Tenants((("k", "small"),), {"small": Tenant(max_requests=2)})
+    with own(classifier_file, "Signs") as model, site(model, tenants=tenants) as here:
+        for n, status in ((2, 200), (3, 400)):
+            answer = here.post("/classify", {"input": [[1, 2, 3]] * n}, headers={"Authorization": "Bearer k"})
+            assert answer.status_code == status, answer.text
+
+
+def test_inputs_of_any_shape(classifier_file):
+    with own(classifier_file, "Any") as model, site(model) as here:
+        found = here.post("/classify", {"input": [[1.0], [[-2.0, 1.0]]]}).json()["data"]
+        assert [d["label"] for d in found] == ["positive", "negative"]
+
+
+def test_a_model_without_labels_does_not_classify(classifier_file):
+    with own(classifier_file, "Plain") as model, site(model) as here:
+        assert refused(here.post("/classify", {"input": [1, 2, 3]})) == (None, "unsupported")
+
+
+def test_what_is_no_number_is_the_model_s_fault(classifier_file):
+    with own(classifier_file, "Wrong") as model, site(model) as here:
+        assert refused(here.post("/classify", {"input": [[8, 2, 3]]}), 500)[1] == "model_fault"
+        assert here.post("/classify", {"input": [[1, 2, 3]]}).status_code == 200

@@ -1,0 +1,128 @@
+"""POST /v1/warm: a prompt's beginning is in the cache before somebody asks with it; the answer is kvboost's."""
+
+from __future__ import annotations
+
+import pytest
+
+from hibachi.lm.own import open_texts
+from hibachi.web.tenants import Tenant, Tenants
+
+from .conftest import site
+
+TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune"
+CHAT = [{"role": "system", "content": TEXT}]
+
+
+def refused(response, status=400):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    return error["param"], error["code"]
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_was_warmed_is_found(server):
+    """K-30: the usage adds up, and tells what was found."""
+    text = "warmed: " + TEXT
+    answer = server.post("/v1/warm", {"text": text, "model": "tiny"}).json()
+    count, block = answer["token_count"], answer["chunk_size"]
+    assert answer["status"] == "warmed" and answer["chars"] == len(text) and block >= 1
+    assert count == server.post("/tokenize", {"prompt": text}).json()["count"] > block
+    assert answer["chunks_stored"] == count // block and answer["partial_tail_tokens"] == count % block
+    assert answer["chunk_boundary_aligned"] is (count % block == 0)
+    assert (answer["alignment_warning"] is None) is answer["chunk_boundary_aligned"]
+    used = answer["usage"]
+    assert (used["prompt_tokens"], used["completion_tokens"], used["total_tokens"]) == (count, 0, count)
+    assert cached(answer) == 0
+    assert cached(server.complete(text + " must be", max_tokens=1)) == count // block * block
+    again = server.post("/v1/warm", {"text": text}).json()
+    assert again["chunks_stored"] == count // block - cached(again) // block < 2
+
+
+def test_a_text_that_fills_its_blocks(server):
+    block = server.post("/v1/warm", {"text": "a"}).json()["chunk_size"]
+    ids = server.post("/tokenize", {"prompt": "aligned " + TEXT}).json()["tokens"]
+    text = server.post("/detokenize", {"tokens": ids[:block]}).json()["prompt"]
+    answer = server.post("/v1/warm", {"text": text}).json()
+    assert answer["token_count"] == block and answer["chunks_stored"] == 1
+    assert (answer["chunk_boundary_aligned"], answer["partial_tail_tokens"]) == (True, 0)
+    assert answer["alignment_warning"] is None
+
+
+def test_a_conversation_is_warmed_as_a_chat_renders_it(server):
+    answer = server.post("/v1/warm", {"messages": CHAT}).json()
+    asked = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}).json()
+    block = answer["chunk_size"]
+    assert answer["token_count"] == asked["usage"]["prompt_tokens"]
+    assert cached(asked) == (answer["token_count"] - 1) // block * block
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert server.post("/v1/warm", {"messages": CHAT, "tools": tools}).json()["token_count"] > answer["token_count"]
+
+
+def test_a_salt_keeps_it_apart(server):
+    text = "salted: " + TEXT
+    server.post("/v1/warm", {"text": text, "cache_salt": "s"})
+    assert cached(server.complete(text, max_tokens=1, cache_salt="other")) == 0
+    assert cached(server.complete(text, max_tokens=1, cache_salt="s")) > 0
+
+
+def test_special_tokens_are_added_to_a_text_and_not_to_a_template_s(server, monkeypatch):
+    encode, asked = server.served.reading.encode, []
+
+    def spied(*args, special, **more):
+        asked.append(special)
+        return encode(*args, special=special, **more)
+
+    monkeypatch.setattr(server.served.reading, "encode", spied)
+    for given in ({"text": "a"}, {"messages": CHAT}):
+        for more in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            server.post("/v1/warm", {**given, **more})
+    assert asked == [True, True, False, False, True, False]
+
+
+def test_what_is_wrong_is_told_by_name(server):
+    """K-31: without a text, 400."""
+    assert refused(server.post("/v1/warm", {})) == ("text", "missing_required_parameter")
+    assert refused(server.post("/v1/warm", {"text": ""})) == ("text", "missing_required_parameter")
+    assert refused(server.post("/v1/warm", {"text": None})) == ("text", "missing_required_parameter")
+    assert refused(server.post("/v1/warm", {"text": 7})) == ("text", "invalid_type")
+    assert refused(server.post("/v1/warm", {"text": "a", "messages": CHAT})) == ("messages", "invalid_value")
+    assert refused(server.post("/v1/warm", {"messages": []})) == ("messages", "empty_array")
+    assert refused(server.post("/v1/warm", {"text": "a", "chars": 1})) == ("chars", "unknown_parameter")
+    assert refused(server.post("/v1/warm", {"text": "a", "timeout": -1})) == ("timeout", "invalid_value")
+    assert refused(server.post("/v1/warm", {"text": "a " * 2000})) == (None, "context_length_exceeded")
+    assert refused(server.post("/v1/warm", {"text": "a", "model": "x"}), 404) == ("model", "model_not_found")
+
+
+def test_what_kvboost_answers_otherwise(server):
+    """K-29: its 422, 422 and 503 are our 400, 400 and 429 (the last: tests/serve/test_overload.py); a stream has an
+    event for each token and ends as OpenAI's do; an answer that is cut says so."""
+    assert refused(server.post("/v1/completions", {"prompt": "a", "model": "x"}), 404)[0] == "model"
+    assert refused(server.post("/v1/completions", {"prompt": []})) == ("prompt", "empty_array")
+    assert refused(server.post("/v1/completions", {"prompt": "a", "max_tokens": 0}))[0] == "max_tokens"
+    body = {"prompt": "Emma", "max_tokens": 6, "temperature": 0, "stream": True}
+    *events, end, rest = server.post("/v1/completions", body).text.split("\n\n")
+    assert len(events) >= 2 and (end, rest) == ("data: [DONE]", "") and '"finish_reason":"length"' in events[-1]
+
+
+def test_it_is_limited_as_a_request(texts):
+    tenants = Tenants((("k", "one"),), {"one": Tenant(max_requests=1)})
+    with site(texts, tenants=tenants) as here:
+        assert refused(here.post("/v1/warm", {"text": "a"}), 401)[1] == "invalid_api_key"
+        key = {"Authorization": "Bearer k"}
+        here.served.tenants.served["one"] += 1
+        assert refused(here.post("/v1/warm", {"text": "a"}, headers=key), 429) == (None, "tenant_limit")
+        here.served.tenants.served["one"] -= 1
+        assert here.post("/v1/warm", {"text": "a"}, headers=key).status_code == 200
+        page = here.client.get("/metrics", headers=key).text
+    (rejected,) = [line for line in page.splitlines() if "tenant_limit" in line]
+    assert rejected.startswith("hibachi_requests_rejected_total{") and rejected.endswith(" 1")
+
+
+def test_a_model_without_a_cache_has_nothing_to_warm(slow_model):
+    with open_texts(slow_model, max_batch_size=2) as model, site(model) as here:
+        assert refused(here.post("/v1/warm", {"text": "a"})) == (None, "unsupported")
+        with pytest.raises(AssertionError):  # but text it makes
+            refused(here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))
