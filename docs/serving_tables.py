@@ -1,4 +1,4 @@
-"""Writes the tables of serving.md, routing.md and coming-from-tgi.md from the code: every setting, every route, the fields of requests.
+"""Writes the tables of serving.md, routing.md and coming-from-tgi.md from the code: settings, routes, fields.
 
 python docs/serving_tables.py
 """
@@ -36,10 +36,7 @@ PAGE, ROUTING, COMING = HERE / "serving.md", HERE / "routing.md", HERE / "coming
 
 
 def routes() -> str:
-    rows = [
-        f"| {r.method} | `{r.path}` | {'yes' if r.keyed else 'no'} | {_about(r.handler)} |"
-        for r in ROUTES
-    ]
+    rows = [f"| {r.method} | `{r.path}` | {'yes' if r.keyed else 'no'} | {_about(r.handler)} |" for r in ROUTES]
     rows.append(f"| GET | `{PATH}` | no | figures for Prometheus |")
     return "\n".join(["| | route | takes a key | |", "|---|---|---|---|", *rows])
 

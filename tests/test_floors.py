@@ -61,6 +61,10 @@ RULES = {
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
     "hibachi/api": Rule("errors request streams model api", third_party="msgspec"),
+    # The router reads and writes shapes of api too, and has no NumPy: only these may have it.
+    "hibachi/api/vectors.py": Rule("api"),
+    "hibachi/api/ranking.py": Rule("errors tensor api", third_party="numpy msgspec"),
+    "hibachi/api/tokens": Rule("errors request tensor api", third_party="numpy msgspec"),
     "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
         f"{BATCH} settings lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""

@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Struct, UnsetType
-
-from hibachi.api.errors import Refused
 
 StopReason = str | int | None | UnsetType
 """As vLLM tells it, beside finish_reason: the stop string or the id of stop_token_ids that ended the text, null for
@@ -324,27 +321,6 @@ class Load(Struct):
 
 class Forgotten(Struct):
     success: bool
-
-
-def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
-    """Vectors [hidden] by their first numbers, made unit length again; None: as they are. Raises Refused."""
-    if dimensions is None:
-        return list(vectors)
-    if any(dimensions > len(v) for v in vectors):
-        raise Refused(
-            f"dimensions must be at most {min(map(len, vectors))}, as many as this model's vectors have; got "
-            f"{dimensions}.",
-            param="dimensions",
-            code="invalid_value",
-        )
-    return [unit(v[:dimensions]).astype(v.dtype) for v in vectors]
-
-
-def unit(v: Any) -> Any:
-    """A vector by its length, in float64; of no length, as it is."""
-    found = np.asarray(v, np.float64)
-    length = np.sqrt(found @ found)
-    return found / length if length > 0 else found
 
 
 def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> Embeddings:

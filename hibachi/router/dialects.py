@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hibachi.api.dialects import ANTHROPIC, OPENAI, TGI, Dialect
+from hibachi.api.errors import Refused
 from hibachi.router.routes import TGI as TGI_PATHS
+
+
+def _as_tgi(refused: Refused) -> dict[str, Any]:
+    """In our own words: no upstream has looked at the input."""
+    return {**TGI.error(refused), "error": str(refused)}
+
+
+_TGI = replace(TGI, error=_as_tgi)
 
 
 def dialect_of(path: str) -> Dialect:
     """OpenAI's, where the path belongs to nobody else."""
     if path in TGI_PATHS:
-        return TGI
+        return _TGI
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI

@@ -10,6 +10,7 @@ from hibachi.api.bodies import ChatBody, CompletionBody, DetokenizeBody, Embeddi
 from hibachi.api.conversation import conversation
 from hibachi.api.errors import Refused
 from hibachi.api.openapi import Error
+from hibachi.api.vectors import shortened
 from hibachi.api.writing import ChatWriter, CompletionWriter
 from hibachi.request import SamplingParams, Terms
 from hibachi.serve.record import Record, Vectors
@@ -95,7 +96,7 @@ async def embeddings(served: Served, x: Exchange) -> None:
     packed = body.encoding_format == "base64"
 
     def answer(vectors: Sequence[HostArray], tokens: int) -> Any:
-        return answers.embeddings(answers.shortened(vectors, body.dimensions), name, tokens, packed=packed)
+        return answers.embeddings(shortened(vectors, body.dimensions), name, tokens, packed=packed)
 
     await answer_vectors(served, x, ids, Terms(), answer)
 

@@ -11,9 +11,9 @@ from msgspec import Raw, to_builtins
 from numpy.testing import assert_allclose
 
 from hibachi.api import ranking
-from hibachi.api.answers import shortened
 from hibachi.api.bodies import Bounds, RerankBody, ScoreBody, read
 from hibachi.api.errors import Refused
+from hibachi.api.vectors import shortened
 from hibachi.errors import ModelError
 
 SMALL = Bounds(prompts=3)

@@ -543,7 +543,7 @@ def test_statuses_of_the_routers_own_in_other_words(mock, route):
     one = mock()
     here = route(one, wait_for=0.1, timeout=0.3)
     one.script = lambda r: [HANG]
-    assert here.ask("/generate", BODY).json["error_type"] == "generation"
+    assert here.ask("/generate", BODY).json["error_type"] == "incomplete_generation"
     assert here.ask("/v1/messages", BODY).json["error"]["type"] == "timeout_error"
     one.check, one.script = lambda r: [error(500)], lambda r: [CLOSE]
     eventually(lambda: here.of(one).state is State.ILL)

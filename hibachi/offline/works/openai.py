@@ -12,6 +12,7 @@ from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
 from hibachi.api.errors import SERVER, Refused
 from hibachi.api.reading import Reading
+from hibachi.api.vectors import shortened
 from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
 from hibachi.decode.uniforms import fork
 from hibachi.errors import HibachiError, shown
@@ -209,7 +210,7 @@ class OpenAIWork(Watching[Texts]):
         n = sum(map(len, ready.ids))
         with judged(partial(self._failed, number, ready.values)):
             if ready.writer is None:
-                vectors = answers.shortened([item.result() for item in ready.items], ready.dimensions)
+                vectors = shortened([item.result() for item in ready.items], ready.dimensions)
                 body: Any = answers.embeddings(vectors, ready.name, n, packed=ready.packed)
                 return Result(self._lines.answered(number, ready.values, body), n)
             assert ready.feeding is not None

@@ -74,10 +74,8 @@ def send(server, prompt):
     """Without waiting for the answer."""
     body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
     sock = socket.create_connection(("127.0.0.1", int(server.port)), timeout=20)
-    sock.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-        % (len(body), body)
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
     server._connections.append(sock)
     return sock
 
