@@ -6,6 +6,8 @@ stream    128 connections, on the shipped model (NumPy, and --backend in --dtype
           one that costs nothing; the generator runs on the same cores. Expected: 8k tokens/s on the shipped model with
           --backend torch, 20k where it costs nothing. Tokens that come while a stream is being written share its next
           chunk.
+dialects  processor time of the server's process a token, 128 streams with steps of 5 ms, in TGI's dialect (greedy, and
+          drawn) and in OpenAI's, by turns. Expected: at most 1.15 of OpenAI's.
 first     the time to the first token of one request at a time, beside the engine's own. Expected: 5 ms more at most.
 idle      2,000 streams that get a token every half second: memory of each. Expected: 100 KB at most.
 leak      10,000 requests, 30 % of which hang up in the middle: memory and free blocks, before and after.
@@ -277,6 +279,51 @@ def stream(args) -> None:
                 print(f"  {title:20} {kind:6} {rate:8.0f} tokens/s{said if used else ''}", flush=True)
 
 
+def dialects(args) -> None:
+    print("dialects: 128 streams of 128 tokens, steps of 5 ms; microseconds of the server's process a token")
+    drawn = {"temperature": 0.9, "seed": 1}
+    forms = {
+        "OpenAI, greedy": ("/v1/completions", {"prompt": "hello", "max_tokens": 128, "stream": True, "temperature": 0}),
+        "TGI, greedy": ("/generate_stream", {"inputs": "hello", "parameters": {"max_new_tokens": 128}}),
+        "OpenAI, drawn": ("/v1/completions", {"prompt": "hello", "max_tokens": 128, "stream": True} | drawn),
+        "TGI, drawn": (
+            "/generate_stream",
+            {"inputs": "hello", "parameters": {"max_new_tokens": 128, "do_sample": True} | drawn},
+        ),
+    }
+    for kind in KINDS:
+        with server(PACED, kind, "--max-num-seqs", "128") as one:
+            used: dict[str, list[float]] = {name: [] for name in forms}
+            for turn in range(args.repeat + 1):  # the first is to warm up
+                for name, (path, body) in forms.items():
+                    before = _processor(one.pid)
+                    run(_ask_all(one, path, json.dumps(body).encode(), 128))
+                    if turn:
+                        used[name].append(1e6 * (_processor(one.pid) - before) / 128**2)
+            for name, values in used.items():
+                base = used[f"OpenAI, {name.split()[1]}"]
+                ratio = median(v / b for v, b in zip(values, base, strict=True))
+                print(f"  {kind:6} {name:15} {median(values):6.1f}  {ratio:5.2f} of OpenAI's", flush=True)
+
+
+async def _ask_all(one: Server, path: str, body: bytes, n: int) -> None:
+    client = Client(Url.of(one.url), agent="hibachi-bench")
+
+    def take(answer, part, now) -> None:
+        assert answer.status == 200, part
+
+    try:
+        await asyncio.gather(*(client.post(path, body, take) for _ in range(n)))
+    finally:
+        await client.close()
+
+
+def _processor(pid: int) -> float:
+    """Seconds that a process has used, its children apart."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def first(args) -> None:
     print("first: milliseconds to the first token, one request at a time on tiny, 16 tokens in; p50 of 100")
     with ExitStack() as stack:
@@ -393,7 +440,7 @@ async def _hang_up(one: Server, n: int, seed: int) -> tuple[int, int]:
     return done, hung
 
 
-PARTS = {part.__name__: part for part in (overhead, stream, first, idle, leak)}
+PARTS = {part.__name__: part for part in (overhead, stream, dialects, first, idle, leak)}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -120,7 +120,8 @@ class Rooms:
     its first call is made with an array in one piece, and again with one that lies in memory as a view does, both its
     own. If it writes into one, or gives other bits with the second, or fails, it gets arrays of its own for good, as it
     does once a view raises an error.
-    Memory: at most twice the inputs of the last two steps; of a call, until one of its rows has ended.
+    Memory: at most twice the inputs of the last step, and while one runs of two; of a call, until one of its rows has
+    ended.
     """
 
     def __init__(self, backend: ArrayBackend, name: str, *, useful: bool) -> None:
@@ -136,6 +137,10 @@ class Rooms:
         """A step begins: what is older than the last one is dropped."""
         if self._last or self._now:
             self._last, self._now = self._now, {}
+
+    def end(self) -> None:
+        """It is over: what it did not go on with is dropped."""
+        self._last = {}
 
     def clear(self) -> None:
         """Other requests have the same numbers."""
@@ -177,12 +182,12 @@ class Rooms:
         """`call` of the tokens [B, S, *tok]; of a copy of them, where the model cannot do with a view."""
         contiguous = view.flags.c_contiguous
         if contiguous not in self._tried:
-            own, apart = view.copy(), _apart(view)
+            own = view.copy()
             out = call(own)
             if self._backend.owns(out) and self._backend.unfit(out) is None:
                 self._tried.add(contiguous)
                 out = self._backend.copy(out)  # the next call may write its output there
-                if not (self._agrees(out, apart, call) and _equal(own, view) and _equal(apart, view)):
+                if not (self._agrees(out, view, call) and _equal(own, view)):  # it may write into a former input, too
                     self._give_up()
             return out
         try:
@@ -194,14 +199,15 @@ class Rooms:
         self._give_up()
         return out
 
-    def _agrees(self, out: Array, tokens: HostArray, call: Callable[[HostArray], Any]) -> bool:
-        """Does `call` of these tokens give the same bits?"""
+    def _agrees(self, out: Array, view: HostArray, call: Callable[[HostArray], Any]) -> bool:
+        """Does `call` of these tokens, as they lie in the view, give the same bits and leave them as they are?"""
+        apart = _apart(view)
         try:
-            again = call(tokens)
+            again = call(apart)
         except BaseException as e:  # no signal comes to this thread
             drop_frames(e)
             return False
-        return self._backend.owns(again) and again.dtype == out.dtype and _equal(again, out)
+        return self._backend.owns(again) and again.dtype == out.dtype and _equal(again, out) and _equal(apart, view)
 
     def _give_up(self) -> None:
         why = "it writes into them, or needs them in one piece"
@@ -237,7 +243,12 @@ def _apart(view: HostArray) -> HostArray:
 
 def _equal(a: HostArray, b: HostArray) -> bool:
     """In every bit."""
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
+    if a.shape != b.shape:
+        return False
+    if a.dtype.itemsize in (1, 2, 4, 8):  # without copies of them
+        bits = f"u{a.dtype.itemsize}"
+        return bool((a.view(bits) == b.view(bits)).all())
+    return a.tobytes() == b.tobytes()
 
 
 def _key(seqs: list[Seq]) -> tuple[int, ...]:

@@ -154,6 +154,7 @@ class WholeRunner(BaseRunner):
         outcome = Outcome([], {})
         for call in self.grouping.calls(plan, kinds=self.tables.several):
             outcome += isolate(lambda idx: self._forward(plan, idx, call), call.idx, self.backend, self.theirs)  # noqa: B023
+        self._rooms.end()
         return outcome
 
     def _forward(self, plan: StepPlan, idx: Any, call: Call) -> Part:

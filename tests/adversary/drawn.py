@@ -266,6 +266,7 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "stop": TEXTS,
         "stop_token_ids": IDS,
         "ignore_eos": (True, False),
+        "skip_special_tokens": (True, False),
         "logprobs": WHOLE,
         "min_p": (0, 1e-320, 0.2, 1),
         "typical_p": (1e-320, 0.1, 0.9, 1),

@@ -96,20 +96,20 @@ class NextLogits:
 
 
 @pytest.mark.parametrize(
-    "model, how",
+    "model, how, times",
     [
-        (Next, dict(max_new_tokens=3)),
-        (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0))),
-        (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.2))),
+        (Next, dict(max_new_tokens=3), 5),  # its first large call is made twice, see `grown.Rooms`
+        (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0)), 4),
+        (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.2)), 4),
     ],
     ids=["level 0", "level 1", "level 1 with a penalty"],
 )
-def test_m9_a_prompt_of_a_million_tokens(model, how):
+def test_m9_a_prompt_of_a_million_tokens(model, how, times):
     """Its memory is a few times its own, however many rows there are, and goes when it has ended."""
     prompt = np.arange(10**6, dtype=np.int64) % 10
     with AutoregressiveBatchInference(model(), max_model_len=2**20, max_batch_size=256, backend="numpy") as engine:
         small = ints(engine.run(prompt[:9], **how).collect())
-        with at_most(4 * prompt.nbytes, prompt.nbytes // 10):
+        with at_most(times * prompt.nbytes, prompt.nbytes // 10):
             engine.run(prompt, **how).collect()
         assert ints(engine.run(prompt[:9], **how).collect()) == small
 

@@ -101,7 +101,8 @@ def test_2_headers_that_are_too_large(small, headers, path):
 
 
 @pytest.mark.parametrize(
-    "request_", [b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"nonsense\r\n\r\n"]
+    "request_",
+    [b"GET /ready HTTP/1.1\r\n\r\n", b"GET /ready HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"nonsense\r\n\r\n"],
 )
 def test_20_what_is_no_http_is_told_as_json(small, request_):
     with connected(small.port) as sock:

@@ -333,11 +333,13 @@ def test_17_a_log_that_nobody_can_write_ends_nothing(model):
 
 
 def test_25_a_model_of_files_is_called_by_its_last_name(tmp_path):
-    from hibachi.serve.load_model import _name
+    from hibachi.remote.identity import name_of
 
     folder = tmp_path / "deep" / "my-model"
     folder.mkdir(parents=True)
-    assert _name(str(folder)) == "my-model" and _name("org/name") == "org/name" and _name("tiny") == "tiny"
+    (folder / "weights.gguf").touch()
+    assert [name_of(str(path)) for path in (folder, folder / "weights.gguf")] == ["my-model", "weights"]
+    assert [name_of(name) for name in ("org/name", "tiny", "pkg:Class")] == ["org/name", "tiny", "pkg:Class"]
 
 
 def test_28_a_handshake_must_come_in_time(start, tmp_path):
