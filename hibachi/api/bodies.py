@@ -267,16 +267,17 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[int]
 
 
+PAGE = "docs/serving.md"
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
-def read(kind: type[T], body: bytes) -> T:
-    """Of JSON. Raises Refused, which names the field."""
+def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
+    """Of JSON. page: that lists the fields. Raises Refused, which names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
-        raise refused_by(e) from None
+        raise refused_by(e, page) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be valid JSON in UTF-8: {e}.", code="invalid_json") from None
     except RecursionError:
@@ -294,7 +295,7 @@ def taken(kind: type[T], value: Any) -> T:
         raise refused_by(e) from None
 
 
-def refused_by(error: msgspec.ValidationError) -> Refused:
+def refused_by(error: msgspec.ValidationError, page: str = PAGE) -> Refused:
     """What names the field."""
     text = str(error)
     at = _AT.search(text)
@@ -304,7 +305,7 @@ def refused_by(error: msgspec.ValidationError) -> Refused:
         own = unknown[1][:MOST_SHOWN]
         name = f"{place}.{own}" if place else own
         return Refused(
-            f"Unknown field: {name}. There is none of that name here; docs/serving.md lists them.",
+            f"Unknown field: {name}. There is none of that name here; {page} lists them.",
             param=name,
             code="unknown_parameter",
         )

@@ -74,9 +74,13 @@ def _tgi_error(refused: Refused) -> dict[str, Any]:
     return {"error": f"{_TGI_WORDS.get(kind, '')}{refused}", "error_type": kind}
 
 
+_UNREAD = ("invalid_json", "invalid_http", "shutting_down", "engine_stalled")
+
+
 def _after_reading(refused: Refused) -> bool:
-    """Not what keeps a request from being read: no key, or a body that is too large, late or no JSON."""
-    return refused.status not in (401, 403, 408, 413, 415, 431) and refused.code not in ("invalid_json", "invalid_http")
+    """Not what keeps a request from being read: no key, a body that is too large, late or no JSON, or a server that
+    takes nothing new, so that who asked may go to another."""
+    return refused.status not in (401, 403, 405, 408, 413, 415, 431) and refused.code not in _UNREAD
 
 
 TGI = Dialect("tgi", _tgi_error, _tgi_status)

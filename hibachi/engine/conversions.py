@@ -38,7 +38,7 @@ def said_by(model: Any) -> dict[str, Any]:
     labels = getattr(model, "labels", ())
     fine = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
     return {
-        "labels": tuple(labels) if fine else (),
+        "labels": tuple(map(str.__str__, labels)) if fine else (),  # of members of an enum: their values
         "probabilities": getattr(model, "probabilities", False) is True,
         "reads": callable(getattr(model, "read", None)),
         "writes": callable(getattr(model, "write", None)),
@@ -104,7 +104,11 @@ class Conversions:
                 self._places.release()
                 done.set()
 
-        threading.Thread(target=run, name="hibachi-conversion", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="hibachi-conversion", daemon=True).start()
+        except RuntimeError as e:  # the system has no more threads
+            self._places.release()
+            raise QueueFull(f"There is no thread for {call}: {text_of(e)}. Try again later.") from e
         if not done.wait(max(0.0, until - time.monotonic())):
             raise EngineFailed(f"{call} took more than {ANSWER:.3g} s, and was let go. Make it faster.")
         if isinstance(out[0], BaseException):
@@ -121,7 +125,8 @@ def _refused(call: str, error: BaseException) -> HibachiError:
     if isinstance(error, (InvalidRequest, ModelError)):
         return error.with_traceback(None)  # its frames hold the body
     if isinstance(error, ValueError):
-        return InvalidRequest(str(error) or f"{call} refused it.")
+        said = text_of(error).removeprefix(type(error).__name__).removeprefix(": ")  # no more than the beginning
+        return InvalidRequest(said.encode("utf-8", "backslashreplace").decode() or f"{call} refused it.")
     return ModelError(f"{call} raised {text_of(error)}")
 
 
@@ -145,5 +150,5 @@ def _body(call: str, made: Any) -> tuple[bytes, str]:
     if isinstance(made, tuple) and len(made) == 2:
         data, kind = made
         if isinstance(data, (bytes, bytearray, memoryview)) and isinstance(kind, str) and _MEDIA.fullmatch(kind):
-            return bytes(data), kind
+            return bytes(data), str.__str__(kind)  # no member of an enum, which only this process may know
     raise ModelError(f"{call} must return (bytes, media type), such as (b'...', 'audio/wav'); got {shown(made)}.")

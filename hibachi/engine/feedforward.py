@@ -168,7 +168,8 @@ def fitting(host: HostArray, token: tuple[tuple[int, ...], Any] | None) -> HostA
     if token is None:
         return np.array(host)
     shape, dtype = token[0], np.dtype(token[1])
-    if host.shape != shape or (host.dtype.kind in "iub") != (dtype.kind in "iub"):
+    family = dict.fromkeys("iub", "integers")  # of the letters of dtypes: floats and complex numbers are their own
+    if host.shape != shape or family.get(host.dtype.kind, host.dtype.kind) != family.get(dtype.kind, dtype.kind):
         raise InvalidRequest(
             f"This model takes inputs of shape {shape} and {dtype}; got {host.shape} and {host.dtype}. Send such a one."
         )

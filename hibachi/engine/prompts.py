@@ -58,7 +58,8 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
     if not host.shape[0]:
         raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")
     if host.dtype.kind not in "iufb":
-        raise InvalidRequest(f"A prompt must hold numbers; got dtype {host.dtype}. Tokenize it first.")
+        mend = _MENDS.get(host.dtype.kind, "Convert it first.")
+        raise InvalidRequest(f"A prompt must hold integers, floats or booleans; got dtype {host.dtype}. {mend}")
     if own is not None and (host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu")):
         of = "token ids, integers of shape ()" if vocab else f"tokens of shape {own.shape} and {own.dtype}"
         raise InvalidRequest(
@@ -67,6 +68,10 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
         )
     if vocab is not None:
         check_ids(host, vocab)
+
+
+_MENDS = dict.fromkeys("USO", "Tokenize it first.")
+_MENDS["c"] = "Send real and imaginary parts as numbers of their own: z.view(float)."
 
 
 class HostPrompts:

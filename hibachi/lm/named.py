@@ -7,6 +7,7 @@ Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for thes
     stop            ends every request too: a StopRule, a predicate (also as a method), a token or a list of them
     eos_ids         tokens that end every request; of text: where it does not say ignore_eos
     padding_token   (1, *tok): rows of different lengths share calls
+    default_params  a SamplingParams, of a model that returns logits, for requests that bring none
     max_model_len   most tokens of a request, prompt included
     feedforward     True: `forward` takes single inputs; without it `forward` returns the next token (level 0)
     labels          a list of texts: feed-forward, and what each number of an output stands for
@@ -25,7 +26,7 @@ from typing import Any
 from hibachi.engine.build import level_of
 from hibachi.errors import ConfigError, InvalidRequest, text_of
 from hibachi.named import object_named
-from hibachi.request import StopRule, as_rule
+from hibachi.request import SamplingParams, StopRule, as_params, as_rule
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 
@@ -59,6 +60,14 @@ def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
         raise ConfigError(f"{type(model).__name__}: stop and eos_ids must be tokens or rules: {text_of(e)}.") from e
 
 
+def own_params(model: Any) -> SamplingParams:
+    """How to sample where a request does not say it: the attribute `default_params`. Raises ConfigError."""
+    try:
+        return as_params(getattr(model, "default_params", None), SamplingParams())
+    except InvalidRequest as e:
+        raise ConfigError(f"{type(model).__name__}.default_{e}") from e
+
+
 def _make(spec: str, make: Any, backend: str | ArrayBackend | None) -> Any:
     try:
         takes = "backend" in inspect.signature(make).parameters
@@ -68,7 +77,10 @@ def _make(spec: str, make: Any, backend: str | ArrayBackend | None) -> Any:
     try:
         return make(**given)
     except Exception as e:
-        raise ConfigError(
-            f"{spec} could not be made: {type(e).__name__}: {e}. A class or function is called with backend= if it has "
-            f"such a parameter, and with nothing else; name a function that returns the model ready to run."
-        ) from e
+        mend = "That is what it raised itself, before any request came."
+        if isinstance(e, TypeError):
+            mend = (
+                "A class or function is called with backend= if it has such a parameter, and with nothing else; name a "
+                "function that returns the model ready to run."
+            )
+        raise ConfigError(f"{spec} could not be made: {text_of(e)}. {mend}") from e

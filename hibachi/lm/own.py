@@ -12,14 +12,14 @@ from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
 from hibachi.lm.llm import LLM
-from hibachi.lm.named import model_named, own_stop
+from hibachi.lm.named import model_named, own_params, own_stop
 from hibachi.lm.options import OPTIONS, TextOptions
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.named import is_named
 from hibachi.options import check_options
-from hibachi.request import Request, SamplingParams
+from hibachi.request import Request
 from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
 
@@ -76,7 +76,8 @@ class OwnTexts(Texts):
     """A model of one's own whose engine samples: of level 1, or of level 2 with logits (docs/models.md).
 
     Its attribute `tokenizer` has encode(text) -> ids and decode(ids) -> text, and perhaps a `chat_template`; without
-    one, prompts are token ids. `eos_ids`: tokens that end a text. made: the model, if it was made already.
+    one, prompts are token ids. `eos_ids`: tokens that end a text. `default_params`: a SamplingParams for requests that
+    bring none. made: the model, if it was made already.
 
     Raises ConfigError.
     """
@@ -95,7 +96,7 @@ class OwnTexts(Texts):
             self.portable_tokenizer,
             vocab_size=made.vocab_size,
             eos_ids=getattr(made, "eos_ids", ()),
-            default_params=SamplingParams(),
+            default_params=own_params(made),
         )
 
 

@@ -11,6 +11,7 @@ All that a step brings goes in one message. The child ends when the parent does,
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -22,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,11 +32,12 @@ from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_model
 from hibachi.remote.rows import Gathered, Rows, headings, send
-from hibachi.request import Finish
+from hibachi.request import Finish, SamplingParams
 from hibachi.runners.job import Job
 from hibachi.streams.channel import Channel
 from hibachi.streams.loops import Wakeups
 from hibachi.streams.stream import native_row
+from hibachi.tensor.array_backend import HostArray
 
 MOST_LOGGED = 20_000  # characters of a message or a traceback
 BEAT = 0.25  # seconds from one sign of life to the next
@@ -44,11 +46,12 @@ BEAT = 0.25  # seconds from one sign of life to the next
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What the parent must know once the model is loaded. tokenizer: pickled, of a model of one's own, which has no
-    files."""
+    files. default_params: of a request that brings none."""
 
     facts: Facts
     eos_ids: tuple[int, ...]
     tokenizer: bytes | None
+    default_params: SamplingParams = field(default_factory=SamplingParams)
 
 
 class Outbox:
@@ -65,7 +68,7 @@ class Outbox:
         self.starts: list[tuple[int, float | None, int, Any]] = []
         self.tokens: list[tuple[int, Any, Any]] = []
         self.ends: list[tuple[int, Finish, BaseException | None, tuple[int | None, float]]] = []
-        self.rows = Gathered(to_host, self._no_row)
+        self.rows = Gathered(sendable, self._no_row)
         self.beat: Callable[[], None] = lambda: None  # tells how the engine is
         self.drop: Callable[[int], object] = lambda number: None  # ends a request
 
@@ -170,11 +173,20 @@ def _portable(error: BaseException | None, other: type[HibachiError] = ModelErro
         return None
     with suppress(BaseException):
         if isinstance(error, Exception) and _home(type(error)) in ("hibachi", "builtins"):
-            pickle.loads(pickle.dumps(error))
+            _Elsewhere(io.BytesIO(pickle.dumps(error))).load()
             return error
     base = next((base for base in type(error).__mro__ if _home(base) == "hibachi"), other)
     found: BaseException = restored(base, (text_of(error),), {}, None)
     return found
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Reads what the parent can read, who has none of the user's modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] not in ("hibachi", "builtins", "numpy", "copyreg"):
+            raise pickle.UnpicklingError(f"{module}.{name} is not known there")
+        return super().find_class(module, name)
 
 
 def _home(kind: type) -> str:
@@ -190,6 +202,14 @@ def _pickled(tokenizer: Any) -> bytes | None:
             f"The model's tokenizer cannot go to the process that reads prompts: {type(e).__name__}: {e}. Make it one "
             f"that pickle takes, or run the engine in the same process (engine=own)."
         ) from e
+
+
+def sendable(item: Any) -> HostArray:
+    """`to_host`. Raises TypeError for an array of objects, which the parent may not know."""
+    found = to_host(item)
+    if found.dtype.hasobject:
+        raise TypeError(f"expected an array of numbers; got the dtype {found.dtype}")
+    return found
 
 
 def no_array(error: BaseException) -> ModelError:
@@ -225,7 +245,9 @@ class Child:
 
     def ready(self) -> Ready:
         tokenizer = getattr(self._served, "portable_tokenizer", None)
-        return Ready(self._engine.facts, getattr(self._served, "eos_ids", ()), _pickled(tokenizer))
+        served = self._served
+        eos_ids, params = getattr(served, "eos_ids", ()), getattr(served, "default_params", SamplingParams())
+        return Ready(self._engine.facts, eos_ids, _pickled(tokenizer), params)
 
     def serve(self, ready: Ready) -> None:
         self._outbox.send("ready", ready)
@@ -250,7 +272,7 @@ class Child:
             elif job.pooling is not None:
                 channel.read = read
             elif self._engine.facts.vocab_size is None:
-                channel.read = to_host
+                channel.read = sendable
             self._jobs[number] = job, channel  # before the engine can end it
             self._engine.enqueue(job)
         except Exception as e:

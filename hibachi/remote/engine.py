@@ -269,8 +269,10 @@ class RemoteEngine(Closing):
         with self._changed:
             if self._refusal is not None and self._refusal is not _draining:
                 raise self._refusal()
-            self._post(self._answers, waiting, contents, "ask", what)
+            call = self._post(self._answers, waiting, contents, "ask", what)
         if not waiting[0].wait(within):
+            self._answers.pop(call, None)
+            self._sender.withdraw(call)
             raise EngineFailed(f"The engine's process has not answered for {within:.3g} s. {self.health().message}")
         if not waiting[1]:
             raise waiting[2]

@@ -55,7 +55,7 @@ class RemoteLLM(Texts):
                 if ready.tokenizer is None:
                     raise ConfigError(no_text(model, "has only `forward`, or returns tokens"))
                 look_here()  # its class may stand in the module of the model
-                tokenizer, params = pickle.loads(ready.tokenizer), SamplingParams()
+                tokenizer, params = pickle.loads(ready.tokenizer), ready.default_params
             else:
                 files = open_files(locate(model))
                 tokenizer = files.tokenizer(vocab_size=facts.vocab_size)

@@ -92,11 +92,12 @@ class Door:
             tell(x, refused, quiet=quiet)
 
     async def _refuse(self, x: Exchange, refused: Refused) -> None:
-        data = encode(dialect_of(x.path).error(refused))
+        dialect = dialect_of(x.path)
+        data = encode(dialect.error(refused))
         told = {name.lower(): value for name, value in refused.headers.items()}
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         headers += [(name.encode(), value.encode()) for name, value in told.items()]
-        await x.start(refused.status, headers)
+        await x.start(dialect.status(refused), headers)
         await x.write(data, more=False)
 
     # ---- what passes -------------------------------------------------------------------------------------------

@@ -428,9 +428,10 @@ def unknown(model: str, models: list[str]) -> Refused:
 
 
 def _code_of(body: bytes) -> str:
-    """What our own servers say of a 503: "shutting_down", "engine_failed", ..."""
+    """What our own servers say of a 503: "shutting_down", "engine_failed", ...; in TGI's dialect only the latter."""
     try:
-        code = msgspec.json.decode(body)["error"]["code"]
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        told = msgspec.json.decode(body)
+        code = "engine_failed" if told.get("error_type") == "generation" else told["error"]["code"]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
     return code if isinstance(code, str) else ""

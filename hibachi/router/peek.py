@@ -36,6 +36,7 @@ class _Texts(_Named):
     prompt: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
     inputs: msgspec.Raw = _NOTHING
+    text: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
     instructions: msgspec.Raw = _NOTHING
 
@@ -94,7 +95,7 @@ def _of_json(body: Data, text: int) -> tuple[str | None, bytes]:
         return model, b""
     assert isinstance(found, _Texts)
     said, left = [], text
-    for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs):
+    for part in (found.system, found.instructions, found.messages, found.prompt, found.input, found.inputs, found.text):
         if left > 0 and part is not _NOTHING:
             said.append(bytes(memoryview(part)[:left]))
             left -= len(said[-1])

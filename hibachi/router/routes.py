@@ -20,6 +20,7 @@ TOKENS = "/v1/generate"  # whose bodies may be arrays, with the model in the que
 _GENERATE = frozenset(
     {
         TOKENS,
+        "/v1/warm",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/embeddings",

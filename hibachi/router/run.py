@@ -16,6 +16,7 @@ from typing import Any
 from hibachi.errors import ConfigError
 from hibachi.router.checks import Checks
 from hibachi.router.client import Client
+from hibachi.router.dialects import dialect_of
 from hibachi.router.door import Door
 from hibachi.router.fleet import Fleet
 from hibachi.router.forward import Forwarder, Patience
@@ -80,7 +81,7 @@ def config_for(
     hosts: the names it answers to besides those of loopback; None: to any. Raises ConfigError.
     """
     arrival = settings.arrival_timeout or None
-    app: Any = router if hosts is None else Hosts(router, hosts, "--cors")
+    app: Any = router if hosts is None else Hosts(router, hosts, "--cors", dialect=dialect_of)
     if origins := origins_of(settings.cors, "--cors"):
         app = Cors(app, origins, exposed=EVERY)
     return config_of(app, arrival, tell_of_none, certificate, date_header=False, proxy_headers=False)

@@ -11,6 +11,7 @@ from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from hibachi.api.dialects import OPENAI, Dialect
 from hibachi.api.errors import Refused, as_refused
 from hibachi.serve import generate, openai, operating, ranking, tgi, warm
 from hibachi.serve.describing import with_description
@@ -26,6 +27,13 @@ LEFT = 499  # as nginx logs a client that left
 
 MODULES = (openai, ranking, warm, tgi, generate, operating)
 ROUTES: tuple[Route, ...] = tuple(route for module in MODULES for route in module.ROUTES)
+_DIALECTS = {route.path: route.dialect for route in ROUTES}
+_METHODS = {path: sorted({route.method for route in ROUTES if route.path == path}) for path in _DIALECTS}
+
+
+def dialect_at(path: str) -> Dialect:
+    """Of errors that come before a route is found: for no such method, or another name of the server."""
+    return _DIALECTS.get(path, OPENAI)
 
 
 class Endpoint:
@@ -86,13 +94,18 @@ def application(served: Served, more: Sequence[Route] = ()) -> Starlette:
 async def _no_route(served: Served, request: Any, error: Exception) -> Any:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
-    what = "allows no such method" if status == 405 else "does not exist"
+    what, code = "does not exist", "not_found"
+    if status == 405:
+        what, code = "allows no such method", "method_not_allowed"
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         x = Exchange(scope, receive, send)
+        x.dialect = dialect_at(x.route)
         try:
             check_headers(scope)
-            refused = Refused(f"{x.method} {x.path[:200]}: this route {what}.", status=status, code="not_found")
+            refused = Refused(f"{x.method} {x.path[:200]}: this route {what}.", status=status, code=code)
+            if status == 405 and (methods := _METHODS.get(x.route)):  # of all routes with this path
+                headers["Allow"] = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
             refused.headers = headers
         except Refused as e:
             refused = e

@@ -101,7 +101,7 @@ def _errors(route: Route, served: Served) -> Iterator[tuple[int, Any]]:
             yield 200 if dialect.as_event(refused) else dialect.status(refused), _ERRORS.get(dialect.name, Error)
     if route.about.unwell is not None:
         yield 503, route.about.unwell
-    yield 403, Error  # of another name of the server, before the route is looked for
+    yield 403, _ERRORS.get(route.dialect.name, Error)  # of another name of the server, before the route is looked for
 
 
 def _refusals(route: Route, served: Served) -> Iterator[Refused]:
@@ -117,8 +117,9 @@ def _refusals(route: Route, served: Served) -> Iterator[Refused]:
     if route.keyed and served.tenants.keys:
         yield of(401)
     if about.body is not None:
-        for status in (400, 408, 413, 415, 503):
+        for status in (400, 408, 413, 415):
             yield of(status)
+        yield of(503, "shutting_down")
     if about.named:
         yield of(404)
     if about.asks or is_work(route.method, route.path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from hibachi.api import answers
 from hibachi.api.errors import Refused, as_refused, body_of
 from hibachi.api.openapi import BINARY, Error
 from hibachi.api.tokens.accept import Accept, media_type, refused
+from hibachi.api.tokens.arrays import DTYPES
 from hibachi.api.tokens.asking import Asked, asked_of, check_room
 from hibachi.api.tokens.bodies import BYTES, JSON, MSGPACK, MSGPACKS, NPY, TYPES, Given, Parameters, TokensBody
 from hibachi.api.tokens.writing import (
@@ -26,16 +26,18 @@ from hibachi.api.tokens.writing import (
     Form,
     Opening,
     Output,
+    Scores,
     TokenWriter,
     Whole,
     about,
 )
 from hibachi.api.writing import reason_of
 from hibachi.engine.conversions import to_host
-from hibachi.errors import HibachiError, ModelError, NonFiniteOutput
+from hibachi.errors import HibachiError, InvalidRequest, ModelError, NonFiniteOutput, PromptTooLong
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
-from hibachi.request import SamplingParams
+from hibachi.request import SamplingParams, StopRule
+from hibachi.runners.stops import as_token
 from hibachi.runners.tokentable import IDS
 from hibachi.serve.record import Generated, Record
 from hibachi.serve.routes import About, Route, example_array
@@ -71,14 +73,17 @@ async def generate(served: Served, x: Exchange) -> None:
         eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,
     )
-    form = _form(accept, given.said.stream, facts.writes)
+    form = _form(accept, given.said.stream, facts.writes, given.own)
     if not given.own:
         prompt = await served.arrays.run(size, partial(given.prompt, dtype), x.tenant)
     elif facts.reads:
-        prompt = await served.convert(partial(what.engine.read, raw, kind))
+        prompt = await served.convert(partial(what.engine.read, raw, kind), x.tenant)
     else:
         raise _unsupported(kind)
-    await _answer(served, x, given.said, prompt, asked, accept, form, name)
+    try:
+        await _answer(served, x, given.said, prompt, asked, accept, form, name)
+    except InvalidRequest as e:
+        raise _of_prompt(e) from e
 
 
 async def _answer(
@@ -97,7 +102,10 @@ async def _answer(
     token = facts.token or (prompt.shape[1:], prompt.dtype.name)
     if asked.params is not None:
         token = IDS.shape, IDS.dtype.name
-    writer = TokenWriter(name, token, base64=said.encoding == "base64", id=said.request_id or x.id)
+    if asked.stop is not None:
+        _check_stop(asked.stop, token)
+    kind, base64 = None if facts.feedforward else token, said.encoding == "base64"
+    writer = TokenWriter(name, kind, base64=base64, id=said.request_id or x.id)
     params = (asked.params or _ONE).with_(max_tokens=asked.limit)
     with (
         served.record(x, params, [range(n)]) as record,
@@ -156,7 +164,9 @@ class _Answer:
                         await x.begin(200, form.kind)
                     opened, events = True, form.event(writer.opening(form))
                 if len(tokens):
-                    events += form.event(writer.came(tokens, form, self._scores(len(tokens))))
+                    write = partial(self._event, tokens, form, self._scores(len(tokens)))
+                    slow = tokens.nbytes >= ASIDE and writer.lists(form)
+                    events += await self._served.arrays.aside(write, x.tenant) if slow else write()
                 if self._over:
                     events += form.event(self._end())
                 sent, events = events, b""
@@ -166,11 +176,14 @@ class _Answer:
             if not x.begun:  # then it has a status of its own
                 raise
             self._record.failed(e)
-            told = as_refused(e)
+            told = as_refused(_of_prompt(e) if isinstance(e, InvalidRequest) else e)
             x.blame(told, e)
             await x.write(events + form.event(body_of(told)), more=False)
         finally:
             comments.stop()
+
+    def _event(self, tokens: HostArray, form: Form, scores: Scores | None) -> bytes:
+        return form.event(self._writer.came(tokens, form, scores))
 
     async def whole(self, accept: Accept, form: str | None) -> None:
         """form: of WHOLE; None: what the model writes."""
@@ -185,7 +198,11 @@ class _Answer:
                     param="max_tokens",
                     code="answer_too_large",
                 )
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = parts[0]
+        if len(parts) > 1:
+            join = partial(np.concatenate, parts)
+            found = join() if size < ASIDE else await self._served.arrays.aside(join, self._x.tenant)
+            parts.clear()
         end, single = None, self._served.what.engine.facts.feedforward
         if not single:
             end = self._end()
@@ -194,8 +211,8 @@ class _Answer:
             raise ModelError("A feed-forward model must return one output for each input; got none.")
         more = None if end is None else about(end)
         if form is None:
-            made = found[0] if end is None else found
-            data, kind = await self._served.convert(partial(self._served.what.engine.write, made))
+            written = partial(self._written, found[0] if end is None else found)
+            data, kind = await self._served.convert(written, self._x.tenant)
             if accept.quality(media_type(kind.encode("latin-1"))):
                 await self._x.answer(data, kind.encode("latin-1"), 200, more)
                 return
@@ -209,6 +226,9 @@ class _Answer:
         )
         data = write() if size < ASIDE else await self._served.arrays.aside(write, self._x.tenant)
         await self._x.answer(data, form.encode(), 200, more if form == NPY else None)
+
+    def _written(self, made: HostArray) -> tuple[bytes, str]:
+        return self._served.what.engine.write(made.copy())  # the model may write there, and we go on with ours
 
     async def _some(self) -> HostArray:
         """The tokens that have come since it was last asked, [n, *token]; none at the end only. Raises what the stream
@@ -230,7 +250,7 @@ class _Answer:
         self._came += len(items)
         return self._writer.made(_joined(items, self._host))
 
-    def _scores(self, n: int, since: int | None = None) -> Sequence[dict[int, float] | None] | None:
+    def _scores(self, n: int, since: int | None = None) -> Scores | None:
         if not self._asked.logprobs:
             return None
         since = self._came - n if since is None else since
@@ -250,7 +270,28 @@ def _joined(items: list[Any], host: Any) -> HostArray:
     if len(items) == 1:
         one: HostArray = host(items[0])
         return one[None]
-    return np.stack([host(item) for item in items])
+    tokens = [host(item) for item in items]
+    if not tokens[0].ndim or not tokens[0].shape[0]:
+        return np.stack(tokens)
+    # As `stack`, which costs twice as much.
+    return np.concatenate(tokens).reshape(len(tokens), *tokens[0].shape)
+
+
+def _of_prompt(error: InvalidRequest) -> Refused:
+    """What the engine refuses of a request whose fields were found good is its prompt."""
+    refused = as_refused(error)
+    if not isinstance(error, PromptTooLong):
+        refused.param, refused.code = "prompt", refused.code or "invalid_value"
+    return refused
+
+
+def _check_stop(stop: StopRule, kind: tuple[tuple[int, ...], str]) -> None:
+    """kind: shape and dtype of a token. Raises Refused."""
+    try:
+        for token in stop.tokens:
+            as_token(token, kind[0], DTYPES.get(kind[1], DTYPES["float32"]), "stop token")
+    except InvalidRequest as e:
+        raise Refused(f"{e} The field stop is a list of tokens.", param="stop", code="invalid_value") from None
 
 
 def _taken(x: Exchange, reads: bool) -> str:
@@ -277,10 +318,10 @@ def _unsupported(kind: str) -> Refused:
     )
 
 
-def _form(accept: Accept, stream: bool, writes: bool) -> str | None:
-    """None: what the model's own `write` makes. Raises Refused."""
+def _form(accept: Accept, stream: bool, writes: bool, own: bool) -> str | None:
+    """None: what the model's own `write` makes. own: the model has read the body. Raises Refused."""
     ours = tuple(STREAMS) if stream else WHOLE
-    if not stream and writes and accept.prefers_another(ours):
+    if not stream and writes and (accept.prefers_another(ours) or (own and not accept.names(ours))):
         return None
     found = accept.best(ours)
     if found is None and stream and accept.quality(JSON):

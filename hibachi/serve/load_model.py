@@ -12,7 +12,7 @@ from hibachi.plan.policy import Fair, Policy, Priority, WaitingServed
 from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.remote.opening import open_settled
 from hibachi.serve.served import Served
-from hibachi.serve.tgi_settings import NAME
+from hibachi.serve.tgi_settings import NAME, NAMELESS
 from hibachi.web.keys import tenants_of
 from hibachi.web.tenants import Tenants
 
@@ -37,6 +37,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             queue_timeout=settings.queue_timeout or None,
             arrival=settings.arrival_timeout or None,
             tgi=None if settings.tgi is None else TgiLimits(**settings.tgi.limits()),
+            nameless=frozenset() if settings.tgi is None else NAMELESS,
             fingerprint=system_fingerprint(texts.engine.facts, settings.model),
         )
     except BaseException:

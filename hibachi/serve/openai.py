@@ -45,8 +45,7 @@ async def models(served: Served, x: Exchange) -> None:
 
 async def model(served: Served, x: Exchange) -> None:
     """One of the names that are served."""
-    name = x.params["model"]
-    served.check_name(name)
+    name = served.named(x.params["model"])
     await x.json(answers.model(name, served.created, served.max_len, served.root, served.numerics))
 
 

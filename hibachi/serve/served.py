@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
 from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.tokens.asking import Asked
+from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
 from hibachi.errors import EngineClosed, QueueFull
 from hibachi.lm.texts import Texts
@@ -61,7 +63,8 @@ class Served:
     names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
     of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a request.
     arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds` say.
-    fingerprint: the same where the same bits are computed, see `system_fingerprint`.
+    nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint: the same where
+    the same bits are computed, see `system_fingerprint`.
     """
 
     what: Texts | Tokens
@@ -76,6 +79,7 @@ class Served:
     queue_timeout: float | None = None
     arrival: float | None = None
     tgi: TgiLimits | None = None
+    nameless: frozenset[str] = frozenset()
     fingerprint: str | None = None
     meter: Meter = field(default_factory=NoMeter)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -86,7 +90,8 @@ class Served:
         self._text = _Text(self.what, self.chat_template, self.tgi) if isinstance(self.what, Texts) else None
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
-        self._converting, self._converted = ThreadPoolExecutor(8, "hibachi-convert"), 0
+        self._converting, self._converted = ThreadPoolExecutor(8, "hibachi-convert"), Counter[str]()  # by tenant
+        self._turns: dict[str, asyncio.Semaphore] = {}
         self.arrays = Tokenizing()  # where large ones are read
 
     # ---- bodies ------------------------------------------------------------------------------------------------
@@ -127,8 +132,12 @@ class Served:
 
     def check_name(self, name: str | None) -> str:
         """The name that the answer bears. Raises Refused."""
-        if name is None:
+        if name is None or (name in self.nameless and name not in self.names):
             return self.names[0]
+        return self.named(name)
+
+    def named(self, name: str) -> str:
+        """One of the names. Raises Refused."""
         if name not in self.names:
             served = ", ".join(self.names)
             raise Refused(
@@ -265,15 +274,19 @@ class Served:
             return "The server is shutting down."
         return self.why_not_live(in_full)
 
-    async def convert(self, call: Callable[[], T]) -> T:
-        """The model's own `read` or `write`, in one of some threads of their own. Raises QueueFull."""
-        if self._converted >= MOST_CONVERTED:
-            raise QueueFull(f"{MOST_CONVERTED} bodies wait for the model to read or write them. Try again later.")
-        self._converted += 1
+    async def convert(self, call: Callable[[], T], tenant: str = "") -> T:
+        """The model's own `read` or `write`, in one of some threads of their own. Of a tenant half as many may wait or
+        run as of all, so that none is in the way of the others. Raises QueueFull."""
+        most = MOST_CONVERTED // 2 if tenant else MOST_CONVERTED
+        if self._converted[tenant] >= most or self._converted.total() >= MOST_CONVERTED:
+            raise QueueFull(f"{most} bodies wait for the model to read or write them. Try again later.")
+        turns = self._turns.setdefault(tenant, asyncio.Semaphore(AT_ONCE // 2 if tenant else AT_ONCE))
+        self._converted[tenant] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._converting, call)
+            async with turns:
+                return await asyncio.get_running_loop().run_in_executor(self._converting, call)
         finally:
-            self._converted -= 1
+            self._converted[tenant] -= 1
 
     async def ask(self, what: Callable[[], T]) -> T:
         """What the engine answers, which may take a while: in a thread of its own."""

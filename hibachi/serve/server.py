@@ -12,7 +12,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from hibachi.errors import ConfigError
-from hibachi.serve.app import application, tells
+from hibachi.serve.app import application, dialect_at, tells
 from hibachi.serve.metrics import metrics_for
 from hibachi.serve.served import Served
 from hibachi.streams.closeable import CLOSE_WITHIN
@@ -54,13 +54,13 @@ def surrounded(
 ) -> Any:
     """What stands around the application; see `server_of`."""
     around: Any = app
+    if hosts is not None:
+        around = Hosts(around, hosts, "--allowed-origins", tell, dialect_at)
     if root_path:
         if any(f"{getattr(route, 'path', '')}/".startswith(f"{root_path}/") for route in app.routes):
             # A path could be read in two ways.
             raise ConfigError(f"--root-path {root_path}: our own routes begin so. Choose another, such as /llm.")
         around = Rooted(around, root_path)
-    if hosts is not None:
-        around = Hosts(around, hosts, "--allowed-origins", tell)
     return Cors(around, origins, tell=tell) if origins else around
 
 

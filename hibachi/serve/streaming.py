@@ -50,7 +50,8 @@ async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, 
 
 
 async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
-    comments, dialect = Comments(x), writer.dialect
+    more = None if headers is None else headers(record)
+    comments, dialect = Comments(x, more=more), writer.dialect
     chunks: list[Any] | None = None  # None: nothing has come
     open_ = {c.index: c for c in text.choices}
     try:
@@ -60,7 +61,7 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
             await comments.settled()
             if chunks is None:
                 if not x.begun:
-                    await x.begin(200, SSE, None if headers is None else headers(record))
+                    await x.begin(200, SSE, more)
                 chunks = writer.opening()
             chunks += [writer.piece(p) for p in pieces]
             chunks += [writer.end(c) for c in _over(open_)]

@@ -18,6 +18,7 @@ from hibachi.settings.kinds import SWITCH, Kind, choice, integer, seconds, size,
 
 COMPAT = "tgi"
 NAME = "tgi"  # what TGI's clients call any model
+NAMELESS = frozenset({"", "dummy"})  # likewise, where they were told none: huggingface_hub's chat_completion
 DEFAULTS: dict[str, Any] = {
     "host": "0.0.0.0",
     "port": 3000,

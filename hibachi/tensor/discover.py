@@ -103,7 +103,7 @@ def backend_for(array: Any) -> ArrayBackend:
     if hasattr(array, "__array_namespace__"):
         return ArrayBackend(array.__array_namespace__(), name=library)
     raise BackendNotFound(
-        f"No backend knows {type(array).__module__}.{type(array).__qualname__}. Installed: {', '.join(available())}. "
+        f"No backend knows {type(array).__module__}.{type(array).__qualname__}. Known: {', '.join(known())}. "
         f"Pass backend=NAME or a Backend object."
     )
 

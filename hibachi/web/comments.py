@@ -13,11 +13,18 @@ COMMENT = b": waiting\n\n"  # which readers of server-sent events pass over (WHA
 class Comments:
     """Sends a comment whenever nothing was sent for `every` seconds; the first begins the answer, with status 200.
 
-    Whoever writes an event awaits `settled` first, and calls `stop` in the end.
+    more: headers of that answer. Whoever writes an event awaits `settled` first, and calls `stop` in the end.
     """
 
-    def __init__(self, x: Exchange, kind: bytes = SSE, comment: bytes = COMMENT, every: float | None = None) -> None:
-        self._x, self._kind, self._comment = x, kind, comment
+    def __init__(
+        self,
+        x: Exchange,
+        kind: bytes = SSE,
+        comment: bytes = COMMENT,
+        every: float | None = None,
+        more: dict[str, str] | None = None,
+    ) -> None:
+        self._x, self._kind, self._comment, self._more = x, kind, comment, more
         self._every = EVERY if every is None else every
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
@@ -36,7 +43,7 @@ class Comments:
 
     async def _say(self) -> None:
         if not self._x.begun:
-            await self._x.begin(200, self._kind)
+            await self._x.begin(200, self._kind, self._more)
         await self._x.write(self._comment)
 
     async def settled(self) -> None:

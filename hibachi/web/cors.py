@@ -21,7 +21,8 @@ EVERY = b"*"
 # By their names, as "*" stands for all headers only where a page sends no cookies.
 OURS = (
     b"X-Request-Id, Retry-After, X-Compute-Type, X-Compute-Time, X-Compute-Characters, X-Total-Time, "
-    b"X-Validation-Time, X-Queue-Time, X-Inference-Time, X-Time-Per-Token, X-Prompt-Tokens, X-Generated-Tokens"
+    b"X-Validation-Time, X-Queue-Time, X-Inference-Time, X-Time-Per-Token, X-Prompt-Tokens, X-Generated-Tokens, "
+    b"X-Completion-Tokens, X-Finish-Reason, X-Stop-Reason"
 )
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _USUAL = {"http": ":80", "https": ":443"}  # browsers leave them out

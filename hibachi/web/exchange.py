@@ -71,6 +71,11 @@ class Exchange:
         return {name: unquote(value) for name, value in found.items()}
 
     @property
+    def route(self) -> str:
+        """The path without what a proxy has in front of it."""
+        return self.path.removeprefix(self.scope.get("root_path", ""))
+
+    @property
     def query(self) -> list[tuple[str, str]]:
         """Names and values, in their order. Raises Refused."""
         raw: bytes = self.scope["query_string"]
@@ -146,8 +151,9 @@ class Exchange:
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """`begin` with these headers and no others."""
-        self.begun, self.status = True, status
+        self.begun, self.status, self.writing = True, status, True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.writing = False
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Waits while the client reads slowly."""
@@ -163,7 +169,8 @@ class Exchange:
         await self.answer(encode(answer), b"application/json", status, more)
 
     def blame(self, refused: Refused, error: BaseException) -> None:
-        """Tell the operator what the client is not told."""
+        """Tell the operator, of an event as well as of a status, and also what the client is not told."""
+        self.more["code"] = refused.code or refused.kind
         if refused.status == 500:
             log.error("request %s: %s %r", self.id, self.method, self.path[:200], exc_info=error)
 

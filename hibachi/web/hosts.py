@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from hibachi.api.dialects import OPENAI, Dialect
 from hibachi.api.errors import Refused
 from hibachi.web.access import tell_of_none
 from hibachi.web.cors import hosts_of
@@ -29,11 +31,24 @@ def hosts_for(settings: SimpleNamespace, origins: frozenset[str], public: bool) 
     return frozenset({settings.host.lower()}) | hosts_of(origins)
 
 
-class Hosts:
-    """The application for who calls it by one of its names. flag: that of the settings which adds names."""
+def _openai(path: str) -> Dialect:
+    return OPENAI
 
-    def __init__(self, app: Any, names: frozenset[str], flag: str, tell: Tell = tell_of_none) -> None:
-        self._app, self._names, self._flag, self._tell = app, names, flag, tell
+
+class Hosts:
+    """The application for who calls it by one of its names. flag: that of the settings which adds names. dialect: in
+    which a path is refused, without `root_path`.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        names: frozenset[str],
+        flag: str,
+        tell: Tell = tell_of_none,
+        dialect: Callable[[str], Dialect] = _openai,
+    ) -> None:
+        self._app, self._names, self._flag, self._tell, self._dialect = app, names, flag, tell, dialect
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
@@ -42,6 +57,7 @@ class Hosts:
             await self._app(scope, receive, send)
             return
         x = Exchange(scope, receive, send)
+        x.dialect = self._dialect(x.route)
         # Not 421 (misdirected): clients may send that request once more.
         refused = Refused(
             f"Host: expected localhost, or an address of loopback; got {name[:100]!r}. A proxy on this machine may "

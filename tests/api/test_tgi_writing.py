@@ -217,6 +217,12 @@ def test_a_text_that_was_cut_off_has_no_end(tokenizer):
     told.say([40], finish=Finish.CLOSED)
     with pytest.raises(EngineClosed):
         told.events()
+    told = Told(tokenizer, max_new_tokens=5)
+    told.say([40])
+    assert len(told.events()) == 1
+    told.say([], finish=Finish.CLOSED)  # behind the last of its tokens
+    with pytest.raises(EngineClosed):
+        told.events()
 
 
 def test_the_end_of_a_tokenizer_that_shows_it(tokenizer):

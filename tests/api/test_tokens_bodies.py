@@ -242,5 +242,20 @@ def test_a_type_that_only_the_model_may_make(header, another):
     assert Accept(header).prefers_another(WHOLE) is another
 
 
+@pytest.mark.parametrize(
+    "header, named",
+    [
+        (None, False),
+        (b"*/*", False),
+        (b"audio/wav, */*", False),
+        (b"application/json;q=0, */*", False),
+        (b"application/*", True),
+        (b"application/json;q=0.1, */*", True),
+    ],
+)
+def test_whether_a_type_of_ours_is_asked_for(header, named):
+    assert Accept(header).names(WHOLE) is named
+
+
 def test_media_types():
     assert media_type(b" Audio/WAV ; rate=8000") == "audio/wav" and media_type(b"") == ""

@@ -251,9 +251,8 @@ def test_noise_becomes_a_note(served):
         sound.append(string.QUIETER * (sound[-80] + sound[-81]) / 2)
     assert answer.headers["x-finish-reason"] == "stop" and len(got) == len(sound) - 240
     assert np.allclose(got, sound[240:], atol=2e-4)
-    lists = here.client.post(
-        "/v1/generate?max_tokens=2", content=sounding(noise), headers={"Content-Type": "audio/wav"}
-    )
+    wanted["Accept"] = "application/json"
+    lists = here.client.post("/v1/generate?max_tokens=2", content=sounding(noise), headers=wanted)
     assert np.allclose(np.ravel(lists.json()["tokens"]), sound[240:400], atol=1e-6)
 
 

@@ -13,6 +13,7 @@ from hibachi.engine.autoregressive import level_of
 from hibachi.errors import BackendNotFound
 from hibachi.lm.named import model_named
 from hibachi.named import is_named, object_named, place
+from hibachi.tensor import discover, whose
 
 PROGRAM = """
 from dataclasses import dataclass
@@ -125,6 +126,25 @@ def test_the_highest_rung_is_used(folder):
     assert level_of(model_named("own_program.py:Everything")) == 2
 
 
+def test_no_library_is_imported_to_look_whose_an_attribute_is(monkeypatch):
+    """An object that is like an array and is none."""
+
+    class Like:
+        dtype, shape = "float32", (1,)
+
+    def missing(name):
+        raise AssertionError(f"{name} would be imported")
+
+    monkeypatch.setattr(discover, "why_missing", missing)
+    for name in discover.known():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    model = type("Model", (), {"like": Like()})()
+    model.own = Like()
+    assert whose.backend_of(None, model) is None
+    with pytest.raises(BackendNotFound, match=r"Known: .*numpy.*Pass backend="):
+        discover.backend_for(Like())
+
+
 def test_who_takes_a_backend_gets_it(folder, monkeypatch):
     numpy = load("numpy")
     for name in ("Over", "made_over"):
@@ -155,7 +175,7 @@ def test_who_takes_a_backend_gets_it(folder, monkeypatch):
             "colon and the name in it. It defines Plain, Outer, Over, made, made_over, Called, ready, N",
         ),
         ("own_program:Needs", "could not be made: TypeError.*'weights'.*a function that returns the model"),
-        ("own_program:Breaks", "could not be made: OSError: weights are missing"),
+        ("own_program:Breaks", "could not be made: OSError: weights are missing. That is what it raised itself"),
         ("own_program:nothing", "A model needs one of `forward"),
         ("own_program:ADDED", "int has none"),
         ("own_program:Logits", "also needs `vocab_size`"),

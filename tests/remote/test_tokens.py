@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from hibachi.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineFailed,
+    InvalidModelOutput,
     InvalidRequest,
     ModelError,
     NonFiniteOutput,
@@ -34,6 +36,7 @@ from hibachi.remote.llm import open_remote
 from hibachi.remote.rows import Gathered, each
 from hibachi.request import Finish, Terms
 from tests.engine.models import until
+from tests.remote.token_models import Own
 
 FILE = Path(__file__).with_name("token_models.py")
 PLACES = {"own": open_model, "child": open_remote}
@@ -352,6 +355,51 @@ def test_a_class_reads_and_writes_bodies(model):
     for call in (lambda: steps.engine.read(b"", "x/y"), lambda: steps.engine.write(np.zeros(1))):
         with pytest.raises(UnsupportedOperation, match="Steps has no `"):
             call()
+
+
+def test_nothing_of_a_class_of_its_own_leaves_its_process(model, monkeypatch):
+    """What the other side cannot read would end the process, and all requests with it."""
+    own = model("Own")
+    for name in [name for name in sys.modules if "token_5f_models" in name]:  # of other tests, in this process
+        monkeypatch.delitem(sys.modules, name)
+    assert own.engine.facts.labels == ("text/plain",) and type(own.engine.facts.labels[0]) is str
+    innocent = own.submit([1.0])
+    for bad in (13.0, 99.0):
+        with pytest.raises((ModelError, InvalidModelOutput)):
+            came(own, own.submit([bad]))
+    with pytest.raises(ModelError):
+        own.engine.read(b"a", "x/y")
+    with pytest.raises(InvalidRequest) as e:
+        own.engine.read(b"", "x/y")
+    assert str(e.value).encode()[:6] == b"\\udcff" and len(str(e.value)) < 20_000
+    data, kind = own.engine.write(np.zeros(1))
+    assert (data, kind, type(kind)) == (b"", "text/plain", str)
+    assert came(own, innocent) == [[1.0]] and own.health().ok
+    assert not [name for name in sys.modules if "token_5f_models" in name]  # it was not imported for them
+
+
+def test_a_class_says_how_to_sample_where_a_request_does_not(model):
+    assert model("Ids").default_params == SamplingParams(temperature=0, max_tokens=3)
+
+
+def test_without_a_thread_no_place_is_lost(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    ours = conversions.Conversions(Own())
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", start)
+        for _ in range(conversions.AT_ONCE + 1):
+            with pytest.raises(QueueFull, match="can't start new thread"):
+                ours.write(np.zeros(1))
+    assert ours.write(np.zeros(1)) == (b"", "text/plain")
+
+
+def test_a_call_that_is_not_answered_leaves_nothing_behind(there):
+    engine = there("Kinds").engine
+    with pytest.raises(EngineFailed, match="has not answered"):
+        engine._ask("read", b"slow", "text/plain", within=0)
+    assert not engine._answers
 
 
 def test_a_body_that_takes_long_holds_up_nobody(there):

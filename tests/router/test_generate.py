@@ -7,7 +7,7 @@ from hibachi.api.errors import Refused
 from hibachi.router.peek import look, model_of_query
 from hibachi.router.routes import Kind, Routes
 
-from .mocks import full
+from .mocks import CLOSE, RESET, full, sse
 
 PATH = "/v1/generate"
 NPY = b"\x93NUMPY\x01\x00v\x00" + bytes(200)
@@ -47,8 +47,41 @@ def test_the_model_in_a_query(query, model):
     assert model_of_query(query) == model
 
 
-def test_it_may_be_tried_again_elsewhere():
-    assert Routes().kind("POST", PATH) is Kind.GENERATES
+@pytest.mark.parametrize("path", [PATH, "/v1/warm"])
+def test_it_may_be_tried_again_elsewhere(path):
+    assert Routes().kind("POST", path) is Kind.GENERATES
+
+
+def test_what_is_warmed_goes_where_those_who_begin_so_will_go():
+    body = b'{"model": "m", "text": "' + b"a" * 3000 + b'"}'
+    warmed, asked = (look(b, b"application/json", b"", text=2048) for b in (body, body.replace(b'"text"', b'"prompt"')))
+    assert warmed == asked and warmed[0] == "m" and len(warmed[1]) == 2048
+
+
+def test_a_comment_is_the_first_byte(mock, route):
+    """Behind it nothing is tried again, on any path; before it, it is."""
+    good = list(sse([b": waiting\n\n", b"data: 1\n\n"]))
+    bad, other = mock("m"), mock("m", script=lambda r: good)
+    other.delay = 0.05  # so that it is not asked first
+    here = route(bad, other)
+    bad.script = lambda r: [*good[:2], CLOSE]
+    for path in ("/v1/completions", "/generate_stream", PATH):
+        answer = here.ask(path, b'{"model": "m"}')
+        assert (answer.status, answer.whole, b"".join(answer.parts)) == (200, False, b": waiting\n\n")
+    assert (len(bad.requests), len(other.requests)) == (3, 0)
+    bad.script = lambda r: [RESET]
+    answer = here.ask(PATH, b'{"model": "m"}')
+    assert (answer.status, answer.whole, answer.body) == (200, True, b": waiting\n\ndata: 1\n\n")
+    assert (len(bad.requests), len(other.requests)) == (4, 1)
+
+
+@pytest.mark.parametrize("kind, where", [("generation", 1), ("overloaded", 0)])
+def test_an_engine_that_failed_is_a_fault_in_tgis_words_too(mock, route, kind, where):
+    body = b'{"error": "no", "error_type": "%s"}' % kind.encode()
+    bad = mock("m", script=lambda r: [full(503, body, b"Retry-After: 1")])
+    here = route(bad)
+    assert here.ask("/generate", b'{"inputs": "a"}').body == body
+    assert (here.of(bad).why == "it answered a request with 503") == bool(where)
 
 
 def test_bodies_of_every_type_go_to_who_has_the_model_as_they_came(mock, route):

@@ -532,6 +532,7 @@ def test_errors_are_in_the_words_of_their_path(mock, route):
         answer = here.ask(path, b'{"model": "c"}').json
         assert answer == {"error": answer["error"], "error_type": "validation"}
         assert answer["error"].startswith("No upstream found with c")
+        assert here.ask(path, b"{").status == 422  # as an upstream says it
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = here.ask(path, b'{"model": "c"}').json
         assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")

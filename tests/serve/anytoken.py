@@ -74,6 +74,28 @@ class Slow:
         return np.where(last >= 1000, np.float32(np.nan), last + 1)
 
 
+class Double:
+    """Tokens are float32, and what it returns float64."""
+
+    token = np.zeros(2, np.float32)
+
+    def forward(self, x):
+        return x[:, -1].astype(np.float64) + 0.1
+
+
+class Constant:
+    """Its `write` writes into what it gets."""
+
+    token = np.float32(0)
+
+    def forward(self, x):
+        return np.full(len(x), 5, np.float32)
+
+    def write(self, tokens):
+        tokens *= 2
+        return b"%d" % tokens[0], "text/plain"
+
+
 class Wide:
     """The same token again, a quarter of a megabyte."""
 

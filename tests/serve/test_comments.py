@@ -1,5 +1,6 @@
 """Streams that wait say so: they begin with 200 and a comment, and errors from then on are events."""
 
+import asyncio
 import json
 from functools import partial
 
@@ -9,8 +10,10 @@ import pytest
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import SamplingParams
 from hibachi.web import comments
+from hibachi.web.exchange import Exchange
 
 from .conftest import SLOW, Gate, site
+from .test_streams import until
 
 
 @pytest.fixture
@@ -51,6 +54,40 @@ def test_a_stream_that_waits_sends_comments_and_then_its_events(gated, path, mor
     assert json.loads(first[6:])["choices"] and rest[-1] == "data: [DONE]"
 
 
+def test_a_stream_of_tgis_that_waits_has_its_headers(gated):
+    here, gate = gated
+    body = {"inputs": "abc", "parameters": {"max_new_tokens": 1}}
+    with httpx.stream("POST", here.url + "/generate_stream", json=body, timeout=30) as answer:
+        lines = lines_of(answer)
+        assert next(lines) == ": waiting" and answer.headers["x-compute-characters"] == "3"
+        gate.open()
+        events = [json.loads(line[6:]) for line in lines if line != ": waiting"]
+    assert [e["generated_text"] for e in events] == ["d"]
+
+
+def test_no_comment_overtakes_the_head_of_an_answer():
+    """It may wait for a client that has not read the answer before it, on the same connection."""
+
+    async def sent():
+        found, room = [], asyncio.Event()
+
+        async def send(message):
+            await room.wait()
+            found.append(message["type"])
+
+        x = Exchange({"headers": [], "path": "/", "method": "POST"}, None, send)
+        waiting = comments.Comments(x, every=0.001)
+        beginning = asyncio.ensure_future(x.begin(200, b"text/event-stream"))
+        await asyncio.sleep(0.01)
+        before = len(asyncio.all_tasks())
+        room.set()
+        await beginning
+        waiting.stop()
+        return found, before
+
+    assert asyncio.run(sent()) == (["http.response.start"], 2)
+
+
 @pytest.fixture
 def busy(tmp_path, monkeypatch):
     """A request runs for a long time, so that others wait."""
@@ -63,11 +100,15 @@ def busy(tmp_path, monkeypatch):
         running.close()
 
 
-def test_an_error_after_a_comment_is_an_event(busy):
+def test_an_error_after_a_comment_is_an_event(busy, caplog):
+    caplog.set_level("INFO", "hibachi.request")
     with httpx.stream("POST", busy.url + "/v1/completions", json={**BODY, "timeout": 0.3}, timeout=30) as answer:
         lines = [line for line in lines_of(answer) if line != ": waiting"]
     assert answer.status_code == 200
     assert json.loads(lines[0][6:])["error"]["code"] == "deadline_exceeded" and lines[1:] == ["data: [DONE]"]
+    until(lambda: caplog.records)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "hibachi.request"]
+    assert line.startswith("POST /v1/completions 200 ") and " error=DeadlineExceeded code=deadline_exceeded " in line
 
 
 def test_an_answer_that_is_no_stream_gets_no_comment(busy):

@@ -31,7 +31,7 @@ from hibachi.remote.identity import name_of, system_fingerprint
 from hibachi.serve import load_model
 from hibachi.serve.metrics import is_work
 from hibachi.serve.settings import SETTINGS, settle
-from hibachi.serve.tgi_settings import BY_KEY, FLAGS, TgiAsked, table
+from hibachi.serve.tgi_settings import BY_KEY, FLAGS, NAMELESS, TgiAsked, table
 from hibachi.web.keys import tenants_of
 
 from .conftest import Gate, site
@@ -486,6 +486,7 @@ def compat(texts):
         bounds=load_model.bounds_of(settings, 16),
         tgi=replace(limits, max_input_tokens=20, max_total_tokens=40),
         fingerprint="fp_0123456789ab",
+        nameless=NAMELESS,
     ) as here:
         yield here
 
@@ -503,6 +504,19 @@ def test_a_request_may_call_the_model_tgi_or_by_its_name(compat):
     assert compat.complete("Emma", model="tgi")["system_fingerprint"] == "fp_0123456789ab"
     body = {"prompt": "Emma", "max_tokens": 2, "stream": True}
     assert '"system_fingerprint":"fp_0123456789ab"' in compat.post("/v1/completions", body).text
+
+
+@pytest.mark.parametrize("name", sorted(NAMELESS))
+def test_a_client_that_was_told_no_name(compat, server, name):
+    """huggingface_hub's chat_completion says "dummy" then. It is listed nowhere, and a model may be called so."""
+    assert compat.complete("Emma", model=name)["model"] == "tgi"
+    assert [m["id"] for m in compat.client.get("/v1/models").json()["data"]] == ["tgi", "tiny"]
+    if name:
+        refusal(compat.client.get(f"/v1/models/{name}"), 404, "model_not_found")
+        with site(compat.texts, names=["tiny", name], nameless=NAMELESS) as here:
+            assert here.complete("Emma", model=name)["model"] == name
+    # Without --compat tgi:
+    refusal(server.post("/v1/completions", {"prompt": "a", "model": name}), 404, "model_not_found")
 
 
 def test_t37_five_prompts_are_400_by_name(compat):
@@ -618,6 +632,23 @@ def test_who_sends_slowly_or_leaves_takes_nobodys_place(full):
         assert here.complete([65], max_tokens=1)
 
 
+@pytest.mark.parametrize("sent", ["{", '{"inputs": ""}', '{"inputs": "a"}', '{"prompt": "a", "x": 1}'])
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/invocations", "/v1/completions", "/v1/warm"])
+def test_a_place_is_free_again_however_a_request_ends(compat, path, sent, monkeypatch):
+    """There are two: read to its end, left before its answer, after its first bytes, and refused."""
+    monkeypatch.setattr(compat.served.gate, "most", 2)
+    for how in ("read", "first", "at once") * 3:
+        with socket.create_connection(("127.0.0.1", compat.port)) as line:
+            line.sendall(
+                f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                f"Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n{sent}".encode()
+            )
+            while how != "at once" and line.recv(4096 if how == "read" else 20) and how == "read":
+                pass
+        until(lambda: compat.served.open_requests == 0)
+    assert compat.complete([65], max_tokens=1)
+
+
 def test_without_compat_there_is_no_such_limit(server):
     assert server.served.gate.most is None and server.served.tgi is None
     assert len(server.complete(["a"] * 5, max_tokens=1)["choices"]) == 5
@@ -630,7 +661,7 @@ def test_what_is_opened_has_it_all(monkeypatch):
     try:
         assert list(served.names) == ["tgi", "tiny"] and served.max_len == 200
         assert served.tgi == TgiLimits(max_best_of=3, max_input_tokens=100, max_total_tokens=200)
-        assert served.reading.longest == 100 and served.gate.most == 128
+        assert served.reading.longest == 100 and served.gate.most == 128 and served.nameless == NAMELESS
         assert served.fingerprint == system_fingerprint(served.what.engine.facts, "tiny")
         assert served.bounds.prompts == 4 and served.bounds.n == Bounds().n and served.max_body == 2_000_000
     finally:

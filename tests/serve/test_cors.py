@@ -145,8 +145,22 @@ def test_a_preflight_is_bounded_as_other_requests_are(here):
 def test_headers_of_ours_can_be_read(here):
     """Whatever we send under x-, a page may read by its name."""
     exposed = OURS.decode().lower().split(", ")
-    sent = here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=KEYED).headers
-    assert {n for n in sent if n.startswith("x-")} <= {*exposed} and "retry-after" in exposed
+    ids = {"prompt": [1, 2], "max_tokens": 3, "temperature": 0}
+    first = here.post("/v1/completions", ids | {"return_token_ids": True}, headers=KEYED).json()["choices"][0]
+    ids["stop"] = first["token_ids"][:1]
+    inputs = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+    sent = set()
+    for path, body, accept in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "*/*"),
+        ("/generate", inputs, "*/*"),
+        ("/generate_stream", inputs, "*/*"),
+        ("/v1/generate", {**ids, "stream": False}, "application/x-npy"),
+    ):
+        answer = here.post(path, body, headers=KEYED | {"Accept": accept})
+        assert answer.status_code == 200, answer.text
+        sent |= {n for n in answer.headers if n.startswith("x-")} - {"x-accel-buffering"}  # which is for proxies
+    assert {"x-stop-reason", "x-finish-reason", "x-compute-type"} < sent
+    assert sent | {"retry-after"} == {*exposed}
 
 
 def test_any_origin_and_none(model):
@@ -241,6 +255,16 @@ def test_a_name_that_is_refused_is_told_with_what_to_do(loopback):
     assert "'api.example'" in error["message"] and "--allowed-origins" in error["message"]
     metrics = loopback.client.get("/metrics").text
     assert re.search(r'^hibachi_http_requests_total\{method="-",route="-",status="403"\} [1-9]', metrics, re.MULTILINE)
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_a_name_that_is_refused_is_told_in_the_words_of_its_route(model, root):
+    with site(model, hosts=frozenset(), root_path=root) as server:
+        for path in ("/generate", "/generate_stream"):
+            answer = server.post(root + path, {"inputs": "a"}, headers={"Host": "api.example"})
+            assert answer.status_code == 403 and answer.json()["error_type"] == "authentication"
+        answer = server.client.get(root + "/info", headers={"Host": "localhost"})
+        assert answer.status_code == 200
 
 
 def test_no_host_and_two_are_malformed_and_no_more(loopback):

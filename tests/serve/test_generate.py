@@ -1,10 +1,12 @@
 """POST /v1/generate: tokens of any kind over HTTP, on every rung; the same wherever the engine is."""
 
+import asyncio
 import base64
 import io
 import json
 import socket
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from hibachi.errors import QueueFull
 from hibachi.lm.own import open_model
 from hibachi.remote.llm import open_remote
-from hibachi.serve import generate
+from hibachi.serve import generate, served
 from hibachi.web import comments
 from hibachi.web.tenants import Tenant, Tenants
 
@@ -25,6 +28,7 @@ from .test_streams import until
 FILE = Path(__file__).parent / "anytoken.py"
 ENGINES = {"own": open_model, "child": open_remote}
 PATH = "/v1/generate"
+JSON = "application/json"
 MSGPACK, NDJSON, NPY, SSE = "application/msgpack", "application/x-ndjson", "application/x-npy", "text/event-stream"
 pack = msgspec.msgpack.encode
 START = [[0, 0, 0, 0], [1, 2, 3, 4]]
@@ -202,13 +206,68 @@ def test_real_values_stop_at_a_threshold_or_near_a_token(rising):
     assert rising.post(PATH, {"prompt": [1], "stop": [2.1]}).json()["tokens"][-1] == 3.0
 
 
+def test_tokens_go_out_as_they_go_back_into_the_model():
+    """In the dtype that the answer says, whatever the model returns."""
+    one = np.float32([1, 2]) + 0.1
+    two = (one.astype(np.float32).astype(float) + 0.1).astype(np.float32)
+    expected = [np.float32(one).tolist(), two.tolist()]
+    body = {"prompt": [[1, 2]], "max_tokens": 2, "encoding": "base64"}
+    with opened("Double") as here:
+        told = here.post(PATH, body).json()
+        assert told["dtype"] == "float32" and tokens_of(told["tokens"], told) == expected
+        first, tokens, _ = events_of(here.post(PATH, {**body, "stream": True}))
+        assert first["dtype"] == "float32" and tokens == expected
+        assert np.load(io.BytesIO(here.post(PATH, body, headers={"Accept": NPY}).content)).dtype == np.float32
+
+
+def test_errors_name_the_field_and_the_page(codebooks, classifier):
+    for more, param, says in (
+        ({"prompt": [1.5]}, "prompt", "shape (4,)"),
+        ({"stop": [1, 2, 3, 4]}, "stop", "stop is a list of tokens"),
+        ({"nonsense": 1}, "nonsense", "docs/serving-tokens.md"),
+    ):
+        error = codebooks.post(PATH, {"prompt": START, "max_tokens": 1, **more}).json()["error"]
+        assert error["param"] == param and says in error["message"] and error["code"]
+    for content, says in (
+        (npy(np.int32([1])), "shape (4,)"),
+        (npy(np.complex64(START)), "real and imaginary parts"),
+        (b"abc", "numpy.save"),
+    ):
+        error = post(codebooks, content, NPY).json()["error"]
+        assert error["param"] == "prompt" and says in error["message"]
+    error = post(classifier, npy(np.complex64([1, 2, 3])), NPY).json()["error"]
+    assert error["param"] == "prompt" and "got (3,) and complex64" in error["message"]
+
+
+def test_long_lists_are_written_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr(generate, "ASIDE", 1)
+    with opened("Slow") as here:
+        body = {"prompt": np.zeros((1, 256)).tolist(), "max_tokens": 3}
+        expected = [[n] * 256 for n in (1, 2, 3)]
+        assert events_of(here.post(PATH, {**body, "stream": True}))[1] == expected
+        assert here.post(PATH, body).json()["tokens"] == expected
+
+
+def test_what_writes_may_write_there_too():
+    with opened("Constant") as here:
+        body = {"prompt": [1], "max_tokens": 1}
+        assert here.post(PATH, body, headers={"Accept": "text/plain"}).text == "10"
+        answer = here.post(PATH, body, headers={"Accept": "text/csv, application/json;q=0.1"})
+        assert answer.json()["tokens"] == [5.0]
+
+
 # ---- bytes of its own ----------------------------------------------------------------------------------------------
 
 
 def test_a_class_reads_and_writes_types_of_its_own(rising):
     samples = np.int16([1, 2]).tobytes()  # 0.5, 1.0
-    assert post(rising, samples, "audio/pcm").json()["tokens"] == [1.5, 2.0, 2.5, 3.0]
-    assert post(rising, samples, "Audio/PCM; rate=8000", "?max_tokens=1").json()["tokens"] == [1.5]
+    assert post(rising, samples, "audio/pcm", Accept="application/json").json()["tokens"] == [1.5, 2.0, 2.5, 3.0]
+    assert post(rising, samples, "Audio/PCM; rate=8000", "?max_tokens=1", Accept=JSON).json()["tokens"] == [1.5]
+    for accept in ("*/*", "audio/wav;q=0, */*"):  # who sends its own type and names no other gets it
+        assert post(rising, samples, "audio/pcm", Accept=accept).content == np.int16([3, 4, 5, 6]).tobytes()
+    assert rising.post(PATH, {"prompt": [2.5]}, headers={"Accept": "*/*"}).json()["tokens"] == [3.0]
+    first, tokens, _ = events_of(post(rising, samples, "audio/pcm", "?stream=true", Accept="*/*"))
+    assert (first["dtype"], tokens) == ("float32", [1.5, 2.0, 2.5, 3.0])
     answer = post(rising, samples, "audio/pcm", Accept="audio/*, application/json;q=0.5")
     assert answer.headers["content-type"] == "audio/pcm" and answer.headers["x-finish-reason"] == "stop"
     assert np.frombuffer(answer.content, "<i2").tolist() == [3, 4, 5, 6]
@@ -230,6 +289,29 @@ def test_a_class_reads_and_writes_types_of_its_own(rising):
 def test_what_its_own_reader_refuses(rising, content, kind, accept, status, says):
     answer = post(rising, content, kind, Accept=accept)
     assert answer.status_code == status and says in answer.json()["error"]["message"]
+
+
+def test_slow_bodies_of_a_tenant_are_in_nobody_s_way(monkeypatch):
+    monkeypatch.setattr(served, "MOST_CONVERTED", 18)
+    let, running = threading.Event(), []
+
+    def slow():
+        running.append(let.wait(10))
+
+    async def ask(here):
+        theirs = [asyncio.ensure_future(here.convert(slow, "emma")) for _ in range(9)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="9 bodies"):
+            await here.convert(slow, "emma")
+        async with asyncio.timeout(5):
+            assert await here.convert(lambda: 5, "anne") == 5
+        let.set()
+        await asyncio.gather(*theirs)
+        assert await here.convert(lambda: 6, "emma") == 6
+
+    with opened("Rising") as here:
+        asyncio.run(ask(here.served))
+    assert running == [True] * 9
 
 
 # ---- other rungs ---------------------------------------------------------------------------------------------------

@@ -413,6 +413,34 @@ def test_an_engine_that_is_gone_is_unhealthy():
         assert response.status_code == 503 and response.json()["error_type"] in ("generation", "incomplete_generation")
 
 
+def test_who_shuts_down_or_stalls_says_so_with_its_status(server):
+    """On streams too: nothing was read, so whoever asked may go to another server."""
+    with site(server.texts) as here:
+        here.served.draining = True
+        for path in ("/generate", "/generate_stream", "/", "/invocations"):
+            answer = here.post(path, {"inputs": "a", "stream": path == "/generate_stream"})
+            assert "shutting down" in refused(answer, 503, "incomplete_generation") and answer.headers["retry-after"]
+
+
+def test_a_method_that_a_route_has_not_is_refused_in_its_dialect(server):
+    for path, allowed in (("/generate", "POST"), ("/generate_stream", "POST"), ("/", "GET, POST, HEAD")):
+        answer = server.client.put(path)
+        assert "no such method" in refused(answer, 405) and answer.headers["allow"] == allowed
+    answer = server.client.put("/health")
+    assert answer.json()["error"]["code"] == "method_not_allowed" and answer.headers["allow"] == "GET, HEAD"
+
+
+def test_the_log_tells_why_a_stream_was_refused(server, caplog):
+    """Its status is 200; figures: T-35 in test_compat.py."""
+    with caplog.at_level("INFO", "hibachi.request"):
+        server.post("/generate_stream", {"inputs": ""})
+        server.post("/generate_stream", {"inputs": "a", "parameters": {"watermark": True}})
+        until(lambda: len(caplog.records) == 2)
+    lines = [r.getMessage() for r in caplog.records]
+    assert all(line.startswith("POST /generate_stream 200 code=") for line in lines)
+    assert [line.split()[3] for line in lines] == ["code=invalid_value", "code=unsupported_parameter"]
+
+
 def test_keys(server):
     """T-38: a wrong one or none is refused in the dialect's own words, but whoever asks for health is answered."""
     with site(server.texts, tenants=Tenants((("k1", "a"),))) as locked:
@@ -422,9 +450,8 @@ def test_keys(server):
                 refused(locked.post(path, body, headers=key), 401, "authentication")
         assert locked.post("/tokenize", body).status_code == locked.client.get("/info").status_code == 401
         assert locked.post("/generate", body, headers={"authorization": "Bearer k1"}).status_code == 200
-        for path in ("/health", "/ping", "/", "/ready", "/version", "/metrics"):
-            assert locked.client.get(path).status_code == 200, path
-        assert locked.client.head("/").status_code == 200
+        for path in ("/health", "/ping", "/", "/ready", "/version", "/metrics", "/docs", "/openapi.json"):
+            assert locked.client.get(path).status_code == locked.client.head(path).status_code == 200, path
 
 
 # ---- OpenAI's routes, as TGI's snapshots have them -------------------------------------------------------------------

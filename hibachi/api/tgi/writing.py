@@ -97,6 +97,7 @@ class GenerateWriter(Writer):
 
     def end(self, choice: TextChoice) -> Any:
         event, done = self._last, choice.choice()
+        reason = reason_of(done)
         if event is None:
             raise Refused(
                 "The text ended behind a token that was not known to be the last.",
@@ -108,7 +109,7 @@ class GenerateWriter(Writer):
             event.token.text += self._extra
         event.generated_text = self._text(done)
         if self.given.details:
-            event.details = StreamDetails(reason_of(done), self.generated, self.given.seed, len(self.ids[0]))
+            event.details = StreamDetails(reason, self.generated, self.given.seed, len(self.ids[0]))
         return event
 
     # ---- whole answers -------------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ class Accept:
         most = max(map(self.quality, ours))
         return any(q > 0 and q >= most and not self._is_of(name, ours) for name, q in self._ranges.items())
 
+    def names(self, ours: Sequence[str]) -> bool:
+        """Is one of these asked for, other than by */*?"""
+        return any(q > 0 and name != "*/*" and self._is_of(name, ours) for name, q in self._ranges.items())
+
     def _is_of(self, named: str, ours: Sequence[str]) -> bool:
         main, _, sub = named.partition("/")
         return named == "*/*" or any(kind == named or (sub == "*" and kind.startswith(f"{main}/")) for kind in ours)

@@ -80,7 +80,7 @@ def of_msgpack(raw: Bytes, param: str, dtype: str | None = None) -> HostArray:
 _HEADS = {byte: 1 for byte in range(0x90, 0xA0)} | {0xDC: 3, 0xDD: 5}  # of an array: how many bytes say so
 
 
-def of_npy(data: bytes, param: str = "The body") -> HostArray:
+def of_npy(data: bytes, param: str = "prompt") -> HostArray:
     """Of numbers; no object is ever unpickled. Raises Refused."""
     if not data.startswith(MAGIC) or len(data) < 12:
         raise no(param, "expected an array as numpy.save writes it (.npy); got something else.")

@@ -18,6 +18,7 @@ _NOTHING = Raw()
 JSON, MSGPACK, NPY, BYTES = "application/json", "application/msgpack", "application/x-npy", "application/octet-stream"
 MSGPACKS = (MSGPACK, "application/x-msgpack", "application/vnd.msgpack")
 TYPES = (JSON, MSGPACK, NPY, BYTES)
+PAGE = "docs/serving-tokens.md"
 
 
 class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +73,7 @@ class Given:
         self._raw, self._kind = raw, kind
         self.own = False
         if kind == JSON or kind.endswith("+json"):
-            self.said = read(TokensBody, raw)
+            self.said = read(TokensBody, raw, PAGE)
         elif kind in MSGPACKS:
             self.said = _of_msgpack(raw)
         else:
@@ -120,7 +121,7 @@ def _of_msgpack(raw: bytes) -> TokensBody:
     try:
         return _from_msgpack.decode(raw)
     except msgspec.ValidationError as e:
-        raise refused_by(e) from None
+        raise refused_by(e, PAGE) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Refused(f"The body must be a map in msgpack: {e}.", code="invalid_msgpack") from None
     except RecursionError:
@@ -148,6 +149,6 @@ def of_query(pairs: Pairs) -> Parameters:
     try:
         said = msgspec.convert(fields, Parameters, strict=False)
     except msgspec.ValidationError as e:
-        raise refused_by(e) from None
+        raise refused_by(e, PAGE) from None
     said.stop = stop
     return said

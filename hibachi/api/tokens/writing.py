@@ -16,6 +16,7 @@ from hibachi.api.dialects import Dialect
 from hibachi.api.errors import body_of
 from hibachi.api.tokens.arrays import DTYPES, as_lists, as_npy, plain
 from hibachi.api.tokens.bodies import JSON, MSGPACK, NPY
+from hibachi.errors import ModelError
 from hibachi.tensor.array_backend import HostArray
 
 TOKENS = Dialect("tokens", body_of)
@@ -89,23 +90,27 @@ class Output(Opening, omit_defaults=True, kw_only=True):
 
 
 class TokenWriter:
-    """kind: shape and dtype of a token, as far as it is known before the first has come. base64: lists are not wanted.
+    """kind: shape and dtype of a token; None: that of the first. base64: lists are not wanted.
 
     id: of the answer, behind a prefix.
+
+    All tokens of an answer go out in one dtype, as its beginning says: that in which they go back into the model.
     """
 
-    def __init__(self, name: str, kind: tuple[tuple[int, ...], str], *, base64: bool, id: str) -> None:
-        shape, dtype = kind
+    def __init__(self, name: str, kind: tuple[tuple[int, ...], str] | None, *, base64: bool, id: str) -> None:
+        shape, dtype = kind or ((), "float32")
         self._name, self._shape, self._dtype = name, shape, dtype if dtype in DTYPES else "float32"
+        self._to = None if kind is None else DTYPES[self._dtype]
         self._base64 = base64
         self._id, self._created = f"gen-{id}", int(time.time())
         self._known: Any = None  # the dtype of tokens that need no change
 
     def made(self, tokens: HostArray) -> HostArray:
         """Tokens [n, *token] as they go out. Raises ModelError."""
-        if tokens.dtype != self._known or not tokens.flags.c_contiguous:
-            tokens = plain(tokens)
-            self._known = tokens.dtype
+        # To NumPy None is float64, where dtypes are compared.
+        if self._known is None or tokens.dtype != self._known or not tokens.flags.c_contiguous:
+            tokens = plain(tokens) if self._to is None else _cast(plain(tokens), self._to)
+            self._known = self._to = tokens.dtype
             self._shape, self._dtype = tokens.shape[1:], tokens.dtype.name
         return tokens
 
@@ -116,6 +121,10 @@ class TokenWriter:
     def came(self, tokens: HostArray, form: Form, scores: Scores | None = None) -> Came:
         """tokens: made."""
         return Came(self._data(tokens, form.raw), told(scores))
+
+    def lists(self, form: Form) -> bool:
+        """Is each number of a token written as text?"""
+        return not (form.raw or self._base64)
 
     def whole(self, tokens: HostArray, kind: str, end: End, scores: Scores | None = None) -> bytes:
         """kind: one of WHOLE. tokens: [n, *token]."""
@@ -151,6 +160,13 @@ class TokenWriter:
 
     def _data(self, tokens: HostArray, raw: bool) -> Any:
         return tokens.tobytes() if raw or self._base64 else as_lists(tokens)
+
+
+def _cast(tokens: HostArray, dtype: Any) -> HostArray:
+    """What the dtype cannot hold has ended its request before (`token_part`); floats are rounded."""
+    if tokens.dtype.kind not in "iub" and not np.can_cast(tokens.dtype, dtype, "same_kind"):
+        raise ModelError(f"The model must return tokens of {dtype.name}, as its prompts are; got {tokens.dtype.name}.")
+    return tokens.astype(dtype, copy=False)
 
 
 def told(scores: Scores | None) -> list[dict[int, float] | None] | None:
