@@ -89,6 +89,7 @@ def test_without_the_first_stage_everything_is_run_and_one_cause_told_once(sick)
     assert re.search(r"and \d\d\d more$", block) and said.count("expected 2 tensors, got 0x7f12\n") == 1
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_hangs_is_cut_off(sick):
     status, said = sick("SlowCache", arguments=(SOON,))
     assert status == 1
@@ -129,12 +130,14 @@ def test_a_promise_that_does_not_end_or_ends_the_process_is_told_and_the_next_is
     assert "9 passed" in said and f"1 {told.lower()}" in said
 
 
+@pytest.mark.slow
 def test_the_first_hang_is_enough_for_who_asks_to_stop_there(sick):
     status, said = sick("Holding", arguments=(SOON, "-x", "-k", "silu or softmax"))
     assert status == 1 and "HUNG on sick:Holding" in said
     assert row(said, "arrays and arithmetic") == "0/1, 1 HUNG"
 
 
+@pytest.mark.slow
 def test_a_backend_that_hangs_while_it_is_loaded_does_not_keep_the_others_waiting(sick):
     status, said = sick("never", "Faulty", arguments=("--promise-timeout=1", "-k", "softmax", "--json", "all.json"))
     assert status == 1

@@ -103,7 +103,9 @@ def test_16_a_body_does_not_lift_the_servers_timeout(tmp_path):
 # ---- an engine that is lost (finding 14) ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["exit", "sleep", "hog", "stopped"])
+@pytest.mark.parametrize(
+    "how", ["exit", "sleep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hog", "stopped"))]
+)
 def test_14_with_restart_another_engine_begins(start, model, how):
     """Its process dies, its forward hangs, with the interpreter or without, or it is stopped from outside."""
     server = start("--model", model, "--restart", "--stall-after", "1").ready()
@@ -119,7 +121,7 @@ def test_14_with_restart_another_engine_begins(start, model, how):
     assert server.end() == 0
 
 
-@pytest.mark.parametrize("how", ["exit", "sleep", "stopped"])
+@pytest.mark.parametrize("how", ["exit", pytest.param("sleep", marks=pytest.mark.slow), "stopped"])
 def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how):
     server = start("--model", model, "--exit-on-failure", "--stall-after", "1").ready()
     assert ask(server, "a")[0] == 200
