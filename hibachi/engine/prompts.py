@@ -59,7 +59,9 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
         raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")
     if host.dtype.kind not in "iufb":
         mend = _MENDS.get(host.dtype.kind, "Convert it first.")
-        raise InvalidRequest(f"A prompt must hold numbers (integers, floats or booleans); got dtype {host.dtype}. {mend}")
+        raise InvalidRequest(
+            f"A prompt must hold numbers (integers, floats or booleans); got dtype {host.dtype}. {mend}"
+        )
     if own is not None and (host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu")):
         of = "token ids, integers of shape ()" if vocab else f"tokens of shape {own.shape} and {own.dtype}"
         raise InvalidRequest(
