@@ -128,3 +128,53 @@ def test_what_is_refused_has_its_status_though_others_wait(gated):
         assert here.post("/v1/completions", BODY).status_code == 503
         here.served.draining = False
         gate.open()
+
+
+class Slow:
+    """An exchange whose client reads when it is told to."""
+
+    def __init__(self):
+        self.begun = self.writing = False
+        self.written, self.sent, self.reads = None, [], asyncio.Event()
+
+    async def begin(self, status, kind, more=None):
+        self.begun = True
+
+    async def write(self, data):
+        self.sent.append(data)
+        await self.reads.wait()
+
+
+async def came(x):
+    while not x.sent:
+        await asyncio.sleep(0.001)
+
+
+def test_an_event_waits_until_a_comment_is_out():
+    async def settling():
+        x = Slow()
+        told = comments.Comments(x, every=0.005)
+        await came(x)
+        settled = asyncio.ensure_future(told.settled())
+        await asyncio.sleep(0.01)
+        assert not settled.done()
+        x.reads.set()
+        await settled
+        told.stop()
+
+    asyncio.run(settling())
+
+
+def test_nothing_is_said_after_the_end():
+    async def ended():
+        x = Slow()
+        x.reads.set()
+        told = comments.Comments(x, every=0.005)
+        await came(x)
+        await told.settled()
+        told.stop()
+        said = len(x.sent)
+        await asyncio.sleep(0.03)
+        assert len(x.sent) == said
+
+    asyncio.run(ended())
