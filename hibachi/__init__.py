@@ -14,7 +14,6 @@ if (
 ):
     _sys.path.append(_sys.path.pop(0))
 
-import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -77,8 +76,6 @@ if _TYPE_CHECKING:
     from hibachi.tensor.numpy_backend import NumpyBackend as NumpyBackend
     from hibachi.tensor.protocol import Backend as Backend
     from hibachi.tensor.protocol import Unsqueezable as Unsqueezable
-
-_logging.getLogger("hibachi").addHandler(_logging.NullHandler())  # silent unless the application configures logging
 
 # What is public, and where it stands: it is imported when it is first asked for, so that what needs no engine (the help
 # of a command, a router) starts without NumPy.

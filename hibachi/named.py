@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.abc
 import importlib.util
@@ -18,6 +19,7 @@ from hibachi.errors import ConfigError
 
 _NAME = re.compile(r"(?:[\w.]+|.*\.py):[\w.]+")
 _FILE = "_hibachi_file"
+_METHODS = {"forward", "logits", "step"}
 
 
 def is_named(spec: str) -> bool:
@@ -34,10 +36,19 @@ def object_named(spec: str) -> Any:
     """What `package.module:Name` or `path/to/file.py:Name` names; dots in Name go into classes. Raises ConfigError."""
     module_name, colon, attribute = ("", "", "") if spec.endswith(".py") else spec.rpartition(":")
     if not colon or not module_name or not attribute:
-        there = f" It defines {_offered(_file(Path(spec)))}." if is_named(spec) else ""
+        if is_named(spec):
+            there = _models(Path(spec)) or ["Name"]
+            raise ConfigError(
+                f"{spec} is a Python file: expected the name of a model in it as well. Write {spec}:{there[0]}"
+                + (
+                    f"; its classes with a method `forward`, `logits` or `step` are {', '.join(there)}."
+                    if there[1:]
+                    else "."
+                )
+            )
         raise ConfigError(
             f"An object is named as package.module:Name or path/to/file.py:Name; got {spec!r}. Write the module, a "
-            f"colon and the name in it.{there}"
+            f"colon and the name in it."
         )
     found: Any = _file(Path(module_name)) if module_name.endswith(".py") else _module(module_name)
     for part in attribute.split("."):
@@ -57,6 +68,21 @@ def place(module: str) -> str:
 def look_here() -> None:
     """From now on modules in the working directory can be imported, where no other has their name."""
     _see(Path.cwd())
+
+
+def _models(path: Path) -> list[str]:
+    """The classes in a file that have a method of a model, perhaps from a base in the same file. Nothing is run."""
+    try:
+        found = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing the file says what it is
+        return []
+    models: list[str] = []
+    for node in found:
+        own = {n.name for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+        if own & _METHODS or bases & {*models}:
+            models.append(node.name)
+    return models
 
 
 def _offered(inside: Any, wanted: str = "") -> str:

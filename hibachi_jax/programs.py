@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import threading
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,6 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from hibachi.cachefolder import cache_folder
+from hibachi.progress import Phase, phase
 
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""
@@ -22,6 +24,8 @@ _ROOM = 1 << 20  # bytes that must be free
 _log = logging.getLogger("hibachi.jax")
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _made = 0
+_now = threading.local()
+"""phase: of the program that this thread compiles."""
 
 
 def made() -> int:
@@ -31,10 +35,28 @@ def made() -> int:
 
 def _note(event: str, duration_secs: float, **about: str | int) -> None:
     global _made
-    _made += event == _EVENT
+    if event == _EVENT:
+        _made += 1
+        _end()
+
+
+def _begin(event: str, value: float, **about: str | int) -> None:
+    """JAX tells under the same name when it begins to compile, and when it has done so or failed."""
+    if event == _EVENT:
+        _end()
+        _now.phase = phase(f"compiling a program of JAX ({about.get('fun_name', 'number')} {_made + 1})").__enter__()
+
+
+def _end() -> None:
+    begun: Phase | None = getattr(_now, "phase", None)
+    if begun is not None:
+        _now.phase = None
+        begun.__exit__()
 
 
 jax.monitoring.register_event_duration_secs_listener(_note)
+if hasattr(jax.monitoring, "register_scalar_listener"):  # earlier versions tell the end only
+    jax.monitoring.register_scalar_listener(_begin)
 
 
 @cache

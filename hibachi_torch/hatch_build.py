@@ -1,35 +1,39 @@
-"""Hatchling, plus the one thing we decide ourselves: which core we ask for.
+"""Hatchling, plus the one thing we decide ourselves: whether we ask for the core.
 
-wheel from a checkout               hibachi @ file:///...     the core above us
-editable, sdist, pip's own clone    hibachi==<our version>    whichever core the same command installs
+what an installer asks first    hibachi @ file:///...    the core above us, if it is there
+wheel, sdist, editable          nothing                  the core asks for us, by `hibachi[torch]`
 
-Each of our backends has a copy: pip builds a package from its own folder, and shows it no other.
+Never `hibachi==<version>`: installed without the core, pip would fetch that name from an index, where it belongs to
+another project. hatch_build.py of the core says why the first answer may differ from the wheel.
+
+Each of our backends has a copy of this file: pip builds a package from its own folder, and shows it no other.
 """
 
 import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import hatchling.build
+from hatchling.build import build_editable as build_editable
+from hatchling.build import build_sdist as build_sdist
 from hatchling.build import build_wheel as build_wheel
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
-def build_editable(*args: Any, **kwargs: Any) -> str:
-    os.environ["HIBACHI_BUILDS"] = "editable"
-    return hatchling.build.build_editable(*args, **kwargs)
-
-
-def build_sdist(*args: Any, **kwargs: Any) -> str:
-    os.environ["HIBACHI_BUILDS"] = "sdist"
-    return hatchling.build.build_sdist(*args, **kwargs)
+def prepare_metadata_for_build_wheel(folder: str, *args: Any, **kwargs: Any) -> str:
+    """Write the METADATA of a wheel, with a path in it, below `folder`; return the name of its .dist-info folder."""
+    os.environ["HIBACHI_BUILDS"] = "metadata"
+    with tempfile.TemporaryDirectory() as made, zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel:
+        [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+        return Path(wheel.extract(name, folder)).parent.name
 
 
 class Dependencies(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         core = Path(self.root).resolve().parent
-        clone = any(part.startswith("pip-") for part in core.parts)  # gone once pip is done
-        plain = "HIBACHI_BUILDS" not in os.environ and not clone
-        beside = plain and (core / "hibachi" / "__init__.py").is_file()
-        where = f" @ {core.as_uri()}" if beside else f"=={metadata['version']}"
-        metadata["dependencies"] = [f"hibachi{where}", *self.config["needs"]]
+        clone = any(part.startswith("pip-") for part in core.parts)  # of git: pip installs the core from there already
+        asked = os.environ.get("HIBACHI_BUILDS") == "metadata" and not clone
+        beside = asked and (core / "hibachi" / "__init__.py").is_file()
+        metadata["dependencies"] = [*([f"hibachi @ {core.as_uri()}"] if beside else []), *self.config["needs"]]

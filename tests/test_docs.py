@@ -3,26 +3,33 @@
 (That no page tells a reader to install by the bare name is checked in test_packaging.py.)
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
 import re
 import shlex
+import sys
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import pytest
 
 import hibachi
+import hibachi.errors
 from hibachi.cli.main import parser
 from hibachi.serve.app import ROUTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+LINKED = [*PAGES, *(ROOT / name for name in ("benchmarks/README.md", "benchmarks/RESULTS.md", "deploy/README.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -81,25 +88,58 @@ def served(page, folder):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_python_of_a_page_runs_and_prints_what_is_shown(page, tmp_path):
-    """All blocks of a page in one namespace, from top to bottom, as a reader would paste them."""
-    namespace = {"__name__": "__main__"}
+    """Each block by itself, as a reader would paste it: with no name from another one, in an empty folder."""
     with served(page, tmp_path) as url:
         for source, shown in programs(page):
-            out = io.StringIO()
-            with contextlib.redirect_stdout(out):
-                exec(compile(source.replace(ADDRESS, url), str(page), "exec"), namespace)
+            printed = run_alone(source.replace(ADDRESS, url), page)
             if shown is not None:
-                assert out.getvalue().rstrip() == shown.rstrip()
+                assert printed.rstrip() == shown.rstrip()
+
+
+def run_alone(source, page):
+    """What a program prints."""
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        contextlib.chdir(empty),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def test_a_block_sees_no_name_of_another(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\nand\n\n```python\nprint(x)\n```\n")
+    (first, _), (second, _) = programs(page)
+    run_alone(first, page)
+    with pytest.raises(NameError):
+        run_alone(second, page)
 
 
 def test_the_example_of_the_readme_does_the_same_on_every_backend():
-    namespace, printed = {}, []
-    for source, _ in list(programs(ROOT / "README.md"))[:3]:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(source, "README.md", "exec"), namespace)
-        printed.append(out.getvalue())
+    page = ROOT / "README.md"
+    printed = [run_alone(source, page) for source, _ in list(programs(page))[:3]]
     assert printed[0]
     assert printed == printed[:1] * 3
+
+
+BRINGS = {  # what a block uses: the extra, or the package, that brings it
+    r"^(?:import|from) torch\b": "torch",
+    r"^(?:import|from) jax\b": "jax",
+    r"^(?:import|from) transformers\b": "hf",
+    r"^(?:import|from) msgspec\b": "serve",
+    r"\bLLM\(": "text",
+    r"^(?:import|from) array_api_strict\b": "array-api-strict",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_a_page_says_what_its_programs_need_to_be_installed(page):
+    source = "\n".join(source for source, _ in programs(page))
+    for used, extra in BRINGS.items():
+        if re.search(used, source, re.MULTILINE):
+            named = rf"extras? [^.]*`{extra}`|\[(?:[\w,]+,)?{extra}[\],]|pip install {extra}"
+            assert re.search(named, page.read_text()), f"{page_id(page)} does not say: {extra}"
 
 
 def test_the_pages_have_the_examples_that_they_should():
@@ -113,16 +153,29 @@ SERVED = {route.path for route in ROUTES} | {"/metrics"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 
 
-def check_command(line):
-    """That a line of a shell block names commands, options and files that exist."""
+def check_program(word, told):
+    """A program that a command names is in the checkout, told of elsewhere on the page, or is the reader's own."""
+    file = re.fullmatch(r"((?:[\w-]+/)*)(\w+\.py)(?::\w+)?", word)
+    if file and file[1]:
+        assert (ROOT / file[1] / file[2]).is_file(), f"{word} is not there"
+    elif file:
+        assert file[2].startswith(("my_", "mine.", "my.")) or file[2] in told, f"{word}: where is it to be found?"
+
+
+def check_command(line, told):
+    """That a line of a shell block names commands, options and files that exist. told: the text of its page."""
     words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # a variable of the environment
+        del words[0]
     if not words:
         return
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert words[1] in targets
+        assert set(w for w in words[1:] if "=" not in w) <= set(targets)
     elif words[0] == "hibachi":
         parser().parse_args(words[1:])  # exits for an unknown command or option
+        for word in words[1:]:
+            check_program(word, told.replace(line, ""))
     elif words[0] == "curl":
         [url] = (w for w in words if w.startswith("http://127.0.0.1:8000/"))
         assert url.removeprefix("http://127.0.0.1:8000") in SERVED
@@ -141,8 +194,8 @@ def check_command(line):
 def test_the_commands_of_a_page_exist(page):
     for block in blocks(page):
         if block.kind == "sh":
-            for line in block.text.splitlines():
-                check_command(line)
+            for line in block.text.replace("\\\n", " ").splitlines():
+                check_command(line, page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
@@ -156,10 +209,11 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", LINKED, ids=page_id)
 def test_the_links_of_a_page_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if target.startswith("https://"):
+        if "://" in target:
+            assert urlsplit(target).scheme == "https" and urlsplit(target).netloc, target
             continue
         file, _, anchor = target.partition("#")
         found = (page.parent / file).resolve() if file else page
@@ -187,3 +241,41 @@ def test_a_page_has_no_overlong_lines_and_no_path_of_a_machine(page):
     for number, line in enumerate(page.read_text().splitlines(), 1):
         assert len(line) <= 125 or line.startswith("|"), f"line {number}"
         assert not re.search(r"(?<!\w)/(home|work|tmp|root|Users)/", line), f"line {number}"
+
+
+def test_every_page_and_public_name_has_its_place_on_the_site():
+    """`make docs` builds it; tests/install/test_docs_site.py checks what that makes."""
+    nav = (ROOT / "tools/docs/mkdocs.yml").read_text()
+    for page in PAGES:
+        assert re.search(rf"[ -]{re.escape(page_id(page))}$", nav, re.MULTILINE), f"{page_id(page)}: not in mkdocs.yml"
+    tree = ast.parse((ROOT / "tools/docs/reference.py").read_text())
+    [pages] = (n.value for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "PAGES")
+    told = [name for _, _, names in ast.literal_eval(pages).values() for name in names]
+    errors = {name for name in hibachi.__all__ if hasattr(hibachi.errors, name)}
+    assert sorted(told) == sorted(set(hibachi.__all__) - errors), "PAGES in tools/docs/reference.py"
+
+
+def test_the_picture_of_the_demo_is_small_moves_by_css_and_ends_with_the_last_frame():
+    text = (ROOT / "docs/demo.svg").read_text()
+    assert len(text) < 150_000
+    picture = ElementTree.fromstring(text)
+    kinds = {element.tag.rpartition("}")[2] for element in picture.iter()}
+    assert kinds == {"svg", "title", "style", "rect", "g", "text", "tspan"}  # no script, nothing from elsewhere
+    assert "url(" not in text and "@import" not in text and "prefers-color-scheme:dark" in text
+    still = [g for g in picture if g.tag.endswith("}g") and g.get("visibility") != "hidden"]
+    lines = sorted((float(t.get("y")), "".join(t.itertext())) for g in still for t in g)
+    assert len(lines) == len({y for y, _ in lines}) == 20  # no line lies on another
+    assert lines[0][1].startswith("hibachi demo: 16 prompts") and lines[-1][1].endswith("16 of 16 texts")
+
+
+def test_a_picture_is_drawn_of_the_frames_of_a_terminal():
+    spec = importlib.util.spec_from_file_location("demo_svg", ROOT / "tools/demo_svg.py")
+    demo_svg = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo_svg)
+    frames = [["title"], ["title", "\x1b[1m<a>\x1b[22m b"], ["title", "c" * 500]]
+    program = f"import sys\nfrom hibachi.progress import Screen\ns = Screen(sys.stdout)\nfor f in {frames}: s.draw(f)"
+    recorded = demo_svg.record([sys.executable, "-c", program])
+    assert [lines for _, lines in recorded] == frames and recorded[0][0] == 0
+    picture = ElementTree.fromstring(demo_svg.draw([(float(i), lines) for i, lines in enumerate(frames)]))
+    groups = [(g.get("visibility"), ["".join(t.itertext()) for t in g]) for g in picture if g.tag.endswith("}g")]
+    assert groups == [(None, ["title"]), ("hidden", ["<a> b"]), (None, ["c" * demo_svg.COLUMNS])]

@@ -1,5 +1,6 @@
 """The four distributions: what they say of themselves, and what is inside what we build."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,13 +24,17 @@ def settings(name: str) -> dict:
     return PROJECTS[name]["tool"]["hatch"]["metadata"]["hooks"]["custom"]
 
 
-def build(kind: str, source: Path, out: Path) -> Path:
-    """Build with the very functions that pip calls, in a process of their own, as pip does."""
-    code = f"import sys, hatch_build; print(hatch_build.build_{kind}(sys.argv[1]))"
+def call(function: str, source: Path, out: Path, **env: str) -> Path:
+    """What a function that pip calls has made, in a process of its own, as pip does."""
+    code = f"import sys, hatch_build; print(hatch_build.{function}(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(out)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    return call(f"build_{kind}", source, out)
 
 
 class Release:
@@ -57,6 +62,16 @@ def requirements(wheel: Path) -> list[str]:
     return metadata(wheel).get_all("Requires-Dist", [])
 
 
+def asked_first(source: Path, out: Path, **env: str) -> list[str]:
+    """The requirements that pip follows: it asks for them before it builds."""
+    folder = call("prepare_metadata_for_build_wheel", source, out, **env)
+    return Parser().parsestr((folder / "METADATA").read_text()).get_all("Requires-Dist", [])
+
+
+def names(needs: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", need)[0] for need in needs}
+
+
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory):
     return {name: Release(folder, tmp_path_factory.mktemp(name)) for name, folder in FOLDERS.items()}
@@ -74,8 +89,8 @@ def test_the_backends_are_built_by_the_same_code():
 
 
 def test_the_core_needs_three_packages():
-    names = {re.match(r"[\w-]+", need)[0] for need in PROJECTS["hibachi"]["project"]["dependencies"]}
-    assert names == {"numpy", "array-api-compat", "typing-extensions"}
+    needs = PROJECTS["hibachi"]["project"]["dependencies"]
+    assert names(needs) == {"numpy", "array-api-compat", "typing-extensions"}
 
 
 def test_requirements_have_a_lower_bound_and_no_upper_one():
@@ -85,15 +100,30 @@ def test_requirements_have_a_lower_bound_and_no_upper_one():
     assert [need for need in needs if not re.fullmatch(r"[\w-]+(\[[\w,]+\])?>=[\d.]+", need)] == []
 
 
-def test_our_backends_are_entry_points_of_the_core_only():
-    listed = PROJECTS["hibachi"]["project"]["entry-points"]["hibachi.backends"]
+def test_each_backend_registers_itself_and_the_core_names_all():
+    """The core too: so it knows what to say of one that is not installed, and where all are editable."""
+    listed = {name: project["project"]["entry-points"]["hibachi.backends"] for name, project in PROJECTS.items()}
     assert listed == {
-        "numpy": "hibachi.tensor.numpy_backend:NumpyBackend",
-        "torch": "hibachi_torch:TorchBackend",
-        "jax": "hibachi_jax:JaxBackend",
-        "mlx": "hibachi_mlx:MlxBackend",
+        "hibachi": {
+            "numpy": "hibachi.tensor.numpy_backend:NumpyBackend",
+            "torch": "hibachi_torch:TorchBackend",
+            "jax": "hibachi_jax:JaxBackend",
+            "mlx": "hibachi_mlx:MlxBackend",
+        },
+        "hibachi-torch": {"torch": "hibachi_torch:TorchBackend"},
+        "hibachi-jax": {"jax": "hibachi_jax:JaxBackend"},
+        "hibachi-mlx": {"mlx": "hibachi_mlx:MlxBackend"},
     }
-    assert [name for name, project in PROJECTS.items() if "entry-points" in project["project"]] == ["hibachi"]
+
+
+def test_every_package_has_the_same_licence():
+    assert len({(folder / "LICENSE").read_bytes() for folder in FOLDERS.values()}) == 1
+
+
+@pytest.mark.parametrize("example", ["third_party_backend", "third_party_model"])
+def test_a_third_partys_package_does_not_ask_an_index_for_us(example):
+    project = tomllib.loads((ROOT / "examples" / example / "pyproject.toml").read_text())["project"]
+    assert "hibachi" not in names(project["dependencies"])
 
 
 # `hibachi` on the public index is a stranger's, so nothing may tell a reader to install it by that name.
@@ -142,7 +172,16 @@ def test_the_core_wheel_holds_the_suite_and_the_data_and_no_backend(releases):
         ours = [f for f in (ROOT / source).rglob("*") if f.is_file() and "__pycache__" not in f.parts]
         assert ours, f"{source} is empty"
         assert {f"{place}/{f.relative_to(ROOT / source).as_posix()}" for f in ours} <= files
-    assert any(name.endswith("/licenses/LICENSE") for name in files)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_holds_the_licence_and_its_entry_points(releases, name):
+    wheel = zipfile.ZipFile(releases[name].wheel)
+    info = releases[name].wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    registered = wheel.read(f"{info}/entry_points.txt").decode()
+    for backend, place in PROJECTS[name]["project"]["entry-points"]["hibachi.backends"].items():
+        assert f"{backend} = {place}\n" in registered
 
 
 @pytest.mark.parametrize("name", [f"hibachi-{name}" for name in BACKENDS])
@@ -154,11 +193,12 @@ def test_a_backend_wheel_holds_its_package_only(releases, name):
     assert f"{package}/hatch_build.py" not in files
 
 
-def test_releases_name_each_other_by_version(releases):
+def test_the_core_names_its_backends_by_version_and_they_do_not_name_it(releases):
+    """Where one is installed alone, pip would fetch `hibachi` from the index, with whatever version."""
     core = releases["hibachi"]
     for extra in BACKENDS:
         assert f"hibachi-{extra}=={core.version}; extra == '{extra}'" in core.needs
-        assert f"hibachi=={core.version}" in releases[f"hibachi-{extra}"].needs
+        assert releases[f"hibachi-{extra}"].needs == settings(f"hibachi-{extra}")["needs"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -168,9 +208,16 @@ def test_a_release_names_no_path_of_the_machine_that_built_it(releases, name):
         assert str(ROOT) not in text
 
 
-def test_a_wheel_straight_from_the_checkout_takes_what_lies_beside_it(tmp_path):
-    """What `pip install ".[torch]"` and `pip install ./hibachi_torch` rely on."""
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_wheel_straight_from_the_checkout_is_that_of_the_release(releases, name, tmp_path):
+    straight = build("wheel", FOLDERS[name], tmp_path)
+    assert metadata(straight).as_string() == metadata(releases[name].wheel).as_string()
+    assert set(zipfile.ZipFile(straight).namelist()) == releases[name].files
+
+
+def test_pip_is_told_where_the_others_lie(tmp_path):
+    """What `pip install ".[torch]"` and `pip install ./hibachi_torch` rely on. No kernel is compiled for that."""
     core, torch = FOLDERS["hibachi"], FOLDERS["hibachi-torch"]
-    needs = requirements(build("wheel", core, tmp_path))
+    needs = asked_first(core, tmp_path, HIBACHI_TARGET="linux-aarch64")
     assert f"hibachi-torch @ {torch.as_uri()} ; extra == 'torch'" in needs
-    assert f"hibachi @ {core.as_uri()}" in requirements(build("wheel", torch, tmp_path))
+    assert asked_first(torch, tmp_path) == [f"hibachi @ {core.as_uri()}", *settings("hibachi-torch")["needs"]]

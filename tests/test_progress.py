@@ -3,11 +3,24 @@
 import io
 import os
 import sys
+import threading
+import time
 
 import pytest
 
 from hibachi import progress
-from hibachi.progress import Progress, Screen, duration, figure, is_live, shown, size_of
+from hibachi.progress import (
+    Progress,
+    Screen,
+    duration,
+    figure,
+    is_live,
+    phase,
+    phases_shown,
+    showing_phases,
+    shown,
+    size_of,
+)
 
 from .cli.terminal import Screen as Glass
 
@@ -282,3 +295,125 @@ def test_figures(x, text):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+# ---- phases ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(progress, "_TICK", 0.001)
+
+
+def until(seen, file):
+    """Wait until the terminal shows it."""
+    end = time.monotonic() + 10
+    while not any(seen in line for line in file.seen()):
+        assert time.monotonic() < end, file.seen()
+        time.sleep(0.001)
+
+
+def shown_lines(file):
+    return [line for line in file.seen() if line]
+
+
+def test_the_innermost_phase_is_shown_below_the_text_and_gone_at_its_end(hurried):
+    file = Terminal()
+    file.write("The answer")
+    with showing_phases(file):
+        assert phases_shown()
+        with phase("opening a model"):
+            until("opening a model  0.", file)
+            with phase("reading weights", 30, "layers") as p:
+                p.update(12)
+                until("reading weights  12/30 layers  0.", file)
+                p.update(20, "reading more")
+                until("reading more  20/30 layers  0.", file)
+                assert len(shown_lines(file)) == 2
+            until("opening a model", file)
+        assert shown_lines(file) == ["The answer"]
+        file.write(" is 42.\n")
+        with phase("again", measure=lambda: 1234, unit="MB"):
+            until("again  1,234 MB  0.", file)
+    assert shown_lines(file) == ["The answer is 42."] and not phases_shown()
+
+
+def test_text_that_another_writes_meanwhile_is_whole_on_the_last_line_too(hurried):
+    file = Terminal(lines=3)
+    file.write("1\n2\n3 ")
+    with showing_phases(file), phase("working"):
+        until("working", file)
+        for word in "and so on\n4\n5":
+            file.write(word)
+            time.sleep(0.002)
+    assert [line for line in file.seen() if line] == ["1", "2", "3 and so on", "4", "5"]
+
+
+def test_what_is_short_is_never_shown(monkeypatch):
+    monkeypatch.setattr(progress, "_TICK", 0.001)
+    file = Terminal()
+    with showing_phases(file), phase("soon done"):
+        time.sleep(0.01)
+    assert file.getvalue() == ""
+
+
+def test_many_short_phases_are_one_long_work(monkeypatch):
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
+    monkeypatch.setattr(progress, "_TICK", 0.001)
+    file = Terminal()
+    with showing_phases(file):
+        for i in range(100):
+            with phase(f"program {i}"):
+                time.sleep(0.002)
+    assert "program" in file.getvalue() and not shown_lines(file)
+
+
+def test_a_pipe_sees_nothing_and_without_a_command_nobody_does(hurried):
+    file = io.StringIO()
+    with showing_phases(file), phase("working"):
+        assert not phases_shown()
+        time.sleep(0.01)
+    with phase("working"):
+        assert not phases_shown()
+    assert file.getvalue() == ""
+
+
+def test_a_narrow_terminal_sees_the_figures(hurried):
+    file = Terminal(columns=20)
+    with showing_phases(file), phase("compiling kernels \N{SNOWMAN}", 3, "files") as p:
+        p.update(1)
+        until("1/3", file)
+    longest = max(len(line) for line in file.getvalue().replace("\x1b[B\r", "\n").replace("\x1b[K", "\n").splitlines())
+    assert longest < 20 and "compil" in file.getvalue()
+
+
+def test_a_terminal_that_goes_away_harms_nothing(hurried):
+    class Gone(Terminal):
+        def write(self, text):
+            raise OSError("gone")
+
+    with showing_phases(Gone()), phase("working"):
+        time.sleep(0.01)
+
+
+def test_a_phase_that_fails_is_over(hurried):
+    file = Terminal()
+    with showing_phases(file):
+        with pytest.raises(KeyboardInterrupt), phase("working"):
+            until("working", file)
+            raise KeyboardInterrupt
+        assert not shown_lines(file)
+        threads = [threading.Thread(target=_some_phases, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not shown_lines(file)
+    assert not [t for t in threading.enumerate() if t.name == "hibachi-progress"]
+
+
+def _some_phases(i):
+    for n in range(20):
+        with phase(f"thread {i}", 20) as p:
+            p.update(n)

@@ -37,6 +37,7 @@ from hibachi.lm.named import model_named
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
 from hibachi.named import is_named
+from hibachi.progress import phase
 from hibachi.sim.plot import check_format, seconds
 
 _WORDS = {
@@ -406,7 +407,9 @@ def fit(args: argparse.Namespace) -> int:
             samples = fitting.measure(engine, model.vocab_size, **load)
         backend = {"library": args.backend or "its own", "device": "default"}
     else:
-        with LLM(args.model, max_model_len=args.max_model_len, **_options(args), **sizes) as llm:
+        with phase(f"opening {args.model}"):
+            llm = LLM(args.model, max_model_len=args.max_model_len, **_options(args), **sizes)
+        with llm:
             samples = fitting.measure(_engine(llm), _vocabulary(llm), **load)
             backend = llm.backend.versions()
     found = fitting.fit(samples)

@@ -10,26 +10,34 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments
-from hibachi.errors import PromptTooLong
+import hibachi
+from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
+from hibachi.errors import ConfigError, PromptTooLong
 from hibachi.lm.llm import LLM
+from hibachi.model.files import open_files
+from hibachi.model.recommended import chat_sampling
 from hibachi.request import SamplingParams
+
+FETCHED = ".smollm2"
+"""Where in a checkout `make chat` puts its model."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model_arguments(parser)
+    model_arguments(parser, default=None)
     add("--system", metavar="TEXT", help="a system message to begin with")
-    sampling_arguments(parser, max_tokens=512)
+    sampling_arguments(parser, max_tokens=512, temperature="what is known to suit it, or 0.7, with --top-p 0.9")
 
 
 def run(args: argparse.Namespace) -> int:
+    args.model = args.model or str(fetched())
     with open_model(args) as llm:
         start = [{"role": "system", "content": args.system}] if args.system else []
         llm.tokenizer.render_chat([*start, {"role": "user", "content": "?"}])  # fails now if it cannot be done
-        params = llm.default_params.with_(**sampling(args))
+        params = llm.default_params.with_(**(chat_sampling(open_files(llm.path)) | sampling(args)))
         terminal = sys.stdin.isatty()
         if terminal:
             with suppress(ImportError):
@@ -37,6 +45,17 @@ def run(args: argparse.Namespace) -> int:
             print("Ctrl-C stops an answer, Ctrl-D ends the conversation, /clear begins a new one.\n", file=sys.stderr)
         talk(llm, params, start, terminal)
     return 0
+
+
+def fetched() -> Path:
+    """The model that `make chat` fetched, into the checkout that has this file, or this folder. Raises ConfigError."""
+    for checkout in (Path(hibachi.__file__).parents[1], Path.cwd()):
+        if (checkout / FETCHED / "fetched").is_file():
+            return checkout / FETCHED
+    raise ConfigError(
+        "`hibachi chat` needs a model: run `make chat` in hibachi's checkout, which fetches one of 100 MB, or pass "
+        "--model with a folder in Hugging Face layout, a .gguf file or org/name on the Hugging Face Hub."
+    )
 
 
 def talk(llm: LLM, params: SamplingParams, start: list[dict[str, Any]], terminal: bool) -> None:
@@ -79,7 +98,7 @@ def _answer(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) ->
     pieces = []
     with llm.stream(ids, params) as stream:
         try:
-            for piece in stream:
+            for piece in told(stream):
                 pieces.append(piece.text)
                 print(piece.text, end="", flush=True)
         except KeyboardInterrupt:

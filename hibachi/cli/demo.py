@@ -14,7 +14,7 @@ import time
 
 from hibachi.cli.options import deterministic_argument
 from hibachi.lm.llm import LLM
-from hibachi.progress import FRAME, Screen, is_live
+from hibachi.progress import FRAME, Screen, is_live, phase
 from hibachi.request import SamplingParams
 from hibachi.streams.merge import merge
 from hibachi.streams.textstream import Completion
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
         SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=args.tokens, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
-    with LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_batch_size=len(PROMPTS)) as llm:
+    with phase("opening the model that ships"):
+        llm = LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_batch_size=len(PROMPTS))
+    with llm:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
         title = f"hibachi demo: {len(PROMPTS)} prompts, a Llama of {len(llm.model.cache_spec())} layers, {place}"

@@ -15,6 +15,7 @@ from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
+from hibachi.progress import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load, why_missing
 from hibachi.tune.autotune import seconds_of, settle
@@ -61,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
     print("\nbackends")
     width = max(map(len, known()), default=0)
     for name in known():
-        print(f"  {name:{width}}  {_backend(name)}")
+        with phase(f"starting {name}"):
+            said = _backend(name)
+        print(f"  {name:{width}}  {said}")
     print("\nextras")
     for module, extra in _EXTRAS:
-        print(f"  {extra:{width}}  {_library(module, extra)}")
+        with phase(f"importing {module}"):
+            said = _library(module, extra)
+        print(f"  {extra:{width}}  {said}")
     return 0
 
 
@@ -77,7 +82,8 @@ def _model(args: argparse.Namespace) -> int:
             f"{args.model} is not a decoder that hibachi describes, so its kernels are those of its own code; expected "
             f"one whose architecture `hibachi inspect` knows."
         )
-    backend = load(args.backend, device=args.device)
+    with phase(f"starting {args.backend}"):
+        backend = load(args.backend, device=args.device)
     invariant = bool(args.deterministic or (args.deterministic is None and backend.keeps_promise))
     began = time.perf_counter()
     choice = settle(

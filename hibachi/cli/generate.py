@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments
+from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import InvalidRequest
 from hibachi.lm.named import model_named
 from hibachi.named import is_named
+from hibachi.progress import phase
 from hibachi.request import SamplingParams
 
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         with llm.stream(prompt, llm.default_params.with_(**given)) as stream:
             if args.echo:
                 print(prompt, end="", flush=True)
-            for piece in stream:
+            for piece in told(stream):
                 print(piece.text, end="", flush=True)
         print()
     return 0
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _own(args: argparse.Namespace, params: SamplingParams) -> int:
     """A model of the user's own, which has no tokenizer. Level 0 returns tokens, so nothing is sampled there."""
-    model = model_named(args.model, args.backend)
+    with phase(f"opening {args.model}"):
+        model = model_named(args.model, args.backend)
     text = _read() if args.prompt is None else args.prompt
     try:
         prompt = [int(i) for i in text.replace(",", " ").split()]
@@ -66,7 +68,7 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
         stream = engine.run(prompt, params) if samples else engine.run(prompt, max_new_tokens=args.max_tokens)
         if args.echo:
             print(*prompt, end=" ", flush=True)
-        for token in stream:
+        for token in told(stream):
             print(token, end=" ", flush=True)
     print()
     return 0

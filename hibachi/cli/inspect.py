@@ -18,6 +18,7 @@ from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
 from hibachi.named import is_named, place
+from hibachi.progress import phase
 from hibachi.tensor.discover import known, load, why_missing
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves
@@ -35,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     if is_named(args.model):
         return _own(args.model, args.json)
-    d = describe(locate(args.model))
-    facts = as_json(d) | {"memory": _memory(d)}
+    with phase(f"reading {args.model}"):
+        d = describe(locate(args.model))
+    with phase("starting the backends"):
+        facts = as_json(d) | {"memory": _memory(d)}
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -57,7 +60,8 @@ def _list(for_programs: bool) -> int:
 
 def _own(spec: str, for_programs: bool) -> int:
     """A model of the user's own: which rung it stands on, and what the engine would keep for it."""
-    model = model_named(spec)
+    with phase(f"opening {spec}"):
+        model = model_named(spec)
     level, vocab = level_of(model), getattr(model, "vocab_size", None)
     layers = list(model.cache_spec()) if level == 2 else []
     paged = [layer for layer in layers if isinstance(layer, Paged)]

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from hibachi.errors import HibachiError, printable
+from hibachi.progress import showing_phases
 
 COMMANDS = (
     "demo",
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
-        status: int = args.run(args)
+        with showing_phases():
+            status: int = args.run(args)
         sys.stdout.flush()
     except (KeyboardInterrupt, HibachiError, OSError) as e:
         status = _explain(e)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from hibachi.lm.llm import LLM, QUANTIZATIONS
+from hibachi.progress import phase
 
+T = TypeVar("T")
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
 
 
-def model_arguments(parser: argparse.ArgumentParser) -> None:
+def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
+    """default: None: the command finds a model itself."""
     add = parser.add_argument
+    tiny = "tiny, which ships (default)" if default else "tiny, which ships (default: what `make chat` fetched)"
     add(
         "--model",
-        default="tiny",
+        default=default,
         metavar="MODEL",
-        help="a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or tiny, which ships (default)",
+        help=f"a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or {tiny}",
     )
     add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
@@ -33,17 +38,18 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_model(args: argparse.Namespace) -> LLM:
-    return LLM(
-        args.model,
-        backend=args.backend,
-        device=args.device,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        autotune=args.autotune,
-        kernels=args.kernels,
-        deterministic=args.deterministic,
-        max_model_len=args.max_model_len,
-    )
+    with phase(f"opening {args.model}"):
+        return LLM(
+            args.model,
+            backend=args.backend,
+            device=args.device,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            autotune=args.autotune,
+            kernels=args.kernels,
+            deterministic=args.deterministic,
+            max_model_len=args.max_model_len,
+        )
 
 
 def quantization_argument(parser: argparse.ArgumentParser) -> None:
@@ -62,17 +68,27 @@ def deterministic_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Parameters of the model's generation_config.json hold where none is given."""
+def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int, temperature: str = "1") -> None:
+    """Parameters of the model's generation_config.json hold where none is given. temperature: and if it gives none."""
     add = parser.add_argument
     limit = f"limit of new tokens (default: {max_tokens})"
     add("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
-    add("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's, or 1)")
+    add("--temperature", type=float, metavar="T", help=f"0 is greedy (default: the model's, or {temperature})")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="draw from this share of the mass")
     add("--min-p", type=float, metavar="P", help="drop what has less than this share of the likeliest")
     add("--repetition-penalty", type=float, metavar="R", help="above 1: less of what was there before")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+
+
+def told(stream: Iterable[T]) -> Iterator[T]:
+    """What comes from a stream. A terminal shows for how long the first item is being computed."""
+    items = iter(stream)
+    with phase("computing the prompt"):
+        first = next(items, None)
+    if first is not None:
+        yield first
+        yield from items
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hibachi.errors import ConfigError, HibachiError
 from hibachi.lm.named import model_named
 from hibachi.model.registry import load_model
 from hibachi.named import is_named, object_named
+from hibachi.progress import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.verify.report import verify
@@ -60,11 +61,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        subject = _subject(args)
+        with phase(f"opening {args.model}"):
+            subject = _subject(args)
     except (HibachiError, OSError) as e:
         print(f"hibachi: {e}", file=sys.stderr)
         return USAGE
-    report = verify(subject)
+    with phase(f"verifying {args.model}"):
+        report = verify(subject)
     if args.json:
         print(json.dumps({"model": args.model, **report.as_json()}, indent=2))
     else:

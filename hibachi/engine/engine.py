@@ -265,6 +265,7 @@ class Engine:
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
         self._settle(plan, outcome, began)
+        # After `_settle`: a request that failed there has lost its row, and its state is not kept.
         if kept := [(row, slot) for seq, row, slot in plan.saves if seq.row == row]:
             self._save(kept)
         else:
@@ -457,6 +458,7 @@ class Engine:
 
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
         """Commit the plan and hand the new tokens to their streams."""
+        # Before the commit, which vouches for the blocks of every row that is still in its place.
         for i in _writers_first(plan, outcome.faults):
             seq = plan.seqs[i]
             if self.scheduler.holds(plan)[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
@@ -536,6 +538,7 @@ class Engine:
 
     def _pause(self, job: Job) -> None:
         """The consumer of this request is behind: compute nothing more for it until it has caught up."""
+        # The reader's call comes by the inbox, so `resume` runs after this method, however early the reader is.
         if job.seq.finish is None and job.channel.pause(partial(self.inbox.put, (self.resume, job))):
             self._paused.add(job)
             self.recorder.note("pause", job.seq)
@@ -543,7 +546,7 @@ class Engine:
 
     def _fail(self, seq: Seq, fault: HibachiError) -> None:
         if seq.finish is None:
-            log.warning("a request failed: %s", "\n".join([str(fault), *getattr(fault, "__notes__", ())]))
+            log.info("a request failed: %s", "\n".join([str(fault), *getattr(fault, "__notes__", ())]))
             sent = self.scheduler.fail(seq)
             self.recorder.note("fail", seq, sent, type(fault).__name__)
             self._suspend(sent)
@@ -568,6 +571,7 @@ class Engine:
         job.seq.owner = None  # no circle: the job is freed as soon as nobody wants it
         self._counts.finished += 1
         self._counts.failed += reason is Finish.ERROR
+        # Last: a reader that has seen the end of its stream finds it counted.
         job.channel.end(reason, error, self._wakeups)
 
     def end_all(self, reason: Finish, error: Callable[[], HibachiError] | None = None) -> None:

@@ -134,6 +134,7 @@ class Worker:
     def _begin_again(self, cause: BaseException) -> bool:
         """End the requests of a loop that failed, and go on with new ones; False if that is not wanted or possible."""
         engine = self.engine
+        # EngineFailed is the engine's own verdict: it may not begin again, or has tried often enough (`Engine._lose`).
         if self._closing or isinstance(cause, EngineFailed) or not engine.can_begin_again():
             return False
         tokens = engine.stats().new_tokens
@@ -187,7 +188,7 @@ class Worker:
     def _end(self, reason: Finish, refusal: Callable[[], HibachiError]) -> None:
         engine = self.engine
         with self._changed:
-            self._refusal = refusal
+            self._refusal = refusal  # first: `add` reads it under this lock, so none is added behind the loop below
         while not self._inbox.empty():
             with suppress(Exception):  # after a failure the scheduler may be in any state
                 self._obey(self._inbox.get())

@@ -10,10 +10,12 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,49 +78,84 @@ def key(cxx: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def build(variant: Variant, to: Path, cxx: str) -> None:
-    """The library of a variant for this machine, by this compiler. Raises BuildFailed."""
-    compile_to(to, [cxx, *variant.flags], [cxx, "-pthread"])
+def build(variant: Variant, to: Path, cxx: str, told: Callable[[int], object] = lambda done: None) -> None:
+    """The library of a variant for this machine, by this compiler. told: see `run`. Raises BuildFailed."""
+    compile_to(to, [cxx, *variant.flags], [cxx, "-pthread"], told)
 
 
-def compile_to(to: Path, compile_with: Sequence[str], link_with: Sequence[str]) -> None:
+def compile_to(
+    to: Path,
+    compile_with: Sequence[str],
+    link_with: Sequence[str],
+    told: Callable[[int], object] = lambda done: None,
+) -> None:
     """A library by these commands: it appears in its place whole, or not at all. Raises BuildFailed."""
-    sources = sorted(SOURCES.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix="building-") as folder:
+    sources = files()
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=unfinished(to)) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        run(
+        commands = [
             [*compile_with, *FLAGS, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
-        )
+        ]
+        run(commands, told)
         made = Path(folder) / to.name
         run([[*link_with, "-shared", *map(str, objects), "-o", str(made)]])
         made.replace(to)
 
 
+def files() -> list[Path]:
+    """What a library is compiled from."""
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def unfinished(to: Path) -> str:
+    """How the folders are called in which this library is built."""
+    return f"building-{to.name}-"
+
+
 def build_probe(to: Path, cc: Sequence[str]) -> None:
     """Raises BuildFailed."""
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix="building-") as folder:
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=unfinished(to)) as folder:
         made = Path(folder) / to.name
         run([[*cc, "-x", "c", "-O2", "-fPIC", "-shared", str(SOURCES / "probe.c"), "-o", str(made)]])
         made.replace(to)
 
 
-def run(commands: Iterable[list[str]]) -> None:
-    """All commands at the same time. Raises BuildFailed with what a compiler says."""
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+def run(commands: Iterable[list[str]], told: Callable[[int], object] = lambda done: None) -> None:
+    """All commands at the same time. told: called with the number of those that have ended, in their order.
+
+    None of them, and no process that they started, runs any more at the end. Raises BuildFailed with what a compiler
+    says.
+    """
+    running: list[subprocess.Popen[str]] = []
+    said: list[str] = []
     try:
+        for c in commands:  # each leads a group of processes: g++ starts others, which would outlive it
+            running.append(
+                subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+            )
         end = time.monotonic() + _PATIENCE
-        said = [p.communicate(timeout=max(end - time.monotonic(), 0.1))[0] for p in running]
+        for process in running:
+            said.append(process.communicate(timeout=max(end - time.monotonic(), 0.1))[0])
+            told(len(said))
     except subprocess.TimeoutExpired as e:
         raise BuildFailed(f"the compiler took more than {_PATIENCE} s.") from e
     finally:
         for process in running:
             if process.poll() is None:
-                process.kill()
+                _kill(process)
                 process.communicate()
     for process, text in zip(running, said, strict=True):
         if process.returncode:
             raise BuildFailed(f"they do not compile (status {process.returncode}):\n{text[-2000:]}")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process and its group."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 @cache

@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,9 @@ from pathlib import Path
 from hibachi.cachefolder import cache_folder
 from hibachi.errors import HibachiError
 from hibachi.kernels.abi import Kernels, WrongLibrary
-from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, key, variants
+from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, files, key, unfinished, variants
 from hibachi.kernels.threads import why_so_many
+from hibachi.progress import phase, phases_shown
 
 SWITCH = "HIBACHI_VARIANT"
 NUMERICS = "cpu-1"
@@ -167,21 +169,25 @@ def _compiled(asked: str) -> Library:
     there, level, folder = variants(), 0, cache_folder() / "kernels"
     if not there:
         raise NativeUnavailable(f"they are for x86-64 and ARM; this is {platform.machine()}")
-    folder.mkdir(parents=True, exist_ok=True)
     if there[0].level:
         level = _level(_made(folder / f"probe-{key(compiler())}{_SUFFIX}", lambda to: build_probe(to, [compiler()])))
     cxx, variant = compiler(level), choose(asked, there, level)
 
     def make(to: Path) -> None:
-        _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
-        build(variant, to, cxx)
+        if not phases_shown():
+            _log.warning("Compiling kernels, once for this machine, in about ten seconds: %s", to)
+        with phase("compiling kernels, once for this machine", len(files()), "files") as p:
+            build(variant, to, cxx, p.update)
 
     path = _made(folder / f"{variant.name}-{key(cxx)}{_SUFFIX}", make)
     return Library(Kernels(str(path)), variant, path, "compiled")
 
 
-def _made(path: Path, make: object) -> Path:
-    """A file that is there whole, made now if it is not. One process makes it, others wait for it."""
+def _made(path: Path, make: Callable[[Path], object]) -> Path:
+    """A file that is there whole, made now if it is not. One process makes it, others wait for it.
+
+    Raises NativeUnavailable for a folder that cannot be written, and what `make` raises.
+    """
     seal = path.with_suffix(f"{path.suffix}.sha256")
 
     def whole() -> bool:
@@ -191,24 +197,43 @@ def _made(path: Path, make: object) -> Path:
             return False
 
     if not whole():
-        with _alone(path.with_suffix(".lock")):
-            if not whole():
-                if path.exists():
-                    _log.warning("%s is damaged, as after a full disk; it is made anew.", path)
-                assert callable(make)
-                make(path)
-                seal.write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(path.with_suffix(".lock")) as locked:
+                if not whole():
+                    for left in path.parent.glob(f"{unfinished(path)}*") if locked else ():
+                        shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
+                    if path.exists():
+                        _log.warning("%s is damaged, as after a full disk; it is made anew.", path)
+                    make(path)
+                    seal.write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+        except OSError as e:
+            raise NativeUnavailable(
+                f"{path.parent}, where they are kept, cannot be written ({e.strerror or e}). Set XDG_CACHE_HOME to a "
+                f"folder that can be"
+            ) from e
     return path
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """No other process does the same meanwhile."""
+def _alone(path: Path) -> Iterator[bool]:
+    """No other process does the same meanwhile. The lock ends with the process that holds it, however that ends.
+
+    False: there are no locks here.
+    """
     try:
         import fcntl  # not on Windows
     except ImportError:
-        yield
+        yield False
         return
+    locked = True
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with phase("waiting for another process, which compiles kernels"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as e:  # some file systems of networks have no locks; then the work is perhaps done twice
+            locked = False
+            _log.info("%s cannot be locked: %s", path, e)
+        yield locked

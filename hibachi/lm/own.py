@@ -19,6 +19,7 @@ from hibachi.lm.tokens import Tokens
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.named import is_named
 from hibachi.options import check_options
+from hibachi.progress import phase
 from hibachi.request import Request
 from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
@@ -31,11 +32,12 @@ _KIND = ("token", "stop_token", "padding_token")  # attributes of a model that i
 
 def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
     """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.lm.named`): see `open_own`."""
-    if is_own(model):
-        return open_own(model, feedforward=feedforward, **options)
-    if feedforward:
-        raise ConfigError(f"feedforward is for a model of one's own, named as pkg:Class; got {model}.")
-    return LLM(model, **options)
+    with phase(f"opening {model}"):
+        if is_own(model):
+            return open_own(model, feedforward=feedforward, **options)
+        if feedforward:
+            raise ConfigError(f"feedforward is for a model of one's own, named as pkg:Class; got {model}.")
+        return LLM(model, **options)
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:

@@ -16,6 +16,7 @@ import numpy as np
 from hibachi.errors import ConfigError
 from hibachi.model.arch import Arch, Layer
 from hibachi.model.rope import HostArray, room, tables
+from hibachi.progress import phase
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
 
@@ -87,7 +88,9 @@ class Decoder:
         lacks.
         """
         dtype, max_len = checked(backend, dtype, max_model_len, arch.max_positions)
-        return cls(arch, _params(arch, tensors, backend, dtype, max_len), backend, dtype=dtype, max_len=max_len)
+        params = _params(arch, tensors, backend, dtype, max_len)
+        with phase("preparing the model"):
+            return cls(arch, params, backend, dtype=dtype, max_len=max_len)
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch
@@ -242,6 +245,18 @@ _FUSED = {"qkv": ("q", "k", "v"), "o": (), "gate_up": ("gate", "up"), "down": ()
 
 
 def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
+    what = "reading weights" if b.quantization == "none" else "reading and quantizing weights"
+    with phase(what, len(arch.layers), "layers") as p:
+        params = _outer(arch, files, b, dtype, max_len)
+        params["layers"] = []
+        for i, kind in enumerate(arch.layers):
+            params["layers"].append(_layer(arch, kind, files, f"layers.{i}.", b, dtype))
+            p.update(i + 1)
+    return params
+
+
+def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
+    """What belongs to no layer."""
     embed = b.put_weight(files["embed.weight"], dtype)
     params: Params = {"embed": embed, "head": embed if arch.tied else b.put_weight(files["head.weight"], dtype)}
     if arch.head_bias:
@@ -251,7 +266,6 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
     ropes = [tables(rope, room(1, max_len), longest=max_len) for rope in arch.ropes]
     params["ropes"] = [tuple(b.put(table, dtype) for table in pair) for pair in ropes]
     _put_norm(params, "norm", arch, files, "norm", b, dtype)
-    params["layers"] = [_layer(arch, layer, files, f"layers.{i}.", b, dtype) for i, layer in enumerate(arch.layers)]
     return params
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hibachi.errors import InvalidModelFiles
+from hibachi.errors import ConfigError, InvalidModelFiles
 from hibachi.model.fields import Config, read_json
 from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.hub import local_snapshot, parse_name
@@ -61,8 +62,13 @@ def locate(model: str | Path) -> Path:
     """Where a model is: "tiny", which ships; a folder or a file; or "org/name" on the Hugging Face Hub.
 
     A name is looked up in the local cache, and downloaded if the extra 'hf' is installed and the network allows.
-    Raises InvalidModelFiles.
+    Raises InvalidModelFiles, and ConfigError for what is neither a path nor a name.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"model must be a path or a name; got an object of the class {type(model).__qualname__}. A model of your "
+            f"own goes into AutoregressiveBatchInference(model) instead (docs/models.md)."
+        )
     if model == "tiny":
         return TINY
     path = Path(model).expanduser()

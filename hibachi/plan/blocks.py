@@ -66,6 +66,8 @@ class BlockPool:
         for _ in range(n - len(self._free)):
             block, _ = self._idle.popitem(last=False)
             self._withdraw(block)
+            # At the front, so that n blocks taken at once are those of n single calls, in their order (stretch.py needs
+            # it).
             self._free.insert(0, block)
             self.evictions += 1
         at = len(self._free) - n
@@ -141,6 +143,7 @@ class BlockPool:
         place = parent, key
         known = self._trie.get(place)
         if known is not None:
+            # The block stays its owner's own copy; what comes after it is published behind the known one.
             return self._node[known]
         self._trie[place] = block
         self._place[block] = place

@@ -179,7 +179,7 @@ class Composer:
         gathers = node.groups > 0 and self._taken - self._joined < RUN
         if overdue and self._taken - self._left >= RUN:
             node, self._left = oldest, self._taken
-        elif (overdue or gathers) and self._below(oldest, node):
+        elif (overdue or gathers) and self._below(oldest, node):  # it costs no prefix: the subtree is not left for it
             node = oldest
         row = node if node.children is None else self._rows[node.first().best[1]]
         self._remove(row)

@@ -125,7 +125,7 @@ class Scheduler:
         self.waiting -= 1  # it leaves the queue when it comes to the front
         seq.finish = reason
         self._parked.discard(seq)
-        if seq.started:
+        if seq.started:  # it was charged by `pop` and then preempted; one that never started owes the policy nothing
             self.policy.left(seq, seq.length)
         return True
 
@@ -264,6 +264,7 @@ class Scheduler:
                 self.pool.withdraw(self.pool.unsound(other.blocks))
                 sent.append(self._preempt(other))
         row = seq.row
+        # `_vacate` then withdraws what was published since the last step that succeeded, and vouches for nothing more.
         if self.table.emitted[row]:
             self.table.settled[row] = self.table.done[row] - self.table.gained[row]
             self.table.emitted[row] = False
@@ -310,6 +311,7 @@ class Scheduler:
         table = self.table
         self.steps += 1
         self.preempted = []
+        # Growing may preempt a row, which leaves budget and blocks to the others: then all is shared out again.
         while True:
             if self.stale:
                 self.refresh()
@@ -350,6 +352,7 @@ class Scheduler:
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
+        # Where a row was just preempted blocks are short, so nobody starts: it would mostly be the same request again.
         if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             fresh = self._admit(tokens_left, at_work, published, restores)
@@ -402,6 +405,7 @@ class Scheduler:
 
         Where tenants share rows, each gets as much for its chunks, and who waits to start finds its part left.
         """
+        # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
         single = np.flatnonzero(want == 1)[: self.budget]
         q = np.zeros(len(want), np.int32)
         q[single] = 1
@@ -587,6 +591,8 @@ class Scheduler:
         spare = 0  # blocks to be left for those who run, so that they do not preempt it at once
         if self.running and not limits.reserve_all:
             spare = max(pool.usable // 100, self.running if seq.started else 0)
+        # Held before `alloc`, and before `free` is read: blocks that were found may be idle, and would be taken or
+        # counted.
         pool.hold(found)
         more = pool.alloc(need) if pool.free >= need + spare else None
         if more is None:
@@ -721,6 +727,7 @@ class Scheduler:
             if emitted:
                 settled = max(settled, int(self.table.done[row] - self.table.gained[row]))
             full = settled // self.limits.block_size
+            # Withdrawn before they are released: a block that is still published then would become idle, and be found.
             if seq.published > full:  # what a step in flight computes: nobody will hear how it went
                 self.pool.withdraw(seq.blocks[full : seq.published])
             self.pool.release(seq.blocks, sound=full if emitted else 0)

@@ -80,6 +80,7 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
 def _closed(scheduler: Scheduler) -> int | None:
     """For how many steps none of those who wait can start, though a row is free; None: for as long as nothing ends."""
     policy = scheduler.policy
+    # It waits for blocks, and none become free before a request ends, which ends the stretch too.
     if (seq := policy.peek()) is not None and scheduler.short(seq):
         return None
     running, step = scheduler.running, scheduler.steps

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,6 +31,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_model
+from hibachi.progress import showing_phases
 from hibachi.remote.rows import Gathered, Rows, headings, send
 from hibachi.request import Finish, SamplingParams
 from hibachi.runners.job import Job
@@ -359,11 +360,12 @@ def main(place: int) -> None:
     threading.Thread(target=_end_with, args=(place,), name="hibachi-parent", daemon=True).start()
     outbox = Outbox(pipe)
     try:
-        spec, level = pipe.recv()
+        spec, level, shown = pipe.recv()
         logger = logging.getLogger("hibachi")
         logger.handlers, logger.propagate = [Telling(outbox)], False
         logger.setLevel(level)
-        served = open_model(**spec)
+        with showing_phases() if shown else nullcontext():
+            served = open_model(**spec)
         child = Child(pipe, served, outbox)
         ready = child.ready()
     except (EOFError, KeyboardInterrupt):

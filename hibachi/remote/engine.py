@@ -205,6 +205,7 @@ class RemoteEngine(Closing):
                 return False
             again = self._restart and self._refusal is None and self._lost < MOST_RESTARTS
             failure += " It is being started again." if again else " Start it again."
+            # Before `_end_all`: `submit` looks at it under this lock, so no stream is added that nobody would end.
             self._refusal = partial(EngineFailed, failure)
         log.error("%s", failure)
         self._end_all(Finish.ERROR)

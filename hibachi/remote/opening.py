@@ -13,6 +13,7 @@ from hibachi.lm.own import is_own, open_model
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.model.generation import generation_defaults
+from hibachi.progress import phase
 from hibachi.remote.llm import open_remote
 from hibachi.request import SamplingParams
 
@@ -93,7 +94,8 @@ def about(served: Holding) -> str:
 def _warm(texts: Texts, template: str | None) -> None:
     """The first tokens, so that no request waits for what is made once. Raises EngineError, and ConfigError."""
     try:
-        texts.generate([[0]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        with phase("computing the first tokens"):
+            texts.generate([[0]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     except EngineError:
         raise
     except HibachiError as e:  # a model of one's own may want longer prompts

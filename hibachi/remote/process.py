@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from hibachi.errors import EngineFailed
+from hibachi.progress import phases_shown
 from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender
 
@@ -43,7 +44,7 @@ class Process:
         """What it says once the model is loaded, and what writes to its pipe from then on; it is killed if that takes
         more than so many seconds. Raises what making the model raises, and EngineFailed."""
         try:
-            self.pipe.send((self._spec, log.getEffectiveLevel()))
+            self.pipe.send((self._spec, log.getEffectiveLevel(), phases_shown()))
             until = None if seconds is None else time.monotonic() + seconds
             while True:
                 if until is not None and not self.pipe.poll(max(0.0, until - time.monotonic())):

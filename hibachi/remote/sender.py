@@ -41,11 +41,13 @@ class Sender:
     def post(self, contents: bytes, what: str, number: int, *rest: Any) -> None:
         """Send (what, number, ...) and the pickled contents of a request. Called by one thread at a time."""
         self._posted += len(contents)
+        # Before the entry is queued: `_send` takes an entry without contents for one that was withdrawn.
         self._contents[number] = contents
         self._queue.put(((what, number, *rest), len(contents)))
 
     def withdraw(self, number: int) -> bool:
         """Take back a request that has not been sent; False if it has."""
+        # `_send` pops too. A pop is atomic, so a request is either withdrawn or sent, and never both.
         return self._contents.pop(number, None) is not None
 
     def end(self, *last: Any) -> None:
@@ -66,4 +68,4 @@ class Sender:
                     self._pipe.send_bytes(contents)
             except OSError:
                 return  # the process has ended, and `_listen` notices
-            self._passed += size
+            self._passed += size  # of those that were withdrawn as well: `post` has counted them

@@ -130,6 +130,7 @@ class CachedRunner(BaseRunner):
             try:
                 outcome += self._run(plan, some, call)
             except StepFailed as e:
+                # A group before this one has stored its states, and these cannot go back: all compute again.
                 e.cache_lost |= advanced
                 raise
             advanced |= self.advanced
@@ -198,7 +199,7 @@ class CachedRunner(BaseRunner):
                         self.backend.settle(memory.cache)  # as below in `_forward`
         except BaseException as e:
             if not memory.donating:
-                memory.cache = held
+                memory.cache = held  # as below in `_forward`
             elif not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise

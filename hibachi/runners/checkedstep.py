@@ -50,7 +50,7 @@ class CheckedStep:
             return (a is c or (type(a) is type(c) and a.shape == c.shape and unfit(a) is None)) and (
                 b is d or (type(b) is type(d) and b.shape == d.shape and unfit(b) is None)
             )
-        except AttributeError:
+        except AttributeError:  # not even arrays: `_like` says what is wrong
             return False
 
     def _like(self, old: LayerCache, new: LayerCache, i: int) -> LayerCache:

@@ -23,18 +23,32 @@ MOST_TEXT = 4000  # characters of a traceback that are kept
 
 
 class Theirs:
-    """`with theirs:` around a call of the model notes what it raised, so that it is told from a defect of ours."""
+    """`with theirs:` around a call of the model notes what it raised, so that it is told from a defect of ours.
 
-    __slots__ = ("raised",)
+    warned: the log has a warning that rows which fail together succeed apart; one is enough.
+    """
+
+    __slots__ = ("raised", "warned")
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
+        self.warned = False
 
     def __enter__(self) -> None:
         self.raised = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.raised = error
+
+
+def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ...]) -> str:
+    """What to do about an output of this shape, in a sentence."""
+    if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and shape[0] == expected[0]:
+        return (
+            "If these are logits, rename the method `logits` and set `vocab_size`: then the engine draws the token. "
+            "`forward` returns the next token of each row."
+        )
+    return "Return one row for each input row."
 
 
 def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from hibachi.errors import (
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
-from hibachi.runners.faults import Theirs
+from hibachi.runners.faults import Theirs, mend_shape
 from hibachi.runners.groups import Call, Grouping
 from hibachi.runners.job import Job
 from hibachi.runners.runner import BaseRunner, Outcome, Part, isolate, jobs_of
@@ -296,7 +296,7 @@ def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> A
         ) from e
     if not (shape[:1] == expected[:1] if expected[1:] == (None,) else shape == expected):
         want = f"({expected[0]}, any)" if expected[1:] == (None,) else expected
-        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
+        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. {mend_shape(call, expected, shape)}")
     out = ops.repeat(out, BATCH_DIM, 1)  # the memory is the model's, which may write its next output there
     agreed(tuple(ops.shape(out)) == shape, "repeat", shape, ops.shape(out))
     return out

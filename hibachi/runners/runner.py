@@ -13,7 +13,7 @@ from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, te
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds
+from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds, mend_shape
 from hibachi.runners.job import Job, stopped
 from hibachi.runners.meters import Tally
 from hibachi.runners.sampler import Drawn
@@ -252,7 +252,9 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
     both += isolate(call, idx[half:], backend, theirs, 1)
     if not both.faults and not both.short:
         then = "succeeded apart, so each such step costs twice" if half else "succeeded when tried again"
-        log.warning("%d rows failed together and %s: %s", len(idx), then, text_of(failed))
+        level = logging.INFO if theirs.warned else logging.WARNING
+        theirs.warned = True
+        log.log(level, "%d rows failed together and %s: %s", len(idx), then, text_of(failed))
     return both
 
 
@@ -316,7 +318,7 @@ def check_output(
             + ("," if len(expected) == 1 else "")
             + ")"
         )
-        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. Return one row for each input row.")
+        raise InvalidModelOutput(f"{call} must return shape {want}; got {shape}. {mend_shape(call, expected, shape)}")
     words, wanted = _KINDS[kind]
     if not _is_kind(backend.xp, out.dtype, wanted):
         raise InvalidModelOutput(

@@ -18,6 +18,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.progress import phase
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.heads import Outputs, Sampled
 from hibachi.runners.job import Job
@@ -49,9 +50,12 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     probe = _Probe(runner, vocab, take_cache=unused)
     try:
         alone: dict[tuple[int, int], HostArray] = {}
-        for i in list(texts)[: len(LENGTHS)]:
-            alone |= probe.outputs({i: texts[i]}, runner.limits.budget)
-        together = probe.outputs(dict(reversed(texts.items())), CHUNK)
+        with phase("checking that requests do not change each other", len(LENGTHS) + 1, "batches") as p:
+            for done, i in enumerate(list(texts)[: len(LENGTHS)]):
+                p.update(done)
+                alone |= probe.outputs({i: texts[i]}, runner.limits.budget)
+            p.update(len(LENGTHS))
+            together = probe.outputs(dict(reversed(texts.items())), CHUNK)
     finally:
         if unused:
             runner.rebuild(keep=False)

@@ -94,6 +94,7 @@ class Trials:
             log.debug("width %d: calls of %s rows give other bits than those of %d", width, {*sizes} - {*same}, base)
         together = padded and not self._one
         if together:
+            # Rows of all lengths may share a call if a row has the same bits in either width.
             for other in joined:
                 mine = [i for i, text in enumerate(texts) if len(text) <= other]
                 if mine and not _equal(self._outputs([texts[i] for i in mine], other, base, 0), want[mine]):

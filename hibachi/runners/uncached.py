@@ -16,6 +16,7 @@ from hibachi.errors import text_of
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.progress import phase
 from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Alone, Call, Grouping
@@ -118,7 +119,8 @@ class WholeRunner(BaseRunner):
         ask, why = partial(self._asked_for, padding=padding), "who shares a call changes its bits"
         trials = Trials(ask, prompts, self._alone, self._rows, one=compiled)
         try:
-            works = trials.begin()
+            with phase("trying whether requests can share calls"):
+                works = trials.begin()
         except BaseException as e:
             why, works = f"it failed when it was tried: {text_of(e)}", False
             drop_frames(e)
@@ -178,6 +180,7 @@ class WholeRunner(BaseRunner):
             if kept:
                 out = self._rooms.ask(shown, lambda tokens: self._answer(self.backend.put(tokens), shown_lengths))
             else:
+                # A copy where it is kept for the next step, as the model may write into what it is shown.
                 out = self._answer(self.backend.copy(shown) if self._grown.useful else shown, shown_lengths)
             if self.sampler:
                 expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)

@@ -104,6 +104,7 @@ class Channel(Generic[T]):
         with self._ending:
             if self.finish is not None:
                 return False
+            # The error first: readers take no lock, and ask for it as soon as they see `finish`.
             self.error = error
             self.finish = reason
         self.drained.clear()
@@ -236,6 +237,7 @@ class Channel(Generic[T]):
         event = threading.Event()
         try:
             while not self.ready:
+                # An item that comes before `listen` is seen by `ready` below; a later one sets the event after `clear`.
                 event.clear()
                 self.listen(event)
                 if self.ready:

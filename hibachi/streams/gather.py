@@ -63,7 +63,7 @@ class Gather(Closing):
             bell = Bell()
             self._listen(bell)
         while True:
-            bell.clear()
+            bell.clear()  # before we look: a ring meanwhile ends the `wait` below at once
             done = self._look()
             if done or self._told():
                 return done
@@ -157,6 +157,7 @@ class _Group:
             self.active = [i for i in self.active if not self._fed(i, self.feed, bell)]
             return not self.active
         active, streams = self.active, self.streams
+        # From the end, up to the first that still runs: one is enough to know that the group is not done.
         while active and streams[active[-1]].channel.finish is not None:
             active.pop()
         return not active
@@ -164,7 +165,7 @@ class _Group:
     def _fed(self, i: int, feed: Feed, bell: Bell | LoopEvent) -> bool:
         """Pass on what has come; has all of it?"""
         stream = self.streams[i]
-        stream.channel.listen(bell)
+        stream.channel.listen(bell)  # again each time, as a waiter that was woken is forgotten
         while True:
             over = stream.channel.finish is not None  # read before the buffer: nothing is pushed after the end
             if items := stream.come():

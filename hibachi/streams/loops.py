@@ -110,7 +110,7 @@ class Wakeups:
 
 def _resolve(futures: list[LoopFuture | LoopEvent]) -> None:
     for future in futures:
-        if not future.done():
+        if not future.done():  # its task may have been cancelled, or woken by another stream, since the post
             future.set_result(None)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
+from hibachi.progress import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tune import kept
@@ -225,20 +226,24 @@ def _measure(
 ) -> list[KernelTrial]:
     trials: list[KernelTrial] = []
     tried = sum(len(some) for op, some in allowed.items() if op in timed)
-    for operation in OPERATIONS:
-        made: list[KernelTrial] = []
-        ready: list[_Ready] = []
-        for c in [c for c in found if c.operation == operation]:
-            trial = unfit(c, deterministic, rounding)
-            if c in allowed.get(operation, []) and operation in timed:
-                trial, cases = _prepare(backend, c, sizes)
-                ready += cases
-            made.append(trial)
-        _time(ready, budget / tried)
-        rank(made)
-        if [t.why_not for t in made] == [None]:
-            made[0].note = "the only one"
-        trials += made
+    timed_already = 0
+    with phase(f"timing kernels in {sizes.dtype}", tried) as p:
+        for operation in OPERATIONS:
+            made: list[KernelTrial] = []
+            ready: list[_Ready] = []
+            p.update(timed_already, f"timing kernels in {sizes.dtype}: {operation}")
+            for c in [c for c in found if c.operation == operation]:
+                trial = unfit(c, deterministic, rounding)
+                if c in allowed.get(operation, []) and operation in timed:
+                    trial, cases = _prepare(backend, c, sizes)
+                    ready += cases
+                    timed_already += 1
+                made.append(trial)
+            _time(ready, budget / tried)
+            rank(made)
+            if [t.why_not for t in made] == [None]:
+                made[0].note = "the only one"
+            trials += made
     return trials + _ladders(backend, found, allowed, trials)
 
 

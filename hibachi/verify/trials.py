@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hibachi.progress import phase
 from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
@@ -50,7 +51,8 @@ def run(subject: Subject) -> dict[str, Result]:
         if why := stopped or trial.skip(subject):
             result.state, result.why = "skipped", why
             continue
-        _try(subject, trial, result)
+        with phase(f"trying: {trial.title}"):
+            _try(subject, trial, result)
         if trial.first and result.wrong:
             stopped = "not tried"
     if "inputs" in results and not results["inputs"].wrong and subject.driver.touched:

@@ -11,7 +11,7 @@ import time
 
 PATIENCE = 50
 COMMAND = [sys.executable, "-m", "hibachi"]
-TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])|(\x1b)")
+TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])|\x1b([78D])|(\x1b)")
 
 
 class Screen:
@@ -20,19 +20,22 @@ class Screen:
     def __init__(self, rows):
         self.rows, self.lines = rows, [[]]  # those that have scrolled out included
         self.row = self.column = 0
+        self.saved = 0, 0
 
     @property
     def top(self):
         return max(0, len(self.lines) - self.rows)
 
     def write(self, text):
-        for number, command, start, end, letter, other in TOKEN.findall(text):
+        for number, command, start, end, letter, cursor, other in TOKEN.findall(text):
             assert not other, "an escape sequence that nobody expected"
             line = self.lines[self.row]
             if letter:
                 line.extend(" " * (self.column - len(line)))
                 line[self.column : self.column + 1] = [letter]
                 self.column += 1
+            elif cursor:
+                self.move(cursor)
             elif start:
                 self.column = 0
             elif end:
@@ -42,9 +45,23 @@ class Screen:
             else:
                 self.command(command, number)
 
+    def move(self, cursor):
+        """ "7" saves the place of the cursor, as it is on the screen, "8" goes back there, "D" goes down a line."""
+        if cursor == "7":
+            self.saved = self.row - self.top, self.column
+        elif cursor == "8":
+            self.row, self.column = self.top + self.saved[0], self.saved[1]
+        else:
+            self.row += 1
+            if self.row == len(self.lines):
+                self.lines.append([])
+
     def command(self, command, number):
         if command == "A":
             self.row = max(self.top, self.row - int(number or 1))
+        elif command == "B":
+            self.row = min(self.top + self.rows - 1, self.row + int(number or 1))
+            assert self.row < len(self.lines), "a line that is not there"
         elif command == "K":
             del self.lines[self.row][self.column :]
         elif command == "J" and number == "2":

@@ -598,7 +598,8 @@ def test_a_backend_that_is_asked_for_is_built_from_the_checkout(name, built):
     (wheel,) = (built.home / "wheels").glob(f"hibachi_{name}-*.whl")
     with zipfile.ZipFile(wheel) as file:
         (metadata,) = (file.read(n).decode() for n in file.namelist() if n.endswith(".dist-info/METADATA"))
-    assert f"Requires-Dist: hibachi=={VERSION}" in metadata and "file://" not in metadata
+    assert f"Version: {VERSION}" in metadata and f"Requires-Dist: {name}>=" in metadata
+    assert "Requires-Dist: hibachi" not in metadata and "file://" not in metadata
     listed = second.replace("pip --python /opt/hibachi/bin/python install", "echo >/src/asked")
     built.sh(listed, BACKENDS=name)
     asked = (built.home / "src" / "asked").read_text().split()

@@ -23,6 +23,15 @@ print(json.dumps({
     "sizes": {d.name.lower().replace("_", "-"): size(d) for d in importlib.metadata.distributions()},
 }))
 """
+ASK = """
+import sys
+from hibachi import BackendNotInstalled
+from hibachi.tensor.discover import resolve
+try:
+    resolve(sys.argv[1])
+except BackendNotInstalled as e:
+    print(e)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,7 @@ def environment(tmp_path):
 )
 def test_install(environment, checkout, arguments, backends):
     environment.pip(*arguments, cwd=checkout)
+    environment.run("-m", "pip", "check")
     seen = environment.look()
     assert sorted(seen["backends"]) == backends
     for name in {"torch", "jax", "mlx"} & set(backends):
@@ -90,4 +100,6 @@ def test_install(environment, checkout, arguments, backends):
         brought = {name: size for name, size in seen["sizes"].items() if name not in {"pip", "setuptools"}}
         assert set(brought) == {"hibachi", "numpy", "array-api-compat", "typing-extensions"}
         assert sum(size for name, size in brought.items() if name != "numpy") <= 15e6
+        for name in ("torch", "jax", "mlx"):  # none of them is installed, and the core says how to change that
+            assert f"pip install '.[{name}]'" in environment.run("-c", ASK, name)
         assert "demo" in environment.run(str(environment.home / "venv" / "bin" / "hibachi"), "--help")

@@ -1,11 +1,16 @@
 """The kernels' library: which variant is taken, installed or compiled once for a machine, whole or not at all."""
 
+import contextlib
 import hashlib
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -210,7 +215,7 @@ def test_what_does_not_compile_is_told_once_and_leaves_nothing(sources, kept, mo
     (sources / "two.cpp").write_text("int two() { return nonsense; }")
     asked = []
     run = build.run
-    monkeypatch.setattr(build, "run", lambda commands: asked.append(1) or run(commands))
+    monkeypatch.setattr(build, "run", lambda *given: asked.append(1) or run(*given))
     why = library.why_missing()
     assert "do not compile" in why and "nonsense" in why
     before = len(asked)
@@ -287,6 +292,128 @@ def test_one_compiles_and_the_others_wait(tmp_path):
     for thread in some:
         thread.join()
     assert made == [path] and path.read_bytes() == b"all of it"
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from hibachi.kernels import build, library
+build.SOURCES = Path(sys.argv[1])
+print(library.library().path)
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """compiler(seconds): $CXX is one that notes each call and takes so long; returns how many it had."""
+
+    calls, real = tmp_path / "calls", build.compiler()
+
+    def slow(seconds):
+        calls.touch()
+        wrapped = tmp_path / "slow-compiler"
+        wrapped.write_text(
+            f'#!/bin/sh\n[ $1 = --version ] && exec {real} --version\necho "$$" >> {calls}\n'
+            f'sleep {seconds} && exec {real} "$@"\n'
+        )
+        wrapped.chmod(0o755)
+        monkeypatch.setenv("CXX", str(wrapped))
+        return lambda: calls.read_text().split()
+
+    return slow
+
+
+def starts(sources):
+    command = [sys.executable, "-c", PROCESS, str(sources)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_of_five_processes_one_compiles(sources, kept, compiler):
+    """N-12."""
+    calls = compiler(0.3)
+    said = [p.communicate(timeout=60) for p in [starts(sources) for _ in range(5)]]
+    assert len({out for out, _ in said}) == 1 and said[0][0].startswith(str(kept))
+    assert len(calls()) == len(list(sources.glob("*.cpp"))) + 1 + PROBED  # each file, the library, the probe
+    assert sum("Compiling kernels, once for this machine" in err for _, err in said) == 1
+    assert not list(kept.glob("building-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_one_that_is_ended_while_it_compiles_holds_up_nobody(how, sources, kept, compiler):
+    calls = compiler(60)
+    process = starts(sources)
+    while not calls():  # at work
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how)
+    process.communicate(timeout=5)
+    if how == signal.SIGINT:
+        assert not [pid for pid in calls() if os.path.exists(f"/proc/{pid}")] and not list(kept.glob("building-*"))
+    for pid in calls() if how == signal.SIGKILL else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid), signal.SIGKILL)
+    compiler(0)
+    process = starts(sources)
+    assert process.communicate(timeout=60)[0].startswith(str(kept)) and not list(kept.glob("building-*"))
+
+
+def test_a_lock_is_waited_for_and_the_user_is_told(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    path, told = tmp_path / f"one{SUFFIX}", []
+    monkeypatch.setattr(library, "phase", lambda what: told.append(what) or contextlib.nullcontext())
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        other = threading.Thread(target=library._made, args=(path, lambda to: to.write_bytes(b"made")))
+        other.start()
+        while not told:
+            time.sleep(0.001)
+        assert not path.exists()
+    other.join()
+    assert told == ["waiting for another process, which compiles kernels"] and path.read_bytes() == b"made"
+
+
+def test_where_there_are_no_locks_it_is_made_all_the_same(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    (tmp_path / f"building-one{SUFFIX}-x").mkdir()
+    path = library._made(tmp_path / f"one{SUFFIX}", lambda to: to.write_bytes(b"made"))
+    assert path.read_bytes() == b"made"
+    assert (tmp_path / f"building-one{SUFFIX}-x").exists()  # another process may be at it
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    left = tmp_path / f"building-one{SUFFIX}-x"
+    left.mkdir()
+    (left / "a.o").write_text("")
+    library._made(tmp_path / f"one{SUFFIX}", lambda to: to.write_bytes(b"made"))
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
+def test_a_cache_that_cannot_be_written_is_told_with_a_way_out(error, sources, kept, monkeypatch, caplog):
+    def fails(variant, to, cxx, told):
+        raise error
+
+    monkeypatch.setattr(library, "build", fails)
+    why = library.why_missing()
+    assert why == (
+        f"{kept}, where they are kept, cannot be written ({error.strerror}). Set XDG_CACHE_HOME to a folder that can be"
+    )
+    assert not NumpyBackend().native and caplog.text.count("There are no kernels") == 1
+
+
+def test_without_a_home_it_says_so(sources, monkeypatch, caplog):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory")))
+    assert "there is no home to keep anything in, and XDG_CACHE_HOME is not set" in library.why_missing()
+    assert library.state() and not NumpyBackend().native and caplog.text.count("There are no kernels") == 1
+
+
+def test_on_a_terminal_the_phase_tells_and_no_line_stays(sources, monkeypatch, caplog):
+    monkeypatch.setattr(library, "phases_shown", lambda: True)
+    assert library.why_missing() is None and "Compiling kernels" not in caplog.text
 
 
 # ---- the interface ---------------------------------------------------------------------------------------------------

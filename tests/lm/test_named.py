@@ -172,7 +172,8 @@ def test_who_takes_a_backend_gets_it(folder, monkeypatch):
         ("own_program:Outer.Absent", "has no 'Outer.Absent'. It defines Inner: name"),
         (
             "own_program.py",
-            "colon and the name in it. It defines Plain, Outer, Over, made, made_over, Called, ready, N",
+            "Write own_program.py:Plain; its classes with a method `forward`, `logits` or `step` are Plain, Over, "
+            "Called, Needs, Breaks, Logits, Everything",
         ),
         ("own_program:Needs", "could not be made: TypeError.*'weights'.*a function that returns the model"),
         ("own_program:Breaks", "could not be made: OSError: weights are missing. That is what it raised itself"),
@@ -184,6 +185,22 @@ def test_who_takes_a_backend_gets_it(folder, monkeypatch):
 def test_what_is_wrong_is_said(folder, name, message):
     with pytest.raises(ConfigError, match=message):
         model_named(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise SystemExit('it was run')\nclass One:\n    def step(self): pass", "Write program.py:One."),
+        ("class None_: pass", "Write program.py:Name."),
+        ("class Broken(:", "Write program.py:Name."),
+    ],
+)
+def test_a_file_without_a_name_is_not_run(folder, source, message):
+    """N-16."""
+    (folder / "program.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        model_named("program.py")
+    assert str(caught.value).endswith(message)
 
 
 def test_the_original_error_is_kept(folder):

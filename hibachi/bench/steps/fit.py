@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.errors import ConfigError
+from hibachi.progress import phase
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime
 
@@ -70,8 +71,10 @@ def measure(
             f"rows up to {engine.max_batch_size}; got contexts {list(contexts)} and rows {list(rows)}."
         )
     found: list[tuple[list[float], float]] = []
-    for turn in range(rounds + 1):
-        for r, c in sizes:
+    told = phase("measuring steps", (rounds + 1) * len(sizes), "loads")
+    with told:
+        for i, (turn, (r, c)) in enumerate(product(range(rounds + 1), sizes)):
+            told.update(i, f"measuring steps: {r} rows of {c} tokens" if turn else "running each load once, uncounted")
             began = time.monotonic()
             streams = [_start(engine, rng.integers(0, vocab_size, c), new_tokens) for _ in range(r)]
             if r > 1:  # one more prompt when they decode

@@ -35,7 +35,8 @@ def find_gguf(path: str | Path) -> Path | None:
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
         raise InvalidModelFiles(
-            f"{path} holds {len(found)} GGUF files: {', '.join(f.name for f in found[:8])}. Name one of them."
+            f"{path} holds {len(found)} GGUF files: {', '.join(f.name for f in found[:8])}. Pass one of these "
+            f"files: {found[0]}"
         )
     return found[0] if found else None
 
