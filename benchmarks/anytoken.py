@@ -53,10 +53,10 @@ def prompts(streams: int = STREAMS) -> list[HostArray]:
 def in_process(model: Free, length: int) -> float:
     """MB/s of an engine, read by its streams in this thread."""
     given = prompts()
-    with AutoregressiveBatchInference(model, backend="numpy", max_batch_size=STREAMS) as engine:
-        engine.run(given[0], max_new_tokens=2).collect()
+    with AutoregressiveBatchInference(model, backend="numpy", max_num_seqs=STREAMS) as engine:
+        engine.run(given[0], max_tokens=2).collect()
         started = perf_counter()
-        streams = [engine.run(prompt, max_new_tokens=length) for prompt in given]
+        streams = [engine.run(prompt, max_tokens=length) for prompt in given]
         read = sum(token.nbytes for stream in streams for token in stream)
         seconds = perf_counter() - started
     assert read == STREAMS * length * WIDTH * 4

@@ -108,12 +108,12 @@ async def load(url: str, form: str, streams: int, tokens: int, rounds: int) -> f
 
 
 async def in_process(kind: str, streams: int, tokens: int, rounds: int) -> float:
-    with (open_model if kind == "own" else open_remote)(f"{__file__}:Free", max_batch_size=streams) as model:
+    with (open_model if kind == "own" else open_remote)(f"{__file__}:Free", max_num_seqs=streams) as model:
         assert isinstance(model, Tokens)
         best = 0.0
         for _ in range(rounds):
             began, count = time.perf_counter(), 0
-            found = [model.submit(np.zeros((1, SIZE), np.float32), max_new_tokens=tokens) for _ in range(streams)]
+            found = [model.submit(np.zeros((1, SIZE), np.float32), max_tokens=tokens) for _ in range(streams)]
 
             def take(_: int, items: list[object]) -> None:
                 nonlocal count

@@ -46,5 +46,5 @@ if __name__ == "__main__":
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
     print("| backend | 16 at once, tokens/s | one by one | ratio | same tokens |\n|---|---|---|---|---|")
-    for name in args.backend or hibachi.available():
+    for name in args.backend or hibachi.available_backends():
         print(measure(name, args.tokens, args.repeat), flush=True)

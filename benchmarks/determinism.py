@@ -65,16 +65,16 @@ class Side:
     """An engine, and what was measured on it."""
 
     def __init__(self, folder: Path, backend: str, dtype: str, deterministic: bool) -> None:
-        b = hibachi.load(backend)
+        b = hibachi.load_backend(backend)
         b = b.invariant() if deterministic else b
         model = hibachi.load_model(folder, b, dtype=dtype)
         self.engine = hibachi.AutoregressiveBatchInference(
             model,
-            max_batch_size=32,
-            max_model_len=model.max_len,
+            max_num_seqs=32,
+            max_model_len=model.max_model_len,
             dtype=dtype,
             deterministic=deterministic,
-            prefix_cache=False,
+            enable_prefix_caching=False,
         )
         self.random, self.vocab = np.random.default_rng(0), model.vocab_size
 
@@ -83,7 +83,7 @@ class Side:
 
     def step(self, batch: int, new: int) -> float:
         """Seconds of a decode step with so many rows."""
-        streams = [self.engine.run(self.prompt(PROMPT), max_new_tokens=new + 1) for _ in range(batch)]
+        streams = [self.engine.run(self.prompt(PROMPT), max_tokens=new + 1) for _ in range(batch)]
         last = iter(streams[-1])
         next(last)
         began, count = perf_counter(), sum(1 for _ in last)
@@ -96,7 +96,7 @@ class Side:
     def prefill(self, batch: int = 4) -> float:
         """Seconds of a prompt token."""
         began = perf_counter()
-        streams = [self.engine.run(self.prompt(LONG), max_new_tokens=1) for _ in range(batch)]
+        streams = [self.engine.run(self.prompt(LONG), max_tokens=1) for _ in range(batch)]
         for s in streams:
             s.collect()
         return (perf_counter() - began) / (batch * LONG)

@@ -72,10 +72,10 @@ def with_collect(streams: list[Any]) -> int:
 
 def once(consume: Callable[[list[Any]], int]) -> float:
     """Tokens per second."""
-    with hibachi.AutoregressiveBatchInference(Next(), max_batch_size=STREAMS, max_model_len=256) as engine:
+    with hibachi.AutoregressiveBatchInference(Next(), max_num_seqs=STREAMS, max_model_len=256) as engine:
         prompt = np.zeros(32, np.int64)
         began = perf_counter()
-        tokens = consume([engine.run(prompt, max_new_tokens=NEW) for _ in range(STREAMS)])
+        tokens = consume([engine.run(prompt, max_tokens=NEW) for _ in range(STREAMS)])
         assert tokens == STREAMS * NEW
         return tokens / (perf_counter() - began)
 

@@ -87,7 +87,7 @@ class Clock:
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
-def model_on_device(arch: Arch, backend: TorchBackend, dtype: str, max_len: int) -> Decoder:
+def model_on_device(arch: Arch, backend: TorchBackend, dtype: str, max_model_len: int) -> Decoder:
     """A decoder whose weights are drawn on the device: 16 GB by NumPy would take minutes."""
     device, kind = backend.device, backend.dtype(dtype)
     made = torch.Generator(device).manual_seed(SEED)
@@ -104,7 +104,7 @@ def model_on_device(arch: Arch, backend: TorchBackend, dtype: str, max_len: int)
         "embed": embed,
         "head": embed if arch.tied else normal(arch.vocab_size, arch.hidden_size),
         "norm": ones(),
-        "ropes": [tuple(backend.put(t, dtype) for t in tables(rope, max_len)) for rope in arch.ropes],
+        "ropes": [tuple(backend.put(t, dtype) for t in tables(rope, max_model_len)) for rope in arch.ropes],
         "layers": [
             {
                 "attn_norm": ones(),
@@ -117,7 +117,7 @@ def model_on_device(arch: Arch, backend: TorchBackend, dtype: str, max_len: int)
             for _ in arch.layers
         ],
     }
-    return Decoder(arch, params, backend, dtype=dtype, max_len=max_len)
+    return Decoder(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
 
 
 def same_weights(arch: Arch) -> dict[str, Any]:
@@ -140,10 +140,10 @@ def weight_bytes(decoder: Decoder) -> int:
 class Steps:
     """Steps of a decoder on rows with blocks of their own, without an engine."""
 
-    def __init__(self, decoder: Decoder, rows: int, max_len: int) -> None:
+    def __init__(self, decoder: Decoder, rows: int, max_model_len: int) -> None:
         self.decoder, self.backend = decoder, decoder.backend
         self.size = self.backend.block_size
-        width = -(-max_len // self.size)
+        width = -(-max_model_len // self.size)
         self.table = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
         self.cache = [
             self.backend.make_cache(s, blocks=1 + rows * width, block_size=self.size, rows=rows, dtype=decoder.dtype)
@@ -177,12 +177,14 @@ class Steps:
 def agreement(device: str, small: bool) -> dict[str, Any]:
     """A small Llama on the device against the CPU in float32: logits of prompts, greedy tokens of an engine."""
     arch = TINY if small else llama(256, 704, 4, 8, 2, 2048, True)
-    weights, max_len = same_weights(arch), 640
+    weights, max_model_len = same_weights(arch), 640
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, arch.vocab_size, n).tolist() for n in (3, 17, 300, 64)]
 
     def logits(backend: TorchBackend, dtype: str) -> Any:
-        steps = Steps(Decoder.build(arch, weights, backend, dtype=dtype, max_model_len=max_len), len(prompts), max_len)
+        steps = Steps(
+            Decoder.build(arch, weights, backend, dtype=dtype, max_model_len=max_model_len), len(prompts), max_model_len
+        )
         at = [len(p) for p in prompts]
         first = steps.run(range(len(prompts)), [0] * len(prompts), prompts, every=True)
         parts = [first.float().cpu()]
@@ -192,9 +194,9 @@ def agreement(device: str, small: bool) -> dict[str, Any]:
         return torch.cat(parts)
 
     def tokens(backend: TorchBackend, dtype: str) -> list[list[int]]:
-        decoder = Decoder.build(arch, weights, backend, dtype=dtype, max_model_len=max_len)
+        decoder = Decoder.build(arch, weights, backend, dtype=dtype, max_model_len=max_model_len)
         with hibachi.AutoregressiveBatchInference(
-            decoder, backend=backend, dtype=dtype, max_model_len=max_len, deterministic=False
+            decoder, backend=backend, dtype=dtype, max_model_len=max_model_len, deterministic=False
         ) as engine:
             return answers([engine.run(p, greedy(48)) for p in prompts])
 
@@ -249,10 +251,10 @@ def decoding(decoder: Decoder, rows: int, prompt: int, new: int) -> dict[str, fl
         decoder,
         backend=decoder.backend,
         dtype=decoder.dtype,
-        max_batch_size=rows,
+        max_num_seqs=rows,
         max_model_len=prompt + new,
         deterministic=False,
-        prefix_cache=False,
+        enable_prefix_caching=False,
     ) as engine:
         for _ in range(2):  # the first records graphs and lets libraries choose their kernels
             before = engine.stats()
@@ -288,7 +290,7 @@ def throughput(name: str, arch: Arch, args: argparse.Namespace, clock: Clock, by
                 result[way] = {"skipped": "no time left"}
                 continue
             backend = CudaTorchBackend(args.device, graphs=graphs)
-            own = Decoder(arch, decoder.params, backend, dtype="bfloat16", max_len=prompt + new)
+            own = Decoder(arch, decoder.params, backend, dtype="bfloat16", max_model_len=prompt + new)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             with reported(result, way):
@@ -359,11 +361,11 @@ def transformers_throughput(name: str, arch: Arch, args: argparse.Namespace, clo
 def company(arch: Arch, args: argparse.Namespace) -> dict[str, Any]:
     """A request's logits in a step of its own and beside others; its tokens alone in an engine and in company."""
     backend = CudaTorchBackend(args.device)
-    max_len, rows, prompt = (64, 4, 8) if args.small else (512, 64, 100)
-    decoder = model_on_device(arch, backend, "bfloat16", max_len)
+    max_model_len, rows, prompt = (64, 4, 8) if args.small else (512, 64, 100)
+    decoder = model_on_device(arch, backend, "bfloat16", max_model_len)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, arch.vocab_size, prompt).tolist() for _ in range(rows)]
-    steps = Steps(decoder, rows, max_len)
+    steps = Steps(decoder, rows, max_model_len)
     steps.run(range(rows), [0] * rows, prompts)
     nexts = [[int(n)] for n in rng.integers(0, arch.vocab_size, rows)]
     alone = steps.run([0], [prompt], nexts[:1])[0]
@@ -372,9 +374,14 @@ def company(arch: Arch, args: argparse.Namespace) -> dict[str, Any]:
 
     def tokens(count: int) -> list[int]:
         with hibachi.AutoregressiveBatchInference(
-            decoder, backend=backend, dtype="bfloat16", max_batch_size=rows, max_model_len=max_len, deterministic=False
+            decoder,
+            backend=backend,
+            dtype="bfloat16",
+            max_num_seqs=rows,
+            max_model_len=max_model_len,
+            deterministic=False,
         ) as engine:
-            streams = [engine.run(p, greedy(max_len // 4)) for p in prompts[:count]]
+            streams = [engine.run(p, greedy(max_model_len // 4)) for p in prompts[:count]]
             return answers(streams)[0]
 
     one, many = tokens(1), tokens(rows)

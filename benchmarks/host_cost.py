@@ -27,7 +27,7 @@ def measure(rows: int, steps: int, everything: bool) -> tuple[list[float], float
     prompt = 128
     longest = prompt + steps + 1
     blocks = rows * -(-longest // 16) + 1
-    limits = Limits(rows=rows, budget=max(8192, rows), chunk=8192, max_len=longest, blocks=blocks)
+    limits = Limits(rows=rows, budget=max(8192, rows), chunk=8192, max_model_len=longest, blocks=blocks)
     size = limits.block_size
 
     def key_of(seq: Seq, n: int) -> bytes:

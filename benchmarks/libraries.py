@@ -54,7 +54,7 @@ def arch(shape: str, longest: int) -> Arch:
 def backends(names: list[str]) -> dict[str, Any]:
     """By the names that --library takes."""
     made: dict[str, Callable[[], Any]] = {
-        "numpy": lambda: hibachi.load("numpy"),
+        "numpy": lambda: hibachi.load_backend("numpy"),
         "jax": lambda: _jax(native=False),
         "jax-native": lambda: _jax(native=True),
         "torch": lambda: _torch(native=False),

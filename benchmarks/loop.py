@@ -57,12 +57,10 @@ class Nine:
 
 def once(rows: int, requests: int, new: int, backend: Any) -> tuple[float, float]:
     """Tokens per second, and microseconds a step."""
-    with hibachi.AutoregressiveBatchInference(
-        Next(), max_batch_size=rows, max_model_len=256, backend=backend
-    ) as engine:
+    with hibachi.AutoregressiveBatchInference(Next(), max_num_seqs=rows, max_model_len=256, backend=backend) as engine:
         prompt = np.zeros(32, np.int64)
         began = perf_counter()
-        streams = [engine.run(prompt, max_new_tokens=new) for _ in range(requests)]
+        streams = [engine.run(prompt, max_tokens=new) for _ in range(requests)]
         tokens = sum(len(stream.collect()) for stream in streams)
         seconds = perf_counter() - began
         assert tokens == requests * new

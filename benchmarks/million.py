@@ -32,10 +32,10 @@ def era(seed: int, requests: int, every: int) -> tuple[str, Counter[str]]:
         rows=rows,
         budget=max(rows, budget),
         chunk=rng.choice((4, 16, 256)),
-        max_len=40,
+        max_model_len=40,
         blocks=1 + rows * rng.choice((12, 20, 40)) // block_size,
         block_size=block_size,
-        max_waiting=rng.choice((None, None, 50)),
+        max_num_queued_reqs=rng.choice((None, None, 50)),
         prefill=rng.choice((None, None, 32)),
     )
     depth = rng.choice((1, 1, 2, 3))

@@ -175,7 +175,7 @@ def whole(dtype: str, repeat: int) -> None:
     random = np.random.default_rng(2)
     loads = [[random.integers(0, 49152, n).tolist() for _ in range(count)] for count, n in ((1, 128), (64, 79))]
     engines = {
-        name: hibachi.AutoregressiveBatchInference(model(b, dtype), max_batch_size=64, max_model_len=1024, backend=b)
+        name: hibachi.AutoregressiveBatchInference(model(b, dtype), max_num_seqs=64, max_model_len=1024, backend=b)
         for name, b in kinds().items()
     }
     rates: dict[str, list[list[float]]] = {name: [[], []] for name in engines}
@@ -183,7 +183,7 @@ def whole(dtype: str, repeat: int) -> None:
         for name, engine in engines.items():
             for kind, (prompts, new) in enumerate(zip(loads, (128, 69), strict=True)):
                 began = clock()
-                for stream in [engine.run(p, max_new_tokens=new) for p in prompts]:
+                for stream in [engine.run(p, max_tokens=new) for p in prompts]:
                     assert len(list(stream)) == new
                 rates[name][kind].append(len(prompts) * new / (clock() - began))
     for name, both in rates.items():

@@ -74,10 +74,10 @@ def main() -> int:
             backend=make("cpu"),
             dtype=dtype,
             quantization=quantization,
-            max_batch_size=max(args.rows),
+            max_num_seqs=max(args.rows),
             max_model_len=args.window + 1,
-            cache_bytes=1 << 29,
-            prefix_cache=False,
+            kv_cache_memory_bytes=1 << 29,
+            enable_prefix_caching=False,
         )
         ids = llm.tokenizer.encode(text)[: args.tokens]
         windows = [ids[i : i + args.window] for i in range(0, len(ids) - args.window + 1, args.window)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi import ArrayBackend, SamplingParams, load
+from hibachi import ArrayBackend, SamplingParams, load_backend
 from hibachi.decode.sampling import sample
 from hibachi.plan.sequence import Seq
 from hibachi.runners.job import Job
@@ -99,7 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    backend = load(args.backend)
+    backend = load_backend(args.backend)
     logits = backend.put(language_like(args.rows, args.vocab))
     print(f"| {args.rows} rows x {args.vocab}, {backend.name} | ms | processor | by a full sort | processor |")
     print("|---|---|---|---|---|")

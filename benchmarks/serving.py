@@ -217,7 +217,7 @@ def same(n: int, prompt: int, new: int, vocab: int, seed: int):
 
 def overhead(args) -> None:
     flags = ["--backend", args.backend, "--dtype", args.dtype, "--max-num-seqs", "64", "--max-model-len", "512"]
-    options = {"backend": args.backend, "dtype": args.dtype, "max_batch_size": 64, "max_model_len": 512}
+    options = {"backend": args.backend, "dtype": args.dtype, "max_num_seqs": 64, "max_model_len": 512}
     rates: dict[str, list[float]] = {"alone": [], "own": [], "child": []}
     cpu: dict[str, list[float]] = {k: [] for k in KINDS}
     with ExitStack() as stack:
@@ -257,7 +257,7 @@ def stream(args) -> None:
     ):
         flags = [word for name, value in how.items() for word in (f"--{name}", value)]
         with ExitStack() as stack:
-            engine = stack.enter_context(alone(model, {"max_batch_size": 128} | how))
+            engine = stack.enter_context(alone(model, {"max_num_seqs": 128} | how))
             servers = {k: stack.enter_context(server(model, k, "--max-num-seqs", "128", *flags)) for k in KINDS}
             rates: dict[str, list[Any]] = {"alone": [], "own": [], "child": []}
             for turn in range(args.repeat):

@@ -16,9 +16,9 @@ from hibachi.sim.steptime import StepTime
 from hibachi.sim.trace import Trace, read_trace, synthetic
 
 SETUPS = {
-    "lengths only": Setup(cache=False),
-    "with blocks": Setup(cache=False, blocks=20_000, block_size=16),
-    "256 rows, 3 times as fast": Setup(cache=False, rows=256),
+    "lengths only": Setup(enable_prefix_caching=False),
+    "with blocks": Setup(enable_prefix_caching=False, num_blocks=20_000, block_size=16),
+    "256 rows, 3 times as fast": Setup(enable_prefix_caching=False, max_num_seqs=256),
 }
 
 
@@ -60,7 +60,9 @@ def prefixes(trace: Trace) -> None:
     for blocks in (1000, 2000, 4000, 8000, 16000, 32000, None):
         rates = []
         for rows in (1, 64):
-            run = simulate(trace, Setup(rows=rows, blocks=blocks, budget=8192), StepTime(), Fcfs)
+            run = simulate(
+                trace, Setup(max_num_seqs=rows, num_blocks=blocks, max_num_batched_tokens=8192), StepTime(), Fcfs
+            )
             rates.append(run.summary()["hit_rate"])
         print(
             f"| {blocks or 'enough'} | {lru(trace, blocks or 1e9):.2%} | {rates[0]:.2%} | {rates[1]:.2%} |", flush=True

@@ -103,14 +103,19 @@ class Soak:
         self.wrong: list[str] = []
         self.stop = threading.Event()
         self.lock = threading.Lock()
-        honest = self.llm(BLOCKS, prefix_cache=False, max_batch_size=1)
+        honest = self.llm(BLOCKS, enable_prefix_caching=False, max_num_seqs=1)
         self.requests = self.make_requests(honest)
         self.solo = [self.alone(honest, ids, params) for ids, params in self.requests]
         honest.close()
         used = {token for ids, _ in self.requests for token in ids} | {token for out in self.solo for token in out}
         self.backend.guilty = next(token for token in range(100, 10_000) if token not in used)
         self.served = self.llm(
-            BLOCKS, max_batch_size=ROWS, max_waiting=24, pause_after=6, restart="on_failure", policy="fair"
+            BLOCKS,
+            max_num_seqs=ROWS,
+            max_num_queued_reqs=24,
+            pause_after=6,
+            restart="on_failure",
+            scheduling_policy="fair",
         )
         self.engine = self.served.engine
 
@@ -122,9 +127,9 @@ class Soak:
             backend=self.backend,
             deterministic=True,
             max_model_len=160,
-            max_batch_tokens=128,
+            max_num_batched_tokens=128,
             block_size=BLOCK_SIZE,
-            cache_bytes=position * BLOCK_SIZE * (blocks + 1),
+            kv_cache_memory_bytes=position * BLOCK_SIZE * (blocks + 1),
             **options,
         )
 

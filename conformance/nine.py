@@ -61,7 +61,7 @@ class Nine:
             held.wait(self.serving.patience)
             return [False]
 
-        first = engine.run(self.put([3]), max_new_tokens=1, stop=hold)
+        first = engine.run(self.put([3]), max_tokens=1, stop_rule=hold)
         until = time.monotonic() + self.serving.patience
         while not reached.wait(0.05):
             if first.error is not None:

@@ -83,7 +83,7 @@ class Serving:
         self._kept: list[Any] = []  # streams, which would be cancelled if they were dropped
 
     def __call__(self, model: Any, **options: Any) -> Any:
-        options = {"max_batch_size": 4, "max_model_len": 64} | options
+        options = {"max_num_seqs": 4, "max_model_len": 64} | options
         if not hasattr(model, "cache_spec"):  # no calls but those of the requests
             options = {"deterministic": False} | options
         engine = self.autoregressive(model, **options)
@@ -97,7 +97,7 @@ class Serving:
         """
         model = toy(model, self.backend) if isinstance(model, type) else model
         rows = 2 if isinstance(model, SumState) else 4
-        return self(model, **{"max_model_len": 4 * BLOCK, "block_size": BLOCK, "max_batch_size": rows} | options)
+        return self(model, **{"max_model_len": 4 * BLOCK, "block_size": BLOCK, "max_num_seqs": rows} | options)
 
     def single(self, model: Any, **options: Any) -> Any:
         """A feed-forward engine."""
@@ -113,7 +113,7 @@ class Serving:
     def hold(self, engine: Any, prompt: Any) -> Gate:
         """The gate of a request that leaves with its first token, for which the engine waits."""
         gate = self.gate()
-        self._kept.append(engine.run(prompt, max_new_tokens=1, stop=gate))
+        self._kept.append(engine.run(prompt, max_tokens=1, stop_rule=gate))
         gate.wait(self._kept[-1])
         return gate
 

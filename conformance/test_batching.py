@@ -38,7 +38,7 @@ def test_mixed_lengths_in_any_order_stream_what_each_streams_alone(serve):
     """H-31."""
     for order in (PROMPTS, PROMPTS[::-1], PROMPTS[1:] + PROMPTS[:1]):
         for engine in rungs(serve):
-            for prompt, stream in zip(order, serve.together(engine, order, max_new_tokens=5), strict=True):
+            for prompt, stream in zip(order, serve.together(engine, order, max_tokens=5), strict=True):
                 serve.expect(stream, expected(prompt, 5))
 
 
@@ -48,9 +48,9 @@ def join(serve, first, second):
         for padding in (None, PAD):
             model = kind(serve.backend)
             engine, gate = serve(model, padding_token=padding), serve.gate(step=3)
-            running = engine.run(first, max_new_tokens=6, stop=gate)
+            running = engine.run(first, max_tokens=6, stop_rule=gate)
             gate.wait(running)
-            joiner = engine.run(second, max_new_tokens=4)
+            joiner = engine.run(second, max_tokens=4)
             gate.open()
             serve.expect(running, expected(first, 6))
             serve.expect(joiner, expected(second, 4))
@@ -81,7 +81,7 @@ def test_without_a_padding_token_nothing_is_padded(serve):
     """H-31: rows of equal length go together."""
     for kind in (SumTokens, SumLogits):
         model = kind(serve.backend)
-        streams = serve.together(serve(model), PROMPTS, max_new_tokens=4)
+        streams = serve.together(serve(model), PROMPTS, max_tokens=4)
         for prompt, stream in zip(PROMPTS, streams, strict=True):
             serve.expect(stream, expected(prompt, 4))
         for tokens, lengths in model.seen:
@@ -94,7 +94,7 @@ def test_a_padding_token_pads_on_the_left_and_lengths_count_the_rest(serve):
     """H-31: the newest token is always the last one of its row."""
     for kind in (SumTokens, SumLogits):
         model = kind(serve.backend)
-        streams = serve.together(serve(model, padding_token=PAD), PROMPTS, max_new_tokens=4)
+        streams = serve.together(serve(model, padding_token=PAD), PROMPTS, max_tokens=4)
         for prompt, stream in zip(PROMPTS, streams, strict=True):
             serve.expect(stream, expected(prompt, 4))
         for tokens, lengths in model.seen:
@@ -109,7 +109,7 @@ def test_a_padding_token_pads_on_the_left_and_lengths_count_the_rest(serve):
 def test_what_stands_in_the_padding_changes_nothing(serve):
     for garbage in (0, 3, 99, -1):
         for kind in (SumTokens, SumLogits):
-            streams = serve.together(serve(kind(serve.backend), padding_token=garbage), PROMPTS, max_new_tokens=3)
+            streams = serve.together(serve(kind(serve.backend), padding_token=garbage), PROMPTS, max_tokens=3)
             for prompt, stream in zip(PROMPTS, streams, strict=True):
                 serve.expect(stream, expected(prompt, 3))
 
@@ -132,7 +132,7 @@ def test_an_idle_engine_computes_nothing(serve):
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.steps, model.seen) == (0, 0, 0, [])
     for n in (1, 3):
-        serve.expect(engine.run([5], max_new_tokens=n), range(6, 6 + n))
+        serve.expect(engine.run([5], max_tokens=n), range(6, 6 + n))
     assert len(model.seen) == engine.stats().steps == 4
 
 
@@ -140,14 +140,14 @@ def test_requests_in_the_queue_share_their_first_forward_pass(serve):
     """H-27, H-28, H-37."""
     model = Count(serve.backend)
     prompts = [[*range(n, n + 10)] for n in (10, 20, 30)]
-    for stream, prompt in zip(serve.together(serve(model), prompts, max_new_tokens=2), prompts, strict=True):
+    for stream, prompt in zip(serve.together(serve(model), prompts, max_tokens=2), prompts, strict=True):
         serve.expect(stream, [prompt[-1] + 1, prompt[-1] + 2])
     assert passes(model) == [(1, 10), (3, 10), (3, 11)]
 
 
 def test_rows_of_equal_length_share_a_pass_where_nothing_is_padded(serve):
     model = Count(serve.backend)
-    for stream in serve.together(serve(model), [[1, 2], [4], [7, 8]], max_new_tokens=2):
+    for stream in serve.together(serve(model), [[1, 2], [4], [7, 8]], max_tokens=2):
         serve.read(stream)
     assert sorted(passes(model)[1:]) == [(1, 1), (1, 2), (2, 2), (2, 3)]
 
@@ -155,9 +155,9 @@ def test_rows_of_equal_length_share_a_pass_where_nothing_is_padded(serve):
 def test_a_free_row_is_taken_at_the_next_step(serve):
     """H-36: nobody waits while there is a free row."""
     model = Count(serve.backend)
-    engine = serve(model, max_batch_size=2, padding_token=0)
+    engine = serve(model, max_num_seqs=2, padding_token=0)
     gate = serve.hold(engine, [0])
-    streams = [engine.run([10 * i], max_new_tokens=n) for i, n in enumerate((1, 3, 2, 1, 2))]
+    streams = [engine.run([10 * i], max_tokens=n) for i, n in enumerate((1, 3, 2, 1, 2))]
     gate.open()
     for i, (stream, n) in enumerate(zip(streams, (1, 3, 2, 1, 2), strict=True)):
         serve.expect(stream, range(10 * i + 1, 10 * i + 1 + n))
@@ -167,10 +167,10 @@ def test_a_free_row_is_taken_at_the_next_step(serve):
 def test_requests_start_in_the_order_in_which_they_came(serve):
     """H-36."""
     model = Count(serve.backend)
-    engine = serve(model, max_batch_size=2)
+    engine = serve(model, max_num_seqs=2)
     gate = serve.hold(engine, [0])
     prompts = [[20], [50, 51, 52], [10], [40, 41], [30]]
-    streams = [engine.run(prompt, max_new_tokens=2) for prompt in prompts]
+    streams = [engine.run(prompt, max_tokens=2) for prompt in prompts]
     gate.open()
     for prompt, stream in zip(prompts, streams, strict=True):
         serve.expect(stream, [prompt[-1] + 1, prompt[-1] + 2])
@@ -184,7 +184,7 @@ def test_the_batch_is_as_wide_as_its_longest_row(serve):
     model = Count(serve.backend)
     engine = serve(model, padding_token=0)
     gate = serve.hold(engine, [0])
-    streams = [engine.run([1, 1, 1, 1, 6], max_new_tokens=1), engine.run([2, 5], max_new_tokens=3)]
+    streams = [engine.run([1, 1, 1, 1, 6], max_tokens=1), engine.run([2, 5], max_tokens=3)]
     gate.open()
     serve.expect(streams[0], [7])
     serve.expect(streams[1], [6, 7, 8])
@@ -193,11 +193,11 @@ def test_the_batch_is_as_wide_as_its_longest_row(serve):
 
 def test_the_engine_counts_what_waits_and_runs(serve):
     """H-25, H-29."""
-    engine = serve(Count(serve.backend), max_batch_size=2)
+    engine = serve(Count(serve.backend), max_num_seqs=2)
     gate = serve.gate(step=2)
-    first = engine.run(np.full((3, 10), 5), max_new_tokens=4, stop=gate)
+    first = engine.run(np.full((3, 10), 5), max_tokens=4, stop_rule=gate)
     gate.wait(first)
-    others = [engine.run(np.full((n, 10), 5), max_new_tokens=2) for n in (1, 2)]
+    others = [engine.run(np.full((n, 10), 5), max_tokens=2) for n in (1, 2)]
     stats = engine.stats()
     assert (stats.running, stats.prompt_tokens, stats.new_tokens, stats.finished) == (1, 3, 1, 0)
     gate.open()
@@ -206,17 +206,17 @@ def test_the_engine_counts_what_waits_and_runs(serve):
         serve.expect(stream, [[6] * 10, [7] * 10])
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.prompt_tokens, stats.new_tokens) == (0, 0, 6, 8)
-    assert (stats.max_batch_size, stats.finished, stats.failed) == (2, 3, 0)
+    assert (stats.max_num_seqs, stats.finished, stats.failed) == (2, 3, 0)
 
 
 def test_a_cancelled_request_gives_its_row_to_the_next(serve):
     """H-33: at the next step."""
     for model in (SumTokens(serve.backend), SumLogits(serve.backend)):
-        engine = serve(model, max_batch_size=1)
+        engine = serve(model, max_num_seqs=1)
         gate = serve.gate(step=2)
-        running = engine.run([1, 2], stop=gate)
+        running = engine.run([1, 2], stop_rule=gate)
         gate.wait(running)
-        waiting = engine.run([6], max_new_tokens=3)
+        waiting = engine.run([6], max_tokens=3)
         running.close()
         gate.open()
         serve.expect(waiting, expected([6], 3))
@@ -226,9 +226,9 @@ def test_a_cancelled_request_gives_its_row_to_the_next(serve):
 
 def test_a_request_cancelled_in_the_queue_never_runs(serve):
     model = Count(serve.backend)
-    engine = serve(model, max_batch_size=1)
+    engine = serve(model, max_num_seqs=1)
     gate = serve.hold(engine, [1])
-    given_up, waiting = engine.run([50], max_new_tokens=3), engine.run([20], max_new_tokens=2)
+    given_up, waiting = engine.run([50], max_tokens=3), engine.run([20], max_tokens=2)
     given_up.close()
     gate.open()
     serve.expect(waiting, [21, 22])
@@ -244,7 +244,7 @@ def test_tokens_may_be_frames_of_several_codes(serve):
     for padding in (None, np.full((1, 3), PAD)):
         engine = serve(SumTokens(serve.backend), padding_token=padding)
         prompts = [np.array(frames) for frames in FRAMES]
-        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_new_tokens=4), strict=True):
+        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=4), strict=True):
             serve.expect(stream, expected(prompt, 4))
 
 
@@ -252,7 +252,7 @@ def test_tokens_may_have_any_rank(serve):
     for shape in ((1,), (2, 3), (2, 1, 2)):
         prompts = [np.arange(n * np.prod(shape)).reshape(n, *shape) % 10 for n in (3, 1, 2)]
         engine = serve(SumTokens(serve.backend), padding_token=np.full((1, *shape), PAD))
-        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_new_tokens=3), strict=True):
+        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=3), strict=True):
             serve.expect(stream, expected(prompt, 3))
 
 
@@ -260,7 +260,7 @@ def test_tokens_may_be_continuous(serve):
     for padding in (None, np.zeros((1, 2), "float32")):
         engine = serve(Halve(serve.backend), padding_token=padding)
         prompts = [np.array(p, "float32") for p in ([[8, 4]], [[9, 9], [1, 3]], [[5, 5], [5, 5], [0.5, -2]])]
-        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_new_tokens=3), strict=True):
+        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=3), strict=True):
             serve.expect(stream, [(prompt[-1] / 2**n).tolist() for n in (1, 2, 3)])
 
 
@@ -276,7 +276,7 @@ def test_tokens_keep_their_dtype(serve):
         model, prompt = kind(serve.backend), np.array([0, 1], dtype)
         engine = serve(model, padding_token=prompt[:1])
         kept = serve.backend.get(serve.backend.put(prompt)).dtype
-        stream = serve.together(engine, [prompt, prompt[:1]], max_new_tokens=2)[0]
+        stream = serve.together(engine, [prompt, prompt[:1]], max_tokens=2)[0]
         assert {serve.backend.get(item).dtype for item in stream} == {kept}
         assert {tokens.dtype for tokens, _ in model.seen} == {kept}
 
@@ -285,16 +285,16 @@ def test_items_are_native_arrays_of_the_shape_of_a_token(serve):
     """The batch dimension is removed on every backend; with logits, items are Python's integers."""
     for shape in ((), (3,), (2, 3)):
         engine = serve(Count(serve.backend))
-        for item in engine.run(np.ones((2, *shape), int), max_new_tokens=2):
+        for item in engine.run(np.ones((2, *shape), int), max_tokens=2):
             assert serve.backend.owns(item), f"an item is a {type(item)}"
             assert tuple(item.shape) == shape
-    assert {type(item) for item in serve(SumLogits(serve.backend)).run([1, 2], max_new_tokens=3)} == {int}
+    assert {type(item) for item in serve(SumLogits(serve.backend)).run([1, 2], max_tokens=3)} == {int}
 
 
 def test_prompts_may_be_lists_host_arrays_or_native_arrays(serve):
     for engine in rungs(serve):
         for prompt in ([1, 2], (1, 2), np.array([1, 2], "int32"), serve.backend.put(np.array([1, 2], "int32"))):
-            serve.expect(engine.run(prompt, max_new_tokens=3), expected([1, 2], 3))
+            serve.expect(engine.run(prompt, max_tokens=3), expected([1, 2], 3))
 
 
 class Bound:
@@ -313,7 +313,7 @@ class Bound:
 def test_a_model_may_use_the_memory_of_its_output_again(serve):
     """Streams that are read late give what was computed for them."""
     engine = serve(Bound(serve.backend))
-    streams = [engine.run(np.array(p, "int32"), max_new_tokens=6) for p in ([1], [3, 5], [20])]
+    streams = [engine.run(np.array(p, "int32"), max_tokens=6) for p in ([1], [3, 5], [20])]
     assert engine.drain(serve.patience)
     for first, stream in zip((2, 6, 21), streams, strict=True):
         serve.expect(stream, range(first, first + 6))
@@ -347,7 +347,7 @@ def test_a_model_may_write_into_what_it_is_given(serve):
 def test_what_happens_to_a_prompt_later_changes_nothing(serve):
     engine = serve(SumTokens(serve.backend))
     gate, prompt = serve.hold(engine, [1]), np.array([1, 2])
-    stream = engine.run(prompt, max_new_tokens=3)
+    stream = engine.run(prompt, max_tokens=3)
     prompt[:] = 5
     gate.open()
     serve.expect(stream, expected([1, 2], 3))
@@ -390,27 +390,27 @@ def test_a_request_may_bring_its_own_stop_rule(serve):
         is_eight,
         StopRule([30], where=is_eight),
     )
-    streams = [engine.run([5], stop=stop) for stop in stops]
+    streams = [engine.run([5], stop_rule=stop) for stop in stops]
     for stream in streams:
         serve.expect(stream, [6, 7, 8], "stop")
     others: tuple[Any, ...] = (30, [], StopRule(where=lambda tokens: tokens == 30))
     for stop in others:
-        serve.expect(engine.run([5], stop=stop), [6, 7, 8, 9], "stop")
+        serve.expect(engine.run([5], stop_rule=stop), [6, 7, 8, 9], "stop")
 
 
 def test_a_stop_token_of_several_codes_must_match_in_all_of_them(serve):
     for stop in (np.array([8, 4]), np.array([[8, 4]])):
         engine = serve(Count(serve.backend), stop_token=stop)
         serve.expect(engine.run([[6, 2]]), [[7, 3], [8, 4]], "stop")
-        serve.expect(engine.run([[6, 1]], max_new_tokens=3), [[7, 2], [8, 3], [9, 4]])
-        serve.expect(engine.run([[6, 1]], stop=[[9, 9], [8, 3]]), [[7, 2], [8, 3]], "stop")
+        serve.expect(engine.run([[6, 1]], max_tokens=3), [[7, 2], [8, 3], [9, 4]])
+        serve.expect(engine.run([[6, 1]], stop_rule=[[9, 9], [8, 3]]), [[7, 2], [8, 3]], "stop")
 
 
 def test_a_stop_token_of_floats_may_be_off_by_atol(serve):
     engine, prompt = serve(Halve(serve.backend)), np.array([[8, 4]], "float32")
     near = [np.array([1.01, 0.49], "float32")]
-    serve.expect(engine.run(prompt, stop=StopRule(near, atol=0.02)), [[4, 2], [2, 1], [1, 0.5]], "stop")
-    serve.expect(engine.run(prompt, stop=StopRule(near), max_new_tokens=4), [[4, 2], [2, 1], [1, 0.5], [0.5, 0.25]])
+    serve.expect(engine.run(prompt, stop_rule=StopRule(near, atol=0.02)), [[4, 2], [2, 1], [1, 0.5]], "stop")
+    serve.expect(engine.run(prompt, stop_rule=StopRule(near), max_tokens=4), [[4, 2], [2, 1], [1, 0.5], [0.5, 0.25]])
 
 
 def test_a_stop_predicate_sees_the_new_tokens_of_all_its_rows_at_once(serve):
@@ -424,7 +424,7 @@ def test_a_stop_predicate_sees_the_new_tokens_of_all_its_rows_at_once(serve):
 
     engine, rule = serve(Halve(backend)), StopRule(where=small)
     prompts = [np.array([p], "float32") for p in ([8, 4], [4, 4], [2, 4])]
-    streams = serve.together(engine, prompts, stop=rule)
+    streams = serve.together(engine, prompts, stop_rule=rule)
     serve.expect(streams[0], [[4, 2], [2, 1], [1, 0.5]], "stop")
     serve.expect(streams[1], [[2, 2], [1, 1]], "stop")
     serve.expect(streams[2], [[1, 2]], "stop")
@@ -434,21 +434,21 @@ def test_a_stop_predicate_sees_the_new_tokens_of_all_its_rows_at_once(serve):
 def test_max_new_tokens_is_the_number_of_tokens(serve):
     for engine in rungs(serve):
         for n in (1, 2, 5):
-            serve.expect(engine.run([1, 2], max_new_tokens=n), expected([1, 2], n))
+            serve.expect(engine.run([1, 2], max_tokens=n), expected([1, 2], n))
 
 
 def test_a_request_ends_where_the_context_ends(serve):
     """Prompt and tokens are max_model_len together, whatever was asked for."""
     for engine in rungs(serve, max_model_len=6):
         serve.expect(engine.run([1, 2]), expected([1, 2], 4))
-        serve.expect(engine.run([1, 2], max_new_tokens=100), expected([1, 2], 4))
+        serve.expect(engine.run([1, 2], max_tokens=100), expected([1, 2], 4))
         serve.expect(engine.run([1, 2, 5, 3, 2]), expected([1, 2, 5, 3, 2], 1))
 
 
 def test_a_stop_token_at_the_limit_counts_as_a_stop(serve):
     engine = serve(Count(serve.backend), stop_token=9)
-    serve.expect(engine.run([7], max_new_tokens=2), [8, 9], "stop")
-    serve.expect(engine.run([6], max_new_tokens=2), [7, 8])
+    serve.expect(engine.run([7], max_tokens=2), [8, 9], "stop")
+    serve.expect(engine.run([6], max_tokens=2), [7, 8])
 
 
 # asyncio
@@ -468,7 +468,7 @@ class LateLogits(SumLogits):
 
 def test_a_model_may_be_async(serve):
     for kind in (LateTokens, LateLogits):
-        streams = serve.together(serve(kind(serve.backend), padding_token=PAD), PROMPTS, max_new_tokens=3)
+        streams = serve.together(serve(kind(serve.backend), padding_token=PAD), PROMPTS, max_tokens=3)
         for prompt, stream in zip(PROMPTS, streams, strict=True):
             serve.expect(stream, expected(prompt, 3))
 
@@ -477,7 +477,7 @@ def test_streams_can_be_read_in_a_running_event_loop(serve):
     engine = serve(SumTokens(serve.backend), padding_token=PAD)
 
     async def read(prompt):
-        return [serve.host(item) async for item in engine.run(prompt, max_new_tokens=4)]
+        return [serve.host(item) async for item in engine.run(prompt, max_tokens=4)]
 
     async def everybody():
         return await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS)), serve.patience)

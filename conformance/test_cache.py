@@ -24,7 +24,7 @@ SMALL = 4 * BLOCK * 12  # bytes of a cache of four blocks: SumPaged keeps three 
 
 def check(serve, engine, prompts, n=5):
     """All of them at once stream what each streams alone."""
-    for prompt, stream in zip(prompts, serve.together(engine, prompts, max_new_tokens=n), strict=True):
+    for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=n), strict=True):
         serve.expect(stream, expected(prompt, n))
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.free_blocks) == (0, 0, stats.blocks)
@@ -33,7 +33,7 @@ def check(serve, engine, prompts, n=5):
 def held_at(serve, engine, prompt, step, **options):
     """A request, and the gate that holds the engine in this step of it."""
     gate = serve.gate(step)
-    stream = engine.run(prompt, stop=gate, **options)
+    stream = engine.run(prompt, stop_rule=gate, **options)
     gate.wait(stream)
     return stream, gate
 
@@ -50,32 +50,32 @@ def test_mixed_lengths_stream_what_each_streams_alone_from_the_cache(serve):
 def test_long_prompts_are_computed_in_chunks_beside_the_others(serve):
     """H-31: the result is the same with few tokens a step."""
     for kind in (SumPaged, SumState):
-        check(serve, serve.cached(kind, max_batch_tokens=5), PROMPTS)
+        check(serve, serve.cached(kind, max_num_batched_tokens=5), PROMPTS)
 
 
 def test_a_model_may_have_paged_and_recurrent_layers(serve):
-    check(serve, serve.cached(SumBoth, max_batch_size=2, max_batch_tokens=6), [[1, 2], LONG, [6]], n=3)
+    check(serve, serve.cached(SumBoth, max_num_seqs=2, max_num_batched_tokens=6), [[1, 2], LONG, [6]], n=3)
 
 
 def test_a_step_computes_no_more_tokens_than_it_may(serve):
     """A prompt of 13 takes 4 steps of 4 tokens (the last has one); then each token takes a step."""
-    engine = serve.cached(SumPaged, max_batch_tokens=4)
-    serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+    engine = serve.cached(SumPaged, max_num_batched_tokens=4)
+    serve.expect(engine.run(LONG, max_tokens=5), expected(LONG, 5))
     assert engine.stats().steps == 4 + 4
 
 
 def test_blocks_may_have_any_size(serve):
     for size in (3, 16) if serve.backend.shapes.compiled else (1, 3, 4, 16):
-        engine = serve.cached(SumPaged, block_size=size, max_model_len=8, max_batch_size=2, max_batch_tokens=4)
+        engine = serve.cached(SumPaged, block_size=size, max_model_len=8, max_num_seqs=2, max_num_batched_tokens=4)
         check(serve, engine, [[1, 2], [3, 1, 4, 1, 2], [6]], n=3)
 
 
 def test_longer_and_shorter_requests_join_a_running_batch_with_a_cache(serve):
     """H-32."""
     for kind in (SumPaged, SumState):
-        engine = serve.cached(kind, max_batch_tokens=6)
-        running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=9)
-        joiners = [engine.run(prompt, max_new_tokens=4) for prompt in (LONG, [6], [2, 5])]
+        engine = serve.cached(kind, max_num_batched_tokens=6)
+        running, gate = held_at(serve, engine, [1, 2], 3, max_tokens=9)
+        joiners = [engine.run(prompt, max_tokens=4) for prompt in (LONG, [6], [2, 5])]
         gate.open()
         serve.expect(running, expected([1, 2], 9))
         for prompt, stream in zip((LONG, [6], [2, 5]), joiners, strict=True):
@@ -94,14 +94,14 @@ def test_a_row_is_given_with_a_fresh_state(serve):
 def test_a_model_with_a_cache_may_return_tokens_itself(serve):
     """Frames of three codes, with stop frames of their own."""
     frames = [np.array(f) for f in ([[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1], [0, 1, 2], [7, 5, 8]], [[0, 2, 6]])]
-    engine = serve.cached(SumFrames, max_batch_tokens=4)
-    for prompt, stream in zip(frames, serve.together(engine, frames, max_new_tokens=5), strict=True):
+    engine = serve.cached(SumFrames, max_num_batched_tokens=4)
+    for prompt, stream in zip(frames, serve.together(engine, frames, max_tokens=5), strict=True):
         serve.expect(stream, expected(prompt, 5))
-    for item in engine.run(frames[0], max_new_tokens=2):
+    for item in engine.run(frames[0], max_tokens=2):
         assert serve.backend.owns(item) and tuple(item.shape) == (3,)
     stop = expected(frames[0], 3)[-1]
-    serve.expect(engine.run(frames[0], stop=[stop]), expected(frames[0], 3), "stop")
-    serve.expect(engine.run(frames[0], stop=[stop], include_stop=False), expected(frames[0], 2), "stop")
+    serve.expect(engine.run(frames[0], stop_rule=[stop]), expected(frames[0], 3), "stop")
+    serve.expect(engine.run(frames[0], stop_rule=[stop], include_stop=False), expected(frames[0], 2), "stop")
 
 
 class UntidyPaged(SumPaged):
@@ -119,9 +119,9 @@ class UntidyPaged(SumPaged):
 def test_a_step_may_write_into_its_inputs(serve):
     if serve.backend.immutable:
         return  # there is nothing to write to, and a step more to compile
-    engine = serve.cached(UntidyPaged, max_batch_tokens=5)
+    engine = serve.cached(UntidyPaged, max_num_batched_tokens=5)
     check(serve, engine, PROMPTS)
-    serve.expect(engine.run(LONG, max_new_tokens=5), expected(LONG, 5))
+    serve.expect(engine.run(LONG, max_tokens=5), expected(LONG, 5))
 
 
 class NoCache(SumPaged):
@@ -137,9 +137,9 @@ class NoCache(SumPaged):
 def test_a_step_that_returns_no_cache_fails_and_the_next_are_served(serve):
     model = NoCache(serve.backend)
     engine = serve.cached(model)
-    serve.expect(engine.run([1, 2], max_new_tokens=3), [], "InvalidModelOutput")
+    serve.expect(engine.run([1, 2], max_tokens=3), [], "InvalidModelOutput")
     model.forgets = False
-    serve.expect(engine.run([1, 2], max_new_tokens=3), expected([1, 2], 3))
+    serve.expect(engine.run([1, 2], max_tokens=3), expected([1, 2], 3))
 
 
 # when requests end
@@ -150,10 +150,10 @@ def test_requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context(serve)
     engine = serve.cached(SumPaged, stop_token=2)
     serve.expect(engine.run([1, 2]), [4, 8, 6, 2], "stop")
     serve.expect(engine.run([1, 2], include_stop=False), [4, 8, 6], "stop")
-    serve.expect(engine.run([1, 2], stop=8), [4, 8], "stop")
-    serve.expect(engine.run([1, 2], max_new_tokens=3), [4, 8, 6])
+    serve.expect(engine.run([1, 2], stop_rule=8), [4, 8], "stop")
+    serve.expect(engine.run([1, 2], max_tokens=3), [4, 8, 6])
     serve.expect(engine.run([1] * 13 + [0] * (4 * BLOCK - 16)), [4, 8, 6])
-    serve.expect(engine.run([1] * 13 + [0] * (4 * BLOCK - 14), max_new_tokens=9), [4])
+    serve.expect(engine.run([1] * 13 + [0] * (4 * BLOCK - 14), max_tokens=9), [4])
 
 
 # who gets the cache
@@ -161,17 +161,17 @@ def test_requests_with_a_cache_end_at_a_stop_token_a_limit_or_the_context(serve)
 
 def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
     """H-36: none fails, and nobody overtakes."""
-    engine = serve.cached(SumPaged, cache_bytes=SMALL, reserve_all=True)
+    engine = serve.cached(SumPaged, kv_cache_memory_bytes=SMALL, reserve_all=True)
     assert engine.stats().blocks == 4
-    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=6)  # 1 block
+    running, gate = held_at(serve, engine, [1, 2], 2, max_tokens=6)  # 1 block
     before = []
 
     def see(tokens):
         before.append(running.finish_reason)
         return np.zeros(tokens.shape[0], bool)
 
-    large = engine.run(LONG, max_new_tokens=14)  # 4 blocks
-    small = engine.run([6], max_new_tokens=3, stop=see)  # 1 block, which is free
+    large = engine.run(LONG, max_tokens=14)  # 4 blocks
+    small = engine.run([6], max_tokens=3, stop_rule=see)  # 1 block, which is free
     stats = engine.stats()
     assert (stats.running, stats.free_blocks) == (1, 3)
     gate.open()
@@ -184,9 +184,9 @@ def test_a_cache_that_is_too_small_for_all_makes_them_wait_their_turn(serve):
 
 def test_who_loses_its_memory_goes_on_as_if_nothing_had_happened(serve):
     """V-05."""
-    engine = serve.cached(SumPaged, cache_bytes=SMALL)
+    engine = serve.cached(SumPaged, kv_cache_memory_bytes=SMALL)
     prompts = [[1, 2], [6], [2, 5, 1], [7, 7]]
-    streams = serve.together(engine, prompts, max_new_tokens=12)
+    streams = serve.together(engine, prompts, max_tokens=12)
     for prompt, stream in zip(prompts, streams, strict=True):
         serve.expect(stream, expected(prompt, 12))
     assert engine.stats().preemptions > 0, "there was memory for all"
@@ -200,7 +200,7 @@ def test_what_requests_have_in_common_is_computed_once(serve):
         common = [1, 2, 5, 3, 0, 4, 7, 1] * 2
         prompts = [common, [*common, 6], [*common, 2, 5], [*[6] * BLOCK, *common[BLOCK:], 3]]  # the last ends alike
         for _ in range(2):
-            streams = serve.together(engine, prompts, max_new_tokens=3)
+            streams = serve.together(engine, prompts, max_tokens=3)
             for prompt, stream in zip(prompts, streams, strict=True):
                 serve.expect(stream, expected(prompt, 3))
         assert engine.stats().prefix_hits >= 4 * BLOCK, "nothing was shared"
@@ -210,17 +210,17 @@ def test_requests_of_different_salts_share_nothing(serve):
     """V-10."""
     engine = serve.cached(SumPaged)
     for salt in ("a", "b"):
-        serve.expect(engine.run([1] * 20, max_new_tokens=3, terms=Terms(cache_salt=salt)), expected([1] * 20, 3))
+        serve.expect(engine.run([1] * 20, max_tokens=3, terms=Terms(cache_salt=salt)), expected([1] * 20, 3))
     assert engine.stats().prefix_hits == 0
 
 
 def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
-    engine = serve.cached(SumPaged, cache_bytes=SMALL, max_model_len=5 * BLOCK)
-    running, gate = held_at(serve, engine, [1, 2], 2, max_new_tokens=4)
+    engine = serve.cached(SumPaged, kv_cache_memory_bytes=SMALL, max_model_len=5 * BLOCK)
+    running, gate = held_at(serve, engine, [1, 2], 2, max_tokens=4)
     for prompt, n in ((LONG, 21), ([1, 2], 32), ([1] * 33, 1), ([1, 2], None)):
         with pytest.raises(PromptTooLong, match="cache"):
-            engine.run(prompt, max_new_tokens=n)
-    longest = engine.run([1, 2], max_new_tokens=31)  # the last token is never written
+            engine.run(prompt, max_tokens=n)
+    longest = engine.run([1, 2], max_tokens=31)  # the last token is never written
     gate.open()
     serve.expect(running, expected([1, 2], 4))
     serve.expect(longest, expected([1, 2], 31))
@@ -228,9 +228,9 @@ def test_a_request_that_can_never_fit_is_refused_at_the_call(serve):
 
 def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
     """H-33."""
-    engine = serve.cached(SumPaged, cache_bytes=SMALL, reserve_all=True)
+    engine = serve.cached(SumPaged, kv_cache_memory_bytes=SMALL, reserve_all=True)
     running, gate = held_at(serve, engine, [1, 2], 3)  # all four blocks
-    waiting = engine.run(LONG, max_new_tokens=3)
+    waiting = engine.run(LONG, max_tokens=3)
     assert engine.stats().free_blocks == 0
     running.close()
     gate.open()
@@ -240,14 +240,14 @@ def test_a_cancelled_request_gives_its_blocks_to_the_next(serve):
 
 def cancel_within_the_prompt(serve, kind, prompt):
     """`prompt` is given up when six of its tokens are computed; the next request gets its blocks, or its row."""
-    engine = serve.cached(kind, max_batch_tokens=4)
+    engine = serve.cached(kind, max_num_batched_tokens=4)
     first, second = serve.hold(engine, [6]), serve.gate(step=2)
-    other = engine.run([6], max_new_tokens=4, stop=second)
-    given_up = engine.run(prompt, max_new_tokens=3)
+    other = engine.run([6], max_tokens=4, stop_rule=second)
+    given_up = engine.run(prompt, max_tokens=3)
     first.open()
     second.wait(other)
     given_up.close()
-    short, long = (engine.run(each, max_new_tokens=3) for each in ([1, 2], LONG))
+    short, long = (engine.run(each, max_tokens=3) for each in ([1, 2], LONG))
     second.open()
     serve.expect(short, expected([1, 2], 3))
     serve.expect(long, expected(LONG, 3))
@@ -299,7 +299,7 @@ def test_nan_in_a_cache_fails_its_request_alone_and_never_reaches_the_next(serve
     for kind in (NanPaged, NanState):
         engine = serve.cached(kind)
         for guilty in ([0], [2, 5, 1, 8, 5, 0]):
-            streams = serve.together(engine, [[1, 2], guilty, [2, 5, 1]], max_new_tokens=3)
+            streams = serve.together(engine, [[1, 2], guilty, [2, 5, 1]], max_tokens=3)
             serve.expect(streams[0], expected([1, 2], 3))
             serve.expect(streams[1], [], "NonFiniteOutput")
             serve.expect(streams[2], expected([2, 5, 1], 3))
@@ -322,10 +322,10 @@ class HiddenNan(SumFrames):
 def test_nan_that_no_output_shows_never_reaches_the_next(serve):
     """All blocks are full of it when the next requests get them. Tokens that the model draws are no place to see it."""
     cells = 4 * BLOCK * 4 * (2 + HiddenNan.codes)  # bytes of four blocks
-    engine = serve.cached(HiddenNan, prefix_cache=False, cache_bytes=cells, max_batch_tokens=6)
+    engine = serve.cached(HiddenNan, enable_prefix_caching=False, kv_cache_memory_bytes=cells, max_num_batched_tokens=6)
     for prompts in ([[[1, 2, 3]], [[3, 6, 2]]], [[[2, 5, 1]] * 9, [[6, 1, 1]]]):
-        serve.read(engine.run(np.full((3 * BLOCK, 3), VOCAB), max_new_tokens=BLOCK))
-        streams = [engine.run(np.array(prompt), max_new_tokens=2) for prompt in prompts]
+        serve.read(engine.run(np.full((3 * BLOCK, 3), VOCAB), max_tokens=BLOCK))
+        streams = [engine.run(np.array(prompt), max_tokens=2) for prompt in prompts]
         for prompt, stream in zip(prompts, streams, strict=True):
             serve.expect(stream, expected(np.array(prompt), 2))
 
@@ -360,9 +360,9 @@ def test_a_step_that_raises_fails_the_guilty_request_alone(serve):
     """H-34: the others compute their part of the step again, and nothing twice."""
     for kind in (FussyPaged, FussyState):
         # Without a prefix cache, for which prompts with a state are cut.
-        engine = serve.cached(kind, max_model_len=96, block_size=3 * BLOCK, prefix_cache=False)
-        running, gate = held_at(serve, engine, [1, 2], 3, max_new_tokens=8)
-        streams = [engine.run(prompt, max_new_tokens=3) for prompt in ([1] * 70, [6, 5])]
+        engine = serve.cached(kind, max_model_len=96, block_size=3 * BLOCK, enable_prefix_caching=False)
+        running, gate = held_at(serve, engine, [1, 2], 3, max_tokens=8)
+        streams = [engine.run(prompt, max_tokens=3) for prompt in ([1] * 70, [6, 5])]
         gate.open()
         serve.expect(running, expected([1, 2], 8))
         serve.expect(streams[0], [], "ModelError")
@@ -384,7 +384,7 @@ def test_if_a_step_raises_for_everybody_all_fail_and_the_next_are_served(serve):
     """H-34."""
     model = Broken(serve.backend)
     engine = serve.cached(model)
-    for stream in [engine.run(prompt, max_new_tokens=3) for prompt in PROMPTS]:
+    for stream in [engine.run(prompt, max_tokens=3) for prompt in PROMPTS]:
         serve.expect(stream, [], "ModelError")
     model.broken = False
     check(serve, engine, [[1, 2], [6]], n=3)
@@ -398,8 +398,8 @@ def test_a_stop_predicate_that_raises_fails_alone_with_a_cache_too(serve):
 
     for kind in (SumPaged, SumState):
         engine = serve.cached(kind)
-        other, gate = held_at(serve, engine, [2, 5], 2, max_new_tokens=5)
-        guilty = engine.run([1, 2], stop=never)
+        other, gate = held_at(serve, engine, [2, 5], 2, max_tokens=5)
+        guilty = engine.run([1, 2], stop_rule=never)
         gate.open()
         serve.expect(guilty, [], "InvalidRequest")
         serve.expect(other, expected([2, 5], 5))
@@ -430,7 +430,7 @@ def test_a_step_with_an_output_of_the_wrong_shape_or_dtype_fails_its_requests(se
         (WrongState, [1, 2], ("layer 0", ", 1)")),
         (WrongFrames, [[1, 2, 3]], ("integer", "float32")),
     ):
-        stream = serve.cached(kind).run(prompt, max_new_tokens=3)
+        stream = serve.cached(kind).run(prompt, max_tokens=3)
         serve.expect(stream, [], "InvalidModelOutput")
         for word in says:
             assert word in str(stream.error), f"no {word!r} in: {stream.error}"

@@ -69,7 +69,7 @@ class Spoilt:
 
 
 def still_serves(serve, engine):
-    serve.expect(engine.run([1, 2], max_new_tokens=3), expected([1, 2], 3))
+    serve.expect(engine.run([1, 2], max_tokens=3), expected([1, 2], 3))
 
 
 # the model
@@ -79,10 +79,10 @@ def test_a_model_that_raises_fails_the_guilty_request_alone(serve):
     """H-34: one of eight, and two of eight."""
     for kind in (PoisonedTokens, PoisonedLogits, LatePoisonedTokens):
         for guilty, padding in (({3}, PAD), ({0, 6}, PAD), ({4}, None)):
-            engine = serve(kind(serve.backend), padding_token=padding, max_batch_size=8)
+            engine = serve(kind(serve.backend), padding_token=padding, max_num_seqs=8)
             prompts = [[*p, POISON] if i in guilty else p for i, p in enumerate(PROMPTS)]
             gate = serve.hold(engine, [2])
-            streams = [engine.run(prompt, max_new_tokens=3) for prompt in prompts]
+            streams = [engine.run(prompt, max_tokens=3) for prompt in prompts]
             gate.open()
             for i, stream in enumerate(streams):
                 if i in guilty:
@@ -110,7 +110,7 @@ def test_tokens_before_an_error_are_delivered(serve):
                 raise Poison
             return super().forward(tokens)
 
-    streams = serve.together(serve(NoSeven(serve.backend)), [[1], [4], [21]], max_new_tokens=8)
+    streams = serve.together(serve(NoSeven(serve.backend)), [[1], [4], [21]], max_tokens=8)
     serve.expect(streams[0], [2, 3, 4, 5, 6, 7], "ModelError")
     serve.expect(streams[1], [5, 6, 7], "ModelError")
     serve.expect(streams[2], range(22, 30))
@@ -130,7 +130,7 @@ def test_a_model_that_fails_once_harms_nobody(serve):
 
         model.spoil = once
         gate = serve.hold(engine, [2])
-        streams = [engine.run(prompt, max_new_tokens=3) for prompt in prompts]
+        streams = [engine.run(prompt, max_tokens=3) for prompt in prompts]
         troubles.append(Poison("the network is down"))
         gate.open()
         for prompt, stream in zip(prompts, streams, strict=True):
@@ -143,7 +143,7 @@ def test_if_everybody_is_guilty_all_fail_and_the_next_are_served(serve):
         engine = serve(kind(serve.backend), padding_token=PAD)
         gate = serve.hold(engine, [2])
         streams = [engine.run([*prompt, POISON]) for prompt in PROMPTS[:4]]
-        later = engine.run([1, 2], max_new_tokens=3)
+        later = engine.run([1, 2], max_tokens=3)
         gate.open()
         for stream in streams:
             serve.expect(stream, [], "ModelError")
@@ -158,11 +158,11 @@ def test_a_token_that_is_not_finite_fails_its_request_alone(serve):
         model = Spoilt(Halve(backend), lambda out, place=place: backend.xp.where(out == 1, place, out))
         engine = serve(model)
         prompts = [np.array([p], "float32") for p in ([8, 6], [2, 6], [6, 6])]
-        streams = serve.together(engine, prompts[::-1], max_new_tokens=4)[::-1]
+        streams = serve.together(engine, prompts[::-1], max_tokens=4)[::-1]
         serve.expect(streams[0], [[4, 3], [2, 1.5]], "NonFiniteOutput")
         serve.expect(streams[1], [], "NonFiniteOutput")
         serve.expect(streams[2], [[3, 3], [1.5, 1.5], [0.75, 0.75], [0.375, 0.375]])
-        serve.expect(engine.run(prompts[2], max_new_tokens=1), [[3, 3]])
+        serve.expect(engine.run(prompts[2], max_tokens=1), [[3, 3]])
 
 
 def test_logits_that_are_not_finite_fail_their_request_alone(serve):
@@ -172,7 +172,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(serve):
         place[0, 8] = bad  # the logit of token 8, where that is the right one
         place = backend.put(place)
         model = Spoilt(SumLogits(backend), lambda out, place=place: backend.xp.where(out > 0, place, out) * 1000)
-        streams = serve.together(serve(model, padding_token=PAD), [[2], [1, 2], [7]], max_new_tokens=2)
+        streams = serve.together(serve(model, padding_token=PAD), [[2], [1, 2], [7]], max_tokens=2)
         serve.expect(streams[0], [3, 6])
         serve.expect(streams[1], [4], "NonFiniteOutput")
         serve.expect(streams[2], [], "NonFiniteOutput")
@@ -186,13 +186,13 @@ def wrong(serve, model, prompts, spoils):
         spoilt.spoil = lambda out: out
         gate = serve.hold(engine, prompts[0])
         spoilt.spoil = spoil
-        streams = [engine.run(prompt, max_new_tokens=2) for prompt in prompts]
+        streams = [engine.run(prompt, max_tokens=2) for prompt in prompts]
         gate.open()
         for stream in streams:
             serve.expect(stream, [], "InvalidModelOutput")
             assert says in str(stream.error), f"no {says!r} in: {stream.error}"
     spoilt.spoil = lambda out: out
-    assert len(serve.read(engine.run(prompts[0], max_new_tokens=2))[0]) == 2
+    assert len(serve.read(engine.run(prompts[0], max_tokens=2))[0]) == 2
 
 
 def test_an_output_of_the_wrong_shape_fails_its_step_only(serve):
@@ -248,20 +248,20 @@ def abort(out):
 def test_what_is_no_exception_fails_its_request_alone(serve):
     """As SystemExit, CancelledError or the panic of a library, when a model raises them."""
     engine = serve(Spoilt(Count(serve.backend), lambda out: abort(serve.backend.get(out)) is None or out))
-    streams = serve.together(engine, [[1], [10], [3]], max_new_tokens=4)
+    streams = serve.together(engine, [[1], [10], [3]], max_tokens=4)
     serve.expect(streams[0], [2, 3], "ModelError")
     serve.expect(streams[1], [11, 12, 13, 14])
     serve.expect(streams[2], [], "ModelError")
     assert isinstance(streams[0].error.__cause__, Abort)
-    serve.expect(engine.run([5], max_new_tokens=2), [6, 7])
+    serve.expect(engine.run([5], max_tokens=2), [6, 7])
 
 
 def test_an_engine_that_fails_tells_every_stream(serve):
     """Here because its device is lost."""
     model = Spoilt(Count(serve.backend))
-    engine = serve(model, max_batch_size=1)
+    engine = serve(model, max_num_seqs=1)
     gate = serve.gate(step=2)
-    running = engine.run([1], stop=gate)
+    running = engine.run([1], stop_rule=gate)
     gate.wait(running)
     waiting = engine.run([5])
     model.spoil = lambda out: abort(serve.backend.get(out))
@@ -291,14 +291,14 @@ def test_a_stop_predicate_that_raises_fails_its_own_requests_alone(serve):
 
     engine, rule = serve(Count(backend)), StopRule(where=picky)
     gate = serve.hold(engine, [0])
-    streams = [engine.run([n], stop=rule, max_new_tokens=3) for n in (1, 4, 7)]
-    plain = engine.run([5], max_new_tokens=2)
+    streams = [engine.run([n], stop_rule=rule, max_tokens=3) for n in (1, 4, 7)]
+    plain = engine.run([5], max_tokens=2)
     gate.open()
     serve.expect(streams[0], [2, 3, 4])
     serve.expect(streams[1], [5], "stop")
     serve.expect(streams[2], [8, 9, 10])
     serve.expect(plain, [6, 7])
-    streams = serve.together(engine, [[3], [5], [10]], stop=rule, max_new_tokens=2)
+    streams = serve.together(engine, [[3], [5], [10]], stop_rule=rule, max_tokens=2)
     serve.expect(streams[0], [4, 5], "stop")
     serve.expect(streams[1], [], "InvalidRequest")
     assert "Poison: cannot judge this" in str(streams[1].error)
@@ -308,8 +308,8 @@ def test_a_stop_predicate_that_raises_fails_its_own_requests_alone(serve):
 def test_a_stop_predicate_of_the_wrong_shape_fails_its_own_request_alone(serve):
     engine = serve(Count(serve.backend))
     gate = serve.hold(engine, [[0, 0]])
-    wrong = engine.run([[1, 2]], stop=lambda tokens: tokens == 5)
-    right = engine.run([[1, 2]], max_new_tokens=2)
+    wrong = engine.run([[1, 2]], stop_rule=lambda tokens: tokens == 5)
+    right = engine.run([[1, 2]], max_tokens=2)
     gate.open()
     serve.expect(wrong, [], "InvalidRequest")
     assert "(1,)" in str(wrong.error) and "(1, 2)" in str(wrong.error)
@@ -366,13 +366,13 @@ def test_whoever_drops_a_stream_gives_its_row_away_and_disturbs_nobody(serve):
     """H-33: nothing is computed for it from the next step on."""
     for leave in (close_it, drop_it, leave_the_loop, leave_the_context, leave_the_async_loop, cancel_the_task):
         model = Count(serve.backend)
-        engine = serve(model, max_batch_size=2)
+        engine = serve(model, max_num_seqs=2)
         first, second = serve.hold(engine, [0]), serve.gate(step=2)
-        other, held = engine.run([40], max_new_tokens=6, stop=second), [engine.run([10])]
+        other, held = engine.run([40], max_tokens=6, stop_rule=second), [engine.run([10])]
         first.open()
         second.wait(other)
         leave(held)
-        waiting = engine.run([20], max_new_tokens=3)
+        waiting = engine.run([20], max_tokens=3)
         second.open()
         serve.expect(waiting, [21, 22, 23])
         serve.expect(other, range(41, 47))
@@ -400,12 +400,12 @@ def test_a_bad_prompt_is_refused_at_the_call_and_touches_nobody(serve):
     for kind, more in ((Count, []), (SumLogits, [[1.5], [10], [3, -1], [2**40]])):
         engine = serve(kind(serve.backend), padding_token=PAD)
         gate = serve.gate(step=2)
-        running = engine.run([1, 2], max_new_tokens=4, stop=gate)
+        running = engine.run([1, 2], max_tokens=4, stop_rule=gate)
         gate.wait(running)
         for prompt in (*anywhere, *more):
-            refuses(InvalidRequest, engine.run, prompt, max_new_tokens=2)
+            refuses(InvalidRequest, engine.run, prompt, max_tokens=2)
         for n in (64, 65, 1000):
-            refuses(PromptTooLong, engine.run, [1] * n, max_new_tokens=2)
+            refuses(PromptTooLong, engine.run, [1] * n, max_tokens=2)
         stats = engine.stats()
         gate.open()
         assert (stats.waiting, stats.running) == (0, 1)
@@ -417,9 +417,9 @@ def test_bad_options_are_refused_at_the_call(serve):
     for kind in (Count, SumLogits):
         engine = serve(kind(serve.backend), padding_token=PAD)
         for limit in (0, -1, 1.5, True, "3"):
-            refuses(InvalidRequest, engine.run, [1, 2], max_new_tokens=limit)
+            refuses(InvalidRequest, engine.run, [1, 2], max_tokens=limit)
         for stop in ("abc", [[1, 2]], np.zeros((2, 2)), StopRule([1.5]), StopRule([object()])):
-            refuses(InvalidRequest, engine.run, [1, 2], max_new_tokens=3, stop=stop)
+            refuses(InvalidRequest, engine.run, [1, 2], max_tokens=3, stop_rule=stop)
         for params in ("greedy", {"temperature": 0}, 0.5):
             refuses(InvalidRequest, engine.run, [1, 2], params)
         assert engine.stats().steps == 0
@@ -433,7 +433,7 @@ def test_bad_settings_are_refused_where_the_engine_is_made(serve):
         serve(model, padding_token=serve.backend.put(np.array(0)))
     with pytest.raises(ConfigError, match=r"first dimension .* must be 1"):
         serve(model, padding_token=np.zeros((2, 10), int))
-    for name in ("max_batch_size", "max_model_len"):
+    for name in ("max_num_seqs", "max_model_len"):
         for value in (0, -1, 1.5, "4", True):
             refuses(ConfigError, serve, model, **{name: value})
     refuses(ConfigError, serve, model, max_model_len=None)  # nothing would ever end
@@ -454,7 +454,7 @@ def test_a_stop_or_padding_token_of_another_shape_than_the_tokens_is_refused(ser
 
 def test_closing_finishes_the_running_step_and_ends_every_stream_once(serve):
     """H-40: whoever runs and whoever waits; what was delivered can still be read."""
-    engine = serve(Count(serve.backend), max_batch_size=2)
+    engine = serve(Count(serve.backend), max_num_seqs=2)
     steps = []
 
     def close_in_the_third_step(tokens):
@@ -464,7 +464,7 @@ def test_closing_finishes_the_running_step_and_ends_every_stream_once(serve):
         return np.zeros(tokens.shape[0], bool)
 
     gate = serve.hold(engine, [0])
-    streams = [engine.run([n], stop=StopRule(where=close_in_the_third_step)) for n in (1, 2)]
+    streams = [engine.run([n], stop_rule=StopRule(where=close_in_the_third_step)) for n in (1, 2)]
     waiting = engine.run([3])
     gate.open()
     serve.expect(streams[0], [2, 3, 4], "closed")
@@ -506,9 +506,9 @@ def test_an_engine_that_never_ran_can_be_closed(serve):
 
 
 def test_draining_finishes_what_came_and_takes_nothing_new(serve):
-    engine = serve(Count(serve.backend), max_batch_size=2)
+    engine = serve(Count(serve.backend), max_num_seqs=2)
     gate = serve.hold(engine, [0])
-    streams = [engine.run([10 * n], max_new_tokens=3) for n in range(5)]
+    streams = [engine.run([10 * n], max_tokens=3) for n in range(5)]
     assert not engine.drain(timeout=0)
     refuses(EngineClosed, engine.run, [1])
     gate.open()

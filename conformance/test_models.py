@@ -30,17 +30,17 @@ class ThreeRungs(SumPaged):
 
 def test_the_highest_rung_that_a_model_has_is_used(serve):
     for model in (TwoRungs(serve.backend), toy(ThreeRungs, serve.backend)):
-        serve.expect(serve.cached(model).run([1, 2], max_new_tokens=3), expected([1, 2], 3))
+        serve.expect(serve.cached(model).run([1, 2], max_tokens=3), expected([1, 2], 3))
 
 
 def test_each_rung_answers_alike(serve):
     for model in (SumTokens(serve.backend), SumLogits(serve.backend), toy(SumPaged, serve.backend)):
-        serve.expect(serve.cached(model).run([1, 2], max_new_tokens=3), expected([1, 2], 3))
+        serve.expect(serve.cached(model).run([1, 2], max_tokens=3), expected([1, 2], 3))
 
 
 def test_lengths_are_passed_only_to_a_model_that_asks_for_them(serve):
     for model in (Count(serve.backend), SumTokens(serve.backend)):
-        assert serve.read(serve(model).run([1, 2], max_new_tokens=1))[1] == "length"
+        assert serve.read(serve(model).run([1, 2], max_tokens=1))[1] == "length"
         assert (model.seen[0][1] is not None) == isinstance(model, SumTokens)
 
 
@@ -98,7 +98,7 @@ def test_the_backend_is_found_from_the_arrays(serve):
         ({"backend": serve.backend}, {}, prompt),
         ({}, {"backend": serve.backend}, prompt),
     ):
-        stream = serve(Homeless(**attributes), **options).run(given, max_new_tokens=2)
+        stream = serve(Homeless(**attributes), **options).run(given, max_tokens=2)
         items = stream.collect()
         assert all(serve.backend.owns(item) for item in items), f"with {[*attributes, *options]}: {type(items[0])}"
         assert [serve.host(item) for item in items] == [3, 4]
@@ -167,7 +167,7 @@ def test_a_decoder_gives_the_logits_of_slow_numpy(serve):
     weights = tiny_weights()
     prompts = [[5, 3, 30], [1], [*range(7, 29, 2)], [2, 2]]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=TinyDecoder.vocab_size)
-    engine = serve(TinyDecoder(serve.backend, weights), max_model_len=32, block_size=8, max_batch_tokens=8)
+    engine = serve(TinyDecoder(serve.backend, weights), max_model_len=32, block_size=8, max_num_batched_tokens=8)
     gate = serve.hold(engine, [1])
     streams = [engine.run(prompt, params) for prompt in prompts]
     gate.open()

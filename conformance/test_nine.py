@@ -26,8 +26,8 @@ PROMPTS = [1, 2], [3, 3, 1, 5, 8], [6], [2, 5, 1]
 
 def test_rows_of_equal_length_go_together_and_nothing_is_padded(nine):
     """H-25 to H-31."""
-    engine = nine.engine(total, max_batch_size=8)
-    got = nine.read(nine.run(engine, *PROMPTS, [4, 4], max_new_tokens=3))
+    engine = nine.engine(total, max_num_seqs=8)
+    got = nine.read(nine.run(engine, *PROMPTS, [4, 4], max_tokens=3))
     assert got == [(expected(p, 3), "length") for p in (*PROMPTS, [4, 4])]
     assert (2, 2) in nine.model.shown, "rows of equal length did not share a call"
 
@@ -53,8 +53,10 @@ def test_a_stop_token_may_be_left_out_and_requests_bring_rules_of_their_own(nine
     engine = nine.engine(last, stop_token=9)
     streams = [
         engine.run(nine.put([6]), include_stop=False),
-        engine.run(nine.put([1]), stop=nine.put(4)),
-        engine.run(nine.put([1]), stop=StopRule(where=lambda t: nine.backend.put(np.array(nine.backend.get(t) == 3)))),
+        engine.run(nine.put([1]), stop_rule=nine.put(4)),
+        engine.run(
+            nine.put([1]), stop_rule=StopRule(where=lambda t: nine.backend.put(np.array(nine.backend.get(t) == 3)))
+        ),
     ]
     assert nine.read(streams) == [([7, 8], "stop"), ([2, 3, 4], "stop"), ([2, 3], "stop")]
 
@@ -63,7 +65,7 @@ def test_tokens_of_several_kinds_share_an_engine_and_no_call(nine):
     """Each request has its own kind."""
     engine = nine.engine(total)
     frames = [[1, 2, 3], [1, 0, 5]]
-    got = nine.read(nine.run(engine, [1, 2], frames, [1.5, 2.0], max_new_tokens=2))
+    got = nine.read(nine.run(engine, [1, 2], frames, [1.5, 2.0], max_tokens=2))
     assert got[0] == (expected([1, 2], 2), "length") and got[1] == (expected(frames, 2), "length")
     assert got[2] == ([4.5, 9.0], "length")
 
@@ -71,7 +73,7 @@ def test_tokens_of_several_kinds_share_an_engine_and_no_call(nine):
 def test_nan_ends_its_own_row(nine):
     """It is the only number that is not equal to itself."""
     engine = nine.engine(lambda t: np.where(t[:, -1] > 2, np.nan, t[:, -1] + 1))
-    got = nine.read(nine.run(engine, [1.0], [2.5], [0.5], max_new_tokens=2))
+    got = nine.read(nine.run(engine, [1.0], [2.5], [0.5], max_tokens=2))
     assert got == [([2.0, 3.0], "length"), ([], "NonFiniteOutput"), ([1.5, 2.5], "length")]
 
 
@@ -84,11 +86,11 @@ def test_a_model_that_raises_ends_the_guilty_request_alone(nine):
         return total(tokens)
 
     engine = nine.engine(guilty)
-    got = nine.read(nine.run(engine, [1, 2], [7, 2], [2, 2], [4, 4], max_new_tokens=2))
+    got = nine.read(nine.run(engine, [1, 2], [7, 2], [2, 2], [4, 4], max_tokens=2))
     assert got[1] == ([], "ModelError")
     assert [got[i][0] for i in (0, 2, 3)] == [expected(p, 2) for p in ([1, 2], [2, 2], [4, 4])]
     short = nine.engine(lambda t: t[:-1, -1] if len(t) > 1 else t[:0, -1])
-    assert nine.read([short.run(nine.put([1]), max_new_tokens=1)]) == [([], "InvalidModelOutput")]
+    assert nine.read([short.run(nine.put([1]), max_tokens=1)]) == [([], "InvalidModelOutput")]
 
 
 def test_a_model_may_write_into_what_it_is_shown_and_use_its_output_again(nine):
@@ -113,14 +115,14 @@ def test_a_model_may_write_into_what_it_is_shown_and_use_its_output_again(nine):
     model = Writes(nine.backend, total)
     engine = nine.serving(model, backend=nine.ops)
     prompt = nine.put([1, 2])
-    stream = engine.run(prompt, max_new_tokens=4)
+    stream = engine.run(prompt, max_tokens=4)
     write(prompt)
     assert nine.read([stream]) == [(expected([1, 2], 4), "length")]
 
 
 def test_who_leaves_disturbs_nobody_and_a_row_is_used_again(nine):
     """H-33, H-36."""
-    engine = nine.engine(total, max_batch_size=3)
+    engine = nine.engine(total, max_num_seqs=3)
     third, closed, steps = threading.Event(), threading.Event(), []
 
     def wait(tokens):
@@ -130,7 +132,7 @@ def test_who_leaves_disturbs_nobody_and_a_row_is_used_again(nine):
             closed.wait(nine.serving.patience)
         return [False] * nine.ops.shape(tokens)[0]
 
-    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], [5, 5], max_new_tokens=30, stop=wait)
+    streams = nine.run(engine, [1, 2], [2, 2], [4, 4], [5, 5], max_tokens=30, stop_rule=wait)
     assert third.wait(nine.serving.patience), "the engine never took three steps"
     streams[1].close()
     closed.set()

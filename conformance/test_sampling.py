@@ -52,7 +52,7 @@ def drawn(serve, engine, n, prompt=(1, 2), **params):
 def test_temperature_zero_takes_the_most_likely_token(serve):
     """The first one among equals."""
     for model in (SumLogits(serve.backend, margin=0.5), toy(PlainPaged, serve.backend)):
-        serve.expect(serve.cached(model).run([1, 2], GREEDY, max_new_tokens=5), expected([1, 2], 5))
+        serve.expect(serve.cached(model).run([1, 2], GREEDY, max_tokens=5), expected([1, 2], 5))
     assert drawn(serve, serve(Fixed(serve.backend, TWO)), 3, temperature=0) == [3, 3, 3]
 
 
@@ -175,8 +175,8 @@ def test_a_logits_processor_changes_the_logits_of_its_request(serve):
 
     engine = serve(Fixed(serve.backend, [3.0, 2.0, 1.0, 0.0]))
     gate = serve.hold(engine, [1])
-    streams = [engine.run([1, 2], GREEDY.with_(logits_processors=[f]), max_new_tokens=3) for f in (negative, failing)]
-    plain = engine.run([1, 2], GREEDY, max_new_tokens=3)
+    streams = [engine.run([1, 2], GREEDY.with_(logits_processors=[f]), max_tokens=3) for f in (negative, failing)]
+    plain = engine.run([1, 2], GREEDY, max_tokens=3)
     gate.open()
     serve.expect(streams[0], [3, 3, 3])
     serve.expect(streams[1], [], "InvalidRequest")
@@ -187,7 +187,7 @@ def test_a_logits_processor_changes_the_logits_of_its_request(serve):
 def test_a_request_that_allows_no_token_fails_alone(serve):
     engine = serve(Fixed(serve.backend, [3.0, 2.0, -math.inf, 0.0]), stop_token=1)
     gate = serve.hold(engine, [1])
-    streams = [engine.run([1], GREEDY.with_(allowed_token_ids=[2])), engine.run([1], GREEDY, max_new_tokens=2)]
+    streams = [engine.run([1], GREEDY.with_(allowed_token_ids=[2])), engine.run([1], GREEDY, max_tokens=2)]
     gate.open()
     serve.expect(streams[0], [], "InvalidRequest")
     serve.expect(streams[1], [0, 0])
@@ -195,11 +195,11 @@ def test_a_request_that_allows_no_token_fails_alone(serve):
 
 def test_the_tokens_of_a_prompt_have_log_probabilities(serve):
     """All but the first: of the most likely tokens after what came before, and of the token itself."""
-    engine = serve.cached(PlainPaged, max_batch_tokens=5)
+    engine = serve.cached(PlainPaged, max_num_batched_tokens=5)
     prompt = [3, 1, 4, 1, 5, 9, 2]
     likely = -math.log(1 + 9 / math.e)  # one logit of 1 among nine of 0
     gate = serve.hold(engine, [1])
-    stream, other = engine.run(prompt, GREEDY.with_(prompt_logprobs=1), max_new_tokens=1), engine.run([1, 2], GREEDY)
+    stream, other = engine.run(prompt, GREEDY.with_(prompt_logprobs=1), max_tokens=1), engine.run([1, 2], GREEDY)
     gate.open()
     serve.expect(stream, expected(prompt, 1))
     other.close()
@@ -239,9 +239,9 @@ def test_logprobs_belong_to_the_tokens_of_their_own_stream(serve):
     for model in (SumLogits(serve.backend), toy(SumPaged, serve.backend)):
         engine = serve.cached(model, padding_token=7)
         gate = serve.hold(engine, [1])
-        asked = engine.run([1, 2], GREEDY.with_(logprobs=0), max_new_tokens=4)
-        silent = engine.run([6], GREEDY, max_new_tokens=4)
-        stopped = engine.run([2, 5, 1], GREEDY.with_(logprobs=0), stop=6, include_stop=False)
+        asked = engine.run([1, 2], GREEDY.with_(logprobs=0), max_tokens=4)
+        silent = engine.run([6], GREEDY, max_tokens=4)
+        stopped = engine.run([2, 5, 1], GREEDY.with_(logprobs=0), stop_rule=6, include_stop=False)
         gate.open()
         serve.expect(asked, expected([1, 2], 4))
         assert [[*each] for each in asked.logprobs] == [[i] for i in expected([1, 2], 4)]
@@ -254,7 +254,7 @@ def test_logprobs_belong_to_the_tokens_of_their_own_stream(serve):
 def test_parameters_say_when_to_end(serve):
     engine = serve(SumLogits(serve.backend), stop_token=6)
     serve.expect(engine.run([1, 2], SamplingParams(max_tokens=2)), [4, 8])
-    serve.expect(engine.run([1, 2], SamplingParams(max_tokens=2), max_new_tokens=1), [4])
+    serve.expect(engine.run([1, 2], SamplingParams(max_tokens=2), max_tokens=1), [4])
     serve.expect(engine.run([1, 2], SamplingParams(stop_token_ids=[8, 1])), [4, 8], "stop")
     serve.expect(engine.run([1, 2], SamplingParams(stop_token_ids=[2])), [4, 8, 6], "stop")
-    serve.expect(engine.run([1, 2], SamplingParams(stop_token_ids=[2]), stop=8), [4, 8], "stop")
+    serve.expect(engine.run([1, 2], SamplingParams(stop_token_ids=[2]), stop_rule=8), [4, 8], "stop")

@@ -50,14 +50,14 @@ def first_token(serve, stream):
 
 @stage("copy(t) and get(t); a model returns tokens here")
 def test_an_engine_takes_a_step_at_level_0(serve):
-    first_token(serve, serve(Count(serve.backend)).run([1, 2], max_new_tokens=1))
+    first_token(serve, serve(Count(serve.backend)).run([1, 2], max_tokens=1))
 
 
 @stage("compile(fn, donate), take(t, idx) and what xp gives to sampling; a model returns logits here")
 def test_an_engine_takes_a_step_at_level_1(serve):
-    first_token(serve, serve(SumLogits(serve.backend)).run([1, 2], max_new_tokens=1))
+    first_token(serve, serve(SumLogits(serve.backend)).run([1, 2], max_tokens=1))
 
 
 @stage("put_all, make_cache, write_cache, scatter_rows and attend; a model has a paged cache here")
 def test_an_engine_takes_a_step_at_level_2(serve):
-    first_token(serve, serve.cached(SumPaged).run([1, 2], max_new_tokens=1))
+    first_token(serve, serve.cached(SumPaged).run([1, 2], max_tokens=1))

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hibachi import AutoregressiveBatchInference, SamplingParams, UnknownArchitecture
 from hibachi.model.registry import architectures
-from hibachi.tensor.discover import load
+from hibachi.tensor.discover import load_backend
 
 PAGE = Path(__file__).parent / "transformers.md"
 LIMIT = 1e-4  # of the difference of a logit
@@ -146,7 +146,7 @@ class Recorder:
 
 def compare(folder: Path, kind: str, name: str) -> Verdict:
     """The model in a folder through the engine, against its own forward pass."""
-    backend = load("torch", device="cpu")
+    backend = load_backend("torch", device="cpu")
     model = backend.foreign_model(folder, dtype="float32", max_model_len=128)
     assert model is not None, "transformers does not know it"
     recorder, rng = Recorder(model), np.random.default_rng(1)
@@ -154,9 +154,9 @@ def compare(folder: Path, kind: str, name: str) -> Verdict:
     with AutoregressiveBatchInference(
         recorder,
         backend=backend,
-        max_model_len=model.max_len,
-        max_batch_size=4,
-        max_batch_tokens=BUDGET,
+        max_model_len=model.max_model_len,
+        max_num_seqs=4,
+        max_num_batched_tokens=BUDGET,
         block_size=BLOCK,
         dtype="float32",
         deterministic=False,  # the steps of a check would wait for the requests

@@ -70,7 +70,7 @@ def main():
     print(f"trained in {time.perf_counter() - began:.1f} s, loss {loss(params, windows, ids[WINDOW:]):.3f}")
     prompts = ["thirty-four ", "fifty-eight fifty-", "sixty-nine "]
     with hibachi.AutoregressiveBatchInference(Counter(params), padding_token=0, max_model_len=256) as engine:
-        streams = [engine.run(encode(p), max_new_tokens=36) for p in prompts]
+        streams = [engine.run(encode(p), max_tokens=36) for p in prompts]
         for prompt, stream in zip(prompts, streams, strict=True):
             print(f"{prompt}|{''.join(ALPHABET[int(token)] for token in stream)}")
 

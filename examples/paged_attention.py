@@ -44,7 +44,7 @@ class InductionHead:
 
 
 def main():
-    backend = hibachi.load(sys.argv[1] if len(sys.argv) > 1 else "numpy")
+    backend = hibachi.load_backend(sys.argv[1] if len(sys.argv) > 1 else "numpy")
     prompts = ["jumping jum", "thunder thunder t", "question qu"]
     greedy = hibachi.SamplingParams(temperature=0, max_tokens=20)
     with hibachi.AutoregressiveBatchInference(InductionHead(backend), block_size=8) as engine:

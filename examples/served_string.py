@@ -23,7 +23,7 @@ class String:
         past = np.pad(tokens[:, -2:].reshape(len(tokens), -1), ((0, 0), (1, 0)))[:, -FRAME - 1 :]
         return QUIETER * (past[:, 1:] + past[:, :-1]) / 2
 
-    def stop(self, frames):  # (B, FRAME) -> (B,)
+    def stop_rule(self, frames):  # (B, FRAME) -> (B,)
         return abs(frames).max(1) < SILENT
 
     def read(self, data, kind):  # the body of a request and its type -> (S, FRAME)

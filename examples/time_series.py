@@ -23,8 +23,8 @@ def simulate(hours, seed):
 
 
 class Autoregression:
-    token, max_model_len = np.zeros(2, np.float32), 1000  # these and `stop`: where it is opened by its name
-    stop = hibachi.StopRule(where=lambda measured: measured[:, 1] > FLOOD)
+    token, max_model_len = np.zeros(2, np.float32), 1000  # these and `stop_rule`: where it is opened by its name
+    stop_rule = hibachi.StopRule(where=lambda measured: measured[:, 1] > FLOOD)
 
     def __init__(self, record=None):
         record = simulate(3000, seed=0) if record is None else record
@@ -45,7 +45,7 @@ def main():
     model = Autoregression()
     rivers = {f"river {seed}": simulate(100 + 7 * seed, seed) for seed in (1, 2, 4, 9, 10)}
     with hibachi.AutoregressiveBatchInference(model, max_model_len=1000) as engine:
-        streams = {name: engine.run(past, max_new_tokens=72, stop=model.stop) for name, past in rivers.items()}
+        streams = {name: engine.run(past, max_tokens=72, stop_rule=model.stop_rule) for name, past in rivers.items()}
         for name, stream in streams.items():
             forecast = np.array(stream.collect())
             now, peak = rivers[name][-1, 1], forecast[:, 1].max()

@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from hibachi.engine.autoregressive import AutoregressiveBatchInference as AutoregressiveBatchInference
     from hibachi.engine.feedforward import FeedforwardBatchInference as FeedforwardBatchInference
     from hibachi.engine.health import Health as Health
+    from hibachi.engine.stats import Stats as Stats
     from hibachi.errors import BackendError as BackendError
     from hibachi.errors import BackendNotFound as BackendNotFound
     from hibachi.errors import BackendNotInstalled as BackendNotInstalled
@@ -47,6 +48,8 @@ if _TYPE_CHECKING:
     from hibachi.errors import UnknownArchitecture as UnknownArchitecture
     from hibachi.errors import UnsupportedOperation as UnsupportedOperation
     from hibachi.lm.llm import LLM as LLM
+    from hibachi.lm.scores import Embedding as Embedding
+    from hibachi.lm.scores import Score as Score
     from hibachi.model.families import Family as Family
     from hibachi.model.files import ModelFiles as ModelFiles
     from hibachi.model.ladder import Autoregressive as Autoregressive
@@ -57,18 +60,31 @@ if _TYPE_CHECKING:
     from hibachi.model.ladder import PaddedAutoregressive as PaddedAutoregressive
     from hibachi.model.registry import load_model as load_model
     from hibachi.model.registry import register_model as register_model
+    from hibachi.plan.policy import Fair as Fair
+    from hibachi.plan.policy import Fcfs as Fcfs
+    from hibachi.plan.policy import Policy as Policy
+    from hibachi.plan.policy import Priority as Priority
+    from hibachi.plan.policy import Shares as Shares
+    from hibachi.plan.policy import WaitingServed as WaitingServed
     from hibachi.request import Finish as Finish
     from hibachi.request import SamplingParams as SamplingParams
     from hibachi.request import StopRule as StopRule
     from hibachi.request import Terms as Terms
+    from hibachi.runners.meters import Meters as Meters
     from hibachi.streams.batcher import AutoregressiveBatcher as AutoregressiveBatcher
     from hibachi.streams.batcher import FeedforwardBatcher as FeedforwardBatcher
     from hibachi.streams.stream import Item as Item
     from hibachi.streams.stream import ItemStream as ItemStream
+    from hibachi.streams.textstream import Choice as Choice
+    from hibachi.streams.textstream import Completion as Completion
+    from hibachi.streams.textstream import Piece as Piece
+    from hibachi.streams.textstream import Stopped as Stopped
+    from hibachi.streams.textstream import TextStream as TextStream
     from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
-    from hibachi.tensor.discover import available as available
+    from hibachi.tensor.candidates import Candidate as Candidate
+    from hibachi.tensor.discover import available_backends as available_backends
     from hibachi.tensor.discover import backend_for as backend_for
-    from hibachi.tensor.discover import load as load
+    from hibachi.tensor.discover import load_backend as load_backend
     from hibachi.tensor.layout import CacheSpec as CacheSpec
     from hibachi.tensor.layout import Paged as Paged
     from hibachi.tensor.layout import State as State
@@ -90,12 +106,18 @@ _PLACES = {
     "BackendNotInstalled": "hibachi.errors",
     "CacheSpec": "hibachi.tensor.layout",
     "CachedModel": "hibachi.model.ladder",
+    "Candidate": "hibachi.tensor.candidates",
+    "Choice": "hibachi.streams.textstream",
+    "Completion": "hibachi.streams.textstream",
     "ConfigError": "hibachi.errors",
     "DeadlineExceeded": "hibachi.errors",
+    "Embedding": "hibachi.lm.scores",
     "EngineClosed": "hibachi.errors",
     "EngineError": "hibachi.errors",
     "EngineFailed": "hibachi.errors",
+    "Fair": "hibachi.plan.policy",
     "Family": "hibachi.model.families",
+    "Fcfs": "hibachi.plan.policy",
     "Feedforward": "hibachi.model.ladder",
     "FeedforwardBatchInference": "hibachi.engine.feedforward",
     "FeedforwardBatcher": "hibachi.streams.batcher",
@@ -112,6 +134,7 @@ _PLACES = {
     "LLM": "hibachi.lm.llm",
     "LanguageModel": "hibachi.model.ladder",
     "LogitsModel": "hibachi.model.ladder",
+    "Meters": "hibachi.runners.meters",
     "MissingExtra": "hibachi.errors",
     "ModelError": "hibachi.errors",
     "ModelFault": "hibachi.errors",
@@ -122,28 +145,41 @@ _PLACES = {
     "OutOfCapacity": "hibachi.errors",
     "PaddedAutoregressive": "hibachi.model.ladder",
     "Paged": "hibachi.tensor.layout",
+    "Piece": "hibachi.streams.textstream",
+    "Policy": "hibachi.plan.policy",
+    "Priority": "hibachi.plan.policy",
     "PromptTooLong": "hibachi.errors",
     "QueueFull": "hibachi.errors",
     "RequestError": "hibachi.errors",
     "SamplingParams": "hibachi.request",
+    "Score": "hibachi.lm.scores",
+    "Shares": "hibachi.plan.policy",
     "State": "hibachi.tensor.layout",
+    "Stats": "hibachi.engine.stats",
     "StepInputs": "hibachi.tensor.layout",
     "StopRule": "hibachi.request",
+    "Stopped": "hibachi.streams.textstream",
     "Terms": "hibachi.request",
+    "TextStream": "hibachi.streams.textstream",
     "UnknownArchitecture": "hibachi.errors",
     "Unsqueezable": "hibachi.tensor.protocol",
     "UnsupportedOperation": "hibachi.errors",
-    "available": "hibachi.tensor.discover",
+    "WaitingServed": "hibachi.plan.policy",
+    "available_backends": "hibachi.tensor.discover",
     "backend_for": "hibachi.tensor.discover",
-    "load": "hibachi.tensor.discover",
+    "load_backend": "hibachi.tensor.discover",
     "load_model": "hibachi.model.registry",
     "register_model": "hibachi.model.registry",
 }
+
+_RENAMED = {"available": "available_backends", "load": "load_backend"}
 
 __all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> object:
+    if (new := _RENAMED.get(name)) is not None:
+        raise AttributeError(f"hibachi.{name} is called hibachi.{new} now")
     if (place := _PLACES.get(name)) is None:
         raise AttributeError(f"module 'hibachi' has no attribute {name!r}")
     found: object = getattr(_import_module(place), name)

@@ -1,28 +1,64 @@
-"""An option that is misspelt is answered with the nearest name."""
+"""An option that is misspelt is answered with the nearest name, one with an older name with the new one."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 from hibachi.errors import ConfigError
 
-F = TypeVar("F", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The names of vLLM, which came later than these did. Flags, variables and keys of TOML files are the same with dashes.
+RENAMED: dict[str, str] = {
+    "max_batch_size": "max_num_seqs",
+    "max_num_seqs": "max_batch_size",  # of a feed-forward model
+    "rows": "max_num_seqs",
+    "max_batch_tokens": "max_num_batched_tokens",
+    "budget": "max_num_batched_tokens",
+    "prefill": "max_prefill_tokens",
+    "cache_bytes": "kv_cache_memory_bytes",
+    "cache_mib": "kv_cache_memory_bytes",
+    "blocks": "num_blocks",
+    "prefix_cache": "enable_prefix_caching",
+    "no_prefix_cache": "no_enable_prefix_caching",
+    "policy": "scheduling_policy",
+    "max_waiting": "max_num_queued_reqs",
+    "max_queued": "max_num_queued_reqs",
+    "max_len": "max_model_len",
+    "max_new_tokens": "max_tokens",
+    "stop": "stop_rule",
+    "cors": "allowed_origins",
+}
+
+
+def renamed(name: str, known: Iterable[str]) -> str | None:
+    """What an option that had this name is called now, if it is one of `known`."""
+    new = RENAMED.get(name)
+    return new if new is not None and new in known else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant."""
+    near = difflib.get_close_matches(name, known, 1)
+    return near[0] if near else None
 
 
 def spelled(init: F) -> F:
-    """For an `__init__` whose options are keywords: raises ConfigError for one that it does not have."""
-    known = [p.name for p in inspect.signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    every = {*inspect.signature(init).parameters}
+    """For a function whose options are keywords: raises ConfigError for one that it does not have."""
+    parameters = inspect.signature(init).parameters
+    known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    every = {*parameters}
 
     @functools.wraps(init)
-    def checked(self: Any, /, *args: Any, **options: Any) -> None:
+    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
         if unknown := options.keys() - every:
-            raise ConfigError(_told(type(self).__name__, min(unknown), known))
-        init(self, *args, **options)
+            what = type(self).__name__ + ("" if init.__name__ == "__init__" else f".{init.__name__}")
+            raise ConfigError(_told(what, min(unknown), known))
+        return init(self, *args, **options)
 
     return cast(F, checked)
 
@@ -34,7 +70,9 @@ def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
 
 
 def _told(what: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    if (new := renamed(name, known)) is not None:
+        return f"{what} has no option {name!r} any more: it is called {new!r} now."
+    near = nearest(name, known)
     return f"{what} has no option {name!r}; " + (
-        f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
+        f"did you mean {near!r}?" if near else f"expected one of {', '.join(known)}."
     )

@@ -34,7 +34,7 @@ from hibachi.tensor.layout import Paged
 from hibachi.tensor.whose import backend_of
 
 KV: TypeAlias = "Sequence[tuple[Array, Array]]"  # (keys, values) of each layer, [B, kv_heads, S, dim]
-GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
 ID_BYTES = 4  # of an id, in what is hashed
 
 
@@ -138,15 +138,15 @@ def generate_many(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     terms: Terms | Sequence[Terms] | None = None,
-    mode: str = "prefix_cache",
+    mode: str = "enable_prefix_caching",
     recompute_strategy: str | None = None,
 ) -> list[Completion]:
     """`llm.generate`, where prompts that begin alike stand together in the queue: each prefix is computed once, also
     where the cache does not hold all of them. Results in the order of `prompts`, each with its own parameters.
 
-    mode: "prefix_cache", or "baseline": every prompt is computed on its own. Ways of approximate reuse, kvboost's
-    "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend", raise UnsupportedOperation. Raises what
-    `llm.generate` raises.
+    mode: "enable_prefix_caching", or "baseline": every prompt is computed on its own. Ways of approximate reuse,
+    kvboost's "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend", raise UnsupportedOperation. Raises
+    what `llm.generate` raises.
     """
     alone = _alone(mode, recompute_strategy)
     ids = [llm.prompts.given(prompt) for prompt in prompts]
@@ -273,7 +273,7 @@ def batched_decode(
     lengths: int | Iterable[int] | None = None,
     token_ids: Sequence[Iterable[int]] | None = None,
     params: SamplingParams | Sequence[SamplingParams] | None = None,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     return_kv: bool = False,
     backend: str | ArrayBackend | None = None,
@@ -288,7 +288,7 @@ def batched_decode(
 
     lengths: how many positions of each row are real, from 1 to S; None: as many as token_ids, else all. token_ids: what
     they are of. Only where these are given may other requests find the blocks in the prefix cache: they must be right.
-    params: for all rows, or one for each; None: greedy. max_new_tokens: in the place of their max_tokens, first token
+    params: for all rows, or one for each; None: greedy. max_tokens: in the place of their max_tokens, first token
     included. eos_token_id: one or several, in the place of the model's own. A stop token is part of the result.
     Each row ends by its own stop tokens, limit and parameters, and has the tokens that it would have alone.
 
@@ -300,9 +300,9 @@ def batched_decode(
     """
     firsts = _ids(first_tokens)
     each = [as_params(p, GREEDY) for p in _for_each(params, len(firsts), "SamplingParams")]
-    if max_new_tokens is not None:
-        _check_least("max_new_tokens", max_new_tokens)
-        each = [p.with_(max_tokens=max_new_tokens, min_tokens=min(p.min_tokens, max_new_tokens)) for p in each]
+    if max_tokens is not None:
+        _check_least("max_tokens", max_tokens)
+        each = [p.with_(max_tokens=max_tokens, min_tokens=min(p.min_tokens, max_tokens)) for p in each]
     layers = [tuple(layer) for layer in past_kv]
     longest = _tokens_of(layers) + max((p.max_tokens or 0 for p in each), default=0)
     with _engine(model, backend, layers, len(firsts), longest) as (engine, own_eos):
@@ -379,7 +379,7 @@ def _alone(mode: str, recompute_strategy: str | None) -> bool:
     strategy = "none" if recompute_strategy is None else recompute_strategy
     for name, value, exact in (
         ("recompute_strategy", strategy, ("none",)),
-        ("mode", mode, ("prefix_cache", "baseline")),
+        ("mode", mode, ("enable_prefix_caching", "baseline")),
     ):
         word = value.lower() if isinstance(value, str) else value
         if word in APPROXIMATE[name]:
@@ -441,13 +441,13 @@ def _engine(
         )
     arrays = [half for layer in layers for half in layer if not isinstance(half, np.ndarray)]
     library: Any = backend_of(backend, model, *arrays) or resolve("numpy")
-    own = getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
+    own = getattr(model, "max_model_len", None) or getattr(model, "max_model_len", None)
     dtype = getattr(model, "dtype", None)
     engine = AutoregressiveBatchInference(
         model,
         backend=library,
         max_model_len=own or max(longest, 2),
-        max_batch_size=min(rows, 64),
+        max_num_seqs=min(rows, 64),
         dtype=dtype if isinstance(dtype, str) else "float32",
     )
     with engine:

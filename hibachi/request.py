@@ -135,7 +135,13 @@ def _continuations(p: SamplingParams) -> None:
 
 
 def _flags(p: SamplingParams) -> None:
-    for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+    _check(
+        p.include_stop is None or isinstance(p.include_stop, bool),
+        "include_stop",
+        "True, False or None",
+        p.include_stop,
+    )
+    for name in ("ignore_eos", "skip_special_tokens"):
         _check(isinstance(getattr(p, name), bool), name, "True or False", getattr(p, name))
 
 
@@ -232,7 +238,8 @@ class SamplingParams:
     max_tokens: limit of new tokens; None: up to the end of the context. min_tokens: before so many, no stop token can
     come, and nothing else that stops counts.
     stop: strings that end the text and are not part of it (`hibachi.LLM` only). stop_token_ids: token ids that end it.
-    include_stop: keep the string or token that ended the text (for `run`, see there). ignore_eos: do not end at the
+    include_stop: deliver what ended it, the token, or the string in a text; None: streams of tokens (`run`) deliver it,
+    texts leave it out. ignore_eos: do not end at the
     model's own end-of-sequence token. skip_special_tokens: False: the text shows special tokens among those that came
     (`hibachi.LLM` only).
 
@@ -249,7 +256,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -264,7 +271,7 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     logits_processors: Sequence[Callable[[list[int], Any], Any]] = ()
     min_tokens: int = 0
-    include_stop: bool = False
+    include_stop: bool | None = None
     n: int = 1
     best_of: int | None = None
     prompt_logprobs: int | None = None
@@ -416,18 +423,19 @@ class Request:
     """What an engine is asked for: one stream. It crosses threads, and the pipe to an engine in another process.
 
     prompt: (sequence, *token), a list or an array; None where embeds is given, floats (sequence, hidden).
-    params: how to sample; None: plain sampling, or a model that returns tokens. max_new_tokens: before
-    params.max_tokens. stop, include_stop: as for `AutoregressiveBatchInference.run`. bad_words: token ids that may not
-    come one after another. pooling: a vector is wanted in the place of tokens, made so of the model's hidden states;
-    unit: of length 1. begun: it was begun elsewhere. kept: a list that gets, before the stream ends, (keys, values) for
-    each layer, on the host, float32 [kv_heads, tokens, dim] of all tokens that were computed: all but the last.
+    params: how to sample; None: plain sampling, or a model that returns tokens. max_tokens: before
+    params.max_tokens. stop_rule, include_stop: as for `AutoregressiveBatchInference.run`. bad_words: token ids that may
+    not come one after another. pooling: a vector is wanted in the place of tokens, made so of the model's hidden
+    states; unit: of length 1. begun: it was begun elsewhere. kept: a list that gets, before the stream ends, (keys,
+    values) for each layer, on the host, float32 [kv_heads, tokens, dim] of all tokens that were computed: all but the
+    last.
     """
 
     prompt: Any
     params: SamplingParams | None = None
-    max_new_tokens: int | None = None
-    stop: Any = None
-    include_stop: bool = True
+    max_tokens: int | None = None
+    stop_rule: Any = None
+    include_stop: bool | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     embeds: Any = None
     terms: Terms = Terms()

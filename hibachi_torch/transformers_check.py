@@ -21,7 +21,7 @@ def check(model: Any, longest: int = 12) -> float:
 
     Returns the largest relative difference of the logits of a token. Raises CannotRun if it is more than rounding.
     """
-    b, n = model.backend, min(longest, model.max_len)
+    b, n = model.backend, min(longest, model.max_model_len)
     cut = max(1, n // 2)
     texts = [some_tokens(n, model.vocab_size, seed=1), some_tokens(cut, model.vocab_size, seed=2)]
     steps = [{0: (0, cut)}, {0: (cut, n - 1), 1: (0, cut - 1)}, {0: (n - 1, n), 1: (cut - 1, cut)}]

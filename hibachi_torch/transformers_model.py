@@ -43,7 +43,7 @@ class TransformersModel:
     """A `CachedModel` around a module of transformers, made by `load`.
 
     params: the module's own parameters by name, for those who count them; `step` uses the module. arch_name: its
-    class. max_len: the longest sequence. eos_ids, bos_ids: from generation_config.json, else config.json.
+    class. max_model_len: the longest sequence. eos_ids, bos_ids: from generation_config.json, else config.json.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class TransformersModel:
         backend: ArrayBackend,
         *,
         dtype: str,
-        max_len: int,
+        max_model_len: int,
         eos_ids: tuple[int, ...],
         bos_ids: tuple[int, ...],
     ) -> None:
-        self.module, self.backend, self.dtype, self.max_len = module, backend, dtype, max_len
+        self.module, self.backend, self.dtype, self.max_model_len = module, backend, dtype, max_model_len
         self.arch_name = type(module).__name__
         self.eos_ids, self.bos_ids = eos_ids, bos_ids
         self.params = dict(module.named_parameters())
@@ -107,8 +107,8 @@ class TransformersModel:
             raise CannotRun("its attention does not go through transformers' attention interface")
         if "position_ids" not in self._accepted:
             raise CannotRun("it takes no positions, but counts them by itself")
-        tokens = self.backend.put(some_tokens(min(8, self.max_len), config.get_text_config().vocab_size, seed=0))
-        with looking(self.max_len) as calls:
+        tokens = self.backend.put(some_tokens(min(8, self.max_model_len), config.get_text_config().vocab_size, seed=0))
+        with looking(self.max_model_len) as calls:
             positions = torch.arange(len(tokens), device=tokens.device)
             logits = self._forward(tokens, positions, positions)
         layers = config.get_text_config().num_hidden_layers
@@ -149,13 +149,13 @@ def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | 
         raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
     with _quiet():
         config = _config(make, contents)
-        max_len = _max_len(config, max_model_len)
+        max_model_len = _max_len(config, max_model_len)
         eos_ids, bos_ids = (_ids(path, contents, name, config) for name in ("eos_token_id", "bos_token_id"))
         module = _module(cls, config, path, backend.dtype(dtype)).to(backend.device)
         try:
             with backend.guard():
                 model = TransformersModel(
-                    module, backend, dtype=dtype, max_len=max_len, eos_ids=eos_ids, bos_ids=bos_ids
+                    module, backend, dtype=dtype, max_model_len=max_model_len, eos_ids=eos_ids, bos_ids=bos_ids
                 )
                 check(model)
             return model

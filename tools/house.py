@@ -293,11 +293,11 @@ def walk() -> str:
 
         threading.setprofile(note)  # the engine's thread begins with the first request
         engine = hibachi.AutoregressiveBatchInference(model(hibachi.NumpyBackend()), max_model_len=64, backend="numpy")
-        engine.run([1, 2], max_new_tokens=1).collect()  # what is made once
+        engine.run([1, 2], max_tokens=1).collect()  # what is made once
         time.sleep(0.1)
         noting = True
         sys.setprofile(note)
-        next(iter(engine.run([3, 4, 5], max_new_tokens=1)))
+        next(iter(engine.run([3, 4, 5], max_tokens=1)))
         sys.setprofile(None)
         noting = False
         threading.setprofile(None)

@@ -20,8 +20,8 @@ class Gru:
         """Called by hibachi: files.config is config.json, files.tensors() the arrays of the checkpoint by name."""
         return cls(files.config, files.tensors(), backend, dtype or "float32", max_model_len or 4096)
 
-    def __init__(self, config, tensors, backend, dtype, max_len):
-        self.backend, self.dtype, self.max_len = backend, dtype, max_len
+    def __init__(self, config, tensors, backend, dtype, max_model_len):
+        self.backend, self.dtype, self.max_model_len = backend, dtype, max_model_len
         self.vocab_size, self.size = config["vocab_size"], config["hidden_size"]
         self.bos_ids, self.eos_ids = (), (config["eos_token_id"],)
         matrices = ("gru.weight_ih_l0", "gru.weight_hh_l0", "head.weight")

@@ -265,11 +265,13 @@ class Embeddings(TypedDict):
     usage: VectorsUsage
 
 
-def models(names: Sequence[str], created: int, max_len: int | None, root: str, numerics: str | None = None) -> Models:
-    return {"object": "list", "data": [model(name, created, max_len, root, numerics) for name in names]}
+def models(
+    names: Sequence[str], created: int, max_model_len: int | None, root: str, numerics: str | None = None
+) -> Models:
+    return {"object": "list", "data": [model(name, created, max_model_len, root, numerics) for name in names]}
 
 
-def model(name: str, created: int, max_len: int | None, root: str, numerics: str | None = None) -> Model:
+def model(name: str, created: int, max_model_len: int | None, root: str, numerics: str | None = None) -> Model:
     """numerics: the name of the bits that it computes; replicas with one name give one answer."""
     return {
         "id": name,
@@ -278,7 +280,7 @@ def model(name: str, created: int, max_len: int | None, root: str, numerics: str
         "owned_by": "hibachi",
         "root": root,
         "parent": None,
-        "max_model_len": max_len,
+        "max_model_len": max_model_len,
         "numerics": numerics,
     }
 

@@ -38,6 +38,7 @@ from hibachi.model.describe import describe
 from hibachi.model.files import locate
 from hibachi.named import is_named
 from hibachi.progress import phase
+from hibachi.settings.kinds import size
 from hibachi.sim.plot import check_format, seconds
 
 _WORDS = {
@@ -142,12 +143,12 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _session_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     add = parser.add_argument
-    add("--rows", type=int, default=64, metavar="N", help="requests at once, at most (default: 64)")
+    add("--max-num-seqs", type=int, default=64, metavar="N", help="requests at once (default: 64)")
     add("--requests", type=int, default=64, metavar="N", help="of W1, W2 and W3 (default: 64)")
     add("--repeat", type=int, default=3, metavar="N", help="how often each work is measured (default: 3)")
     add("--threads", type=int, default=cores(), metavar="N", help="of each engine (default: all cores)")
     add("--seed", type=int, default=0, metavar="N", help="of the works (default: 0)")
-    add("--prefix-cache", action="store_true", help="for works that are files")
+    add("--enable-prefix-caching", action="store_true", help="for works that are files")
     add("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hibachi.LLM, as JSON")
     peers = parser.add_argument_group(
         "peers",
@@ -178,7 +179,7 @@ def _profile_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_only: bool = False) -> int:
-    if min(args.rows, args.requests, args.repeat, args.threads) < 1:
+    if min(args.max_num_seqs, args.requests, args.repeat, args.threads) < 1:
         args.parser.error("rows, requests, repeat and threads must be at least 1")
     if rates and min(rates) <= 0:
         args.parser.error("rates must be above 0")
@@ -195,13 +196,13 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
         engines=_setups(args, path),
         vocab_size=about.vocab_size,
         context=about.context,
-        rows=args.rows,
+        rows=args.max_num_seqs,
         repeat=args.repeat,
         seed=args.seed,
         requests=args.requests,
         rates=tuple(rates),
         slo=slo,
-        cached=args.prefix_cache,
+        cached=args.enable_prefix_caching,
         timeout=args.timeout,
         told=lambda line: print(line, flush=True),
     )
@@ -264,7 +265,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
     common: dict[str, Any] = {
         "dtype": args.dtype or "float32",
         "rows": 1,
-        "max_len": 2,
+        "max_model_len": 2,
         "threads": args.threads,
         "title": path.name,
     }
@@ -329,8 +330,8 @@ def growing(args: argparse.Namespace) -> int:
         Path(args.out).open("ab").close()
     longest = describe(locate(args.model)).context
     limit = args.max_model_len or min(max(args.contexts) + 16, longest or max(args.contexts) + 16)
-    sizes = {"max_model_len": limit, "max_batch_size": max(args.rows)}
-    with LLM(args.model, cache_bytes=args.cache_mib * 2**20, **sizes, **_options(args)) as llm:
+    sizes = {"max_model_len": limit, "max_num_seqs": max(args.rows)}
+    with LLM(args.model, kv_cache_memory_bytes=args.kv_cache_memory_bytes, **sizes, **_options(args)) as llm:
         backend = llm.backend.versions()
         print(f"{args.model} in {llm.model.dtype} on {llm.backend.fingerprint()}")
         print("\n   rows  context     a step   tokens/s")
@@ -379,7 +380,7 @@ def _growth_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", nargs="+", type=int, metavar="N", help="(default: 1 to 128)")
     add("--contexts", nargs="+", type=int, metavar="N", help="(default: 128 to 2048)")
     add("--rounds", type=int, metavar="N", help="the best of so many counts (default: 1)")
-    add("--cache-mib", type=int, default=4096, metavar="N", help="for keys and values, at most (default: 4096)")
+    add("--kv-cache-memory-bytes", type=size().read, default="4G", metavar="BYTES", help="at most (default: 4G)")
     add("--out", metavar="FILE", help="write all points as JSON")
     add("--plot", metavar="FILE", help="draw them, as .png or .svg")
 
@@ -392,12 +393,12 @@ def fit(args: argparse.Namespace) -> int:
     tokens computed, rows, positions read, pairs of a token and a position.
     The loads are fixed, so that nothing but the machine changes a figure.
     """
-    if min([*args.rows, *args.contexts, args.budget, args.rounds]) < 1:
+    if min([*args.rows, *args.contexts, args.max_num_batched_tokens, args.rounds]) < 1:
         args.parser.error("rows, contexts, budget and rounds must be at least 1")
     if args.out:
         Path(args.out).open("ab").close()
     load = {"rows": args.rows, "contexts": args.contexts, "rounds": args.rounds}
-    sizes = {"max_batch_size": max(args.rows) + 1, "max_batch_tokens": args.budget}
+    sizes = {"max_num_seqs": max(args.rows) + 1, "max_num_batched_tokens": args.max_num_batched_tokens}
     if is_named(args.model):
         model = model_named(args.model, args.backend)
         if level_of(model) == 0:
@@ -420,7 +421,7 @@ def fit(args: argparse.Namespace) -> int:
     print(f"\nrelative error: median {found.median_error:.1%}, 90 % of the steps below {found.p90_error:.1%}")
     if args.out:
         about = {"hibachi": version("hibachi"), "model": args.model, "backend": backend, "machine": machine()}
-        about |= load | {"budget": args.budget}
+        about |= load | {"max_num_batched_tokens": args.max_num_batched_tokens}
         Path(args.out).write_text(json.dumps(found.as_json(**about), indent=1) + "\n")
     return 0
 
@@ -430,7 +431,7 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], metavar="N", help="requests at once")
     add("--contexts", nargs="+", type=int, default=[16, 64, 128, 256, 448], metavar="N", help="tokens of a prompt")
-    add("--budget", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
+    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
     add("--rounds", type=int, default=2, metavar="N", help="how often everything is measured (default: 2)")
     add("--out", metavar="FILE", help="write the step time as JSON")
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         for i in range(len(PROMPTS))
     ]
     with phase("opening the model that ships"):
-        llm = LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_batch_size=len(PROMPTS))
+        llm = LLM("tiny", backend=args.backend, deterministic=args.deterministic, max_num_seqs=len(PROMPTS))
     with llm:
         facts = llm.backend.versions()
         place = f"{facts['library']} on {facts['device']}"
@@ -86,7 +86,7 @@ class Pass:
         self.prompts: tuple[str, ...] = PROMPTS[: len(params)]
         self.texts: list[str] = [""] * len(params)
         self.completions: list[Completion] = []
-        room = [llm.model.max_len - len(llm.tokenizer.encode(p)) for p in self.prompts]
+        room = [llm.model.max_model_len - len(llm.tokenizer.encode(p)) for p in self.prompts]
         self.total: int = sum(min(n, p.max_tokens or n) for n, p in zip(room, params, strict=True))
         self.tokens, self.seconds, self._before = 0, 0.0, llm.stats()
 
@@ -112,7 +112,7 @@ class Pass:
         """How far, how fast, and how full the batch is; afterwards: how full it was in the mean."""
         now, before = self.llm.stats(), self._before
         if self.tokens < self.total:
-            batch = f"{now.running}/{now.max_batch_size}"
+            batch = f"{now.running}/{now.max_num_seqs}"
         else:
             batch = f"{(now.new_tokens - before.new_tokens) / (now.steps - before.steps):.1f}"
         what = "one by one" if self.size == 1 else f"{self.size} at once"

@@ -17,7 +17,7 @@ from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
 from hibachi.progress import phase
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import known, load, why_missing
+from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tune.autotune import seconds_of, settle
 from hibachi.tune.trial import table
 
@@ -83,7 +83,7 @@ def _model(args: argparse.Namespace) -> int:
             f"one whose architecture `hibachi inspect` knows."
         )
     with phase(f"starting {args.backend}"):
-        backend = load(args.backend, device=args.device)
+        backend = load_backend(args.backend, device=args.device)
     invariant = bool(args.deterministic or (args.deterministic is None and backend.keeps_promise))
     began = time.perf_counter()
     choice = settle(
@@ -112,7 +112,7 @@ def _backend(name: str) -> str:
     if (why := why_missing(name)) is not None:
         return f"missing  {why}"
     try:
-        backend = load(name)
+        backend = load_backend(name)
         facts, memory, remarks = backend.versions(), backend.memory(), backend.remarks()
     except Exception as e:
         return f"broken   {e}"

@@ -64,8 +64,8 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
     limit = args.max_model_len
     if limit is None and not hasattr(model, "max_model_len"):
         limit = len(prompt) + args.max_tokens
-    with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_batch_size=1) as engine:
-        stream = engine.run(prompt, params) if samples else engine.run(prompt, max_new_tokens=args.max_tokens)
+    with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_num_seqs=1) as engine:
+        stream = engine.run(prompt, params) if samples else engine.run(prompt, max_tokens=args.max_tokens)
         if args.echo:
             print(*prompt, end=" ", flush=True)
         for token in told(stream):

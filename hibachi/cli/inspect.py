@@ -19,7 +19,7 @@ from hibachi.model.files import locate
 from hibachi.model.registry import architectures
 from hibachi.named import is_named, place
 from hibachi.progress import phase
-from hibachi.tensor.discover import known, load, why_missing
+from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves
 
@@ -135,7 +135,7 @@ def _memory(d: Description) -> list[dict[str, Any]]:
     for name in known():
         if why_missing(name) is not None:
             continue
-        backend = load(name)
+        backend = load_backend(name)
         if "int8" in backend.quantizations:  # keys and values are in the dtype of the activations
             out.append(
                 {

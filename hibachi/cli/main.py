@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 from hibachi.errors import HibachiError, printable
+from hibachi.options import renamed
 from hibachi.progress import showing_phases
 
 COMMANDS = (
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args, rest = parser(words[0] if words else None).parse_known_args(words)
     if rest and args.command != "conformance":
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(_unknown(rest, args.parser))
     args.rest = rest
     try:
         with showing_phases():
@@ -76,6 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError:  # Python flushes once more at exit; give it a place where that works
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def _unknown(rest: Sequence[str], sub: argparse.ArgumentParser) -> str:
+    """What to say of arguments that a command does not have: an option that had another name is told the new one."""
+    known = {action.dest for action in sub._actions} | {"no_enable_prefix_caching"}
+    for word in rest:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            if (new := renamed(flag[2:].replace("-", "_"), known)) is not None:
+                return f"{flag} is called --{new.replace('_', '-')} now"
+    return f"unrecognized arguments: {' '.join(rest)}"
 
 
 def _explain(e: BaseException) -> int:

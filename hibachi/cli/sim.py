@@ -65,18 +65,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--tenants", type=int, metavar="N", help="hand them out to N tenants, some busier than others")
     change.add_argument("--priorities", type=int, metavar="N", help="hand out priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
-    group = parser.add_argument_group("the engine (policy, rows and blocks may have several values)").add_argument
+    group = parser.add_argument_group(
+        "the engine (--scheduling-policy, --max-num-seqs and --num-blocks may have several values)"
+    ).add_argument
     names = ", ".join(SHIPPED)
-    group("--policy", nargs="+", default=["fcfs"], metavar="NAME", help=f"{names}; or with options: priority:age=30")
-    group("--rows", nargs="+", type=int, default=[64], metavar="N", help="requests at once (default: 64)")
-    group("--blocks", nargs="+", type=int, default=[None], metavar="N", help="of the cache (default: enough for all)")
+    text = f"{names}; or with options: priority:age=30 (default: fcfs)"
+    group("--scheduling-policy", nargs="+", default=["fcfs"], metavar="NAME", help=text)
+    group("--max-num-seqs", nargs="+", type=int, default=[64], metavar="N", help="requests at once (default: 64)")
+    group(
+        "--num-blocks",
+        nargs="+",
+        type=int,
+        default=[None],
+        metavar="N",
+        help="blocks of the cache (default: enough for all)",
+    )
     group("--block-size", type=int, metavar="N", help="tokens of a block (default: 16, or the trace's)")
-    group("--budget", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
-    group("--prefill", type=int, metavar="N", help="of these, tokens of prompts (default: all)")
-    group("--max-len", type=int, metavar="N", help="tokens of a request (default: the trace's longest)")
-    group("--max-waiting", type=int, metavar="N", help="requests in the queue (default: any number)")
+    group("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
+    group("--max-prefill-tokens", type=int, metavar="N", help="of these, tokens of prompts (default: all)")
+    group("--max-model-len", type=int, metavar="N", help="tokens of a request (default: the trace's longest)")
+    group("--max-num-queued-reqs", type=int, metavar="N", help="requests in the queue (default: any number)")
     group("--reserve-all", action="store_true", help="blocks for prompt and answer from the start")
-    group("--no-prefix-cache", action="store_true", help="prefixes are not shared")
+    text = "requests share prefixes (default: on)"
+    group("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help=text)
     group("--step-time", metavar="FILE", help="from `hibachi bench fit` (default: an 8B model on a large GPU)")
     group = parser.add_argument_group("a run offline").add_argument
     group("--order", choices=ORDERS, help="all requests are there at the start, and start in this order")
@@ -87,7 +98,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     time = StepTime() if args.step_time is None else read_step_time(args.step_time)
-    policies = {name: policy_maker(name) for name in args.policy}
+    policies = {name: policy_maker(name) for name in args.scheduling_policy}
     if args.plot:
         check_format(args.plot)
     for file in filter(None, (args.json, args.plot)):  # not only after an hour
@@ -95,20 +106,20 @@ def run(args: argparse.Namespace) -> int:
     trace = _trace(args)
     setups = [
         Setup(
-            policy=policy,
-            rows=rows,
-            blocks=blocks,
+            scheduling_policy=policy,
+            max_num_seqs=rows,
+            num_blocks=blocks,
             block_size=args.block_size,
-            budget=args.budget,
-            max_len=args.max_len,
-            max_waiting=args.max_waiting,
-            prefill=args.prefill,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            max_num_queued_reqs=args.max_num_queued_reqs,
+            max_prefill_tokens=args.max_prefill_tokens,
             reserve_all=args.reserve_all,
-            cache=not args.no_prefix_cache,
+            enable_prefix_caching=args.enable_prefix_caching,
             order=args.order,
             window=WINDOW if args.window is None else args.window,
         )
-        for policy, rows, blocks in product(policies, args.rows, args.blocks)
+        for policy, rows, blocks in product(policies, args.max_num_seqs, args.num_blocks)
     ]
     for setup in setups:
         setup.limits(trace)
@@ -121,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     print(_line([head for head, _ in _COLUMNS]))
     runs = []
     for setup in setups:
-        runs.append(simulate(trace, setup, time, policies[setup.policy]))
+        runs.append(simulate(trace, setup, time, policies[setup.scheduling_policy]))
         print(
             "  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(_cells(runs[-1]), _COLUMNS, strict=True)),
             flush=True,
@@ -189,9 +200,9 @@ def policy_maker(text: str) -> Callable[[], Policy]:
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """What tells the runs apart, for each."""
-    parts = [[one.setup.policy for one in runs]]
-    for name in ("rows", "blocks"):
-        values = [getattr(one.setup, name) for one in runs]
+    parts = [[one.setup.scheduling_policy for one in runs]]
+    for name, field in (("rows", "max_num_seqs"), ("blocks", "num_blocks")):
+        values = [getattr(one.setup, field) for one in runs]
         if len(set(values)) > 1:
             parts.append([f"{'enough' if v is None else f'{v:,}'} {name}" for v in values])
     return [", ".join(words) for words in zip(*parts, strict=True)]
@@ -204,11 +215,11 @@ def _line(cells: list[str]) -> str:
 def _cells(one: Run) -> list[str]:
     """A line of the table."""
     data, setup = one.summary(), one.setup
-    shares = one.trace.keys is not None and setup.cache
+    shares = one.trace.keys is not None and setup.enable_prefix_caching
     return [
-        setup.policy,
-        str(setup.rows),
-        "enough" if setup.blocks is None else str(setup.blocks),
+        setup.scheduling_policy,
+        str(setup.max_num_seqs),
+        "enough" if setup.num_blocks is None else str(setup.num_blocks),
         f"{data['served']:,}",
         f"{sum(data['refused'].values()):,}",
         seconds(data["ttft"]["p50"]),
@@ -216,7 +227,7 @@ def _cells(one: Run) -> list[str]:
         seconds(data["itl"]["p50"]),
         seconds(data["itl"]["p99"]),
         f"{data['mean_waiting']:,.1f}",
-        f"{data['mean_rows'] / setup.rows:.0%}",
+        f"{data['mean_rows'] / setup.max_num_seqs:.0%}",
         f"{data['new_tokens_per_second']:,.0f}",
         f"{data['hit_rate']:.1%}" if shares else "-",
         f"{data['preemptions']:,}",

@@ -16,7 +16,6 @@ from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 from hibachi.tensor.array_backend import HostArray
 
-_UNLIMITED = SamplingParams(max_tokens=None)
 _PLAIN = SamplingParams()
 
 
@@ -36,7 +35,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     prompt: [n, *token], as its runner wants it; zeros, where embeddings are given. Raises InvalidRequest,
     PromptTooLong or UnsupportedOperation.
     """
-    params, limit, vocab = request.params, request.max_new_tokens, facts.vocab_size
+    params, limit, vocab = request.params, request.max_tokens, facts.vocab_size
     if request.pooling is not None:
         check_pooling(request.pooling, facts.has_hidden)
         params, limit = (None if vocab is None else _PLAIN), 1
@@ -44,24 +43,35 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         if params is not None:
             raise InvalidRequest(
                 f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params "
-                f"out and pass max_new_tokens= or stop=."
+                f"out and pass max_tokens= or stop_rule=."
             )
     else:
-        params = as_params(params, _UNLIMITED)
+        params = as_params(params, _PLAIN)
         if request.embeds is not None and params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
         limit = params.max_tokens if limit is None else limit
     if limit is not None and (not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 1):
-        raise InvalidRequest(f"max_new_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
-    if not isinstance(request.include_stop, (bool, np.bool_)):
-        raise InvalidRequest(f"include_stop must be True or False; got {type(request.include_stop).__qualname__}.")
+        raise InvalidRequest(f"max_tokens must be an integer >= 1 (or None: no limit); got {shown(limit)}.")
+    shows = request.include_stop
+    if shows is None:
+        shows = None if params is None else params.include_stop
+    elif not isinstance(shows, (bool, np.bool_)):
+        raise InvalidRequest(f"include_stop must be True, False or None; got {type(shows).__qualname__}.")
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
     limit = None if limit is None else int(limit)
     end = facts.limits.fit(n, limit)
     checked_kept(request, facts)
     terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
-    return replace(request, prompt=prompt, params=params, max_new_tokens=limit, terms=terms, begun=begun)
+    return replace(
+        request,
+        prompt=prompt,
+        params=params,
+        max_tokens=limit,
+        include_stop=shows is not False,
+        terms=terms,
+        begun=begun,
+    )
 
 
 def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> HostArray:
@@ -92,7 +102,7 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
                 f"{max(ids)}. Is this the tokenizer of this model?"
             )
     if limit is not None and params.min_tokens > limit:
-        raise InvalidRequest(f"min_tokens must be at most max_new_tokens, {limit}; got {params.min_tokens}.")
+        raise InvalidRequest(f"min_tokens must be at most max_tokens, {limit}; got {params.min_tokens}.")
     if params.prompt_logprobs is not None and not cached:
         raise InvalidRequest(
             f"prompt_logprobs needs a model with a cache (level 2), which sees each token once; got "
@@ -109,16 +119,16 @@ def check_room(
     new: int,
     here: int,
     limits: Limits,
-    max_waiting: int | None,
+    max_num_queued_reqs: int | None,
     tenants: Callable[[], Iterable[Hashable]],
 ) -> None:
     """Is there room for so many requests more? Raises QueueFull.
 
-    A tenant alone may have `limits.rows + max_waiting` here. With others, it is not refused for what they have: each
-    may have its part of that, also where the queue is full already. here: requests of all; tenants: whose they are, one
-    entry for each, asked for only where it matters. max_waiting: None: any number.
+    A tenant alone may have `limits.rows + max_num_queued_reqs` here. With others, it is not refused for what they have:
+    each may have its part of that, also where the queue is full already. here: requests of all; tenants: whose they
+    are, one entry for each, asked for only where it matters. max_num_queued_reqs: None: any number.
     """
-    if max_waiting is None or here + new <= (most := limits.rows + max_waiting):
+    if max_num_queued_reqs is None or here + new <= (most := limits.rows + max_num_queued_reqs):
         return
     held = Counter(tenants())
     share = most // len({*held, tenant})
@@ -127,8 +137,8 @@ def check_room(
     of_it = f" ({held[tenant]} of them of this tenant, whose part is {share})" if share < most else ""
     raise QueueFull(
         f"The queue is full: expected at most {most} requests here ({limits.rows} that run at once and "
-        f"max_waiting={max_waiting} that wait); got {here}{of_it} and {new} more. Try again later, or raise "
-        f"max_waiting."
+        f"max_num_queued_reqs={max_num_queued_reqs} that wait); got {here}{of_it} and {new} more. Try again later, or raise "
+        f"max_num_queued_reqs."
     )
 
 

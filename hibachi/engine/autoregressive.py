@@ -41,7 +41,7 @@ from hibachi.tensor.whose import backend_of, prompt_backend
 T = TypeVar("T", default=Any)  # an array of the model's library
 Token = TypeVar("Token", default=Any)  # what streams yield
 log: logging.Logger = logging.getLogger("hibachi.engine")
-_IDS = "Here a stop is stop= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
+_IDS = "Here a stop is stop_rule= or stop_token_ids, and allowed_token_ids or logit_bias keep tokens away."
 
 
 class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
@@ -52,36 +52,33 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
     `forward` (level 0, `Autoregressive`); the highest it has is used.
-    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop=)`.
-    stop: what else ends every request, as `run(stop=)` says it; with a tolerance of its own.
+    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`.
+    stop_rule: what else ends every request, as `run(stop_rule=)` says it; with a tolerance of its own.
     token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None: each request has
     its own kind; those of different kinds share no call.
     padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None: only rows of equal
     length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
-    max_batch_size: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
-    model's own `max_model_len`, else, with a stop_token or stop, 2**20.
-    max_batch_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
+    max_num_seqs: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
+    model's own `max_model_len`, else, with a stop_token or stop_rule, 2**20.
+    max_num_batched_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
     None: what suits the backend, 16 or more.
-    cache_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the device's.
-    cache_tokens: level 2, positions that the cache holds, if the memory does; None: any number.
-    dtype: level 2, of the cache.
-    prefix_cache: level 2, requests share the keys and values of what they have in common at the beginning, also with
-    those that have ended, as long as nobody needs the memory.
-    policy: who is served next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair",
-    "shares", "waiting-served", one that is installed, or an object (`hibachi.plan.policy`).
-    reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.
-    False: when there is memory for its prompt; if memory runs out later, the last in the order of service is preempted
-    and computes its tokens again.
-    max_prefill_tokens: tokens of prompts computed in a step; None: what max_batch_tokens leaves.
-    max_waiting, pause_after, restart, stall_after, record, overlap: see `BatchInference`.
-    deterministic: who shares the batch never changes a bit. Level 2: on a backend's kernels for that
-    (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
-    Levels 0 and 1: rows share calls between which no bit differs, which is tried on the model, at level 0 with the
-    first prompt; one row a call where there are none. None: level 2 as the model was made, level 1 if it works when it
-    is tried (not where each shape is compiled, nor if the model's attribute `deterministic` is False), level 0 no. See
-    docs/determinism.md.
-    backend: a name, a backend, an object with the nine operations (level 0), or None: the model's `backend`, else that
-    of its parameters, its buffers, other arrays that it holds (NumPy's apart), else of the first prompt.
+    kv_cache_memory_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the
+    device's. cache_tokens: level 2, positions that the cache holds, if the memory does; None: any number. dtype: level
+    2, of the cache. enable_prefix_caching: level 2, requests share the keys and values of what they have in common at
+    the beginning, also with those that have ended, as long as nobody needs the memory. scheduling_policy: who is served
+    next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair", "shares", "waiting-served", one that
+    is installed, or an object (`hibachi.plan.policy`). reserve_all: level 2, a request starts when there is memory for
+    all that it may generate, and is never preempted. False: when there is memory for its prompt; if memory runs out
+    later, the last in the order of service is preempted and computes its tokens again. max_prefill_tokens: tokens of
+    prompts computed in a step; None: what max_num_batched_tokens leaves. max_num_queued_reqs, pause_after, restart,
+    stall_after, record, overlap: see `BatchInference`. deterministic: who shares the batch never changes a bit. Level
+    2: on a backend's kernels for that (`backend.invariant()`, on which the model must have been made), which
+    `selfcheck` tries when the engine is made. Levels 0 and 1: rows share calls between which no bit differs, which is
+    tried on the model, at level 0 with the first prompt; one row a call where there are none. None: level 2 as the
+    model was made, level 1 if it works when it is tried (not where each shape is compiled, nor if the model's attribute
+    `deterministic` is False), level 0 no. See docs/determinism.md. backend: a name, a backend, an object with the nine
+    operations (level 0), or None: the model's `backend`, else that of its parameters, its buffers, other arrays that it
+    holds (NumPy's apart), else of the first prompt.
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
@@ -113,21 +110,21 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stop_token: Any = None,
         padding_token: Any = None,
         token: Any = None,
-        stop: Any = None,
-        max_batch_size: int = 16,
+        stop_rule: Any = None,
+        max_num_seqs: int = 16,
         max_model_len: int | None = None,
         backend: str | Backend[Any] | None = None,
-        max_batch_tokens: int = 2048,
+        max_num_batched_tokens: int = 2048,
         block_size: int | None = None,
-        cache_bytes: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
         cache_tokens: int | None = None,
         dtype: str = "float32",
-        prefix_cache: bool = True,
-        policy: str | Policy | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str | Policy | None = None,
         reserve_all: bool = False,
         max_prefill_tokens: int | None = None,
         deterministic: bool | None = None,
-        max_waiting: int | None = None,
+        max_num_queued_reqs: int | None = None,
         pause_after: int | None = None,
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
@@ -136,8 +133,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     ) -> None:
         super().__init__(
             model,
-            max_batch_size,
-            max_waiting=max_waiting,
+            max_num_seqs,
+            max_num_queued_reqs=max_num_queued_reqs,
             pause_after=pause_after,
             restart=restart,
             stall_after=stall_after,
@@ -148,15 +145,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._level = level_of(model)
         own = getattr(model, "max_model_len", None)
         limit = max_model_len if max_model_len is not None else own
-        if limit is None and stop_token is None and stop is None:
+        if limit is None and stop_token is None and stop_rule is None:
             raise ConfigError(
                 "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an "
                 "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
         _check_least(
             1,
-            max_batch_size=max_batch_size,
-            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             block_size=1 if block_size is None else block_size,
             cache_tokens=1 if cache_tokens is None else cache_tokens,
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
@@ -168,19 +165,19 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._plan = Plan(
             model=model,
             level=self._level,
-            rows=max_batch_size,
+            rows=max_num_seqs,
             longest=self.max_model_len,
-            budget=max(max_batch_tokens, max_batch_size),
+            budget=max(max_num_batched_tokens, max_num_seqs),
             prefill=max_prefill_tokens,
             block_size=block_size,
-            cache_bytes=cache_bytes,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             cache_tokens=cache_tokens,
             dtype=dtype,
-            prefix_cache=prefix_cache,
+            enable_prefix_caching=enable_prefix_caching,
             reserve_all=reserve_all,
         )
-        self._policy = policy_of(policy)
-        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop}
+        self._policy = policy_of(scheduling_policy)
+        self._tokens = {"token": token, "stop_token": stop_token, "padding_token": padding_token, "stop": stop_rule}
         self._backend = backend_of(backend, model, token, stop_token, padding_token)
         self._asked, self._deterministic = bool(deterministic), self._decide(deterministic)
         self._built: Built | None = None
@@ -244,14 +241,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
+    @spelled
     def run(
         self,
         prompt: T | Sequence[Any] | HostArray | None,
         params: SamplingParams | None = None,
         *,
-        max_new_tokens: int | None = None,
-        stop: Any = None,
-        include_stop: bool = True,
+        max_tokens: int | None = None,
+        stop_rule: Any = None,
+        include_stop: bool | None = None,
         prompt_embeds: Any = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
@@ -259,10 +257,11 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
         prompt_embeds: (seq, hidden) floats in the place of the prompt, which is None then: what the model's first layer
         sees instead of the embeddings of tokens. For models with an attribute `embed_size`, as our decoder is one.
-        params: levels 1 and 2, how to sample; None: plain sampling up to the limit. What needs a tokenizer (stop,
-        bad_words) or several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_new_tokens: overrides
-        params.max_tokens. stop: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's
-        stop_token. include_stop: deliver the stop token as the last item; so does params.include_stop.
+        params: levels 1 and 2, how to sample; None means SamplingParams(). What needs a tokenizer (stop, bad_words) or
+        several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_tokens: the limit of new tokens, before
+        params.max_tokens; None in both means up to the end of the context. stop_rule: a `StopRule`, a predicate, a
+        token or a list of token ids, beside the engine's stop_token. include_stop: deliver the token that ends the
+        stream as its last item, before params.include_stop; None in both means True.
         terms: priority, tenant, deadlines, cache salt.
 
         Level 0 streams yield native arrays (*tok); with sampling they yield ints.
@@ -282,8 +281,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         request = Request(
             prompt,
             params,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
+            max_tokens=max_tokens,
+            stop_rule=stop_rule,
             include_stop=include_stop,
             embeds=prompt_embeds,
             terms=Terms() if terms is None else terms,
@@ -327,7 +326,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         fitted = built.prompts.fitted(kind)
         request, now = checked(request, host, n, built.facts), time.monotonic()
         params, terms = request.params, request.terms
-        seq = Seq(n, request.max_new_tokens, priority=terms.priority, tenant=terms.tenant)
+        seq = Seq(n, request.max_tokens, priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
         seq.start_by = None if terms.queue_timeout is None else now + terms.queue_timeout
         scored = params is not None and params.prompt_logprobs is not None
@@ -343,8 +342,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             host,
             kind=kind,
             padding=fitted.padding,
-            stop=built.prompts.stop(kind, request.stop, params),
-            include_stop=bool(request.include_stop) or (params is not None and params.include_stop),
+            stop=built.prompts.stop(kind, request.stop_rule, params),
+            include_stop=request.include_stop is not False,
             params=params,
             seed=seed & (2**64 - 1),
             bad_words=request.bad_words,

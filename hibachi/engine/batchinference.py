@@ -28,40 +28,38 @@ from hibachi.tensor.array_backend import HostArray
 class BatchInference(Closing):
     """Owns a `Worker`.
 
-    max_waiting: requests that may wait beside `max_batch_size` that run; with more, `run` raises QueueFull. None: any
-    number.
-    pause_after: items of a stream that may lie unread; with more, the request computes nothing until half of them are
-    read. None: any number.
-    restart: "on_failure": if the device is lost, make a new cache and compute all requests again, up to three times
-    without a step that succeeds in between. If the engine's own loop fails, its requests raise EngineFailed, and new
-    ones are served by a new loop, up to three times without a token in between. "never" (None): all streams raise
-    EngineFailed, and so does every later call.
-    stall_after: seconds without a step, while work waits, after which `health` says so, and the log; None: never.
-    record: a file for all plans of the scheduler, for `hibachi.recording.replay.replay`. None: only the last are kept.
-    overlap: a step begins before the tokens of the last one are read; None: where the backend is asynchronous (CUDA).
+    max_num_queued_reqs: requests that may wait beside `max_num_seqs` that run; with more, `run` raises QueueFull. None:
+    any number. pause_after: items of a stream that may lie unread; with more, the request computes nothing until half
+    of them are read. None: any number. restart: "on_failure": if the device is lost, make a new cache and compute all
+    requests again, up to three times without a step that succeeds in between. If the engine's own loop fails, its
+    requests raise EngineFailed, and new ones are served by a new loop, up to three times without a token in between.
+    "never" (None): all streams raise EngineFailed, and so does every later call. stall_after: seconds without a step,
+    while work waits, after which `health` says so, and the log; None: never. record: a file for all plans of the
+    scheduler, for `hibachi.recording.replay.replay`. None: only the last are kept. overlap: a step begins before the
+    tokens of the last one are read; None: where the backend is asynchronous (CUDA).
     """
 
     def __init__(
         self,
         model: Any,
-        max_batch_size: int,
+        max_num_seqs: int,
         *,
-        max_waiting: int | None = None,
+        max_num_queued_reqs: int | None = None,
         pause_after: int | None = None,
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
         overlap: bool | None = None,
     ) -> None:
-        for name, value, least in (("max_waiting", max_waiting, 0), ("pause_after", pause_after, 1)):
+        for name, value, least in (("max_num_queued_reqs", max_num_queued_reqs, 0), ("pause_after", pause_after, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ConfigError(f"{name} must be an integer >= {least} (or None: no limit); got {value!r}.")
         if restart not in (None, "never", "on_failure"):
             raise ConfigError(f'restart must be "never" (or None) or "on_failure"; got {restart!r}.')
         if stall_after is not None and not (isinstance(stall_after, (int, float)) and stall_after > 0):
             raise ConfigError(f"stall_after must be a number of seconds > 0 (or None: never); got {stall_after!r}.")
-        self.max_batch_size = max_batch_size
-        self._max_waiting, self._pause_after = max_waiting, pause_after
+        self.max_num_seqs = max_num_seqs
+        self._max_queued, self._pause_after = max_num_queued_reqs, pause_after
         self._restart, self._stall_after, self._record = restart == "on_failure", stall_after, record
         self._overlap = overlap
         self._building = threading.RLock()
@@ -109,7 +107,7 @@ class BatchInference(Closing):
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
         """A worker for these; the caller holds `_building`, has checked that we are open, and keeps it."""
         engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
-        return Worker(engine, max_waiting=self._max_waiting, stall_after=self._stall_after)
+        return Worker(engine, max_num_queued_reqs=self._max_queued, stall_after=self._stall_after)
 
     def cancel(self, job: Job) -> None:
         """A method, so that open streams keep their engine alive."""
@@ -118,11 +116,11 @@ class BatchInference(Closing):
 
     def stats(self) -> Stats:
         """A snapshot: waiting, running, steps, tokens, free blocks."""
-        return self._worker.stats() if self._worker else Stats(max_batch_size=self.max_batch_size)
+        return self._worker.stats() if self._worker else Stats(max_num_seqs=self.max_num_seqs)
 
     def meters(self) -> Meters:
         """What its steps were like since the start: histograms of rows, tokens and times; padding."""
-        return self._worker.meters() if self._worker else Meters(limit=self.max_batch_size)
+        return self._worker.meters() if self._worker else Meters(limit=self.max_num_seqs)
 
     def health(self) -> Health:
         """How the engine is, asked from any thread, also while a forward pass hangs."""

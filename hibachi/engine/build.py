@@ -56,10 +56,10 @@ class Plan:
     budget: int  # tokens of a step
     prefill: int | None
     block_size: int | None
-    cache_bytes: int | None
+    kv_cache_memory_bytes: int | None
     cache_tokens: int | None
     dtype: str
-    prefix_cache: bool
+    enable_prefix_caching: bool
     reserve_all: bool
 
     @property
@@ -123,7 +123,7 @@ def build(
             whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
         deterministic = whole.deterministic
     facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
-    return Built(facts, scheduler, runner, prompts, size if plan.prefix_cache else 0)
+    return Built(facts, scheduler, runner, prompts, size if plan.enable_prefix_caching else 0)
 
 
 def _nine(
@@ -221,7 +221,7 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
     blocks = 0
     if paged:
         position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or plan.dtype) for s in paged)
-        allowed = plan.cache_bytes
+        allowed = plan.kv_cache_memory_bytes
         if allowed is None:
             memory, one = backend.memory(), position * (plan.longest + size)
             allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
@@ -232,10 +232,10 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
             blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
         if blocks < 2:
             raise ConfigError(
-                f"A cache block needs {position * size} bytes; got cache_bytes={allowed}. Allow more, or make "
+                f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or make "
                 f"block_size smaller."
             )
-    states = plan.prefix_cache and any(isinstance(s, State) for s in spec)
+    states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
     return Limits(
         plan.rows,
         plan.budget,

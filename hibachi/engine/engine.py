@@ -91,7 +91,7 @@ class Engine:
         return Stats(
             waiting=scheduler.waiting,
             running=scheduler.running,
-            max_batch_size=scheduler.limits.rows,
+            max_num_seqs=scheduler.limits.rows,
             blocks=pool.usable if pool else 0,
             free_blocks=pool.free if pool else 0,
             cached_blocks=pool.idle if pool else 0,

@@ -43,7 +43,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
     are never stacked; each kind gets its own forward pass. token: one input; all others must have its shape, and are
-    cast to its dtype. None: any. max_waiting, restart, stall_after, record: see `BatchInference`.
+    cast to its dtype. None: any. max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
     """
 
     @spelled
@@ -54,7 +54,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         max_batch_size: int = 16,
         backend: str | Backend[Any] | None = None,
         token: Any = None,
-        max_waiting: int | None = None,
+        max_num_queued_reqs: int | None = None,
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
         record: str | Path | None = None,
@@ -64,7 +64,12 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         if not isinstance(max_batch_size, int) or isinstance(max_batch_size, bool) or max_batch_size < 1:
             raise ConfigError(f"max_batch_size must be an integer >= 1; got {max_batch_size!r}.")
         super().__init__(
-            model, max_batch_size, max_waiting=max_waiting, restart=restart, stall_after=stall_after, record=record
+            model,
+            max_batch_size,
+            max_num_queued_reqs=max_num_queued_reqs,
+            restart=restart,
+            stall_after=stall_after,
+            record=record,
         )
         self.model = model
         self._token = None if token is None else np.asarray(token)
@@ -108,7 +113,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
     @property
     def _limits(self) -> Limits:
-        n = self.max_batch_size
+        n = self.max_num_seqs
         return Limits(n, n, 1, 2)
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
@@ -152,7 +157,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
 def checked_plain(request: Request, model: str) -> Terms:
     """The terms of a request for one output, which has no tokens. Raises InvalidRequest for what belongs to these."""
-    for name in ("params", "max_new_tokens", "stop", "embeds", "pooling", "begun", "kept"):
+    for name in ("params", "max_tokens", "stop", "embeds", "pooling", "begun", "kept"):
         if (got := getattr(request, name)) is not None:
             raise InvalidRequest(
                 f"{model} gives one output for each input, and no tokens one after another; got {name}={shown(got)}. "

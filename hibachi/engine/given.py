@@ -46,7 +46,7 @@ def checked_begun(request: Request, params: SamplingParams | None, n: int, end: 
     if end < n + 2:
         raise PromptTooLong(
             f"A request that has its first token must have room for another: expected at least {n + 2} tokens; it may "
-            f"have {end}. Ask for more new tokens, or raise max_model_len (now {facts.limits.max_len})."
+            f"have {end}. Ask for more new tokens, or raise max_model_len (now {facts.limits.max_model_len})."
         )
     return replace(begun, kv=_layers(begun.kv, n, facts), token=int(token))
 

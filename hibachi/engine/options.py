@@ -13,16 +13,16 @@ class EngineOptions(TypedDict, total=False):
     """See `AutoregressiveBatchInference`."""
 
     max_model_len: int | None
-    max_batch_size: int
-    max_batch_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     block_size: int | None
-    cache_bytes: int | None
+    kv_cache_memory_bytes: int | None
     cache_tokens: int | None
-    prefix_cache: bool
-    policy: str | Policy | None
+    enable_prefix_caching: bool
+    scheduling_policy: str | Policy | None
     reserve_all: bool
     max_prefill_tokens: int | None
-    max_waiting: int | None
+    max_num_queued_reqs: int | None
     pause_after: int | None
     restart: str | None
     stall_after: float | None
@@ -34,7 +34,7 @@ class BatchOptions(EngineOptions, total=False):
     """All of `AutoregressiveBatchInference`."""
 
     stop_token: Any
-    stop: Any
+    stop_rule: Any
     token: Any
     padding_token: Any
     backend: str | Backend[Any] | None

@@ -11,7 +11,7 @@ class Stats:
 
     waiting: int = 0  # requests in the queue
     running: int = 0  # requests that hold a row
-    max_batch_size: int = 0  # rows
+    max_num_seqs: int = 0  # rows
     steps: int = 0
     step_seconds: float = 0.0  # time spent in steps
     prompt_tokens: int = 0  # of requests admitted

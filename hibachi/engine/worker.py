@@ -42,11 +42,11 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, *, max_waiting: int | None = None, stall_after: float | None = STALL_AFTER
+        self, engine: Engine, *, max_num_queued_reqs: int | None = None, stall_after: float | None = STALL_AFTER
     ) -> None:
-        """max_waiting: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
+        """max_num_queued_reqs: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
         self.engine = engine
-        self._max_waiting = max_waiting
+        self._max_waiting = max_num_queued_reqs
         self._comers: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
         self._stall_after = stall_after
         self._watchdog: Watchdog | None = None

@@ -56,7 +56,7 @@ class Window:
         if errors not in ERRORS:
             raise ConfigError(f'errors must be "raise" or "return"; got {shown(errors)}.')
         if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 1):
-            raise ConfigError(f"ahead must be an integer >= 1 (or None: 2 x max_batch_size); got {shown(ahead)}.")
+            raise ConfigError(f"ahead must be an integer >= 1 (or None: 2 x max_num_seqs); got {shown(ahead)}.")
         self._texts, self._source, self._ordered, self._raises = texts, source, ordered, errors == "raise"
         self._most = 2 * texts.engine.facts.limits.rows  # requests in the engine
         self._ahead = self._most if ahead is None else ahead

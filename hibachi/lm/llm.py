@@ -31,10 +31,10 @@ class LLM(Texts):
     Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
     device: in the backend's own notation. dtype: to compute in; None: the checkpoint's, where hibachi's kernels or an
     accelerator compute it, else float32. max_model_len: None: what the model was trained for.
-    max_batch_size: requests at once; max_batch_tokens: tokens of a step; cache_bytes, cache_tokens, block_size: memory
-    for keys and values; the options from prefix_cache on: see `AutoregressiveBatchInference`.
-    deterministic: who shares the batch never changes a bit of an answer; None: wherever hibachi's kernels load, and on
-    the CPU with torch. See docs/determinism.md.
+    max_num_seqs: requests at once; max_num_batched_tokens: tokens of a step; kv_cache_memory_bytes, cache_tokens,
+    block_size: memory for keys and values; the options from enable_prefix_caching on: see
+    `AutoregressiveBatchInference`. deterministic: who shares the batch never changes a bit of an answer; None: wherever
+    hibachi's kernels load, and on the CPU with torch. See docs/determinism.md.
 
     autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None: none, or what the environment
     variable HIBACHI_AUTOTUNE says. Only what gives the same bits is chosen from, unless kernels is given: a file that
@@ -68,16 +68,16 @@ class LLM(Texts):
         device: Any = None,
         deterministic: bool | None = None,
         max_model_len: int | None = None,
-        max_batch_size: int = 16,
-        max_batch_tokens: int = 2048,
-        cache_bytes: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory_bytes: int | None = None,
         cache_tokens: int | None = None,
         block_size: int | None = None,
-        prefix_cache: bool = True,
-        policy: str | Policy | None = None,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str | Policy | None = None,
         reserve_all: bool = False,
         max_prefill_tokens: int | None = None,
-        max_waiting: int | None = None,
+        max_num_queued_reqs: int | None = None,
         pause_after: int | None = None,
         restart: str | None = None,
         stall_after: float | None = STALL_AFTER,
@@ -103,20 +103,20 @@ class LLM(Texts):
         self.model: LanguageModel[Any] = load_model(files, self.backend, dtype=dtype, max_model_len=max_model_len)
         engine = AutoregressiveBatchInference(
             self.model,
-            max_batch_size=max_batch_size,
-            max_model_len=self.model.max_len,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.model.max_model_len,
             backend=self.backend,
-            max_batch_tokens=max_batch_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            cache_bytes=cache_bytes,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             cache_tokens=cache_tokens,
             dtype=self.model.dtype,
             deterministic=deterministic,
-            prefix_cache=prefix_cache,
-            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            scheduling_policy=scheduling_policy,
             reserve_all=reserve_all,
             max_prefill_tokens=max_prefill_tokens,
-            max_waiting=max_waiting,
+            max_num_queued_reqs=max_num_queued_reqs,
             pause_after=pause_after,
             restart=restart,
             stall_after=stall_after,

@@ -4,7 +4,7 @@ Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for thes
 
     token           one token, or of feed-forward one input, a number or an array: all others have its shape and dtype
     stop_token      ends every request; a number or an array (*tok)
-    stop            ends every request too: a StopRule, a predicate (also as a method), a token or a list of them
+    stop_rule       ends every request too: a StopRule, a predicate (also as a method), a token or a list of them
     eos_ids         tokens that end every request; of text: where it does not say ignore_eos
     padding_token   (1, *tok): rows of different lengths share calls
     default_params  a SamplingParams, of a model that returns logits, for requests that bring none
@@ -48,16 +48,18 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
 
 
 def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
-    """What ends every request of a model: its attributes `stop` and, with eos, `eos_ids`; None: it has neither.
+    """What ends every request of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None: it has neither.
 
     Raises ConfigError.
     """
-    ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop", None)
+    ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop_rule", None)
     try:
         found = None if stop is None and ids is None else as_rule(stop)
         return found and replace(found, tokens=(*found.tokens, *(() if ids is None else ids)))
     except (InvalidRequest, TypeError) as e:
-        raise ConfigError(f"{type(model).__name__}: stop and eos_ids must be tokens or rules: {text_of(e)}.") from e
+        raise ConfigError(
+            f"{type(model).__name__}: stop_rule and eos_ids must be tokens or rules: {text_of(e)}."
+        ) from e
 
 
 def own_params(model: Any) -> SamplingParams:

@@ -26,7 +26,7 @@ from hibachi.tensor.whose import backend_of
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
 _OF_FILES = ("device", "quantization", "autotune", "kernels")
-_FORWARD = ("max_batch_size", "max_waiting", "restart", "stall_after", "record")  # options that have a meaning there
+_FORWARD = ("max_num_queued_reqs", "restart", "stall_after", "record")  # options that have a meaning there, too
 _KIND = ("token", "stop_token", "padding_token")  # attributes of a model that its engine is given
 
 
@@ -92,7 +92,7 @@ class OwnTexts(Texts):
             raise ConfigError(no_text(model, "has only `forward`"))
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
-        engine = _engine(made, options, max_model_len=options.get("max_model_len"), stop=own_stop(made, eos=False))
+        engine = _engine(made, options, max_model_len=options.get("max_model_len"), stop_rule=own_stop(made, eos=False))
         super().__init__(
             engine,
             self.portable_tokenizer,
@@ -122,15 +122,15 @@ def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInferen
     longest = options.get("max_model_len")
     if longest is None and getattr(made, "max_model_len", None) is None:
         longest = UNSTATED
-    return _engine(made, options, max_model_len=longest, stop=own_stop(made))
+    return _engine(made, options, max_model_len=longest, stop_rule=own_stop(made))
 
 
 def _engine(
-    made: Any, options: TextOptions, *, max_model_len: int | None, stop: Any
+    made: Any, options: TextOptions, *, max_model_len: int | None, stop_rule: Any
 ) -> AutoregressiveBatchInference[Any, Any]:
     others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
     others |= {name: getattr(made, name, None) for name in _KIND}
-    others |= {"max_model_len": max_model_len, "stop": stop, "deterministic": options.get("deterministic")}
+    others |= {"max_model_len": max_model_len, "stop_rule": stop_rule, "deterministic": options.get("deterministic")}
     library, dtype = _library(made, options), options.get("dtype") or "float32"
     try:
         return AutoregressiveBatchInference(made, backend=library, dtype=dtype, **others)
@@ -140,6 +140,8 @@ def _engine(
 
 def _forward_engine(made: Any, options: TextOptions) -> FeedforwardBatchInference[Any]:
     others: Any = {name: value for name, value in options.items() if name in _FORWARD}
+    if "max_num_seqs" in options:
+        others["max_batch_size"] = options["max_num_seqs"]
     return FeedforwardBatchInference(
         made, backend=_library(made, options), token=getattr(made, "token", None), **others
     )
@@ -160,7 +162,7 @@ def _warm(tokens: Tokens, made: Any) -> Tokens:
             engine = tokens.engine
             assert isinstance(engine, BatchInference)
             new = None if engine.facts.feedforward else 2
-            engine.submit(engine.check(Request(prompt, max_new_tokens=new))).collect()
+            engine.submit(engine.check(Request(prompt, max_tokens=new))).collect()
     except EngineError:
         tokens.close()
         raise

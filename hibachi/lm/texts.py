@@ -48,7 +48,7 @@ class Texts(Holding):
     ) -> None:
         super().__init__(engine)
         self.tokenizer = tokenizer
-        self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_len)
+        self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
@@ -151,10 +151,10 @@ class Texts(Holding):
     ) -> Each[Any]:
         """A Completion for each prompt of any iterable, also an endless one: `for c in llm.each(prompts)`.
 
-        At most 2 x max_batch_size requests are in the engine at a time. params, terms: one for all, or an iterable in
+        At most 2 x max_num_seqs requests are in the engine at a time. params, terms: one for all, or an iterable in
         step with the prompts. ordered: in the order of the prompts; False: as they end, (place of the prompt, its
         Completion). ahead: at most so many prompts run or have results that you have not read, so that memory is
-        bounded where the first takes long; None: 2 x max_batch_size.
+        bounded where the first takes long; None: 2 x max_num_seqs.
         errors: "raise": the error of a prompt is raised at its place, and the rest is cancelled; "return": it stands in
         the place of the Completion. What reading the prompts raises comes after all results.
 
@@ -311,7 +311,7 @@ class Texts(Holding):
                         self._text(p, after=own),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
-                        delivers=p.include_stop,
+                        delivers=bool(p.include_stop),
                     )
                     for i, one in enumerate(some)
                 ],
@@ -337,7 +337,7 @@ class Texts(Holding):
             if i and (i == 1 or p.seed is not None):
                 seed = None if p.seed is None else fork(p.seed, i)
                 run = run.with_(seed=seed, prompt_logprobs=None)
-            request = Request(host, run, include_stop=p.include_stop, bad_words=words, embeds=embeds, terms=terms)
+            request = Request(host, run, include_stop=bool(p.include_stop), bad_words=words, embeds=embeds, terms=terms)
             ready.append(self.engine.check(request))
         return ready
 
@@ -346,7 +346,7 @@ class Texts(Holding):
             self.tokenizer,
             p.stop,
             after=after,
-            include_stop=p.include_stop,
+            include_stop=bool(p.include_stop),
             min_tokens=p.min_tokens,
             skip_special=p.skip_special_tokens,
         )

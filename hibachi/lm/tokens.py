@@ -35,17 +35,17 @@ class Tokens(Holding):
         prompt: HostArray,
         *,
         params: SamplingParams | None = None,
-        max_new_tokens: int | None = None,
-        stop: Any = None,
-        include_stop: bool = True,
+        max_tokens: int | None = None,
+        stop_rule: Any = None,
+        include_stop: bool | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Any]:
         """Queue a prompt [n, *token], or one input of any shape; returns its stream at once.
 
-        params: how to sample, where the engine does. max_new_tokens: before params.max_tokens; None with a model that
-        samples by itself: up to the end of the context. stop: a
-        `StopRule`, a predicate, a token or a list of them, on top of the model's own. include_stop: deliver the token
-        that ends it. terms: priority, tenant, deadlines, cache salt. Items: `host` makes arrays of them.
+        params: how to sample, where the engine does. max_tokens: before params.max_tokens; None with a model that
+        samples by itself: up to the end of the context. stop_rule: a `StopRule`, a predicate, a token or a list of
+        them, on top of the model's own. include_stop: deliver the token that ends it (None: yes). terms: priority,
+        tenant, deadlines, cache salt. Items: `host` makes arrays of them.
 
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed. In another process more may be
         found wrong with a request than here: then its stream raises InvalidRequest, before any item.
@@ -57,7 +57,7 @@ class Tokens(Holding):
         if facts.vocab_size is not None:
             params = as_params(params, self.default_params)
         request = Request(
-            given, params, max_new_tokens=max_new_tokens, stop=stop, include_stop=include_stop, terms=as_terms(terms)
+            given, params, max_tokens=max_tokens, stop_rule=stop_rule, include_stop=include_stop, terms=as_terms(terms)
         )
         return self.engine.submit(self.engine.check(request))
 

@@ -29,8 +29,8 @@ class Decoder:
     """A `CachedModel`: packed new tokens and paged keys and values in, logits out.
 
     params, a plain tree of arrays: embed and head [vocab, hidden] (one array if they are tied), norm [hidden],
-    positions [max_len, hidden], for each set of rotary frequencies a pair (cos, sin) [positions, dims / 2] in `ropes`,
-    of as many positions as `reach` was last asked for or more, and for each of `layers`:
+    positions [max_model_len, hidden], for each set of rotary frequencies a pair (cos, sin) [positions, dims / 2] in
+    `ropes`, of as many positions as `reach` was last asked for or more, and for each of `layers`:
 
         attn_norm, mlp_norm, attn_post_norm, mlp_post_norm  [hidden]
         qkv                  [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -48,18 +48,18 @@ class Decoder:
     arch: Arch
     backend: ArrayBackend
     dtype: str
-    max_len: int
+    max_model_len: int
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
-    def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
+    def __init__(self, arch: Arch, params: Params, backend: ArrayBackend, *, dtype: str, max_model_len: int) -> None:
         self.arch, self.params, self.backend = arch, params, backend
-        self.dtype, self.max_len = dtype, max_len
+        self.dtype, self.max_model_len = dtype, max_model_len
         self.vocab_size: int = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
-        self._reached = min((t.shape[0] for pair in params["ropes"] for t in pair), default=max_len)
+        self._reached = min((t.shape[0] for pair in params["ropes"] for t in pair), default=max_model_len)
         self._growing = threading.Lock()
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
         # Rounded to the dtype, as in training.
@@ -87,31 +87,31 @@ class Decoder:
         None: what the model was trained for. Raises ConfigError, UnsupportedOperation for a dtype that the library
         lacks.
         """
-        dtype, max_len = checked(backend, dtype, max_model_len, arch.max_positions)
-        params = _params(arch, tensors, backend, dtype, max_len)
+        dtype, max_model_len = checked(backend, dtype, max_model_len, arch.max_positions)
+        params = _params(arch, tensors, backend, dtype, max_model_len)
         with phase("preparing the model"):
-            return cls(arch, params, backend, dtype=dtype, max_len=max_len)
+            return cls(arch, params, backend, dtype=dtype, max_model_len=max_model_len)
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch
         return [Paged(a.kv_heads, a.head_dim, a.head_dim, dtype=self.dtype)] * len(a.layers)
 
     def reach(self, positions: int) -> None:
-        """Be ready for steps at positions below this, or `max_len`; call it before such a step takes `params`.
+        """Be ready for steps at positions below this, or `max_model_len`; call it before such a step takes `params`.
 
         The tables of angles grow to one of few sizes. `params` is another tree then; a step that computes with the old
         one, in another thread, goes on with it.
         """
-        if positions <= self._reached or self._reached >= self.max_len:
+        if positions <= self._reached or self._reached >= self.max_model_len:
             return
         with self._growing:
             have, b = self._reached, self.backend
             if positions <= have:
                 return
-            size = room(positions, self.max_len)
+            size = room(positions, self.max_model_len)
             ropes = []
             for rope, pair in zip(self.arch.ropes, self.params["ropes"], strict=True):
-                more = tables(rope, size, start=have, longest=self.max_len)
+                more = tables(rope, size, start=have, longest=self.max_model_len)
                 ropes.append(tuple(b.xp.concat([t, b.put(m, self.dtype)]) for t, m in zip(pair, more, strict=True)))
             self.params = self.params | {"ropes": ropes}
             self._reached = size
@@ -244,10 +244,10 @@ _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", 
 _FUSED = {"qkv": ("q", "k", "v"), "o": (), "gate_up": ("gate", "up"), "down": ()}  # ours -> parts, one below the other
 
 
-def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
+def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_model_len: int) -> Params:
     what = "reading weights" if b.quantization == "none" else "reading and quantizing weights"
     with phase(what, len(arch.layers), "layers") as p:
-        params = _outer(arch, files, b, dtype, max_len)
+        params = _outer(arch, files, b, dtype, max_model_len)
         params["layers"] = []
         for i, kind in enumerate(arch.layers):
             params["layers"].append(_layer(arch, kind, files, f"layers.{i}.", b, dtype))
@@ -255,15 +255,15 @@ def _params(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: 
     return params
 
 
-def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_len: int) -> Params:
+def _outer(arch: Arch, files: Mapping[str, HostArray], b: ArrayBackend, dtype: str, max_model_len: int) -> Params:
     """What belongs to no layer."""
     embed = b.put_weight(files["embed.weight"], dtype)
     params: Params = {"embed": embed, "head": embed if arch.tied else b.put_weight(files["head.weight"], dtype)}
     if arch.head_bias:
         params["head_bias"] = b.put(files["head.bias"], dtype)
     if arch.learned_positions:
-        params["positions"] = b.put(files["positions.weight"][:max_len], dtype)
-    ropes = [tables(rope, room(1, max_len), longest=max_len) for rope in arch.ropes]
+        params["positions"] = b.put(files["positions.weight"][:max_model_len], dtype)
+    ropes = [tables(rope, room(1, max_model_len), longest=max_model_len) for rope in arch.ropes]
     params["ropes"] = [tuple(b.put(table, dtype) for table in pair) for pair in ropes]
     _put_norm(params, "norm", arch, files, "norm", b, dtype)
     return params

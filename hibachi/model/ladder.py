@@ -105,12 +105,12 @@ class TokenModel(CachedModel[T], Protocol[T]):
 class LanguageModel(SampledModel[T], Protocol[T]):
     """A cached model with what `LLM` needs to know besides; what `load_model` gives.
 
-    dtype: name of the one it computes in. max_len: the longest sequence. bos_ids, eos_ids: ids that begin and end a
-    text, perhaps none.
+    dtype: name of the one it computes in. max_model_len: the longest sequence. bos_ids, eos_ids: ids that begin and end
+    a text, perhaps none.
     """
 
     dtype: str
-    max_len: int
+    max_model_len: int
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 

@@ -90,7 +90,7 @@ class Mamba:
     params: dict[str, Any]
     backend: ArrayBackend
     dtype: str
-    max_len: int
+    max_model_len: int
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
 
@@ -99,9 +99,11 @@ class Mamba:
     """As of a Decoder."""
     any_shape = True  # for the engine: all products are the backend's, which are right for any number of tokens
 
-    def __init__(self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_len: int) -> None:
+    def __init__(
+        self, arch: MambaArch, params: Params, backend: ArrayBackend, *, dtype: str, max_model_len: int
+    ) -> None:
         self.arch, self.params, self.backend = arch, params, backend
-        self.dtype, self.max_len = dtype, max_len
+        self.dtype, self.max_model_len = dtype, max_model_len
         self.vocab_size: int = arch.vocab_size
         self.bos_ids, self.eos_ids = arch.bos_ids, arch.eos_ids
         self.embed_size: int = arch.hidden_size  # prompts may be given as embeddings of this width
@@ -111,10 +113,12 @@ class Mamba:
         cls, files: ModelFiles, backend: ArrayBackend, *, dtype: str | None = None, max_model_len: int | None = None
     ) -> Mamba:
         arch = read_arch(files.config)
-        dtype, max_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
+        dtype, max_model_len = checked(backend, dtype, max_model_len, _NO_LIMIT)
         names, tensors = (_NAMES, files.checkpoint()) if files.gguf is None else (_CANONICAL, files.gguf)
         tensors.check(*_shapes(arch, names))
-        return cls(arch, _params(arch, tensors, names, backend, dtype), backend, dtype=dtype, max_len=max_len)
+        return cls(
+            arch, _params(arch, tensors, names, backend, dtype), backend, dtype=dtype, max_model_len=max_model_len
+        )
 
     def cache_spec(self) -> CacheSpec:
         a = self.arch

@@ -14,22 +14,22 @@ class Limits:
     rows: int  # sequences that run at once
     budget: int  # tokens computed in one step, over all rows; at least `rows`
     chunk: int  # tokens of one sequence computed in one step
-    max_len: int  # tokens of one sequence, prompt included
+    max_model_len: int  # tokens of one sequence, prompt included
     blocks: int = 0  # cache blocks, with the trash block; 0: the model keeps no cache
     block_size: int = 16
-    max_waiting: int | None = None  # sequences in the queue; None: any number
+    max_num_queued_reqs: int | None = None  # sequences in the queue; None: any number
     prefill: int | None = None  # tokens of prompts in one step; None: as many as the budget allows
     reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
     checkpoints: int = 0  # recurrent states kept for prompts to come; 0: the model has none, or nothing is shared
     checkpoint_every: int = 16  # blocks from one to the next
 
     def __post_init__(self) -> None:
-        assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_len > 1, self
+        assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_model_len > 1, self
         assert self.prefill is None or self.prefill > 0, self
 
     def fit(self, prompt_len: int, max_new: int | None) -> int:
         """The length at which such a sequence would end. Raises PromptTooLong if it can never be served."""
-        longest = self.max_len
+        longest = self.max_model_len
         if prompt_len >= longest:
             raise PromptTooLong(
                 f"The prompt must leave room for one new token: expected at most {longest - 1} tokens; got "
@@ -40,6 +40,6 @@ class Limits:
         if self.blocks and end - 1 > positions:
             raise PromptTooLong(
                 f"The cache has {positions} positions; this request may need {end - 1}: ask for fewer new tokens, or "
-                f"give the engine more cache_bytes."
+                f"give the engine more kv_cache_memory_bytes."
             )
         return end

@@ -54,7 +54,7 @@ class Scheduler:
         )
         self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
-        width = min(self.pool.blocks_for(limits.max_len), self.pool.usable) if self.pool else 0
+        width = min(self.pool.blocks_for(limits.max_model_len), self.pool.usable) if self.pool else 0
         self.block_table: Ints = np.zeros((rows, width), np.int32)
         self.table: RowTable = RowTable(rows)
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
@@ -98,9 +98,9 @@ class Scheduler:
     def add(self, seq: Seq, now: float = 0.0) -> None:
         """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
         seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
-        if self.limits.max_waiting is not None and self.waiting >= self.limits.max_waiting:
+        if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
-                f"The queue is full: expected fewer than max_waiting={self.limits.max_waiting} waiting requests; got "
+                f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting requests; got "
                 f"{self.waiting}. Try again later."
             )
         self._numbers += 1

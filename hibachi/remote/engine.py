@@ -53,8 +53,8 @@ START_TIMES = 4  # ... so many times what the first one took, if that is more
 class RemoteEngine(Closing):
     """Starts the process, sends it requests and fills their streams. Its death reaches every stream.
 
-    feedforward, options: for `open_model`. max_waiting, pause_after: as for `BatchInference`; they are kept on this
-    side. restart: "on_failure": begin again in a new process when it dies, or its engine has failed for good; its
+    feedforward, options: for `open_model`. max_num_queued_reqs, pause_after: as for `BatchInference`; they are kept on
+    this side. restart: "on_failure": begin again in a new process when it dies, or its engine has failed for good; its
     requests fail all the same. A lost device is begun anew in the same one. Raises what making the model raises.
     """
 
@@ -67,7 +67,10 @@ class RemoteEngine(Closing):
         feedforward: bool = False,
         **options: Unpack[TextOptions],
     ) -> None:
-        self._max_waiting, self._pause_after = options.pop("max_waiting", None), options.pop("pause_after", None)
+        self._max_waiting, self._pause_after = (
+            options.pop("max_num_queued_reqs", None),
+            options.pop("pause_after", None),
+        )
         self._stall_after = options.get("stall_after", STALL_AFTER)
         self._restart = restart = options.get("restart") == "on_failure"
         self._spec = {"model": model, "feedforward": feedforward, **options}

@@ -70,11 +70,11 @@ def engine_options(settings: SimpleNamespace) -> dict[str, Any]:
         kernels=settings.kernels,
         deterministic=settings.deterministic,
         max_model_len=settings.max_model_len,
-        max_batch_size=settings.max_num_seqs,
-        max_batch_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
-        cache_bytes=settings.kv_cache_memory_bytes,
-        prefix_cache=settings.enable_prefix_caching,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        enable_prefix_caching=settings.enable_prefix_caching,
     )
     return {name: value for name, value in found.items() if value is not None} | {
         "stall_after": settings.stall_after or None

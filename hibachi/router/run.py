@@ -49,7 +49,7 @@ def route(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     for remark in remarks:
         log.warning("%s", remark)
     tenants, certificate, places = tenants_of(settings), certificate_of(settings), places_of(settings, os.environ)
-    origins = origins_of(settings.cors, "--cors")
+    origins = origins_of(settings.allowed_origins, "--allowed-origins")
     policy_of(settings.policy)
     _all_descriptors()
     if settings.tib and settings.max_connections == 1:
@@ -81,8 +81,8 @@ def config_for(
     hosts: the names it answers to besides those of loopback; None: to any. Raises ConfigError.
     """
     arrival = settings.arrival_timeout or None
-    app: Any = router if hosts is None else Hosts(router, hosts, "--cors", dialect=dialect_of)
-    if origins := origins_of(settings.cors, "--cors"):
+    app: Any = router if hosts is None else Hosts(router, hosts, "--allowed-origins", dialect=dialect_of)
+    if origins := origins_of(settings.allowed_origins, "--allowed-origins"):
         app = Cors(app, origins, exposed=EVERY)
     return config_of(app, arrival, tell_of_none, certificate, date_header=False, proxy_headers=False)
 
@@ -113,7 +113,7 @@ class Router:
         settings, fleet = self._settings, self.fleet
         fleet.settle(await resolved(self._places, ()))
         policy = policy_of(settings.policy)
-        self._lines = Lines(fleet, policy, most=settings.max_queued, wait_for=settings.wait_for)
+        self._lines = Lines(fleet, policy, most=settings.max_num_queued_reqs, wait_for=settings.wait_for)
         self._client = Client(settings.connect_timeout)
         self._checks = Checks(
             fleet,

@@ -40,7 +40,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("idle-timeout", seconds(), 300.0, "between two bytes of an answer; 0: any time"),
         Setting("connect-timeout", seconds(0.01), 5.0, "to open a connection to an upstream"),
         Setting("wait-for", seconds(), 5.0, "for an upstream to be ready, where none is"),
-        Setting("max-queued", integer(0), 1024, "requests that may wait; further ones get 429"),
+        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
         Setting("max-body-size", size(), "256M", "of a request; what is above 1 MiB goes through a file"),
         Setting("max-bodies-size", size(), "2G", "of all bodies in files together; further ones get 503"),
         Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
@@ -51,7 +51,7 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("pass", texts("PATH"), None, "further paths that pass; with * at the end: all that begin so"),
         Setting("api-key", texts("KEY"), None, "who sends one may ask", "whoever the upstream takes"),
         Setting("api-keys", text("FILE"), None, "a TOML file of tenants and their keys"),
-        Setting("cors", texts("ORIGIN"), None, "pages of these origins may ask; *: any",
+        Setting("allowed-origins", texts("ORIGIN"), None, "pages of these origins may ask; *: any",
                 "as the upstreams say; any with UPSTREAMS"),
         Setting("origin-header", SWITCH, True, "answers tell their upstream, in X-Upstream-Origin"),
     ),
@@ -74,8 +74,8 @@ def settle(flags: Mapping[str, Any], environment: Mapping[str, str], file: str |
     found.tib, found.config = tib, file
     if found.max_connections is None:
         found.max_connections = TIBS_LIMIT if tib else LIMIT
-    if found.cors is None and tib:
-        found.cors = ("*",)
+    if found.allowed_origins is None and tib:
+        found.allowed_origins = ("*",)
     return found
 
 

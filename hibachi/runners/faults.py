@@ -132,7 +132,7 @@ def too_late(seq: Seq, now: float) -> DeadlineExceeded:
 def no_room(cause: BaseException) -> OutOfCapacity:
     error = OutOfCapacity(
         f"There is no memory for even one token of this request ({type(cause).__name__}: {cause}). Give the engine "
-        f"less cache_bytes, the model a smaller dtype, or the request a shorter prompt."
+        f"less kv_cache_memory_bytes, the model a smaller dtype, or the request a shorter prompt."
     )
     error.__cause__ = cause
     return error

@@ -78,8 +78,8 @@ def _texts(limits: Limits, vocab_size: int, lengths: Sequence[int] = ()) -> dict
     random = np.random.default_rng(0)
     texts, blocks = {}, 0
     for i, n in enumerate(lengths or [*LENGTHS, *random.integers(1, LENGTHS[0], COMPANY).tolist()]):
-        n = min(n, limits.max_len - 1)
-        end = min(n + NEW, limits.max_len)
+        n = min(n, limits.max_model_len - 1)
+        end = min(n + NEW, limits.max_model_len)
         blocks += -(-end // limits.block_size)
         if limits.blocks and blocks >= limits.blocks:
             break
@@ -124,7 +124,7 @@ class _Probe:
         if not (take_cache or runner.backend.shapes.compiled):  # who compiles for the shape of the cache needs the same
             most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
-        self._limits = replace(limits, checkpoints=0, max_waiting=None, prefill=None)
+        self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
         self._memory = runner.memory if take_cache else runner.memory.another(limits)
 
     def outputs(self, texts: dict[int, tuple[int, HostArray]], chunk: int) -> dict[tuple[int, int], HostArray]:
@@ -168,7 +168,7 @@ def same_bits(runner: CachedRunner, few: CallShapes, many: CallShapes) -> bool:
     row 0 and the cache.
     """
     limits, vocab, inputs = runner.limits, _vocab(runner), runner.inputs
-    room, size = min(limits.max_len - 1, (limits.blocks - 1) * limits.block_size), many.sizes[-1]
+    room, size = min(limits.max_model_len - 1, (limits.blocks - 1) * limits.block_size), many.sizes[-1]
     if vocab is None or (not runner.memory.states and size > min(limits.budget, room)):
         return False
     before = inputs.shapes

@@ -98,7 +98,7 @@ async def _answer(
 ) -> None:
     facts = served.what.engine.facts
     n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
-    check_room(n, said.max_tokens, facts.limits.max_len)
+    check_room(n, said.max_tokens, facts.limits.max_model_len)
     token = facts.token or (prompt.shape[1:], prompt.dtype.name)
     if asked.params is not None:
         token = IDS.shape, IDS.dtype.name

@@ -28,7 +28,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
             texts,
             settings.served_model_name or names_of(settings),
             settings.model,
-            texts.engine.facts.limits.max_len,
+            texts.engine.facts.limits.max_model_len,
             bounds=bounds_of(settings, texts.engine.facts.limits.rows),
             max_body=settings.max_body_size,
             chat_template=template,
@@ -49,8 +49,10 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
     """What serving adds to `engine_options`; what was not decided is left out."""
     several = len({name for _, name in tenants.keys}) > 1
     found = dict(
-        policy=settings.scheduling_policy or _waiting_served(settings, several) or ("shares" if several else None),
-        max_waiting=settings.max_num_queued_reqs,
+        scheduling_policy=settings.scheduling_policy
+        or _waiting_served(settings, several)
+        or ("shares" if several else None),
+        max_num_queued_reqs=settings.max_num_queued_reqs,
         pause_after=settings.pause_after or None,
         restart="on_failure" if settings.restart else None,
         cache_tokens=None

@@ -40,13 +40,13 @@ MOST_SHOWN = 1 << 16  # tokens that are turned into text, where the context hold
 
 async def models(served: Served, x: Exchange) -> None:
     """The names that are served."""
-    await x.json(answers.models(served.names, served.created, served.max_len, served.root, served.numerics))
+    await x.json(answers.models(served.names, served.created, served.max_model_len, served.root, served.numerics))
 
 
 async def model(served: Served, x: Exchange) -> None:
     """One of the names that are served."""
     name = served.named(x.params["model"])
-    await x.json(answers.model(name, served.created, served.max_len, served.root, served.numerics))
+    await x.json(answers.model(name, served.created, served.max_model_len, served.root, served.numerics))
 
 
 async def completions(served: Served, x: Exchange) -> None:
@@ -148,9 +148,9 @@ async def cut(served: Served, x: Exchange, raw: bytes) -> None:
         [ids] = await served.reading.tokens([body.prompt], body.add_special_tokens, x.tenant)
     else:
         raise Refused("Send either prompt or messages.", param="prompt", code="missing_required_parameter")
-    told: Tokenized = {"count": len(ids), "max_model_len": served.max_len, "tokens": ids}
+    told: Tokenized = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        if len(ids) > (most := max(served.max_len, MOST_SHOWN)):
+        if len(ids) > (most := max(served.max_model_len, MOST_SHOWN)):
             raise Refused(f"There are {len(ids)} tokens; at most {most} are shown.", param="return_token_strs")
         told["token_strs"] = [served.vocabulary(i)[0] for i in ids]
     await x.json(told)
@@ -160,7 +160,7 @@ async def detokenize(served: Served, x: Exchange) -> None:
     """The text of token ids."""
     body = read(DetokenizeBody, await served.body(x))
     served.check_name(body.model)
-    if len(body.tokens) > (most := max(served.max_len, MOST_SHOWN)):
+    if len(body.tokens) > (most := max(served.max_model_len, MOST_SHOWN)):
         raise Refused(f"tokens has {len(body.tokens)} entries; at most {most} are served.", param="tokens")
     served.reading.check_ids(body.tokens, "tokens")
     told: Detokenized = {"prompt": served.vocabulary.text(body.tokens)}

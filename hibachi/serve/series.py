@@ -177,7 +177,7 @@ SERIES = (
         "Steps that did not happen, as memory ran out or the device failed.",
     ),
     histogram("hibachi_batch_rows", _phases("rows"), "Continuations in a step.", "phase"),
-    gauge("hibachi_batch_rows_limit", "stats.max_batch_size", "The most continuations that there may be in a step."),
+    gauge("hibachi_batch_rows_limit", "stats.max_num_seqs", "The most continuations that there may be in a step."),
     histogram(
         "hibachi_batch_occupancy_ratio",
         _phases("occupancy"),

@@ -60,17 +60,17 @@ class _Text:
 class Served:
     """A model being served: text, or tokens of any other kind.
 
-    names: that it answers to. max_len: most tokens of a request. max_body: most bytes of one. chat_template: the name
-    of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a request.
-    arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds` say.
-    nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint: the same where
-    the same bits are computed, see `system_fingerprint`.
+    names: that it answers to. max_model_len: most tokens of a request. max_body: most bytes of one. chat_template: the
+    name of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a
+    request. arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds`
+    say. nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint: the same
+    where the same bits are computed, see `system_fingerprint`.
     """
 
     what: Texts | Tokens
     names: Sequence[str]
     root: str
-    max_len: int
+    max_model_len: int
     bounds: Bounds = field(default_factory=Bounds)
     max_body: int = 16 << 20
     chat_template: str | None = None
@@ -216,7 +216,7 @@ class Served:
         with self._counted(terms.tenant, 1):
             if isinstance(self.what, Tokens):
                 yield self.what.submit(
-                    prompt, max_new_tokens=asked.limit, stop=asked.stop, include_stop=asked.include_stop, terms=terms
+                    prompt, max_tokens=asked.limit, stop_rule=asked.stop, include_stop=asked.include_stop, terms=terms
                 )
             else:
                 engine = self.what.engine

@@ -101,7 +101,7 @@ async def info(served: Served, x: Exchange) -> None:
     """The model's name, and the most that a request may ask for."""
     limits, context = _limits(served), served.reading.prompts.context
     engine = served.what.engine.facts.limits
-    room = MOST_INT if engine.max_waiting is None else engine.rows + engine.max_waiting
+    room = MOST_INT if engine.max_num_queued_reqs is None else engine.rows + engine.max_num_queued_reqs
     most = limits.max_concurrent_requests
     told = Info(
         model_id=served.root,
@@ -192,7 +192,7 @@ def _headers(served: Served, writer: GenerateWriter, record: Record) -> dict[str
 async def _tokens(served: Served, x: Exchange, text: str, *, special: bool) -> list[SimpleToken]:
     served.reading.prompts.check_size(text)
     spans = await served.reading.spans(text, special, x.tenant)
-    if len(spans) > (most := max(served.max_len, openai.MOST_SHOWN)):
+    if len(spans) > (most := max(served.max_model_len, openai.MOST_SHOWN)):
         raise Refused(f"There are {len(spans)} tokens; at most {most} are shown.", param="inputs")
     return simple_tokens(text, spans)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.errors import ConfigError
+from hibachi.options import nearest, renamed
 from hibachi.settings.kinds import PREFIX, SWITCH, Setting
 
 Settings = Mapping[str, Setting]  # by their keys
@@ -68,8 +69,10 @@ def _from_file(
         if key in tables:
             continue
         if key not in settings:
-            near = difflib.get_close_matches(key, settings, 1)
-            hint = f" Did you mean {settings[near[0]].name}?" if near else f" `hibachi {command} --help` lists them."
+            if (new := renamed(key, settings)) is not None:
+                raise ConfigError(f"{file}: {name} is called {settings[new].name} now.")
+            near = nearest(key, settings)
+            hint = f" Did you mean {settings[near].name}?" if near else f" `hibachi {command} --help` lists them."
             raise ConfigError(f"{file}: there is no setting {name}.{hint}")
         yield key, given, f"{file}: {name}"
 
@@ -99,7 +102,11 @@ def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
     known = {s.variable for s in settings.values()}
     found = []
     for name in environment:
-        if name.startswith(PREFIX) and name not in known and (near := difflib.get_close_matches(name, known, 1, 0.9)):
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        if (new := renamed(name.removeprefix(PREFIX).lower(), settings)) is not None:
+            found.append(f"{name} is called {settings[new].variable} now, and has no effect")
+        elif near := difflib.get_close_matches(name, known, 1, 0.9):
             found.append(f"{name} is not a setting; {near[0]} is")
     return found
 

@@ -21,32 +21,43 @@ from hibachi.sim.trace import PICOSECONDS, Numbers, Trace
 
 PERCENTILES = (50, 90, 95, 99)
 BINS = 300  # of what is shown over time
-_COUNTS = ("rows", "blocks", "block_size", "budget", "chunk", "max_len", "max_waiting", "prefill", "each", "window")
+_COUNTS = (
+    "max_num_seqs",
+    "num_blocks",
+    "block_size",
+    "max_num_batched_tokens",
+    "chunk",
+    "max_model_len",
+    "max_num_queued_reqs",
+    "max_prefill_tokens",
+    "each",
+    "window",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What an engine has, and in which order it serves.
 
-    rows: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short (and
-    without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_len: tokens of a
-    request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share prefixes.
-    each: tokens that a row gets in a step. order: None: requests come when the trace says; "file" or "composed": a run
-    offline, to which all are there at the start and which hands at most 2 x rows to the scheduler at a time, in the
-    order of the file, or as a `Composer` takes them from a rolling window of `window`.
+    max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short
+    (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_model_len:
+    tokens of a request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share
+    prefixes. each: tokens that a row gets in a step. order: None: requests come when the trace says; "file" or
+    "composed": a run offline, to which all are there at the start and which hands at most 2 x max_num_seqs to the
+    scheduler at a time, in the order of the file, or as a `Composer` takes them from a rolling window of `window`.
     """
 
-    policy: str = "fcfs"
-    rows: int = 64
-    blocks: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_num_seqs: int = 64
+    num_blocks: int | None = None
     block_size: int | None = None
-    budget: int = 2048
+    max_num_batched_tokens: int = 2048
     chunk: int | None = None
-    max_len: int | None = None
-    max_waiting: int | None = None
-    prefill: int | None = None
+    max_model_len: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_prefill_tokens: int | None = None
     reserve_all: bool = False
-    cache: bool = True
+    enable_prefix_caching: bool = True
     each: int = 1
     order: str | None = None
     window: int = WINDOW
@@ -59,40 +70,40 @@ class Setup:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
         if self.order is not None:
             self._check_offline()
-        if self.rows > self.budget:
+        if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
-                f"A step must have a token for each row: expected a budget of at least {self.rows}; got {self.budget}."
+                f"A step must have a token for each row: expected max_num_batched_tokens of at least {self.max_num_seqs}; got {self.max_num_batched_tokens}."
             )
-        longest = self.max_len or int((trace.prompt + trace.output).max())
-        shares = self.cache and trace.keys is not None
+        longest = self.max_model_len or int((trace.prompt + trace.output).max())
+        shares = self.enable_prefix_caching and trace.keys is not None
         size = self.block_size or (trace.key_tokens if shares else 16)
-        blocks = self.blocks
+        blocks = self.num_blocks
         if blocks is None:
-            blocks = self.rows * -(-longest // size) + self._kept(trace, size) if shares else 0
+            blocks = self.max_num_seqs * -(-longest // size) + self._kept(trace, size) if shares else 0
         return Limits(
-            rows=self.rows,
-            budget=self.budget,
-            chunk=self.chunk or self.budget,
-            max_len=max(longest, 2),
+            rows=self.max_num_seqs,
+            budget=self.max_num_batched_tokens,
+            chunk=self.chunk or self.max_num_batched_tokens,
+            max_model_len=max(longest, 2),
             blocks=blocks + 1 if blocks else 0,
             block_size=size,
-            max_waiting=self.max_waiting,
-            prefill=self.prefill,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            prefill=self.max_prefill_tokens,
             reserve_all=self.reserve_all,
         )
 
     def _check_offline(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order must be one of {', '.join(ORDERS)}, or None; got {self.order!r}.")
-        if self.policy != "fcfs":
+        if self.scheduling_policy != "fcfs":
             raise ConfigError(
-                f"Offline the order decides who is next: expected the policy fcfs with order={self.order!r}; got "
-                f"{self.policy!r}. Leave one of the two out."
+                f"Offline the order decides who is next: expected the scheduling_policy fcfs with order={self.order!r}; got "
+                f"{self.scheduling_policy!r}. Leave one of the two out."
             )
-        if self.max_waiting is not None:
+        if self.max_num_queued_reqs is not None:
             raise ConfigError(
-                f"Offline at most 2 x rows requests are in the scheduler, and none is refused: expected no max_waiting "
-                f"with order={self.order!r}; got {self.max_waiting}."
+                f"Offline at most 2 x max_num_seqs requests are in the scheduler, and none is refused: expected no max_num_queued_reqs "
+                f"with order={self.order!r}; got {self.max_num_queued_reqs}."
             )
 
     def _kept(self, trace: Trace, size: int) -> int:
@@ -199,9 +210,9 @@ def simulate(trace: Trace, setup: Setup, time: StepTime, policy: Callable[[], Po
     feed = None
     if setup.order is not None:
         trace = trace.at_once()
-        keys = trace.block_keys(limits.block_size) if setup.cache and limits.blocks else lambda i: None
-        feed = Offline(trace, 2 * setup.rows, setup.order, setup.window, keys)
-    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.cache, each=setup.each)
+        keys = trace.block_keys(limits.block_size) if setup.enable_prefix_caching and limits.blocks else lambda i: None
+        feed = Offline(trace, 2 * setup.max_num_seqs, setup.order, setup.window, keys)
+    replay = Replay(trace, Scheduler(limits, policy()), time, keys=setup.enable_prefix_caching, each=setup.each)
     began = perf_counter()
     outcome = replay.run(fast, feed)
     return Run(trace, setup, limits, outcome, perf_counter() - began)

@@ -637,8 +637,8 @@ class ArrayBackend(Library):
     def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
         """The model in the folder `path`, run by another library over our cache: a level-2 model, or None.
 
-        Asked for an architecture that nobody registered. It has the attributes max_len, dtype, eos_ids, bos_ids and
-        arch_name besides those of a `CachedModel`. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra.
+        Asked for an architecture that nobody registered. It has the attributes max_model_len, dtype, eos_ids, bos_ids
+        and arch_name besides those of a `CachedModel`. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra.
         """
         return None
 

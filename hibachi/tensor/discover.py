@@ -35,7 +35,7 @@ def known() -> list[str]:
     return sorted(_found())
 
 
-def load(name: str, *, device: Any = None) -> ArrayBackend:
+def load_backend(name: str, *, device: Any = None) -> ArrayBackend:
     """The backend called `name`, on `device` (the library's own notation; None: its default).
 
     Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if
@@ -73,7 +73,7 @@ def _made(name: str, make: Any, device: Any) -> Any:
         ) from e
 
 
-def available() -> list[str]:
+def available_backends() -> list[str]:
     """Names of the backends that load on this machine."""
     return [name for name in known() if why_missing(name) is None]
 
@@ -112,10 +112,10 @@ def resolve(spec: str, *, device: Any = None) -> ArrayBackend:
     """A backend from NAME, `package:object` or `file.py:object` (a backend, its class or factory), or the name of an
     array-API module.
 
-    Raises like `load`.
+    Raises like `load_backend`.
     """
     if spec in _found():
-        return load(spec, device=device)
+        return load_backend(spec, device=device)
     found, named = _object(spec)
     if named:
         return _start(spec, found if callable(found) else lambda: found, device)

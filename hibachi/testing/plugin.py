@@ -14,7 +14,7 @@ import pytest
 
 from hibachi.errors import HibachiError
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import available, known, resolve_any, why_missing
+from hibachi.tensor.discover import available_backends, known, resolve_any, why_missing
 from hibachi.tensor.nine import NineBackend
 from hibachi.testing.causes import cause_of, places
 from hibachi.testing.gaps import Gap, read_gaps
@@ -77,7 +77,7 @@ def backends(config: pytest.Config) -> dict[str, ArrayBackend]:
     Not those that an earlier process could not load, see `lost`.
     """
     if BACKENDS not in config.stash:
-        asked = config.getoption("backend") or config.getini("hibachi_backends") or available()
+        asked = config.getoption("backend") or config.getini("hibachi_backends") or available_backends()
         journal = config.stash.get(JOURNAL, None)
         found: dict[str, ArrayBackend] = {}
         for name in asked:

@@ -47,7 +47,7 @@ def requests(s: Subject) -> Iterator[Variant]:
     for pad in e.pads:
         yield together(f"padded with {show(pad.ravel())}", padding=pad)
     if s.rung == 2:
-        yield together("two at a time, in chunks of at most 3 tokens", rows=2, max_batch_tokens=3, block_size=4)
+        yield together("two at a time, in chunks of at most 3 tokens", rows=2, max_num_batched_tokens=3, block_size=4)
     else:
         yield together("two at a time", rows=2)
 

@@ -61,10 +61,12 @@ class Engines:
         model, backend = self.spy.model, self.spy.backend
         if self.rung is None:
             return FeedforwardBatchInference(model, max_batch_size=rows, backend=backend)
-        options |= {"max_batch_size": rows, "max_model_len": longest, "padding_token": padding}
+        options |= {"max_num_seqs": rows, "max_model_len": longest, "padding_token": padding}
         if self.rung < 2:
             options["deterministic"] = False  # no calls but those of the requests
-        options["prefix_cache"] = False  # everything is to be computed by the model, also what was computed before
+        options["enable_prefix_caching"] = (
+            False  # everything is to be computed by the model, also what was computed before
+        )
         return AutoregressiveBatchInference(model, backend=backend, **options)
 
     def engine(self, **options: Any) -> Any:
@@ -92,7 +94,7 @@ class Engines:
         if self.rung is None:
             return engine.run(prompt)
         if self.vocab is None:
-            return engine.run(prompt, max_new_tokens=n or self.n)
+            return engine.run(prompt, max_tokens=n or self.n)
         logprobs = min(CANDIDATES, self.vocab)
         return engine.run(prompt, SamplingParams(temperature=0, max_tokens=n or self.n, logprobs=logprobs))
 

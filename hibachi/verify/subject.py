@@ -147,7 +147,7 @@ class Subject:
         size = getattr(model, "vocab_size", None)
         self.vocab: int | None = size if self.rung else None
         self.ids: int | Any | None = None if feedforward else vocab_size or size
-        limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_len", None)
+        limit = max_model_len or getattr(model, "max_model_len", None) or getattr(model, "max_model_len", None)
         self.limit: int | None = limit if isinstance(limit, int) else None
         found = self._given(examples)
         self._sized(min(map(len, found)) if found and self.rung is not None else 1, limit)

@@ -115,7 +115,7 @@ class Draw:
                 params["logits_processors"] = [given]
             values["params"] = params
         else:
-            values["max_new_tokens"] = rng.choice((1, 3, 8, 20))
+            values["max_tokens"] = rng.choice((1, 3, 8, 20))
         values["terms"] = terms = _Fields(tenant=rng.choice("abc"), cache_salt=rng.choice(SALTS))
         if kind == "predicate":
             values["stop"] = given
@@ -175,7 +175,7 @@ class Draw:
 
     def _arguments(self, values: dict[str, Any]) -> None:
         rng = self.rng
-        for name in ("max_new_tokens", "stop", "include_stop"):
+        for name in ("max_tokens", "stop", "include_stop"):
             if rng.random() < 0.15:
                 values[name] = rng.choice(ODD if rng.random() < 0.3 else RUN[name])
         if rng.random() < 0.15:

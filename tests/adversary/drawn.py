@@ -428,7 +428,7 @@ def embeds(size: int) -> dict[str, Any]:
 RUN: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "params": (),
-    "max_new_tokens": (*WHOLE, np.int64(3)),
+    "max_tokens": (*WHOLE, np.int64(3)),
     "stop": (None, STOP, [1, 2], (), {3}, np.array([1]), *PREDICATES, *IDS),
     "include_stop": (True, False),
     "prompt_embeds": (),

@@ -184,7 +184,7 @@ class Round:
                 free = (t for t in range(WORDS, place.texts.vocab_size) if t not in used)
                 place.triggers = list(itertools.islice(free, len(FAULTS)))
                 place.mischief.arm(place.triggers)
-            more: dict[str, Any] = {"params": SamplingParams(max_tokens=1)} if place.sampled else {"max_new_tokens": 1}
+            more: dict[str, Any] = {"params": SamplingParams(max_tokens=1)} if place.sampled else {"max_tokens": 1}
             place.mischief.ask = lambda: engine.run(place.prompt([1, 2]), **more).collect()
         assert used.isdisjoint(place.triggers), "an innocent request has a hostile token"
 

@@ -77,15 +77,15 @@ class Case:
 def options_of(rng: random.Random, level: int) -> dict[str, Any]:
     """How the engine of a round is set up."""
     options: dict[str, Any] = {
-        "max_batch_size": rng.choice((3, 5, 8)),
-        "max_waiting": 80,
+        "max_num_seqs": rng.choice((3, 5, 8)),
+        "max_num_queued_reqs": 80,
         "pause_after": rng.choice((1, 4, 16)),
         "policy": rng.choice(("priority", "fcfs", "fair", "shares", "waiting-served", "aging")),
     }
     if level == 2:
         options |= {
             "block_size": rng.choice((1, 3, 4, 8)),
-            "max_batch_tokens": rng.choice((8, 24, 64)),
+            "max_num_batched_tokens": rng.choice((8, 24, 64)),
             "max_prefill_tokens": rng.choice((None, 5)),
         }
     return options
@@ -97,8 +97,10 @@ def _policy(options: dict[str, Any]) -> dict[str, Any]:
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
     """The engine of the solo runs."""
-    alone = {"max_batch_size": 1}
-    return alone | ({"prefix_cache": False, "block_size": options["block_size"]} if "block_size" in options else {})
+    alone = {"max_num_seqs": 1}
+    return alone | (
+        {"enable_prefix_caching": False, "block_size": options["block_size"]} if "block_size" in options else {}
+    )
 
 
 def _cache_bytes(model: Any, options: dict[str, Any]) -> int:
@@ -112,14 +114,14 @@ def own(level: int, *models: type, library: str = "numpy") -> Make:
 
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
         made = rng.choice(models)
-        backend = hibachi.load(library)
+        backend = hibachi.load_backend(library)
         mischief = Mischief(()) if solo else Mischief()
         model = made(mischief, backend)
         asked = _alone(options) if solo else _policy(options)
         if level < 2:
             asked["padding_token"] = np.zeros((1, 2)) if made is ForwardOfFloats else np.zeros(1, np.int64)
         elif not solo:
-            asked["cache_bytes"] = _cache_bytes(model, options)
+            asked["kv_cache_memory_bytes"] = _cache_bytes(model, options)
         if not solo:
             asked["record"] = rng.choice((None, os.devnull))
         engine = AutoregressiveBatchInference(model, max_model_len=LENGTH, backend=backend, **asked)
@@ -145,7 +147,7 @@ def shipped(backend: Callable[[], Any]) -> Make:
         model: Any = load_model(TINY, kernels, dtype="float32", max_model_len=LENGTH)
         if not mischief.compiled:
             model = hostile.Around(model, mischief)
-        asked = _alone(options) if solo else _policy(options) | {"cache_bytes": _cache_bytes(model, options)}
+        asked = _alone(options) if solo else _policy(options) | {"kv_cache_memory_bytes": _cache_bytes(model, options)}
         engine = AutoregressiveBatchInference(
             model, max_model_len=LENGTH, deterministic=True, dtype=model.dtype, **asked
         )
@@ -164,7 +166,7 @@ def remote(level: int, model: type) -> Make:
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
         asked = _alone(options) if solo else options | {"policy": options["policy"].replace("aging", "fair")}
         if level == 2 and not solo:
-            asked["cache_bytes"] = _cache_bytes(model(), options)
+            asked["kv_cache_memory_bytes"] = _cache_bytes(model(), options)
         with _surroundings():
             texts = RemoteLLM(f"{hostile.__name__}:{model.__name__}", max_model_len=LENGTH, **asked)
         return Place(texts, texts.engine, level, remote=True, embed_size=getattr(model, "embed_size", None))
@@ -208,7 +210,7 @@ CASES: dict[str, Case] = {
     "another process, level 2": Case(remote(2, Step), 2, soak=True),
     "torch, native, level 2": Case(shipped(lambda: _torch(True)), 2, soak=True),
     "jax, level 1": Case(own(1, Logits, library="jax"), 1, soak=True, bound=300.0, memory=PROGRAMS),
-    "jax, level 2": Case(shipped(lambda: hibachi.load("jax")), 2, soak=True, bound=300.0, memory=PROGRAMS),
+    "jax, level 2": Case(shipped(lambda: hibachi.load_backend("jax")), 2, soak=True, bound=300.0, memory=PROGRAMS),
 }
 
 
@@ -257,7 +259,7 @@ def innocents(place: Place) -> list[Innocent]:
             more = {"stop": STOP}
         terms = Terms(priority=n % 3, tenant=f"innocent {n % 4}")
         if not place.sampled:
-            out.append(Innocent(ids, None, more | {"max_new_tokens": limit}, terms))
+            out.append(Innocent(ids, None, more | {"max_tokens": limit}, terms))
         else:
             out.append(Innocent(ids, params.with_(max_tokens=limit), {} if place.remote else more, terms))
     return out

@@ -38,7 +38,7 @@ every_toy = pytest.mark.parametrize("toy", [SumPaged, SumState, SumBoth], ids=la
 
 @pytest.fixture(params=["numpy", "torch"])
 def library(request):
-    return hibachi.load(request.param, device="cpu").plain()  # models here look into their caches
+    return hibachi.load_backend(request.param, device="cpu").plain()  # models here look into their caches
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def together(serve):
         model.door = Door()
         if hasattr(model, "cache_spec"):
             options = {"deterministic": False} | options  # no pass but those of the requests
-        engine = serve(model, max_batch_size=len(prompts), **options)
-        first = engine.run(np.zeros_like(prompts[0])[:1] if plug is None else plug, params, max_new_tokens=1)
+        engine = serve(model, max_num_seqs=len(prompts), **options)
+        first = engine.run(np.zeros_like(prompts[0])[:1] if plug is None else plug, params, max_tokens=1)
         model.door.reached()
-        streams = [engine.run(p, params, max_new_tokens=limit) for p in prompts]
+        streams = [engine.run(p, params, max_tokens=limit) for p in prompts]
         model.door.open()
         first.collect()
         return engine, streams
@@ -166,7 +166,7 @@ class BufferedFrames(SumFrames):
 
 def test_c4_outputs_that_reuse_a_buffer(serve, library):
     engine = serve(BufferedNext(library, ()))
-    streams = [engine.run(list(range(n)), max_new_tokens=9) for n in (1, 4, 6, 4)]  # lengths: three calls a step
+    streams = [engine.run(list(range(n)), max_tokens=9) for n in (1, 4, 6, 4)]  # lengths: three calls a step
     until_done(engine, len(streams))
     for stream, n in zip(streams, (1, 4, 6, 4), strict=True):
         assert ints(stream.collect()) == list(range(n, n + 9))
@@ -183,7 +183,7 @@ def test_c4_outputs_that_reuse_a_buffer_of_floats(serve, library):
             return self.out(tokens[:, -1] / 2)
 
     engine = serve(Halves(library, (2,), "float64"))
-    streams = [engine.run(np.array([[8.0, n]]), max_new_tokens=3) for n in range(4)]
+    streams = [engine.run(np.array([[8.0, n]]), max_tokens=3) for n in range(4)]
     until_done(engine, 4)
     for n, stream in enumerate(streams):
         assert [host(item).tolist() for item in stream] == [[4, n / 2], [2, n / 4], [1, n / 8]]
@@ -192,7 +192,7 @@ def test_c4_outputs_that_reuse_a_buffer_of_floats(serve, library):
 def test_c4_outputs_that_reuse_a_buffer_at_level_2(serve, library):
     engine = serve(BufferedFrames(library), max_model_len=64)
     prompts = [[[1, 2, 3]], [[1, 0, 5], [3, 6, 2], [1, 1, 1]], [[0, 2, 6], [3, 1, 5]]]
-    streams = [engine.run(np.array(p, np.int32), max_new_tokens=6) for p in prompts]
+    streams = [engine.run(np.array(p, np.int32), max_tokens=6) for p in prompts]
     until_done(engine, len(prompts))
     for prompt, stream in zip(prompts, streams, strict=True):
         assert [host(item).tolist() for item in stream] == expected(prompt, 6)
@@ -210,14 +210,14 @@ def test_c4_outputs_that_reuse_a_buffer_with_a_state(serve, library):
             return self.into.out(host(logits).argmax(1) if library.name == "numpy" else logits.argmax(1)), cache
 
     engine = serve(Tokens(library))
-    streams = [engine.run(np.array(p, np.int32), max_new_tokens=6) for p in GOOD]
+    streams = [engine.run(np.array(p, np.int32), max_tokens=6) for p in GOOD]
     until_done(engine, len(GOOD))
     for prompt, stream in zip(GOOD, streams, strict=True):
         assert ints(stream.collect()) == expected(prompt, 6)
 
 
 def test_c4_outputs_that_reuse_a_buffer_of_a_feedforward_model(serve, library):
-    engine = serve(BufferedDouble(library, (2,), "float64"), max_batch_size=4)
+    engine = serve(BufferedDouble(library, (2,), "float64"), max_num_seqs=4)
     items = [engine.run(np.array([float(n), 1.0])) for n in range(12)]
     until_done(engine, 12)
     assert [host(item.result()).tolist() for item in items] == [[2.0 * n, 2.0] for n in range(12)]
@@ -234,7 +234,7 @@ def test_c4_a_tensor_over_a_buffer_of_numpy(serve, library):
             return view[: len(tokens)]
 
     engine = serve(Bound())
-    stream = engine.run([1], max_new_tokens=8)
+    stream = engine.run([1], max_tokens=8)
     until_done(engine, 1)
     assert ints(stream.collect()) == list(range(2, 10))
 
@@ -251,7 +251,7 @@ def test_c4_views_into_the_tokens_that_the_model_was_given(serve, library):
             return tokens[:, -1]
 
     engine = serve(Keeps())
-    streams = [engine.run([n], max_new_tokens=5) for n in (1, 10)]
+    streams = [engine.run([n], max_tokens=5) for n in (1, 10)]
     until_done(engine, 2)
     assert [ints(s.collect()) for s in streams] == [[2, 3, 4, 5, 6], [11, 12, 13, 14, 15]]
 
@@ -271,9 +271,16 @@ def test_c4_views_into_the_cache(serve, library):
             values.reshape(-1)[at] = float(x.tok[-1]) + 1
             return values.reshape(-1)[at : at + 1], [(keys, values)]
 
-    engine = serve(Shows(), max_model_len=4, block_size=4, cache_bytes=4 * 8 * 2, max_batch_size=1, prefix_cache=False)
-    first = engine.run(np.array([1.0], np.float32), max_new_tokens=3)
-    second = engine.run(np.array([50.0], np.float32), max_new_tokens=3)
+    engine = serve(
+        Shows(),
+        max_model_len=4,
+        block_size=4,
+        kv_cache_memory_bytes=4 * 8 * 2,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+    )
+    first = engine.run(np.array([1.0], np.float32), max_tokens=3)
+    second = engine.run(np.array([50.0], np.float32), max_tokens=3)
     until_done(engine, 2)
     assert ints(first.collect()) == [2, 3, 4] and ints(second.collect()) == [51, 52, 53]
 
@@ -298,7 +305,7 @@ def test_c4_logits_that_reuse_a_buffer(serve, library):
     for model, overlap in ((Logits, False), (Steps, False), (Steps, True)):
         for how in params if model is Steps else params[:1]:
             engine = serve(model(library), overlap=overlap, max_model_len=64)
-            streams = [engine.run(p, how, max_new_tokens=6) for p in GOOD]
+            streams = [engine.run(p, how, max_tokens=6) for p in GOOD]
             until_done(engine, len(GOOD))
             assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
 
@@ -315,8 +322,8 @@ def test_c4_logits_that_reuse_a_buffer_in_several_calls_of_a_step(serve, library
             out, cache = super().step(params, cache, x)
             return self.into.out(out), cache
 
-    engine = serve(Steps(few), backend=few, max_model_len=64, max_batch_size=8)
-    streams = [engine.run(p, GREEDY, max_new_tokens=6) for p in GOOD]
+    engine = serve(Steps(few), backend=few, max_model_len=64, max_num_seqs=8)
+    streams = [engine.run(p, GREEDY, max_tokens=6) for p in GOOD]
     assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
 
 
@@ -381,7 +388,7 @@ def test_c4_a_stop_predicate_that_writes_into_its_argument(serve, library):
 
     for model, prompt in ((BufferedNext(library, ()), [3]), (SumLogits(library), [1, 2])):
         engine = serve(model)
-        stream = engine.run(prompt, max_new_tokens=4, stop=where)
+        stream = engine.run(prompt, max_tokens=4, stop_rule=where)
         assert ints(stream.collect()) == ([4, 5, 6, 7] if prompt == [3] else expected(prompt, 4))
 
 
@@ -446,15 +453,15 @@ def test_m1_a_model_that_writes_into_lengths_at_level_0(serve, library):
             return out
 
     engine = serve(Counts(), padding_token=0)
-    streams = [engine.run([0] * n, max_new_tokens=3) for n in (1, 3)]
+    streams = [engine.run([0] * n, max_tokens=3) for n in (1, 3)]
     assert [ints(s.collect()) for s in streams] == [[1, 3, 6], [3, 7, 12]]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_m1_a_model_that_writes_into_the_inputs_of_a_step(serve, library, overlap):
-    for options in ({}, {"max_batch_tokens": 7}):
-        engine = serve(Zeroes(library), max_model_len=64, block_size=4, overlap=overlap, max_batch_size=4, **options)
-        streams = [engine.run(p, GREEDY, max_new_tokens=12) for p in GOOD * 2]
+    for options in ({}, {"max_num_batched_tokens": 7}):
+        engine = serve(Zeroes(library), max_model_len=64, block_size=4, overlap=overlap, max_num_seqs=4, **options)
+        streams = [engine.run(p, GREEDY, max_tokens=12) for p in GOOD * 2]
         for prompt, stream in zip(GOOD * 2, streams, strict=True):
             assert stream.collect() == expected(prompt, 12)
         until_done(engine, len(streams))
@@ -505,7 +512,7 @@ def test_m1_a_model_that_empties_the_list_of_caches_and_fails(together, library,
     with pytest.raises(ModelError, match="poisoned"):
         streams.pop().collect()
     assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD]
-    assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+    assert engine.run([1], GREEDY, max_tokens=5).collect() == expected([1], 5)
 
 
 def test_m1_a_model_that_empties_the_list_that_it_returned(serve, library):
@@ -520,7 +527,7 @@ def test_m1_a_model_that_empties_the_list_that_it_returned(serve, library):
             return out
 
     engine = serve(Later(library), max_model_len=64)
-    assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+    assert engine.run([1], GREEDY, max_tokens=5).collect() == expected([1], 5)
 
 
 # ---- Low: outputs of a wrong kind --------------------------------------------------------------------------------
@@ -643,7 +650,7 @@ def test_low_integers_may_be_logits(serve, library):
         def logits(self, tokens, lengths):
             return library.put(np.eye(10, dtype=np.int64)[(host(tokens)[:, -1] + 1) % 10])
 
-    assert serve(Whole()).run([1], GREEDY, max_new_tokens=3).collect() == [2, 3, 4]
+    assert serve(Whole()).run([1], GREEDY, max_tokens=3).collect() == [2, 3, 4]
 
 
 def test_low_bools_where_tokens_are_bools(serve, library):
@@ -655,9 +662,9 @@ def test_low_bools_where_tokens_are_bools(serve, library):
         def forward(self, tokens):
             return library.put(np.ones(tokens.shape[0], np.int64))
 
-    assert ints(serve(Flips()).run(np.array([True]), max_new_tokens=3).collect()) == [0, 1, 0]
+    assert ints(serve(Flips()).run(np.array([True]), max_tokens=3).collect()) == [0, 1, 0]
     with pytest.raises(InvalidModelOutput, match=r"must return bool tokens, as the prompt's are; got .*int64"):
-        serve(Numbers()).run(np.array([True]), max_new_tokens=3).collect()
+        serve(Numbers()).run(np.array([True]), max_tokens=3).collect()
 
 
 # ---- Low: tokens that the history cannot hold --------------------------------------------------------------------
@@ -743,13 +750,13 @@ def test_low_a_token_that_its_history_cannot_hold_at_level_2(together, library):
 def test_low_a_prompt_that_the_engine_cannot_hold(serve, library):
     """token= decides the dtype; a prompt that does not fit is refused and not wrapped."""
     engine = serve(Grows(library, 1), token=np.int32(0))
-    assert ints(engine.run(np.array([5], np.int64), max_new_tokens=1).collect()) == [5]
+    assert ints(engine.run(np.array([5], np.int64), max_tokens=1).collect()) == [5]
     with pytest.raises(InvalidRequest, match="cannot hold 14700000000, token 1 of the prompt"):
-        engine.run(np.array([1, 14700000000]), max_new_tokens=1)
+        engine.run(np.array([1, 14700000000]), max_tokens=1)
     floats = serve(Grows(library, 1, "float32"), token=np.float32(0))
     with pytest.raises(InvalidRequest, match=r"cannot hold 1e\+50, token 0 of the prompt"):
-        floats.run(np.array([1e50]), max_new_tokens=1)
-    assert len(floats.run(np.array([np.inf, 0.1]), max_new_tokens=1).collect()) == 1  # which float32 has as well
+        floats.run(np.array([1e50]), max_tokens=1)
+    assert len(floats.run(np.array([np.inf, 0.1]), max_tokens=1).collect()) == 1  # which float32 has as well
 
 
 # ---- Low: caches of a wrong kind ---------------------------------------------------------------------------------
@@ -800,7 +807,7 @@ def test_low_a_cache_of_a_wrong_kind(together, library, toy):
         items, error = read(streams.pop(3))
         assert not items and isinstance(error, InvalidModelOutput), (what, items, error)
         assert [s.collect() for s in streams] == [expected(p, 5) for p in GOOD], what
-        assert engine.run([1], GREEDY, max_new_tokens=5).collect() == expected([1], 5)
+        assert engine.run([1], GREEDY, max_tokens=5).collect() == expected([1], 5)
         assert engine.stats().failed == 1
 
 
@@ -823,16 +830,16 @@ def test_low_a_cache_of_a_wrong_kind_from_a_step_begun_early(together, library):
 
 def test_low_a_cache_of_a_wrong_kind_from_a_compiled_step():
     """It is looked at while the step is traced, before the cache is given away: nothing has to be computed again."""
-    library = hibachi.load("jax", device="cpu").plain()
+    library = hibachi.load_backend("jax", device="cpu").plain()
 
     class Wrong(SumPaged):
         def step(self, params, cache, x):
             out, cache = super().step(params, cache, x)
             return out, [None]
 
-    with AutoregressiveBatchInference(Wrong(library), max_model_len=64, max_batch_size=2) as engine:
+    with AutoregressiveBatchInference(Wrong(library), max_model_len=64, max_num_seqs=2) as engine:
         with pytest.raises(InvalidModelOutput, match="layer 0 of the cache as 2 arrays, as it was given; got NoneType"):
-            engine.run([1], GREEDY, max_new_tokens=3).collect()
+            engine.run([1], GREEDY, max_tokens=3).collect()
         assert engine.meters().failed == 0  # steps that failed as a whole
 
 
@@ -849,7 +856,7 @@ def test_low_a_cache_that_is_made_anew_in_every_step(serve, library):
         return library.xp.asarray(array, copy=True)
 
     engine = serve(Functional(library), max_model_len=64)
-    streams = [engine.run(p, GREEDY, max_new_tokens=6) for p in GOOD]
+    streams = [engine.run(p, GREEDY, max_tokens=6) for p in GOOD]
     assert [s.collect() for s in streams] == [expected(p, 6) for p in GOOD]
 
 
@@ -880,7 +887,7 @@ class AsksLater(Asks):
 @contextmanager
 def asked(engine):
     """A stream that ends after a while, if nothing else happens: where nobody refuses to wait, the test goes on."""
-    stream = engine.run([50], max_new_tokens=2)
+    stream = engine.run([50], max_tokens=2)
     guard = threading.Timer(PATIENCE / 4, stream.close)
     guard.start()
     try:
@@ -910,12 +917,12 @@ WAITS_LATER = {
 
 def refused(engine):
     """A request of the poison fails with the reason, the others and the engine go on."""
-    good, bad = engine.run([20], max_new_tokens=3), engine.run([POISON], max_new_tokens=3)
+    good, bad = engine.run([20], max_tokens=3), engine.run([POISON], max_tokens=3)
     items, error = read(bad)
     assert not items and isinstance(error, ModelError), (items, error)
     assert isinstance(error.__cause__, EngineError) and "own thread" in str(error)
     assert ints(good.collect()) == [21, 22, 23]
-    assert ints(engine.run([30], max_new_tokens=2).collect()) == [31, 32]
+    assert ints(engine.run([30], max_tokens=2).collect()) == [31, 32]
 
 
 @pytest.mark.parametrize("how", WAITS)
@@ -966,8 +973,8 @@ def test_low_a_stop_predicate_that_waits_for_its_own_engine(serve, library):
             return stream.collect() == []
 
     with pytest.raises(InvalidRequest, match="own thread"):
-        engine.run([1], max_new_tokens=2, stop=where).collect()
-    assert ints(engine.run([1], max_new_tokens=2).collect()) == [2, 3]
+        engine.run([1], max_tokens=2, stop_rule=where).collect()
+    assert ints(engine.run([1], max_tokens=2).collect()) == [2, 3]
 
 
 def test_low_a_model_may_wait_for_another_engine(serve, library):
@@ -976,7 +983,7 @@ def test_low_a_model_may_wait_for_another_engine(serve, library):
     got = []
     for kind, ask in ((Asks, lambda s: got.extend(ints(s.collect()))), (AsksLater, WAITS_LATER["async for"])):
         engine = serve(kind(ask, of=lambda model: other))
-        assert ints(engine.run([POISON], max_new_tokens=2).collect()) == [POISON + 1, POISON + 2]
+        assert ints(engine.run([POISON], max_tokens=2).collect()) == [POISON + 1, POISON + 2]
     assert got == [51, 52]
 
 

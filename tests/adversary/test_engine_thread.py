@@ -48,7 +48,7 @@ BAD = 7  # the token of a hostile request
 
 def after(engine, prompt=(1, 2), n=4, params=GREEDY):
     """The engine still serves, and gives what it gives alone."""
-    stream = engine.run(list(prompt), params, max_new_tokens=n)
+    stream = engine.run(list(prompt), params, max_tokens=n)
     return Background(stream.collect).result() == expected(list(prompt), n)
 
 
@@ -60,8 +60,8 @@ HUGE = (2**31 - 1, 2**31, 2**63, 2**64, 10**400)
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed"])
 def test_c1_huge_integers_end_nobody(serve, name, number):
-    engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=4, stop_token=3)
-    good = engine.run([1, 2], GREEDY, max_new_tokens=9)
+    engine = serve(SumPaged(hibachi.load_backend("numpy")), max_num_seqs=4, stop_token=3)
+    good = engine.run([1, 2], GREEDY, max_tokens=9)
     params = SamplingParams(temperature=0, max_tokens=None).with_(**{name: number})
     found = Background(engine.run([4, 5], params).collect).result()
     assert found == expected([4, 5], len(found)), "it keeps its meaning"
@@ -71,8 +71,8 @@ def test_c1_huge_integers_end_nobody(serve, name, number):
 
 
 def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
-    with AutoregressiveBatchInference(SumLogits(hibachi.load("numpy")), max_model_len=12) as engine:
-        every = tuple(range(SumLogits(hibachi.load("numpy")).vocab_size))
+    with AutoregressiveBatchInference(SumLogits(hibachi.load_backend("numpy")), max_model_len=12) as engine:
+        every = tuple(range(SumLogits(hibachi.load_backend("numpy")).vocab_size))
         params = SamplingParams(temperature=0, max_tokens=None, min_tokens=2**40, stop_token_ids=every[:-1])
         found = Background(engine.run([1, 2], params).collect).result()
         assert len(found) == 10 and set(found) == {every[-1]}
@@ -81,8 +81,8 @@ def test_c1_min_tokens_beyond_what_fits_keeps_stop_tokens_away_up_to_the_end():
 def test_c1_a_generation_config_with_a_huge_top_k(tmp_path):
     from hibachi.model.generation import generation_defaults
 
-    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_new_tokens": 1e400}')
-    with pytest.raises(hibachi.InvalidModelFiles, match="max_new_tokens"):
+    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648, "max_tokens": 1e400}')
+    with pytest.raises(hibachi.InvalidModelFiles, match="max_tokens"):
         generation_defaults(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
     assert SamplingParams(**generation_defaults(tmp_path)).top_k == MOST_INT
@@ -125,7 +125,7 @@ def test_l_values_of_any_type_are_refused_in_few_words(field, value):
 
 
 def test_l_long_words_of_a_model_are_cut(serve):
-    stream = serve(raiser(ValueError("x" * 10**6))).run([BAD], max_new_tokens=1)
+    stream = serve(raiser(ValueError("x" * 10**6))).run([BAD], max_tokens=1)
     with pytest.raises(ModelError, match="1000000 characters") as e:
         Background(stream.collect).result()
     assert len(str(e.value)) < 3000
@@ -140,14 +140,14 @@ def test_c1_priorities_without_a_meaning_are_refused_with_the_range(priority):
 @pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 5e-324, 1e-30])
 def test_l_extreme_temperatures_draw_only_what_is_allowed(serve, temperature):
     """In float32 1e39 is infinite, and -inf / inf was NaN: token 0 came, which was not allowed."""
-    engine = serve(SumLogits(hibachi.load("numpy")))
+    engine = serve(SumLogits(hibachi.load_backend("numpy")))
     params = SamplingParams(temperature=temperature, allowed_token_ids=[3, 4, 5], max_tokens=8, seed=1)
     assert set(Background(engine.run([1], params).collect).result()) <= {3, 4, 5}
 
 
 @pytest.mark.parametrize("penalty", [1e300, 1e-300, 1e39])
 def test_l_extreme_penalties_leave_finite_logits(serve, penalty):
-    engine = serve(SumLogits(hibachi.load("numpy")))
+    engine = serve(SumLogits(hibachi.load_backend("numpy")))
     params = SamplingParams(temperature=0, repetition_penalty=penalty, max_tokens=3)
     assert len(Background(engine.run([1, 2], params).collect).result()) == 3
 
@@ -158,10 +158,10 @@ def test_l_extreme_penalties_leave_finite_logits(serve, penalty):
 @pytest.mark.parametrize("timeout", [1e11, 1e300, 2**62, 1e-320])
 def test_c2_any_timeout_with_a_slow_reader(serve, timeout):
     engine = serve(Next(), pause_after=1)
-    slow = engine.run([3], max_new_tokens=50, terms=Terms(timeout=timeout, queue_timeout=timeout))
+    slow = engine.run([3], max_tokens=50, terms=Terms(timeout=timeout, queue_timeout=timeout))
     if timeout > 1:
         until(lambda: engine.health().paused == 1)
-    assert ints(Background(engine.run([5], max_new_tokens=1).collect).result()) == [6]
+    assert ints(Background(engine.run([5], max_tokens=1).collect).result()) == [6]
     assert engine.health().state == "idle"
     slow.close()
 
@@ -194,11 +194,11 @@ class Odd(Fcfs):
 @pytest.mark.parametrize("method", ["rank", "push"])
 def test_c1_a_policy_that_cannot_rank_a_request_ends_that_one(serve, method):
     gate = Gate()
-    engine = serve(gate, policy=Odd(method), max_batch_size=2)
-    running = engine.run([1], max_new_tokens=3)
+    engine = serve(gate, scheduling_policy=Odd(method), max_num_seqs=2)
+    running = engine.run([1], max_tokens=3)
     gate.wait()
     bad = engine.run([2], terms=Terms(priority=BAD, timeout=60.0))
-    waits = engine.run([20], max_new_tokens=2)
+    waits = engine.run([20], max_tokens=2)
     gate.open()
     with pytest.raises(InternalError, match=r"could not handle this request: ZeroDivisionError: no"):
         Background(bad.collect).result()
@@ -210,8 +210,8 @@ def test_c1_a_policy_that_cannot_rank_a_request_ends_that_one(serve, method):
 
 @pytest.mark.parametrize("policy", [Priority(age=1.0), Fair(), Fcfs(), "waiting-served"])
 def test_c1_any_priority_with_any_policy(serve, policy):
-    engine = serve(Next(), policy=policy, max_batch_size=1)
-    streams = [engine.run([i], max_new_tokens=2, terms=Terms(priority=p)) for i, p in enumerate((2**63 - 1, -(2**63)))]
+    engine = serve(Next(), scheduling_policy=policy, max_num_seqs=1)
+    streams = [engine.run([i], max_tokens=2, terms=Terms(priority=p)) for i, p in enumerate((2**63 - 1, -(2**63)))]
     for i, s in enumerate(streams):
         assert ints(Background(s.collect).result()) == [i + 1, i + 2]
 
@@ -225,14 +225,14 @@ REFUSALS = pytest.mark.parametrize(
 def test_c1_a_request_that_the_runner_cannot_admit_ends_alone(serve, monkeypatch, error):
     """Beside requests that share its prompt's blocks, which it was to compute."""
     backend = GatedNumpy()
-    engine = serve(SumPaged(backend), backend=backend, block_size=4, max_batch_size=4)
+    engine = serve(SumPaged(backend), backend=backend, block_size=4, max_num_seqs=4)
     same = [1, 2, 3, 4, 5, 6, 8, 9]
-    first = engine.run([5], GREEDY, max_new_tokens=1)
+    first = engine.run([5], GREEDY, max_tokens=1)
     backend.wait()
     runner = engine._worker.engine.runner
     inner, failing = runner.admit, [error]
     monkeypatch.setattr(runner, "admit", lambda seq: fail(failing.pop()) if failing else inner(seq))
-    streams = [engine.run([*same, i], GREEDY, max_new_tokens=4) for i in range(4)]
+    streams = [engine.run([*same, i], GREEDY, max_tokens=4) for i in range(4)]
     backend.open()
     first.collect()
     check_one_ended(engine, streams, [[*same, i] for i in range(4)], 4, error)
@@ -257,9 +257,9 @@ def check_one_ended(engine, streams, prompts, n, error):
 def test_c1_a_request_whose_tokens_cannot_be_kept_ends_alone(serve, monkeypatch, error):
     """It loses its row, as there are too few blocks for all."""
     backend = GatedNumpy()
-    engine = serve(SumPaged(backend), backend=backend, block_size=2, max_batch_size=4, cache_bytes=12 * 2 * 20)
+    engine = serve(SumPaged(backend), backend=backend, block_size=2, max_num_seqs=4, kv_cache_memory_bytes=12 * 2 * 20)
     prompts = [[i, 1, i] for i in range(4)]
-    streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
     backend.wait()
     runner = engine._worker.engine.runner
     inner, failing = runner.suspend, [error]
@@ -321,9 +321,9 @@ def test_h1_whatever_a_model_raises_ends_its_request(serve, error, how):
         model.forward = forward
         if isinstance(error, (StopIteration, GeneratorExit)):
             pytest.skip("a coroutine cannot raise it")
-    engine = serve(model, max_batch_size=3)
-    good = [engine.run([100 * i], max_new_tokens=9) for i in (1, 2)]
-    bad = engine.run([BAD], max_new_tokens=2)
+    engine = serve(model, max_num_seqs=3)
+    good = [engine.run([100 * i], max_tokens=9) for i in (1, 2)]
+    bad = engine.run([BAD], max_tokens=2)
     with pytest.raises(OutOfCapacity if isinstance(error, MemoryError) else ModelError):
         Background(bad.collect).result()
     for i, s in zip((1, 2), good, strict=True):
@@ -343,7 +343,7 @@ def test_h1_a_cancelled_call_in_an_async_model(serve):
             return super().forward(tokens)
 
     engine = serve(Calls())
-    good, bad = engine.run([100], max_new_tokens=5), engine.run([BAD], max_new_tokens=5)
+    good, bad = engine.run([100], max_tokens=5), engine.run([BAD], max_tokens=5)
     with pytest.raises(ModelError, match="CancelledError"):
         Background(bad.collect).result()
     assert ints(Background(good.collect).result()) == [101, 102, 103, 104, 105]
@@ -354,11 +354,11 @@ def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(ser
     def fails(*_):
         raise error
 
-    engine = serve(SumLogits(hibachi.load("numpy")), max_batch_size=3)
-    good = engine.run([1, 2], GREEDY, max_new_tokens=6)
+    engine = serve(SumLogits(hibachi.load_backend("numpy")), max_num_seqs=3)
+    good = engine.run([1, 2], GREEDY, max_tokens=6)
     bad = [
-        engine.run([3], GREEDY, max_new_tokens=6, stop=StopRule(where=fails)),
-        engine.run([4], GREEDY.with_(logits_processors=[fails]), max_new_tokens=6),
+        engine.run([3], GREEDY, max_tokens=6, stop_rule=StopRule(where=fails)),
+        engine.run([4], GREEDY.with_(logits_processors=[fails]), max_tokens=6),
     ]
     for s in bad:
         with pytest.raises(InvalidRequest, match=type(error).__name__):
@@ -367,7 +367,7 @@ def test_h1_whatever_a_stop_predicate_or_a_processor_raises_ends_its_request(ser
 
 
 def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
-    engine = serve(SumPaged(hibachi.load("numpy")), max_batch_size=2)
+    engine = serve(SumPaged(hibachi.load_backend("numpy")), max_num_seqs=2)
     assert after(engine)
     runner = engine._worker.engine.runner
     inner = runner.inputs.packed
@@ -378,7 +378,7 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
         return inner(rows, start, q, *rest)
 
     monkeypatch.setattr(runner.inputs, "packed", broken)
-    bad = engine.run([1] * 9, GREEDY, max_new_tokens=2)
+    bad = engine.run([1] * 9, GREEDY, max_tokens=2)
     with pytest.raises(ModelError):
         Background(bad.collect).result()
     monkeypatch.setattr(runner.inputs, "packed", inner)
@@ -389,7 +389,7 @@ def test_h1_a_defect_of_ours_is_told_from_one_of_the_model(serve, monkeypatch):
     lower = exec_in("hibachi.plan.lower", lower)
     monkeypatch.setattr(inputs, "lower", lower)
     with pytest.raises(InternalError, match=r"IndexError: a defect.*Please report it"):
-        Background(engine.run([1, 2], GREEDY, max_new_tokens=2).collect).result()
+        Background(engine.run([1, 2], GREEDY, max_tokens=2).collect).result()
 
 
 def exec_in(module, function):
@@ -403,7 +403,7 @@ def test_h1_a_wrong_signature_is_the_models_fault(serve):
             return tokens
 
     with pytest.raises(ModelError, match="TypeError"):
-        Background(serve(Two()).run([1], max_new_tokens=1).collect).result()
+        Background(serve(Two()).run([1], max_tokens=1).collect).result()
 
 
 # ---- failures keep text ------------------------------------------------------------------------------------------
@@ -432,8 +432,8 @@ def test_h6_a_failure_keeps_the_words_of_its_traceback_and_no_frames(serve):
                     raise ValueError("bad row", id(hidden)) from e
             return super().forward(tokens)
 
-    engine = serve(Holds(), max_batch_size=4)
-    streams = [engine.run([BAD], max_new_tokens=2) for _ in range(8)]
+    engine = serve(Holds(), max_num_seqs=4)
+    streams = [engine.run([BAD], max_tokens=2) for _ in range(8)]
     errors = []
     for s in streams:
         with pytest.raises(ModelError, match=r"ValueError: .*bad row") as caught:
@@ -455,9 +455,9 @@ def test_h7_bad_requests_in_a_row_end_only_themselves(serve, caplog):
         def forward(self, tokens):
             return np.zeros((len(tokens), 2), int) if (tokens == BAD).any() else super().forward(tokens)
 
-    engine = serve(Sometimes(), max_batch_size=1)
-    bad = [engine.run([BAD], max_new_tokens=2) for _ in range(5)]
-    good = [engine.run([10 * i], max_new_tokens=2) for i in range(1, 4)]
+    engine = serve(Sometimes(), max_num_seqs=1)
+    bad = [engine.run([BAD], max_tokens=2) for _ in range(5)]
+    good = [engine.run([10 * i], max_tokens=2) for i in range(1, 4)]
     for s in bad:
         with pytest.raises(InvalidModelOutput):
             Background(s.collect).result()
@@ -472,16 +472,16 @@ def test_h7_health_and_log_say_that_every_output_is_invalid(serve, caplog):
         def forward(self, tokens):
             return super().forward(tokens) if self.right else tokens[:, -1] / 2
 
-    engine = serve(Wrong(), max_batch_size=1)
+    engine = serve(Wrong(), max_num_seqs=1)
     with caplog.at_level(logging.ERROR, "hibachi.engine"):
         for _ in range(5):
             with pytest.raises(InvalidModelOutput):
-                Background(engine.run([1], max_new_tokens=2).collect).result()
+                Background(engine.run([1], max_tokens=2).collect).result()
     health = engine.health()
     assert health.ok and "Every output of the last 5 steps was invalid: Wrong.forward must" in health.message
     assert len([r for r in caplog.records if "every output of the last" in r.message]) == 1
     engine.model.right = True
-    assert ints(Background(engine.run([1], max_new_tokens=1).collect).result()) == [2]
+    assert ints(Background(engine.run([1], max_tokens=1).collect).result()) == [2]
     assert "invalid" not in engine.health().message
 
 
@@ -507,11 +507,11 @@ def breaks(engine, monkeypatch, times=1, *, by=DEFECT):
 @pytest.mark.parametrize("by", [RuntimeError("a defect"), SystemExit(1), MemoryError("no more")])
 @pytest.mark.parametrize("toy", [SumLogits, SumPaged])
 def test_c1_after_a_failed_loop_new_requests_are_served_by_a_new_one(serve, monkeypatch, toy, by):
-    engine = serve(toy(hibachi.load("numpy")), restart="on_failure", policy="fair", max_batch_size=2)
+    engine = serve(toy(hibachi.load_backend("numpy")), restart="on_failure", scheduling_policy="fair", max_num_seqs=2)
     assert after(engine)
     before = engine.stats()
     breaks(engine, monkeypatch, by=by)
-    lost = [engine.run([i], GREEDY, max_new_tokens=3) for i in range(1, 4)]
+    lost = [engine.run([i], GREEDY, max_tokens=3) for i in range(1, 4)]
     ended = []
     for i, s in enumerate(lost, 1):
         try:
@@ -527,11 +527,11 @@ def test_c1_after_a_failed_loop_new_requests_are_served_by_a_new_one(serve, monk
 
 
 def test_c1_three_failed_loops_in_a_row_without_a_token_are_the_end(serve, monkeypatch):
-    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure")
+    engine = serve(SumPaged(hibachi.load_backend("numpy")), restart="on_failure")
     breaks(engine, monkeypatch, times=100)
     for _ in range(4):
         with pytest.raises(EngineFailed, match="a defect"):
-            Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+            Background(engine.run([1], GREEDY, max_tokens=2).collect).result()
     until(lambda: engine.health().state == "failed")
     with pytest.raises(EngineFailed):
         engine.run([1], GREEDY)
@@ -539,31 +539,33 @@ def test_c1_three_failed_loops_in_a_row_without_a_token_are_the_end(serve, monke
 
 
 def test_c1_a_token_in_between_forgives(serve, monkeypatch):
-    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure")
+    engine = serve(SumPaged(hibachi.load_backend("numpy")), restart="on_failure")
     left = breaks(engine, monkeypatch, times=0)
     for _ in range(5):
         left.append(RuntimeError("a defect"))
         with pytest.raises(EngineFailed):
-            Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+            Background(engine.run([1], GREEDY, max_tokens=2).collect).result()
         assert after(engine)
     assert engine.health().restarts == 5
 
 
 def test_c1_without_restart_a_failed_loop_is_the_end(serve, monkeypatch):
-    engine = serve(SumPaged(hibachi.load("numpy")))
+    engine = serve(SumPaged(hibachi.load_backend("numpy")))
     breaks(engine, monkeypatch)
     with pytest.raises(EngineFailed):
-        Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+        Background(engine.run([1], GREEDY, max_tokens=2).collect).result()
     with pytest.raises(EngineFailed):
         engine.run([1], GREEDY)
 
 
 def test_c1_a_recording_goes_on_with_the_new_loop(serve, monkeypatch, tmp_path):
-    engine = serve(SumPaged(hibachi.load("numpy")), restart="on_failure", record=tmp_path / "record", max_batch_size=2)
+    engine = serve(
+        SumPaged(hibachi.load_backend("numpy")), restart="on_failure", record=tmp_path / "record", max_num_seqs=2
+    )
     assert after(engine)
     breaks(engine, monkeypatch)
     with pytest.raises(EngineFailed):
-        Background(engine.run([1], GREEDY, max_new_tokens=2).collect).result()
+        Background(engine.run([1], GREEDY, max_tokens=2).collect).result()
     assert after(engine)
     engine.close()
     monkeypatch.undo()
@@ -580,7 +582,7 @@ def fail(error):
 @pytest.mark.parametrize("how", ["full", "closed", "words"])
 def test_m3_a_recording_that_cannot_go_on_ends_alone(serve, tmp_path, caplog, monkeypatch, how):
     engine = serve(Next(), record="/dev/full" if how == "full" else tmp_path / "record")
-    assert ints(Background(engine.run([1], max_new_tokens=2).collect).result()) == [2, 3]
+    assert ints(Background(engine.run([1], max_tokens=2).collect).result()) == [2, 3]
     recorder = engine._worker.engine.recorder
     if how == "closed":
         recorder._file.close()
@@ -588,7 +590,7 @@ def test_m3_a_recording_that_cannot_go_on_ends_alone(serve, tmp_path, caplog, mo
         words, failing = recorder._words, [IndexError("no words")]
         monkeypatch.setattr(recorder, "_words", lambda entry: words(entry) if not failing else fail(failing.pop()))
     for i in (5, 6):
-        assert ints(Background(engine.run([i], max_new_tokens=2).collect).result()) == [i + 1, i + 2]
+        assert ints(Background(engine.run([i], max_tokens=2).collect).result()) == [i + 1, i + 2]
     assert caplog.text.count("the recording of the engine's plans ends here") == 1
     assert engine.dump()["events"]
 
@@ -612,10 +614,10 @@ class Hungry(SumPaged):
 
 def test_l_memory_that_runs_out_for_one_request_slows_down_no_other(serve):
     """It has thousands of tokens; each step that fails halves its own share, and no other request's."""
-    model = Hungry(hibachi.load("numpy"))
-    engine = serve(model, max_model_len=3000, block_size=16, max_batch_size=8, max_batch_tokens=1024)
-    good = [engine.run([0] * i, GREEDY, max_new_tokens=40) for i in range(1, 7)]  # whose sums are never the bad token
-    bad = engine.run([BAD] * 2000, GREEDY, max_new_tokens=4)
+    model = Hungry(hibachi.load_backend("numpy"))
+    engine = serve(model, max_model_len=3000, block_size=16, max_num_seqs=8, max_num_batched_tokens=1024)
+    good = [engine.run([0] * i, GREEDY, max_tokens=40) for i in range(1, 7)]  # whose sums are never the bad token
+    bad = engine.run([BAD] * 2000, GREEDY, max_tokens=4)
     with pytest.raises(OutOfCapacity):
         Background(bad.collect).result()
     for i, s in enumerate(good, 1):
@@ -624,11 +626,11 @@ def test_l_memory_that_runs_out_for_one_request_slows_down_no_other(serve):
 
 
 def test_l_a_budget_that_was_halved_recovers(serve):
-    model = Hungry(hibachi.load("numpy"))
-    engine = serve(model, max_model_len=3000, block_size=16, max_batch_size=8, max_batch_tokens=256)
+    model = Hungry(hibachi.load_backend("numpy"))
+    engine = serve(model, max_model_len=3000, block_size=16, max_num_seqs=8, max_num_batched_tokens=256)
     model.most = 40
     prompts = [[i, *[1] * 30] for i in range(6)]
-    streams = [engine.run(p, GREEDY, max_new_tokens=3) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=3) for p in prompts]
     for p, s in zip(prompts, streams, strict=True):
         assert Background(s.collect).result() == expected(p, 3)
     scheduler = engine._worker.engine.scheduler
@@ -642,10 +644,10 @@ def test_l_a_budget_that_was_halved_recovers(serve):
 
 
 def test_l_rows_that_fail_only_together_cannot_stop_the_others(serve):
-    model = Hungry(hibachi.load("numpy"))
+    model = Hungry(hibachi.load_backend("numpy"))
     model.together = True
-    engine = serve(model, block_size=16, max_batch_size=4, max_batch_tokens=64)
-    streams = [engine.run([BAD if i == 0 else 1, i], GREEDY, max_new_tokens=30) for i in range(4)]
+    engine = serve(model, block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
+    streams = [engine.run([BAD if i == 0 else 1, i], GREEDY, max_tokens=30) for i in range(4)]
     for i, s in enumerate(streams):
         assert Background(s.collect).result() == expected([BAD if i == 0 else 1, i], 30)
     assert engine._worker.engine.scheduler.budget >= 4
@@ -661,11 +663,11 @@ class Donates(hibachi.NumpyBackend):
 @pytest.mark.parametrize("place", [0, 4])
 def test_l_a_request_that_costs_the_cache_again_and_again_is_found(serve, place):
     """Others compute what was lost again, and succeed, so they look innocent; it never comes past one length."""
-    model = Hungry(hibachi.load("numpy"))
-    engine = serve(model, backend=Donates(), max_batch_size=8, max_batch_tokens=64, block_size=4)
+    model = Hungry(hibachi.load_backend("numpy"))
+    engine = serve(model, backend=Donates(), max_num_seqs=8, max_num_batched_tokens=64, block_size=4)
     prompts = [[0] * i for i in (1, 4, 5, 6)]
     prompts.insert(place, [0, 0, 0, BAD])
-    streams = [engine.run(p, GREEDY, max_new_tokens=200) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=200) for p in prompts]
     with pytest.raises(OutOfCapacity):
         Background(streams.pop(place).collect).result()
     assert all(s.finish_reason is None for s in streams)  # they did not have to end first
@@ -676,11 +678,11 @@ def test_l_a_request_that_costs_the_cache_again_and_again_is_found(serve, place)
 
 
 def test_l_memory_that_runs_out_for_everybody_blames_nobody_though_the_cache_is_lost(serve):
-    model = Hungry(hibachi.load("numpy"))
+    model = Hungry(hibachi.load_backend("numpy"))
     model.most = 3
-    engine = serve(model, backend=Donates(), max_batch_size=8, max_batch_tokens=2048, block_size=4)
+    engine = serve(model, backend=Donates(), max_num_seqs=8, max_num_batched_tokens=2048, block_size=4)
     prompts = [[0] * (7 * i + 1) for i in range(6)]
-    streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
     for p, s in zip(prompts, streams, strict=True):
         assert Background(s.collect).result() == expected(p, 20)
 
@@ -694,8 +696,8 @@ def test_l_memory_that_runs_out_for_everybody_blames_nobody_though_the_cache_is_
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of JAX, if it was imported before
 def test_m2_an_engine_used_after_a_fork_raises_at_the_call(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
-    stream, waits = engine.run([1], max_new_tokens=2), engine.run([5], max_new_tokens=1)
+    engine = serve(gate, max_num_seqs=1)
+    stream, waits = engine.run([1], max_tokens=2), engine.run([5], max_tokens=1)
     gate.wait()
     come, go = os.pipe()
     child = os.fork()
@@ -740,7 +742,7 @@ class Hangs(Next):
 
 def test_m10_close_lets_a_hanging_forward_go(caplog):
     model = Hangs()
-    engine = AutoregressiveBatchInference(model, max_model_len=100, max_batch_size=1)
+    engine = AutoregressiveBatchInference(model, max_model_len=100, max_num_seqs=1)
     running, waiting = engine.run([1]), engine.run([2])
     assert model.inside.wait(20)
     late = engine.run([3])
@@ -759,7 +761,7 @@ def test_m10_close_lets_a_hanging_forward_go(caplog):
 def test_m10_any_number_of_seconds_to_wait(serve, what):
     for timeout in (-1, 0, 2**31, 2**63, 10**400, 1e300, math.inf, None):
         engine = serve(Next())
-        assert ints(engine.run([1], max_new_tokens=2).collect()) == [2, 3]
+        assert ints(engine.run([1], max_tokens=2).collect()) == [2, 3]
         Background(getattr(engine, what), timeout).result()
     for wrong in (math.nan, "1", [], Unsaid()):
         with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
@@ -819,8 +821,8 @@ print("inside", flush=True)
 def test_m10_drain_ends_where_the_engine_stalls(caplog):
     model = Hangs()
     engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.2)
-    engine.run([1], max_new_tokens=1)
-    stream = engine.run([1], max_new_tokens=1)
+    engine.run([1], max_tokens=1)
+    stream = engine.run([1], max_tokens=1)
     assert model.inside.wait(20)
     assert Background(engine.drain).result() is False
     model.over.set()
@@ -836,7 +838,7 @@ def test_m10_a_model_that_drains_its_own_engine_gets_an_error(serve):
     model = Drains()
     model.engine = serve(model)
     with pytest.raises(ModelError, match="cannot wait for its requests"):
-        Background(model.engine.run([1], max_new_tokens=1).collect).result()
+        Background(model.engine.run([1], max_tokens=1).collect).result()
 
 
 def test_m10_a_step_that_compiles_is_no_stall():
@@ -847,7 +849,7 @@ def test_m10_a_step_that_compiles_is_no_stall():
 
     model = Hangs()
     engine = AutoregressiveBatchInference(model, max_model_len=100, stall_after=0.1, backend=Compiles())
-    stream = engine.run([1], max_new_tokens=2)
+    stream = engine.run([1], max_tokens=2)
     assert model.inside.wait(20)
     until(lambda: time.monotonic() - engine._worker._woke > 0.2)
     health = engine.health()
@@ -856,7 +858,7 @@ def test_m10_a_step_that_compiles_is_no_stall():
     assert len(stream.collect()) == 2
     model.over.clear()
     model.inside.clear()
-    again = engine.run([1], max_new_tokens=1)
+    again = engine.run([1], max_tokens=1)
     assert model.inside.wait(20)
     until(lambda: engine.health().state == "stalled")
     model.over.set()

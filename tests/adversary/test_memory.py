@@ -38,7 +38,7 @@ def test_m7_a_backend_is_freed_with_the_last_engine_on_it(make):
     """All that is compiled once for a backend was asked for: plain and filtered draws, log-probabilities, changes."""
     made = []
     for seed in range(2):
-        llm = LLM("tiny", backend=make(), max_batch_size=2)
+        llm = LLM("tiny", backend=make(), max_num_seqs=2)
         made.append(weakref.ref(llm.backend))
         plain = SamplingParams(max_tokens=2, seed=seed)
         llm.generate(["She was", "He"], [plain, plain.with_(top_k=5, logprobs=2, repetition_penalty=1.2)])
@@ -98,7 +98,7 @@ class NextLogits:
 @pytest.mark.parametrize(
     "model, how, times",
     [
-        (Next, dict(max_new_tokens=3), 5),  # its first large call is made twice, see `grown.Rooms`
+        (Next, dict(max_tokens=3), 5),  # its first large call is made twice, see `grown.Rooms`
         (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0)), 4),
         (NextLogits, dict(params=SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.2)), 4),
     ],
@@ -107,7 +107,7 @@ class NextLogits:
 def test_m9_a_prompt_of_a_million_tokens(model, how, times):
     """Its memory is a few times its own, however many rows there are, and goes when it has ended."""
     prompt = np.arange(10**6, dtype=np.int64) % 10
-    with AutoregressiveBatchInference(model(), max_model_len=2**20, max_batch_size=256, backend="numpy") as engine:
+    with AutoregressiveBatchInference(model(), max_model_len=2**20, max_num_seqs=256, backend="numpy") as engine:
         small = ints(engine.run(prompt[:9], **how).collect())
         with at_most(times * prompt.nbytes, prompt.nbytes // 10):
             engine.run(prompt, **how).collect()
@@ -115,9 +115,9 @@ def test_m9_a_prompt_of_a_million_tokens(model, how, times):
 
 
 def test_m9_what_a_request_generated_goes_with_it():
-    options = dict(max_model_len=10**5, max_batch_size=2, backend="numpy", pause_after=100)
+    options = dict(max_model_len=10**5, max_num_seqs=2, backend="numpy", pause_after=100)
     with AutoregressiveBatchInference(Next(), **options) as engine:
-        stream = engine.run(np.zeros(1, np.int64), max_new_tokens=2500)
+        stream = engine.run(np.zeros(1, np.int64), max_tokens=2500)
         begun = ints(next(stream) for _ in range(1900))
         (history,) = [h for h in engine._built.runner.tables.at(0)._histories if h is not None]
         assert history().length == 1024
@@ -197,10 +197,14 @@ def test_m9_rows_longer_than_the_table_is_wide(toy, width, monkeypatch):
     """Prompts and outputs that cross its width, rows beside each other, and rows that are lost and computed again."""
     monkeypatch.setattr(tokentable, "SIDE_BY_SIDE", (width, width))
     backend = NumpyBackend()
-    options = dict(padding_token=0) if toy in (SumTokens, SumLogits) else dict(block_size=4, cache_bytes=12 * 4 * 12)
-    with AutoregressiveBatchInference(toy(backend), max_model_len=40, max_batch_size=3, **options) as engine:
+    options = (
+        dict(padding_token=0)
+        if toy in (SumTokens, SumLogits)
+        else dict(block_size=4, kv_cache_memory_bytes=12 * 4 * 12)
+    )
+    with AutoregressiveBatchInference(toy(backend), max_model_len=40, max_num_seqs=3, **options) as engine:
         prompts = [[1] * n for n in (1, 3, 4, 5, 9, 20)]
-        streams = [engine.run(np.array(p), max_new_tokens=15) for p in prompts]
+        streams = [engine.run(np.array(p), max_tokens=15) for p in prompts]
         assert [ints(s.collect()) for s in streams] == [expected(p, 15) for p in prompts]
         assert toy is not SumPaged or engine.stats().preemptions
 
@@ -210,7 +214,7 @@ def test_m9_embeddings_go_with_their_request():
         embed_size = 2
 
     with AutoregressiveBatchInference(Embedded(NumpyBackend()), max_model_len=40) as engine:
-        engine.run(None, prompt_embeds=np.zeros((5, 2), np.float32), max_new_tokens=2).collect()
+        engine.run(None, prompt_embeds=np.zeros((5, 2), np.float32), max_tokens=2).collect()
         until(lambda: not engine._worker.engine.runner.inputs.embeds)
 
 
@@ -226,7 +230,7 @@ def test_m6_a_context_of_1e8_positions_takes_no_memory(model_copy):
     folder = with_context(model_copy, {"max_position_embeddings": 10**8})
     with at_most(100 * MB, 100 * MB):
         load_model(open_files(folder), NumpyBackend())
-    with LLM(folder, backend="numpy", max_batch_size=2) as llm, LLM("tiny", backend="numpy", max_batch_size=2) as same:
+    with LLM(folder, backend="numpy", max_num_seqs=2) as llm, LLM("tiny", backend="numpy", max_num_seqs=2) as same:
         greedy = SamplingParams(max_tokens=4, temperature=0, logprobs=3)
         assert said(llm.generate(["She was"], greedy)) == said(same.generate(["She was"], greedy))
         assert llm.engine._built.scheduler.block_table.nbytes < 2 * MB
@@ -253,18 +257,18 @@ def test_m6_tables_that_grow_change_no_bit(make, model_copy, monkeypatch):
     prompts = [np.random.default_rng(n).integers(3, 2000, n).tolist() for n in (5, 15, 17, 40, 130)]
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=2)
     folder = with_context(model_copy, {"max_position_embeddings": 300})
-    with LLM(folder, backend=backend, max_batch_size=3) as whole:
+    with LLM(folder, backend=backend, max_num_seqs=3) as whole:
         wanted = [said(whole.generate([p], params)) for p in prompts]
         vector = whole.embed([prompts[-1]])[0].embedding
     monkeypatch.setattr(rope, "FIRST", 16)
-    with LLM(folder, backend=backend, max_batch_size=3) as grows:
+    with LLM(folder, backend=backend, max_num_seqs=3) as grows:
         sizes = {len(grows.model.params["ropes"][0][0])}
         for p, one in zip(prompts, wanted, strict=True):
             assert said(grows.generate([p], params)) == one
             sizes.add(len(grows.model.params["ropes"][0][0]))
         assert said(grows.generate(prompts, params)) == [answer for one in wanted for answer in one]
         assert sizes == {64, 256}  # 16 and 32 were enough for the first steps of its self-check
-    with LLM(folder, backend=backend, max_batch_size=3) as grows:
+    with LLM(folder, backend=backend, max_num_seqs=3) as grows:
         np.testing.assert_array_equal(grows.embed([prompts[-1]])[0].embedding, vector)
 
 
@@ -348,7 +352,7 @@ def test_m6_few_programs_are_compiled_while_tables_grow(monkeypatch):
     params = SamplingParams(max_tokens=30, temperature=0)
 
     def generate():
-        with LLM("tiny", backend=backend, deterministic=False, max_batch_size=2) as llm:
+        with LLM("tiny", backend=backend, deterministic=False, max_num_seqs=2) as llm:
             before = backend.compilations
             answers = [llm.generate([p], params)[0].token_ids for p in prompts]
             return answers, backend.compilations - before

@@ -92,13 +92,13 @@ class Served:
         spec = model.cache_spec()[0]
         cell = model.layers * (spec.k_dim + spec.v_dim) * (2 if spec.dtype == "bfloat16" else 4)
         blocks = rows * model.max_model_len // BLOCK + 1
-        options = {"block_size": BLOCK, "max_batch_size": rows, "prefix_cache": False} | options
-        options["cache_bytes"] = blocks * BLOCK * cell
+        options = {"block_size": BLOCK, "max_num_seqs": rows, "enable_prefix_caching": False} | options
+        options["kv_cache_memory_bytes"] = blocks * BLOCK * cell
         self.params = None if model.vocab_size is None else SamplingParams(temperature=0)
         self.engine = AutoregressiveBatchInference(model, backend=model.backend, **options)
 
     def start(self, prompts):
-        return [self.engine.run(prompt, self.params, max_new_tokens=4) for prompt in prompts]
+        return [self.engine.run(prompt, self.params, max_tokens=4) for prompt in prompts]
 
     def ask(self, prompts):
         return [[int(token) for token in stream.collect()] for stream in self.start(prompts)]
@@ -131,7 +131,7 @@ def test_h4_nan_that_a_model_hides_reaches_no_later_owner_of_its_blocks(name, dt
 
 @pytest.mark.parametrize("name", JAX)
 def test_h4_nan_that_a_model_hides_reaches_no_later_owner_on_jax(name):
-    clean, served = (Served(TwoLayers(BACKENDS[each]()), rows=1, max_batch_tokens=4) for each in ("numpy", name))
+    clean, served = (Served(TwoLayers(BACKENDS[each]()), rows=1, max_num_batched_tokens=4) for each in ("numpy", name))
     with clean.engine, served.engine:
         served.leave_nan([[1, POISON, 1, 1, 1, 1]])
         assert served.ask([[1, 2, 0], [0] * 6]) == clean.ask([[1, 2, 0], [0] * 6])
@@ -142,8 +142,8 @@ def test_h4_blocks_that_are_taken_before_they_are_written(name, dtype):
     """A long prompt in chunks: most of its blocks are in the table and hold what the last owner left."""
     model = Hides(BACKENDS[name](), dtype)
     hostile = [[POISON] * 40] * 3
-    check(model, hostile, [[0] * 30 + [1], [1] * 9 + [0] * 9, [2, 1]], rows=3, max_batch_tokens=7)
-    check(model, hostile, [[0] * 30 + [1], [2, 1]], rows=3, max_batch_tokens=7, reserve_all=True)
+    check(model, hostile, [[0] * 30 + [1], [1] * 9 + [0] * 9, [2, 1]], rows=3, max_num_batched_tokens=7)
+    check(model, hostile, [[0] * 30 + [1], [2, 1]], rows=3, max_num_batched_tokens=7, reserve_all=True)
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
@@ -157,7 +157,7 @@ def test_h4_nan_before_a_window_reaches_no_later_owner_of_its_blocks(name, dtype
 def test_h4_nan_reaches_no_request_that_shares_what_comes_before_it(name, dtype):
     """Within a chunk it is hidden from the tokens before it, of which the next layer keeps something in the blocks."""
     model = TwoLayers(BACKENDS[name](), dtype)
-    check(model, [[1] * 9 + [POISON, 1]], [[1] * 9 + [0, 1], [1] * 8 + [2]], prefix_cache=True)
+    check(model, [[1] * 9 + [POISON, 1]], [[1] * 9 + [0, 1], [1] * 8 + [2]], enable_prefix_caching=True)
 
 
 class Overflows(Hides):
@@ -196,9 +196,9 @@ class Recurrent(Hides):
 def test_h4_nan_in_a_recurrent_state_stays_in_its_row(name):
     """Rows that start get zeros, whatever the last request left; others run beside it, and a prefix is kept."""
     model, prompts = Recurrent(BACKENDS[name]()), [[1, 2], [1] * 9, [1] * 8 + [2]]
-    with AutoregressiveBatchInference(model, backend=model.backend, block_size=BLOCK, max_batch_size=2) as e:
-        want = [[int(t) for t in e.run(prompt, max_new_tokens=4)] for prompt in prompts]
+    with AutoregressiveBatchInference(model, backend=model.backend, block_size=BLOCK, max_num_seqs=2) as e:
+        want = [[int(t) for t in e.run(prompt, max_tokens=4)] for prompt in prompts]
         for _ in range(2):
-            streams = [e.run(prompt, max_new_tokens=4) for prompt in ([1] * 8 + [POISON], *prompts, [POISON])]
+            streams = [e.run(prompt, max_tokens=4) for prompt in ([1] * 8 + [POISON], *prompts, [POISON])]
             got = [[int(t) for t in stream] for stream in streams]
             assert got[1:-1] == want and got[0] == got[-1] == [HIDDEN] * 4

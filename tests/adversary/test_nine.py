@@ -49,7 +49,7 @@ def boom(out):
 
 def said(engine, *prompts):
     """What each stream gives, or the error that ends it."""
-    streams = [engine.run(np.array(p), max_new_tokens=4) for p in prompts]
+    streams = [engine.run(np.array(p), max_tokens=4) for p in prompts]
     out = []
     for stream in streams:
         try:
@@ -162,8 +162,8 @@ def test_own_stop_tokens_are_those_of_the_engine_too_with_and_without_a_dimensio
     for token in (np.array(6), np.array([6])):
         with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=token, max_model_len=40) as engine:
             assert ints(engine.run(np.array([4])).collect()) == [5, 6]
-            assert ints(engine.run(np.array([4]), stop=np.array([5])).collect()) == [5]
-            assert ints(engine.run(np.array([4]), stop=np.array(9)).collect()) == [5, 6]
+            assert ints(engine.run(np.array([4]), stop_rule=np.array([5])).collect()) == [5]
+            assert ints(engine.run(np.array([4]), stop_rule=np.array(9)).collect()) == [5, 6]
 
 
 class Double:
@@ -176,7 +176,7 @@ def test_a_prompt_and_an_input_are_copied_once_and_whole():
     nine = wrong("repeat", lambda out: taken.append(out.shape) or out, lambda *_: not taken)
     with AutoregressiveBatchInference(Next(), backend=nine, max_model_len=40) as engine:
         prompt = np.array([1, 2, 3])
-        stream = engine.run(prompt, max_new_tokens=2)
+        stream = engine.run(prompt, max_tokens=2)
         prompt[:] = 50
         assert ints(stream.collect()) == [4, 5]
     assert taken == [(3,)]
@@ -189,7 +189,7 @@ def test_a_prompt_and_an_input_are_copied_once_and_whole():
 def test_kinds_without_end_are_forgotten():
     with AutoregressiveBatchInference(Next(), backend=Nine(), stop_token=None, max_model_len=40) as engine:
         for n in range(300):
-            engine.run(np.zeros((1, n + 1), int), max_new_tokens=1).collect()
+            engine.run(np.zeros((1, n + 1), int), max_tokens=1).collect()
         assert len(engine._built.prompts._fitted) < 300
 
 
@@ -234,6 +234,6 @@ def test_rows_of_two_kinds_share_no_call():
             return super().forward(tokens)
 
     with AutoregressiveBatchInference(Noting(), backend=Nine(), max_model_len=40) as engine:
-        streams = [engine.run(np.array([1, 2], dtype), max_new_tokens=20) for dtype in (np.int64, np.int32)]
+        streams = [engine.run(np.array([1, 2], dtype), max_tokens=20) for dtype in (np.int64, np.int32)]
         assert [{t.dtype for t in stream.collect()} for stream in streams] == [{np.dtype("int64")}, {np.dtype("int32")}]
     assert {*shown} == {np.dtype("int64"), np.dtype("int32")}

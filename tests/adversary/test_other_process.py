@@ -134,7 +134,7 @@ def stage(monkeypatch):
 
 @pytest.fixture(scope="module")
 def there():
-    llm = RemoteLLM("tiny", max_batch_size=4, pause_after=8)
+    llm = RemoteLLM("tiny", max_num_seqs=4, pause_after=8)
     yield llm
     os.kill(llm.engine.pid, signal.SIGCONT)
     Background(llm.close).result()
@@ -173,7 +173,7 @@ def test_c3_streams_dropped_in_cycles_while_others_are_sent(there):
 
 def test_c3_a_destructor_in_the_midst_of_anything(stage, monkeypatch):
     """Every place at which a request is being sent, or heard of, may be the one where the collector comes by."""
-    own = stage(max_waiting=1000)
+    own = stage(max_num_queued_reqs=1000)
     victims = Background(lambda: [own.stream() for _ in range(200)]).result()
     lines = 0
 
@@ -282,7 +282,7 @@ def test_h2_refusals_beside_a_running_engine(eager_switching):
 
 
 def test_m8_what_cannot_be_pickled_is_refused_at_the_call_and_leaves_no_place(stage):
-    own = stage(max_waiting=0)  # 4 rows: a fifth would be refused
+    own = stage(max_num_queued_reqs=0)  # 4 rows: a fifth would be refused
     for _ in range(5):
         with pytest.raises(InvalidRequest, match=r"pickle.*functions or classes of a module"):
             own.stream(logits_processors=[lambda ids, logits: logits])

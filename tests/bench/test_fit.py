@@ -58,7 +58,7 @@ def test_too_few_steps():
 
 
 def test_steps_are_read_off_the_engine():
-    with LLM("tiny", max_batch_size=4) as llm:
+    with LLM("tiny", max_num_seqs=4) as llm:
         samples = measure(llm.engine, 2048, rows=[1, 3], contexts=[20], new_tokens=4, rounds=1)
     assert (samples.seconds > 0).all() and (samples.what[:, 0] == 1).all()
     assert samples.what[0].tolist() == [1, 20, 1, 20, 210]  # a prompt of 20 tokens

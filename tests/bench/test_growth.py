@@ -37,7 +37,7 @@ def test_a_context_from_which_on_all_is_slower():
 
 def test_the_engine_is_measured_where_it_has_room():
     seen = []
-    with LLM("tiny", max_batch_size=4, max_model_len=100) as llm:
+    with LLM("tiny", max_num_seqs=4, max_model_len=100) as llm:
         found = measure(
             llm.engine, 2048, rows=(1, 2, 4, 8), contexts=(16, 64, 512), new_tokens=6, rounds=1, told=seen.append
         )

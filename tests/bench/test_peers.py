@@ -119,7 +119,9 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 
 def setup(engine, model="somewhere", **options):
-    return EngineSetup(engine, str(model), "float32", rows=4, max_len=64, threads=2, backend="numpy", options=options)
+    return EngineSetup(
+        engine, str(model), "float32", rows=4, max_model_len=64, threads=2, backend="numpy", options=options
+    )
 
 
 def check(answers, work, tokens=None):
@@ -201,7 +203,7 @@ def expected():
 def test_hibachi(expected):
     from hibachi.model.files import TINY
 
-    with Process(setup("hibachi", TINY, profile=True, max_batch_tokens=32)) as p:
+    with Process(setup("hibachi", TINY, profile=True, max_num_batched_tokens=32)) as p:
         ran = p.run(WORK)
         check(ran.answers, WORK, {r.id: expected[tuple(r.prompt)] for r in WORK})
         assert sum(step["tokens"] for step in ran.more["profile"]) >= sum(len(r.prompt) for r in WORK)

@@ -54,7 +54,7 @@ def peers(tmp_path, monkeypatch):
 
 
 def setup(engine="echo", **options):
-    return EngineSetup(engine, "somewhere/model", "float32", rows=4, max_len=64, threads=1, options=options)
+    return EngineSetup(engine, "somewhere/model", "float32", rows=4, max_model_len=64, threads=1, options=options)
 
 
 def test_an_engine_does_its_work_in_a_process_of_its_own(peers):
@@ -153,13 +153,13 @@ def test_engines_take_turns(peers):
     assert [(r["work"], r["engine"], r["turn"]) for r in runs] == [
         (work, engine, turn) for work in ("W1", "W4") for turn in (1, 2) for engine in ("echo", "other")
     ]
-    assert all(r["complete"] and not r["prefix_cache"] for r in runs) and len(lines) == 8
+    assert all(r["complete"] and not r["enable_prefix_caching"] for r in runs) and len(lines) == 8
     assert [r["rows"] for r in runs] == [3] * 4 + [1] * 4 and runs[-1]["model"] == "model"
 
 
 def test_a_shared_prefix_is_run_cold_warm_and_off(peers):
     runs = list(session(setup())[0].run(["W2"]))
-    assert [(r["work"], r["turn"], r["prefix_cache"]) for r in runs] == [
+    assert [(r["work"], r["turn"], r["enable_prefix_caching"]) for r in runs] == [
         ("W2 cold", 1, True),
         ("W2 warm", 1, True),
         ("W2 cold", 2, True),

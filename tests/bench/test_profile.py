@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def profiled(backend, rows=3):
-    with LLM("tiny", backend=backend, max_batch_size=4, max_model_len=64) as llm:
+    with LLM("tiny", backend=backend, max_num_seqs=4, max_model_len=64) as llm:
         before = llm.generate([[5, 6, 7]], GREEDY)[0].choices[0].token_ids
         profile = Profile(llm.engine)
         began = time.perf_counter()

@@ -452,7 +452,7 @@ def served():
     from hibachi.serve.app import application
     from hibachi.serve.served import Served
 
-    with open_texts("tiny", max_batch_size=8) as texts:
+    with open_texts("tiny", max_num_seqs=8) as texts:
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         app = application(Served(texts, ["tiny"], "tiny", 512, chat_template=template))
         config = uvicorn.Config(app, port=0, log_level="warning")

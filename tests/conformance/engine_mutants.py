@@ -336,7 +336,7 @@ def ending_later(by: int) -> Any:
 
 def short_context(add: Any, seq: Any) -> None:
     add(seq)
-    seq.end = max(min(seq.end, add.__self__.limits.max_len - 1), seq.prompt_len + 1)
+    seq.end = max(min(seq.end, add.__self__.limits.max_model_len - 1), seq.prompt_len + 1)
 
 
 def limit_before_stop(commit: Any, plan: Any, stopped: Any) -> Any:
@@ -585,9 +585,9 @@ FAULTS = [
     face("a_bad_prompt_is_refused_at_the_call_and_touches_nobody", "takes a number for a prompt",
          run=lambda run, prompt, *a, **k: run([prompt] if isinstance(prompt, int) else prompt, *a, **k)),
     face("bad_options_are_refused_at_the_call", "takes 0 for no limit",
-         run=lenient("max_new_tokens", lambda n: n or None)),
+         run=lenient("max_tokens", lambda n: n or None)),
     face("bad_settings_are_refused_where_the_engine_is_made", "takes 0 rows for 1",
-         __init__=lenient("max_batch_size", lambda n: n or 1)),
+         __init__=lenient("max_num_seqs", lambda n: n or 1)),
     face("bad_settings_are_refused_where_the_engine_is_made", "takes a number for a padding token",
          __init__=lenient("padding_token", np.atleast_1d)),
     face("a_stop_or_padding_token_of_another_shape_than_the_tokens_is_refused", "takes its first element",
@@ -679,7 +679,7 @@ def hope(check: Any, request: Any) -> Any:
     try:
         return check(request)
     except PromptTooLong:
-        return check(replace(request, prompt=request.prompt[:1], max_new_tokens=1))
+        return check(replace(request, prompt=request.prompt[:1], max_tokens=1))
 
 
 def keep_blocks(cancel: Any, seq: Any, *reason: Any) -> Any:

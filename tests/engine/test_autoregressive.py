@@ -27,7 +27,7 @@ def crate(serve):
     """An engine as the crate makes it: one stop token, one padding token, four rows."""
 
     def make(model=None, **options):
-        return serve(model, **{"stop_token": STOP, "padding_token": PAD, "max_batch_size": 4} | options)
+        return serve(model, **{"stop_token": STOP, "padding_token": PAD, "max_num_seqs": 4} | options)
 
     return make
 
@@ -39,7 +39,7 @@ def together(crate):
     def start(*prompts, **options):
         gate = Gate()
         engine = crate(gate, **options)
-        plug = engine.run([0], max_new_tokens=1)  # holds the engine until all prompts are queued
+        plug = engine.run([0], max_tokens=1)  # holds the engine until all prompts are queued
         gate.wait()
         streams = [engine.run(np.array(p)) for p in prompts]
         gate.let()
@@ -80,14 +80,14 @@ def test_stop_token_of_another_rank(crate):
 def test_new_engine(crate):
     """H-24: new engine: queue empty."""
     stats = crate().stats()
-    assert (stats.waiting, stats.running, stats.steps, stats.max_batch_size) == (0, 0, 0, 4)
+    assert (stats.waiting, stats.running, stats.steps, stats.max_num_seqs) == (0, 0, 0, 4)
 
 
 def test_length_of_an_item(crate):
     """H-25: run((3, 10) item): queued length 3; the rest is the token's shape."""
     model = Next()
     engine = crate(model, stop_token=None, padding_token=None)
-    engine.run(np.zeros((3, 10), int), max_new_tokens=2).collect()
+    engine.run(np.zeros((3, 10), int), max_tokens=2).collect()
     assert model.shapes == [(1, 3, 10), (1, 4, 10)]
 
 
@@ -102,7 +102,7 @@ def test_item_of_rank_0(crate):
 def test_batch_of_one(crate):
     """H-27: batch of one (10,) request → model input (1, 10)."""
     model = Next()
-    crate(model).run(np.arange(10), max_new_tokens=1).collect()
+    crate(model).run(np.arange(10), max_tokens=1).collect()
     assert model.shapes == [(1, 10)]
 
 
@@ -143,7 +143,7 @@ PROMPTS = [[1, 2, 5], [1, 1, 1, 1, 6], [3], [8, 8, 8, 8, 8, 8, 8, 8], [1, 2, 3, 
 def test_mixed_lengths(together, order, padding):
     """H-31: mixed lengths, any order → each stream equals its solo run (this is the test the crate fails)."""
     prompts = [PROMPTS[i] for i in order]
-    _, gate, streams = together(*prompts, padding_token=padding, max_batch_size=3)
+    _, gate, streams = together(*prompts, padding_token=padding, max_num_seqs=3)
     gate.open()
     assert collect(streams) == [list(range(p[-1] + 1, 10)) for p in prompts]
 
@@ -161,7 +161,7 @@ def test_longer_joiner(together, padding):
 
 def test_dropped_stream(together):
     """H-33: consumer drops its stream → others unaffected, slot reused at the next step."""
-    engine, gate, [a, b] = together([1], [2], max_batch_size=2)
+    engine, gate, [a, b] = together([1], [2], max_num_seqs=2)
     c = engine.run([3])
     del a
     gate.open()
@@ -204,7 +204,7 @@ def test_wrong_row_count(crate):
 
 def test_first_come_first_served(together):
     """H-36: FIFO: with S=2 and 3 requests, the third starts only after one finishes; ≥ 2 forwards."""
-    engine, gate, streams = together([1], [7], [5], max_batch_size=2)
+    engine, gate, streams = together([1], [7], [5], max_num_seqs=2)
     assert engine.stats().waiting == 1
     gate.open()
     assert collect(streams)[2] == [6, 7, 8, 9]
@@ -276,7 +276,7 @@ def test_long_first_pads_on_the_left(crate):
             return super().forward(tokens)
 
     engine = crate(Held())
-    plug = engine.run([0], max_new_tokens=1)
+    plug = engine.run([0], max_tokens=1)
     assert entered.wait(PATIENCE)  # both others come while it is computed, so they start together
     streams = [engine.run([1, 1, 1, 1, 6]), engine.run([1, 2, 5])]
     gate.set()
@@ -328,8 +328,8 @@ def test_empty_prompt(crate):
 @pytest.mark.parametrize("rows", [0, -1, 2.0, True, None])
 def test_no_rows(rows):
     """S = 0: the crate accepts it and the request hangs for ever."""
-    with pytest.raises(ConfigError, match="max_batch_size must be an integer >= 1"):
-        AutoregressiveBatchInference(Next(), stop_token=STOP, max_batch_size=rows)
+    with pytest.raises(ConfigError, match="max_num_seqs must be an integer >= 1"):
+        AutoregressiveBatchInference(Next(), stop_token=STOP, max_num_seqs=rows)
 
 
 def test_two_rows_for_five_requests(together):
@@ -337,7 +337,7 @@ def test_two_rows_for_five_requests(together):
 
     The crate runs the first one alone, because it starts before the others are queued.
     """
-    _, gate, streams = together(*[[6]] * 5, max_batch_size=2)
+    _, gate, streams = together(*[[6]] * 5, max_num_seqs=2)
     gate.open()
     assert collect(streams) == [[7, 8, 9]] * 5
     assert [n for n, _ in gate.shapes] == [2, 2, 2, 2, 2, 2, 1, 1, 1]
@@ -359,7 +359,7 @@ def test_prompts_are_copied(together):
 def test_items_are_native_arrays_of_the_token_shape(serve):
     """Level 0 streams yield what the model returned, row by row."""
     engine = serve(stop_token=None)
-    [item] = engine.run(np.zeros((3, 2), np.int16), max_new_tokens=1)
+    [item] = engine.run(np.zeros((3, 2), np.int16), max_tokens=1)
     assert isinstance(item, np.ndarray) and item.dtype == np.int16 and item.tolist() == [1, 1]
 
 
@@ -383,9 +383,9 @@ def test_prompts_of_another_kind(crate, prompt, why):
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, "3"])
 def test_a_bad_limit(crate, limit):
-    """max_new_tokens is an integer >= 1."""
-    with pytest.raises(InvalidRequest, match="max_new_tokens must be an integer >= 1"):
-        crate().run([1], max_new_tokens=limit)
+    """max_tokens is an integer >= 1."""
+    with pytest.raises(InvalidRequest, match="max_tokens must be an integer >= 1"):
+        crate().run([1], max_tokens=limit)
 
 
 def test_a_model_that_is_none():

@@ -30,11 +30,11 @@ def cases(*libraries):
 @pytest.fixture(params=cases("numpy", "torch"))
 def engine(request):
     toy, name = request.param
-    backend = hibachi.load(name)
+    backend = hibachi.load_backend(name)
 
     def make(**options):
         return AutoregressiveBatchInference(
-            toy(backend), backend=backend, max_model_len=600, block_size=4, max_batch_size=8, **options
+            toy(backend), backend=backend, max_model_len=600, block_size=4, max_num_seqs=8, **options
         )
 
     return make
@@ -76,7 +76,7 @@ def test_salts_do_not_meet_and_switched_off_nothing_is_kept(engine):
         for salt in "ab":
             assert e.run(prompt(41), GREEDY, terms=Terms(cache_salt=salt)).collect() == answer(prompt(41))
         assert e.stats().prefix_hits == 0
-    with engine(prefix_cache=False) as e:
+    with engine(enable_prefix_caching=False) as e:
         for _ in range(2):
             assert e.run(prompt(41), GREEDY).collect() == answer(prompt(41))
         assert e.stats().prefix_queries == 0
@@ -94,11 +94,11 @@ def test_few_checkpoints_for_many_prompts(engine):
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_tight_memory_and_checkpoints_together(library):
-    backend = hibachi.load(library)
+    backend = hibachi.load_backend(library)
     model = SumBoth(backend)
     spec = model.cache_spec()[0]
     block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4
-    options = dict(backend=backend, max_model_len=100, block_size=4, max_batch_size=6, cache_bytes=30 * block)
+    options = dict(backend=backend, max_model_len=100, block_size=4, max_num_seqs=6, kv_cache_memory_bytes=30 * block)
     with AutoregressiveBatchInference(model, **options) as e:
         prompts = [np.concatenate([prompt(16), prompt(8, i)]) for i in range(8)]
         streams = [e.run(p, GREEDY.with_(max_tokens=40)) for p in prompts]
@@ -118,10 +118,12 @@ def test_who_starts_on_blocks_waits_until_they_are_full():
                 then()
             return super().step(params, cache, x)
 
-    model = Telling(hibachi.load("numpy"))
+    model = Telling(hibachi.load_backend("numpy"))
     spec = model.cache_spec()[0]
     block = 4 * spec.kv_heads * (spec.k_dim + spec.v_dim) * 4
-    options = dict(max_model_len=200, block_size=4, max_batch_size=6, max_batch_tokens=13, cache_bytes=40 * block)
+    options = dict(
+        max_model_len=200, block_size=4, max_num_seqs=6, max_num_batched_tokens=13, kv_cache_memory_bytes=40 * block
+    )
     with AutoregressiveBatchInference(model, backend=model.backend, **options) as e:
         for tokens in (prompt(44), prompt(150, 9)):  # of the first, the state is kept, and few of its blocks
             assert e.run(tokens, GREEDY).collect() == answer(tokens)

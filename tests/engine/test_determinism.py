@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 def engine(model, **options):
-    return AutoregressiveBatchInference(model, max_model_len=model.max_len, dtype=model.dtype, **options)
+    return AutoregressiveBatchInference(model, max_model_len=model.max_model_len, dtype=model.dtype, **options)
 
 
 class Liar(InvariantNumpyBackend):
@@ -57,7 +57,7 @@ class Raises(InvariantNumpyBackend):
 class Masked:
     """Logits of which some are -inf, and the others depend on how many rows there are."""
 
-    vocab_size, max_len, dtype, params = 32, 64, "float32", None
+    vocab_size, max_model_len, dtype, params = 32, 64, "float32", None
 
     def cache_spec(self):
         return [State((1,))]
@@ -112,10 +112,10 @@ def test_small_limits_leave_something_to_check():
     model = load_model(TINY, NumpyBackend().invariant())
     cell = sum(s.kv_heads * (s.k_dim + s.v_dim) for s in model.cache_spec()) * 4
     for options in (
-        dict(max_batch_size=1),
-        dict(max_batch_size=2, max_batch_tokens=2),
-        dict(max_batch_size=4, cache_bytes=16 * 4 * cell),
-        dict(block_size=1, max_batch_size=3),
+        dict(max_num_seqs=1),
+        dict(max_num_seqs=2, max_num_batched_tokens=2),
+        dict(max_num_seqs=4, kv_cache_memory_bytes=16 * 4 * cell),
+        dict(block_size=1, max_num_seqs=3),
     ):
         with engine(model, deterministic=True, **options) as e:
             assert e.selfcheck() >= 3, options
@@ -208,13 +208,13 @@ class Seen:
 def test_models_without_a_cache_share_calls_where_that_leaves_no_trace(mixes, deterministic, most):
     model = Seen(mixes)
     model.go.set()
-    with AutoregressiveBatchInference(model, deterministic=deterministic, max_batch_size=3) as e:
-        e.run(np.array([[0.0], [2.0]]), max_new_tokens=2).collect()
+    with AutoregressiveBatchInference(model, deterministic=deterministic, max_num_seqs=3) as e:
+        e.run(np.array([[0.0], [2.0]]), max_tokens=2).collect()
         model.seen.clear()
         model.go.clear()
-        before = e.run(np.array([[9.0]]), max_new_tokens=1)  # holds up the engine, so that the others begin together
+        before = e.run(np.array([[9.0]]), max_tokens=1)  # holds up the engine, so that the others begin together
         until(lambda: model.held)
-        streams = [e.run(np.array([[1.0], [2.0]]), max_new_tokens=12) for _ in range(3)]
+        streams = [e.run(np.array([[1.0], [2.0]]), max_tokens=12) for _ in range(3)]
         model.go.set()
         before.collect()
         assert [[round(float(t[0])) for t in s.collect()] for s in streams] == [[*range(3, 15)]] * 3

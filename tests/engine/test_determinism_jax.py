@@ -73,7 +73,7 @@ def params(i, **more):
 
 
 def engine(model, fixed, **options):
-    options = dict(max_batch_size=ROWS, max_model_len=MAX_LEN, max_batch_tokens=256) | options
+    options = dict(max_num_seqs=ROWS, max_model_len=MAX_LEN, max_num_batched_tokens=256) | options
     return AutoregressiveBatchInference(model, backend=fixed, **options)
 
 
@@ -83,7 +83,7 @@ def results(streams):
 
 
 def alone(model, fixed, **options):
-    with engine(model, fixed, prefix_cache=False, **options) as e:
+    with engine(model, fixed, enable_prefix_caching=False, **options) as e:
         return [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(model.vocab_size))]
 
 
@@ -101,7 +101,7 @@ def company(engine, vocab):
 SITUATIONS = {
     "beside 20 others": dict(),
     "from the cache": dict(),
-    "in another order": dict(prefix_cache=False),
+    "in another order": dict(enable_prefix_caching=False),
     "in chunks of 7": dict(max_prefill_tokens=7),
     "in chunks of 24": dict(max_prefill_tokens=24),
     "in single tokens": dict(max_prefill_tokens=1),
@@ -141,7 +141,7 @@ def test_the_bits_are_the_same_for_who_joins_later(tiny, fixed, expected):
 def test_the_bits_are_the_same_for_who_is_preempted(tiny, fixed, expected):
     blocks = 36  # for sequences that need up to 10 each
     size = 16 * sum(s.kv_heads * (s.k_dim + s.v_dim) * 4 for s in tiny.cache_spec())
-    with engine(tiny, fixed, cache_bytes=blocks * size) as e:
+    with engine(tiny, fixed, kv_cache_memory_bytes=blocks * size) as e:
         assert results([e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size))]) == expected
         assert e._built.scheduler.counts.preemptions > 0
 
@@ -255,7 +255,7 @@ def test_the_larger_calls_are_made_when_more_than_half_full():
 @pytest.mark.slow
 def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny_eight, eight):
     by_size = Altered(tiny_eight, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
-    with engine(by_size, eight, prefix_cache=False) as e:
+    with engine(by_size, eight, enable_prefix_caching=False) as e:
         some = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
         together = results(some)
         solo = [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny_eight.vocab_size)[:6])]
@@ -264,7 +264,7 @@ def test_where_there_are_no_larger_steps_the_bits_are_the_same(tiny_eight, eight
 
 def test_these_tests_notice_a_model_whose_rows_look_at_each_other(tiny, fixed):
     nosy = Altered(tiny, lambda logits, x: logits + 2**-16 * jnp.mean(logits, axis=0, keepdims=True))
-    with engine(nosy, fixed, prefix_cache=False) as e:
+    with engine(nosy, fixed, enable_prefix_caching=False) as e:
         streams = [e.run(p, params(i)) for i, p in enumerate(prompts(tiny.vocab_size)[:6])]
         together = results(streams)
         assert together != [results([e.run(p, params(i))])[0] for i, p in enumerate(prompts(tiny.vocab_size)[:6])]

@@ -150,12 +150,12 @@ def engine(model, *, chunk, cache, memory, deterministic):
             patch.setattr(build, "Scheduler", Preempting)
         return AutoregressiveBatchInference(
             model,
-            max_batch_size=COMPANY,
+            max_num_seqs=COMPANY,
             max_model_len=128,
             block_size=8,
             dtype=model.dtype,
             deterministic=deterministic,
-            prefix_cache=cache,
+            enable_prefix_caching=cache,
             max_prefill_tokens=chunk,
         )
 

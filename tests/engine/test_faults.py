@@ -82,11 +82,11 @@ def batch(serve):
     def start(model, prompts, *, limit=5, backend=None, **options):
         gated = GatedNumpy() if backend is None else backend
         options = {"deterministic": False} | options  # no steps but those of the requests
-        engine = serve(model, backend=gated, max_batch_size=len(prompts), **options)
+        engine = serve(model, backend=gated, max_num_seqs=len(prompts), **options)
         params = None if hasattr(model, "forward") else GREEDY
-        plug = engine.run(np.zeros_like(prompts[0])[:1], params, max_new_tokens=1)
+        plug = engine.run(np.zeros_like(prompts[0])[:1], params, max_tokens=1)
         gated.wait()
-        streams = [engine.run(p, params, max_new_tokens=limit) for p in prompts]
+        streams = [engine.run(p, params, max_tokens=limit) for p in prompts]
         plug.close()
         gated.open()
         return engine, streams
@@ -232,9 +232,14 @@ def test_nan_that_is_left_in_the_cache_does_not_reach_the_next_owner(serve, leav
     """Attention multiplies the positions behind a row's end by 0, and 0 times NaN is NaN."""
     backend = GatedNumpy()
     engine = serve(
-        NanValues(backend), backend=backend, block_size=4, cache_bytes=12 * 4 * 4, max_batch_size=1, max_batch_tokens=4
+        NanValues(backend),
+        backend=backend,
+        block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 4,
+        max_num_seqs=1,
+        max_num_batched_tokens=4,
     )
-    bad = engine.run([1, 1, 1, POISON, *[1] * 6], GREEDY, max_new_tokens=2)  # in three chunks
+    bad = engine.run([1, 1, 1, POISON, *[1] * 6], GREEDY, max_tokens=2)  # in three chunks
     backend.wait()
     backend.let()
     backend.wait()  # the poison is in the cache
@@ -246,7 +251,7 @@ def test_nan_that_is_left_in_the_cache_does_not_reach_the_next_owner(serve, leav
         bad.close()
         backend.open()
     for prompt in ([1, 2], [3, 1, 5], [5], [1] * 9):
-        assert engine.run(prompt, GREEDY, max_new_tokens=3).collect() == expected(prompt, 3)
+        assert engine.run(prompt, GREEDY, max_tokens=3).collect() == expected(prompt, 3)
 
 
 # ---- not what was asked for --------------------------------------------------------------------------------------
@@ -269,7 +274,7 @@ def test_wrong_outputs(serve, output, why):
             return output(tokens)
 
     with pytest.raises(InvalidModelOutput, match=f"Wrong.forward {why}"):
-        serve(Wrong()).run([1, 2], max_new_tokens=2).collect()
+        serve(Wrong()).run([1, 2], max_tokens=2).collect()
 
 
 def test_integers_for_floats(serve):
@@ -278,7 +283,7 @@ def test_integers_for_floats(serve):
             return tokens[:, -1].astype(int)
 
     with pytest.raises(InvalidModelOutput, match="must return floating-point tokens"):
-        serve(Rounds()).run([1.5], max_new_tokens=2).collect()
+        serve(Rounds()).run([1.5], max_tokens=2).collect()
 
 
 def test_logits_of_the_wrong_width(serve):
@@ -336,7 +341,7 @@ def test_an_async_model_that_raises(batch):
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_the_event_loop_of_an_async_model_is_closed_with_the_engine(serve):
     engine = serve(Async())
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     loop = engine._worker.engine.runner.wait._loop.get_loop()
     engine.close()
     assert loop.is_closed()
@@ -362,8 +367,8 @@ def raises(batch):
 def test_a_bad_predicate_harms_only_its_request(serve, toy, where, why):
     params = None if toy is SumTokens else GREEDY
     engine = serve(toy(NUMPY))
-    good = engine.run([1, 2], params, max_new_tokens=30)
-    bad = engine.run([1, 2], params, max_new_tokens=30, stop=StopRule(where=where))
+    good = engine.run([1, 2], params, max_tokens=30)
+    bad = engine.run([1, 2], params, max_tokens=30, stop_rule=StopRule(where=where))
     with pytest.raises(InvalidRequest, match=why):
         bad.collect()
     assert bad.finish_reason == Finish.ERROR
@@ -420,7 +425,7 @@ def losing(toy, trap):
 @pytest.mark.parametrize("budget", [2048, 9])
 def test_a_lost_cache_is_built_again_and_nobody_notices(batch, toy, at, budget):
     model, backend = losing(toy, Once(at))
-    engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_batch_tokens=budget)
+    engine, streams = batch(model, GOOD, backend=backend, block_size=4, max_num_batched_tokens=budget)
     check_good(streams)
     runner = engine._worker.engine.runner
     made = len(runner.memory.cache) + sum(kept is not None for kept in runner.memory.kept)
@@ -454,7 +459,7 @@ def exits(engine, monkeypatch):
 
 def test_a_failure_of_the_loop_reaches_every_stream(serve, monkeypatch):
     model = Gate()
-    engine = serve(model, max_batch_size=2)
+    engine = serve(model, max_num_seqs=2)
     running = [engine.run([1]) for _ in range(2)]
     model.wait()
     waiting = [engine.run([1]) for _ in range(3)]
@@ -516,7 +521,7 @@ def test_nothing_holds_a_request_that_ended(serve, toy):
     engine = serve(toy(backend), backend=backend)
     gc.disable()
     try:
-        stream = engine.run([1, 2], None if toy is SumTokens else GREEDY, max_new_tokens=2)
+        stream = engine.run([1, 2], None if toy is SumTokens else GREEDY, max_tokens=2)
         backend.wait()
         prompt = ref(next(iter(engine._worker.engine._live)).prompt)
         assert prompt() is not None

@@ -59,11 +59,11 @@ class Breakable(GatedNumpy):
 def start(serve, model, prompts, *, limit=5, **options):
     """The streams of prompts that all start in one step; the step is not let through yet."""
     backend = model.backend
-    engine = serve(model, backend=backend, max_batch_size=len(prompts), **options)
+    engine = serve(model, backend=backend, max_num_seqs=len(prompts), **options)
     params = None if isinstance(model, SumTokens) and not isinstance(model, SumLogits) else GREEDY
-    plug = engine.run(prompts[0][:1], params, max_new_tokens=1)
+    plug = engine.run(prompts[0][:1], params, max_tokens=1)
     backend.wait()
-    streams = [engine.run(p, params, max_new_tokens=limit) for p in prompts]
+    streams = [engine.run(p, params, max_tokens=limit) for p in prompts]
     plug.close()
     backend.let()
     backend.wait()
@@ -115,12 +115,12 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     """The library's own error. On JAX steps are padded to powers of two, so its limit is a larger one."""
     monkeypatch.setattr("hibachi.engine.budget.GROW_AFTER", 10**6)
     monkeypatch.setattr("hibachi.engine.budget.MOST_GROW_AFTER", 10**6)
-    backend = hungry(hibachi.load(name), most)
+    backend = hungry(hibachi.load_backend(name), most)
     rows = 8 if name == "jax" else 2
     prompts = [[i % 7, *[1] * 23] for i in range(8)]
-    engine = serve(SumPaged(backend), backend=backend, max_batch_size=rows, block_size=4, prefix_cache=False)
+    engine = serve(SumPaged(backend), backend=backend, max_num_seqs=rows, block_size=4, enable_prefix_caching=False)
     with caplog.at_level(logging.WARNING, "hibachi.engine"):
-        streams = [engine.run(p, GREEDY, max_new_tokens=5) for p in prompts]
+        streams = [engine.run(p, GREEDY, max_tokens=5) for p in prompts]
         check(streams, prompts)
     budget = engine._worker.engine.scheduler.budget
     assert budget < 8 * 24 and engine.stats().failed == 0
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_halves_the_budget_for_a_while(serve, caplog, monke
     assert f"at most {budget} tokens in a step from now on" in caplog.text
     for _ in range(3):  # the first requests may not have come all at once
         seen = len(backend.sizes)
-        check([engine.run(p, GREEDY, max_new_tokens=5) for p in prompts], prompts)
+        check([engine.run(p, GREEDY, max_tokens=5) for p in prompts], prompts)
         assert engine._worker.engine.scheduler.budget <= budget, "the budget stays halved for as long"
         if max(backend.sizes[seen:]) <= most:
             return
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_for_good_fails_all(serve):
         with pytest.raises(OutOfCapacity):
             s.collect()
     backend.errors = []
-    assert engine.run([1, 2], GREEDY, max_new_tokens=3).collect() == expected([1, 2], 3)
+    assert engine.run([1, 2], GREEDY, max_tokens=3).collect() == expected([1, 2], 3)
 
 
 def test_memory_that_runs_out_takes_a_donated_cache_with_it(serve):
@@ -239,7 +239,7 @@ def test_what_a_failed_step_had_computed_is_let_go_before_the_next_try(serve):
     gc.disable()
     try:
         engine = serve(Tries(NumpyBackend()))
-        assert engine.run([1, 2], GREEDY, max_new_tokens=3).collect() == expected([1, 2], 3)
+        assert engine.run([1, 2], GREEDY, max_tokens=3).collect() == expected([1, 2], 3)
     finally:
         gc.enable()
     assert engine.stats().failed == 0
@@ -249,7 +249,7 @@ def test_what_libraries_raise():
     import jax
     import torch
 
-    numpy, of_torch, of_jax = (hibachi.load(name) for name in ("numpy", "torch", "jax"))
+    numpy, of_torch, of_jax = (hibachi.load_backend(name) for name in ("numpy", "torch", "jax"))
     error = jax.errors.JaxRuntimeError
     memory = [
         (numpy, MemoryError()),
@@ -310,7 +310,7 @@ def test_restart_after_a_lost_device(serve, toy, times, caplog):
     with caplog.at_level(logging.WARNING, "hibachi.engine"):
         engine, streams = start(serve, toy(backend), PROMPTS, restart="on_failure")
         params = None if toy is SumTokens else GREEDY
-        waiting = engine.run([1], params, max_new_tokens=5)
+        waiting = engine.run([1], params, max_tokens=5)
         backend.let(2)
         backend.wait()
         backend.wait()
@@ -334,7 +334,7 @@ def test_restart_with_the_errors_of_a_library(serve, name):
         import jax
 
         error = jax.errors.JaxRuntimeError("UNAVAILABLE: the device was reset")
-    base = type(hibachi.load(name))
+    base = type(hibachi.load_backend(name))
 
     class Shaky(base):
         steps = 0
@@ -352,8 +352,8 @@ def test_restart_with_the_errors_of_a_library(serve, name):
             return step if getattr(fn, "__name__", "") == "step" else compiled
 
     backend = Shaky()
-    engine = serve(SumPaged(backend), backend=backend, max_batch_size=8, block_size=4, restart="on_failure")
-    check([engine.run(p, GREEDY, max_new_tokens=12) for p in PROMPTS], n=12)
+    engine = serve(SumPaged(backend), backend=backend, max_num_seqs=8, block_size=4, restart="on_failure")
+    check([engine.run(p, GREEDY, max_tokens=12) for p in PROMPTS], n=12)
     assert engine.health().restarts and engine.stats().failed == 0
 
 
@@ -382,9 +382,9 @@ class Dies(Breakable):
 def test_a_device_that_is_lost_when_states_are_kept_or_put_back(serve, toy, at):
     backend = Dies(at)
     prompts = [[*PREFIX, *PREFIX, i] for i in range(6)]
-    engine = serve(toy(backend), backend=backend, max_batch_size=2, block_size=4, restart="on_failure")
+    engine = serve(toy(backend), backend=backend, max_num_seqs=2, block_size=4, restart="on_failure")
     backend.open()
-    streams = [engine.run(p, GREEDY, max_new_tokens=5) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=5) for p in prompts]
     check(streams, prompts)
     stats = engine.stats()
     assert stats.failed == 0 and stats.prefix_hits and engine.health().restarts == (backend.copies >= at)
@@ -431,7 +431,13 @@ def test_what_was_generated_survives_a_restart_and_preemption(serve):
     backend = Breakable()
     prompts = [[i, 1, 1] for i in range(6)]
     engine, streams = start(
-        serve, SumPaged(backend), prompts, limit=20, restart="on_failure", block_size=4, cache_bytes=12 * 4 * 4 * 3
+        serve,
+        SumPaged(backend),
+        prompts,
+        limit=20,
+        restart="on_failure",
+        block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 4 * 3,
     )
     backend.let(8)
     for _ in range(8):
@@ -458,10 +464,10 @@ def test_invalid_outputs_now_and_then_harm_only_their_requests(serve):
             out = super().forward(tokens)
             return out / 2 if (tokens == POISON).any() else out
 
-    engine = serve(Sometimes(), max_batch_size=1)
+    engine = serve(Sometimes(), max_num_seqs=1)
     for _ in range(4):
-        bad = [engine.run([POISON], max_new_tokens=2) for _ in range(2)]
-        good = engine.run([1], max_new_tokens=2)
+        bad = [engine.run([POISON], max_tokens=2) for _ in range(2)]
+        good = engine.run([1], max_tokens=2)
         for s in bad:
             with pytest.raises(InvalidModelOutput):
                 s.collect()
@@ -509,14 +515,14 @@ def test_a_guilty_writer_of_shared_blocks(serve, how, place):
 def test_a_poison_in_the_shared_part_fails_all_who_share_it_and_nobody_else(serve, how, toy, budget):
     shared = [1, 2, POISON, 4, 5, 6, 8, 9]
     prompts = [[*shared, 1], [*shared, 2], PROMPTS[1], [*shared, 1], *PROMPTS[3:5]]
-    engine, streams = start(serve, poisoned(toy, how), prompts, block_size=4, max_batch_tokens=budget)
+    engine, streams = start(serve, poisoned(toy, how), prompts, block_size=4, max_num_batched_tokens=budget)
     engine.model.backend.open()
     for i in (0, 1, 3):
         with pytest.raises(ModelError if how == "raises" else NonFiniteOutput):
             streams[i].collect()
     check([streams[i] for i in (2, 4, 5)], [prompts[i] for i in (2, 4, 5)])
     for _ in range(2):  # nothing bad is left for those who get its blocks, or ask for the same beginning
-        assert engine.run([1, 2, 3, 4, 5], GREEDY, max_new_tokens=30).collect() == expected([1, 2, 3, 4, 5], 30)
+        assert engine.run([1, 2, 3, 4, 5], GREEDY, max_tokens=30).collect() == expected([1, 2, 3, 4, 5], 30)
     stats = engine.stats()
     assert stats.failed == 3 and stats.free_blocks == stats.blocks
 

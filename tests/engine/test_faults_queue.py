@@ -25,40 +25,41 @@ def count(n, start=1):
 
 def test_a_full_queue_refuses_at_the_call(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=2, max_waiting=3)
-    streams = [engine.run([i], max_new_tokens=2) for i in range(5)]  # also before anybody has started
+    engine = serve(gate, max_num_seqs=2, max_num_queued_reqs=3)
+    streams = [engine.run([i], max_tokens=2) for i in range(5)]  # also before anybody has started
     for _ in range(2):
         with pytest.raises(
-            QueueFull, match=r"at most 5 requests here \(2 that run at once and max_waiting=3 that wait\); got 5"
+            QueueFull,
+            match=r"at most 5 requests here \(2 that run at once and max_num_queued_reqs=3 that wait\); got 5",
         ):
             engine.run([9])
     gate.wait()
     streams.pop().close()  # one that waits
     gate.let()
     gate.wait()
-    streams.append(engine.run([7], max_new_tokens=2))
+    streams.append(engine.run([7], max_tokens=2))
     gate.open()
     assert [s.collect()[-1] for s in streams] == [2, 3, 4, 5, 9]
-    assert ints(engine.run([1], max_new_tokens=1).collect()) == [2]
+    assert ints(engine.run([1], max_tokens=1).collect()) == [2]
     assert engine.stats().failed == 0
 
 
 def test_who_has_seen_the_end_of_a_stream_finds_room(serve):
-    engine = serve(max_batch_size=1, max_waiting=0)
+    engine = serve(max_num_seqs=1, max_num_queued_reqs=0)
     for i in range(200):
-        assert ints(engine.run([i], max_new_tokens=2).collect()) == [i + 1, i + 2]
+        assert ints(engine.run([i], max_tokens=2).collect()) == [i + 1, i + 2]
 
 
 def test_many_callers_never_get_in_more_than_fit(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=2, max_waiting=10)
+    engine = serve(gate, max_num_seqs=2, max_num_queued_reqs=10)
     start, got = threading.Barrier(8), []
 
     def caller():
         start.wait(PATIENCE)
         for i in range(20):
             with suppress(QueueFull):
-                got.append(engine.run([i], max_new_tokens=1))
+                got.append(engine.run([i], max_tokens=1))
 
     callers = [Background(caller) for _ in range(8)]
     for c in callers:
@@ -71,8 +72,8 @@ def test_many_callers_never_get_in_more_than_fit(serve):
 
 def test_by_default_any_number_may_wait(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
-    streams = [engine.run([i], max_new_tokens=1) for i in range(500)]
+    engine = serve(gate, max_num_seqs=1)
+    streams = [engine.run([i], max_tokens=1) for i in range(500)]
     gate.open()
     assert [int(s.collect()[0]) for s in streams] == count(500, 0)
 
@@ -80,8 +81,8 @@ def test_by_default_any_number_may_wait(serve):
 @pytest.mark.parametrize(
     "option, why",
     [
-        ({"max_waiting": -1}, "max_waiting must be an integer >= 0"),
-        ({"max_waiting": True}, "max_waiting must be an integer >= 0"),
+        ({"max_num_queued_reqs": -1}, "max_num_queued_reqs must be an integer >= 0"),
+        ({"max_num_queued_reqs": True}, "max_num_queued_reqs must be an integer >= 0"),
         ({"pause_after": 0}, "pause_after must be an integer >= 1"),
         ({"stall_after": 0}, "stall_after must be a number of seconds > 0"),
     ],
@@ -96,9 +97,9 @@ def test_wrong_options(serve, option, why):
 
 def test_a_deadline_ends_a_running_request_and_keeps_its_tokens(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=2)
+    engine = serve(gate, max_num_seqs=2)
     late = engine.run([1], terms=Terms(timeout=0.05))
-    other = engine.run([1], max_new_tokens=5)
+    other = engine.run([1], max_tokens=5)
     for _ in range(2):
         gate.wait()
         gate.let()
@@ -118,8 +119,8 @@ def test_a_deadline_ends_a_running_request_and_keeps_its_tokens(serve):
 @pytest.mark.parametrize("terms, word", [(Terms(timeout=0.05), "ended"), (Terms(queue_timeout=0.05), "started")])
 def test_a_deadline_in_the_queue(serve, terms, word):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
-    first = engine.run([1], max_new_tokens=3)
+    engine = serve(gate, max_num_seqs=1)
+    first = engine.run([1], max_tokens=3)
     gate.wait()
     late = engine.run([5], terms=terms)
     time.sleep(0.06)
@@ -131,8 +132,8 @@ def test_a_deadline_in_the_queue(serve, terms, word):
 
 def test_who_has_started_may_go_on_after_its_time_in_the_queue(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
-    stream = engine.run([1], max_new_tokens=3, terms=Terms(queue_timeout=0.05))
+    engine = serve(gate, max_num_seqs=1)
+    stream = engine.run([1], max_tokens=3, terms=Terms(queue_timeout=0.05))
     gate.wait()
     time.sleep(0.06)
     gate.open()
@@ -158,7 +159,7 @@ def test_deadlines_of_requests_that_ended_wake_nobody(serve, monkeypatch):
 
     engine = serve()
     for i in range(20):
-        engine.run([i], max_new_tokens=1, terms=Terms(timeout=0.05)).collect()
+        engine.run([i], max_tokens=1, terms=Terms(timeout=0.05)).collect()
     steps, step = [], Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
     time.sleep(0.15)
@@ -171,7 +172,7 @@ def test_deadlines_of_requests_that_ended_wake_nobody(serve, monkeypatch):
 @pytest.mark.parametrize("pause_after", [1, 2, 5, 8])
 def test_a_consumer_that_is_behind_is_waited_for(serve, pause_after):
     engine = serve(pause_after=pause_after)
-    stream = engine.run([1], max_new_tokens=40)
+    stream = engine.run([1], max_tokens=40)
     got = []
     for _ in range(3):
         until(lambda: engine.health().paused == 1 and len(stream.channel.buffer) == pause_after)
@@ -184,11 +185,11 @@ def test_a_consumer_that_is_behind_is_waited_for(serve, pause_after):
 
 
 def test_a_slow_consumer_holds_up_nobody_else(serve):
-    engine = serve(max_batch_size=2, pause_after=3)
-    slow = engine.run([1], max_new_tokens=40)
+    engine = serve(max_num_seqs=2, pause_after=3)
+    slow = engine.run([1], max_tokens=40)
     until(lambda: engine.health().paused == 1)
     for i in range(5):
-        assert ints(engine.run([i], max_new_tokens=30).collect()) == count(30, i)
+        assert ints(engine.run([i], max_tokens=30).collect()) == count(30, i)
     assert ints(slow.collect()) == count(40)
 
 
@@ -197,12 +198,12 @@ def test_slow_consumers_that_hold_all_rows_make_room(serve, level):
     """They lose their rows to those who wait, and go on where they were when they come back."""
     model = Next() if level == "no cache" else SumPaged(NUMPY)
     right = (lambda p, n: count(n, p[0])) if level == "no cache" else expected
-    engine = serve(model, max_batch_size=3, pause_after=2, block_size=4)
+    engine = serve(model, max_num_seqs=3, pause_after=2, block_size=4)
     params = None if level == "no cache" else GREEDY
-    slow = [engine.run([i], params, max_new_tokens=12) for i in range(3)]
+    slow = [engine.run([i], params, max_tokens=12) for i in range(3)]
     until(lambda: engine.health().paused == 3)
     for i in range(4):
-        assert ints(engine.run([i], params, max_new_tokens=9).collect()) == right([i], 9)
+        assert ints(engine.run([i], params, max_tokens=9).collect()) == right([i], 9)
     assert engine.stats().preemptions
     for i, s in enumerate(slow):
         assert ints(s.collect()) == right([i], 12)
@@ -210,20 +211,25 @@ def test_slow_consumers_that_hold_all_rows_make_room(serve, level):
 
 def test_slow_consumers_that_hold_all_blocks_make_room(serve):
     engine = serve(
-        SumPaged(NUMPY), max_batch_size=4, pause_after=8, block_size=4, cache_bytes=12 * 4 * 8, prefix_cache=False
+        SumPaged(NUMPY),
+        max_num_seqs=4,
+        pause_after=8,
+        block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 8,
+        enable_prefix_caching=False,
     )
-    slow = [engine.run([i, 1], GREEDY, max_new_tokens=20) for i in range(2)]
+    slow = [engine.run([i, 1], GREEDY, max_tokens=20) for i in range(2)]
     until(lambda: engine.health().paused == 2)
     blocks = engine.stats().blocks
     big = [1] * (blocks * 4 - 4)
-    assert engine.run(big, GREEDY, max_new_tokens=2).collect() == expected(big, 2)
+    assert engine.run(big, GREEDY, max_tokens=2).collect() == expected(big, 2)
     for i, s in enumerate(slow):
         assert s.collect() == expected([i, 1], 20)
 
 
 def test_a_paused_request_is_cancelled_or_dropped(serve):
-    engine = serve(SumPaged(NUMPY), max_batch_size=2, pause_after=2)
-    a, b = (engine.run([i], GREEDY, max_new_tokens=50) for i in (1, 2))
+    engine = serve(SumPaged(NUMPY), max_num_seqs=2, pause_after=2)
+    a, b = (engine.run([i], GREEDY, max_tokens=50) for i in (1, 2))
     until(lambda: engine.health().paused == 2)
     a.close()
     del b
@@ -234,11 +240,11 @@ def test_a_paused_request_is_cancelled_or_dropped(serve):
 
 @pytest.mark.parametrize("again", range(3))
 def test_many_slow_readers(serve, again):
-    engine = serve(SumPaged(NUMPY), max_batch_size=4, pause_after=2, block_size=4, cache_bytes=12 * 4 * 12)
+    engine = serve(SumPaged(NUMPY), max_num_seqs=4, pause_after=2, block_size=4, kv_cache_memory_bytes=12 * 4 * 12)
 
     def reader(i):
         got = []
-        for token in engine.run([i % 10, 2], GREEDY, max_new_tokens=25):
+        for token in engine.run([i % 10, 2], GREEDY, max_tokens=25):
             got.append(token)
             if len(got) % 4 == i % 4:
                 time.sleep(0.0005)
@@ -257,9 +263,14 @@ def every_state(serve):
     """An engine with paused, running, preempted and waiting requests, between two steps; and their streams."""
     backend = GatedNumpy()
     engine = serve(
-        SumPaged(backend), backend=backend, max_batch_size=3, pause_after=12, block_size=4, cache_bytes=12 * 4 * 9
+        SumPaged(backend),
+        backend=backend,
+        max_num_seqs=3,
+        pause_after=12,
+        block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 9,
     )
-    streams = [engine.run([i, 1, 1], GREEDY, max_new_tokens=24) for i in range(6)]
+    streams = [engine.run([i, 1, 1], GREEDY, max_tokens=24) for i in range(6)]
     for _ in range(11):
         backend.wait()
         backend.let()
@@ -295,7 +306,7 @@ def test_drain_with_requests_in_every_state(serve):
     draining = Background(engine.drain)
     until(lambda: engine._worker._refusal is not None)
     with pytest.raises(EngineClosed, match="draining"):
-        engine.run([1], GREEDY, max_new_tokens=1)
+        engine.run([1], GREEDY, max_tokens=1)
     backend.open()
     assert engine.drain(0.05) is False, "consumers have not read"
     assert [s.collect() for s in streams] == [expected([i, 1, 1], 24) for i in range(6)]

@@ -69,8 +69,8 @@ def right(prompt, n):
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 25))])
 def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
     engine = serve(
-        troubled(toy, seed), backend=Trouble(), max_batch_size=6, max_batch_tokens=24, block_size=4,
-        cache_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_waiting=200, policy="fair",
+        troubled(toy, seed), backend=Trouble(), max_num_seqs=6, max_num_batched_tokens=24, block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_num_queued_reqs=200, scheduling_policy="fair",
     )  # fmt: skip
     ended, n = [], 60
 
@@ -81,7 +81,7 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
             prompt = [*prefix, *(rng.choice([0, 1, 2, 3, 4, 6, 8, 9, 9, 7]) for _ in range(rng.randrange(1, 5)))]
             limit = rng.randrange(1, 16)
             terms = Terms(tenant=f"{k}", priority=rng.randrange(2), timeout=0.01 if rng.random() < 0.1 else PATIENCE)
-            stream = engine.run(prompt, GREEDY, max_new_tokens=limit, terms=terms)
+            stream = engine.run(prompt, GREEDY, max_tokens=limit, terms=terms)
             patience = rng.randrange(1, 30) if rng.random() < 0.2 else None
             want, fails = right(prompt, limit)
             got, error = [], None

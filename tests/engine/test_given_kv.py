@@ -50,7 +50,7 @@ def finish(engine):
 def paged(serve):
     def make(backend=None, toy=SumPaged, **options):
         backend = NumpyBackend() if backend is None else backend
-        options = dict(max_batch_size=4, max_batch_tokens=24, block_size=4) | options
+        options = dict(max_num_seqs=4, max_num_batched_tokens=24, block_size=4) | options
         return serve(toy(backend), backend=backend, **options)
 
     return make
@@ -59,9 +59,9 @@ def paged(serve):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("n", [1, 4, 7, 30])
 def test_the_tokens_are_those_of_the_whole_prompt(paged, library, n):
-    engine, prompt = paged(hibachi.load(library)), [(3 * i + 1) % 10 for i in range(n)]
+    engine, prompt = paged(hibachi.load_backend(library)), [(3 * i + 1) % 10 for i in range(n)]
     request, wanted = begun(prompt, 12)
-    assert submit(engine, request).collect() == wanted == engine.run(prompt, GREEDY, max_new_tokens=12).collect()[1:]
+    assert submit(engine, request).collect() == wanted == engine.run(prompt, GREEDY, max_tokens=12).collect()[1:]
     stats = finish(engine)
     assert stats.prompt_tokens == n  # of the one that was computed here
 
@@ -74,11 +74,11 @@ def test_only_tokens_that_are_not_given_are_computed(paged):
 
 
 def test_alone_crowded_or_preempted_it_says_the_same(paged):
-    engine = paged(cache_bytes=12 * 12 * 4)
+    engine = paged(kv_cache_memory_bytes=12 * 12 * 4)
     prompts = [[(i * j + i) % 10 for j in range(1, 4 + 3 * i)] for i in range(1, 7)]
     pairs = [begun(p, 18) for p in prompts]
     streams = [(submit(engine, r), wanted) for r, wanted in pairs]
-    others = [(engine.run(p[::-1], GREEDY, max_new_tokens=15), expected(p[::-1], 15)) for p in prompts]
+    others = [(engine.run(p[::-1], GREEDY, max_tokens=15), expected(p[::-1], 15)) for p in prompts]
     for stream, wanted in streams + others:
         assert stream.collect() == wanted
     assert finish(engine).preemptions > 2
@@ -86,13 +86,13 @@ def test_alone_crowded_or_preempted_it_says_the_same(paged):
 
 @pytest.mark.parametrize("tokens", [4, 7, 24])
 def test_company_in_small_steps_makes_no_difference(paged, tokens):
-    engine = paged(max_batch_tokens=tokens)
+    engine = paged(max_num_batched_tokens=tokens)
     streams = []
     for i in range(1, 7):
         prompt = [i] * (5 * i)
         request, wanted = begun(prompt, 9)
         streams += [
-            (engine.run(prompt, GREEDY, max_new_tokens=9), expected(prompt, 9)),
+            (engine.run(prompt, GREEDY, max_tokens=9), expected(prompt, 9)),
             (submit(engine, request), wanted),
         ]
     for stream, wanted in streams:
@@ -104,7 +104,7 @@ def test_steps_that_overlap_take_them_as_well(paged):
     backend = Late()
     engine = paged(backend, overlap=True)
     pairs = [begun([i] * (6 * i), 15) for i in range(1, 5)]
-    streams = [(engine.run([5, 5], GREEDY, max_new_tokens=40), expected([5, 5], 40))]
+    streams = [(engine.run([5, 5], GREEDY, max_tokens=40), expected([5, 5], 40))]
     streams += [(submit(engine, r), wanted) for r, wanted in pairs]
     for stream, wanted in streams:
         assert stream.collect() == wanted
@@ -128,7 +128,9 @@ def test_a_storm_of_all_kinds(paged, seed):
     """Given and computed prompts that begin alike, in a small cache, while some leave and the prefixes are dropped."""
     random = np.random.default_rng(seed)
     overlap = bool(seed % 2)
-    engine = paged(Late() if overlap else None, overlap=overlap, cache_bytes=14 * 12 * 4, max_batch_tokens=9)
+    engine = paged(
+        Late() if overlap else None, overlap=overlap, kv_cache_memory_bytes=14 * 12 * 4, max_num_batched_tokens=9
+    )
     streams = []
     for i in range(40):
         prompt = [int(random.integers(1, 3))] * int(random.integers(1, 26))
@@ -160,7 +162,7 @@ def test_blocks_whose_ids_are_not_known_are_never_found(paged):
     assert submit(engine, request).collect() == wanted
     assert engine.stats().cached_blocks == 0
     for prompt in ([1] * 13, [7] * 13, [0] * 13):
-        assert engine.run(prompt, GREEDY, max_new_tokens=5).collect() == expected(prompt, 5)
+        assert engine.run(prompt, GREEDY, max_tokens=5).collect() == expected(prompt, 5)
     assert finish(engine).prefix_hits == 0
 
 
@@ -169,10 +171,10 @@ def test_blocks_whose_ids_are_given_are_shared(paged):
     lies = [7] * 13
     request, wanted = begun([1] * 13, 9, values=lies, known=True)
     assert submit(engine, request).collect() == wanted
-    stream = engine.run([1] * 13, GREEDY, max_new_tokens=5)
+    stream = engine.run([1] * 13, GREEDY, max_tokens=5)
     assert stream.collect() == expected([7] * 12 + [1], 5)  # whoever lies is believed
     assert stream.reused == 12
-    assert engine.run([1] * 13 + wanted, GREEDY, max_new_tokens=1).collect()
+    assert engine.run([1] * 13 + wanted, GREEDY, max_tokens=1).collect()
     stats = finish(engine)
     assert stats.prefix_hits == 24 and stats.prefix_queries == 34  # what was given counts as neither
 
@@ -181,15 +183,15 @@ def test_a_salt_keeps_them_apart(paged):
     engine = paged()
     request, _ = begun([1] * 13, 5, values=[7] * 13, known=True)
     submit(engine, replace(request, terms=hibachi.Terms(cache_salt="a"))).collect()
-    assert engine.run([1] * 13, GREEDY, max_new_tokens=5).collect() == expected([1] * 13, 5)
+    assert engine.run([1] * 13, GREEDY, max_tokens=5).collect() == expected([1] * 13, 5)
     assert finish(engine).prefix_hits == 0
 
 
 def test_who_comes_in_the_same_step_may_share_them(paged):
-    engine = paged(max_batch_tokens=64)
-    hold = engine.run([9], GREEDY, max_new_tokens=50)  # so that both are there when a step begins
+    engine = paged(max_num_batched_tokens=64)
+    hold = engine.run([9], GREEDY, max_tokens=50)  # so that both are there when a step begins
     request, wanted = begun([2] * 17, 5, known=True)
-    streams = [submit(engine, request), engine.run([2] * 17, GREEDY, max_new_tokens=5)]
+    streams = [submit(engine, request), engine.run([2] * 17, GREEDY, max_tokens=5)]
     assert [s.collect() for s in streams] == [wanted, expected([2] * 17, 5)]
     assert streams[1].reused in (0, 16)
     assert hold.collect() == expected([9], 50)
@@ -200,8 +202,8 @@ def test_who_comes_in_the_same_step_may_share_them(paged):
 
 
 def test_a_write_that_fails_is_the_fault_of_one_request(paged, monkeypatch):
-    engine = paged(max_batch_tokens=64)
-    other = engine.run([1, 2], GREEDY, max_new_tokens=40)
+    engine = paged(max_num_batched_tokens=64)
+    other = engine.run([1, 2], GREEDY, max_tokens=40)
     next(other)
     memory = engine.core.runner.memory
     write = memory.write
@@ -217,7 +219,7 @@ def test_a_write_that_fails_is_the_fault_of_one_request(paged, monkeypatch):
     with pytest.raises(hibachi.HibachiError, match="no way"):
         bad.collect()
     assert good.collect() == wanted and len(other.collect()) == 39
-    assert engine.run([3] * 10, GREEDY, max_new_tokens=5).collect() == expected([3] * 10, 5)
+    assert engine.run([3] * 10, GREEDY, max_tokens=5).collect() == expected([3] * 10, 5)
     assert finish(engine).failed == 1
 
 
@@ -225,11 +227,11 @@ def test_what_the_cache_cannot_hold_ends_its_request_only(paged):
     engine = paged(dtype="float16")
     given = Begun(kv_of([1, 1, 1e6, 1, 1, 1]), 7, known=True)
     request = Request(np.array([1] * 6), GREEDY.with_(max_tokens=5), begun=given)
-    other = engine.run([1, 2], GREEDY, max_new_tokens=20)
+    other = engine.run([1, 2], GREEDY, max_tokens=20)
     with pytest.raises(hibachi.ModelFault):  # the toy raises where others would return NaN
         submit(engine, request).collect()
     assert other.collect() == expected([1, 2], 20)
-    assert engine.run([1] * 6, GREEDY, max_new_tokens=5).collect() == expected([1] * 6, 5)  # nothing was left of it
+    assert engine.run([1] * 6, GREEDY, max_tokens=5).collect() == expected([1] * 6, 5)  # nothing was left of it
     finish(engine)
 
 
@@ -245,7 +247,7 @@ def test_who_leaves_gives_its_blocks_back(paged):
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"cache_bytes": 12 * 12 * 4}])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"kv_cache_memory_bytes": 12 * 12 * 4}])
 def test_keys_and_values_are_handed_out_at_the_end(paged, options):
     engine = paged(Late(), **options)
     prompts = [[i] * (3 * i) for i in range(1, 6)]
@@ -270,11 +272,11 @@ def test_keys_and_values_are_handed_out_at_the_end(paged, options):
 
 def test_where_they_cannot_be_read_the_request_fails(paged, monkeypatch):
     engine = paged()
-    engine.run([1], GREEDY, max_new_tokens=1).collect()
+    engine.run([1], GREEDY, max_tokens=1).collect()
     monkeypatch.setattr(engine.core.runner.backend, "positions", lambda layer, blocks=None: [])
     with pytest.raises(UnsupportedOperation, match="in a form that `positions` cannot tell apart"):
         submit(engine, Request(np.array([1, 2]), GREEDY, kept=[])).collect()
-    assert engine.run([1, 2], GREEDY, max_new_tokens=3).collect() == expected([1, 2], 3)
+    assert engine.run([1, 2], GREEDY, max_tokens=3).collect() == expected([1, 2], 3)
     finish(engine)
 
 
@@ -284,14 +286,14 @@ def test_where_they_cannot_be_read_the_request_fails(paged, monkeypatch):
 def test_a_reset_while_requests_run(paged):
     engine = paged()
     engine.reset_cache()  # nothing was computed
-    engine.run([1] * 13, GREEDY, max_new_tokens=2).collect()
-    running = engine.run([1] * 13, GREEDY, max_new_tokens=45)
+    engine.run([1] * 13, GREEDY, max_tokens=2).collect()
+    running = engine.run([1] * 13, GREEDY, max_tokens=45)
     next(running)
     assert running.reused == 12
     engine.reset_cache()
-    again = engine.run([1] * 13, GREEDY, max_new_tokens=5)
+    again = engine.run([1] * 13, GREEDY, max_tokens=5)
     assert again.collect() == expected([1] * 13, 5) and again.reused == 0
-    assert engine.run([1] * 13, GREEDY, max_new_tokens=2).collect() == expected([1] * 13, 2)
+    assert engine.run([1] * 13, GREEDY, max_tokens=2).collect() == expected([1] * 13, 2)
     assert running.collect() == expected([1] * 13, 45)[1:]
     assert engine.stats().prefix_hits == 24
     finish(engine)
@@ -300,16 +302,16 @@ def test_a_reset_while_requests_run(paged):
 def test_states_are_forgotten_as_well(paged):
     engine = paged(toy=SumState)
     for _ in range(2):
-        assert engine.run([1] * 13, GREEDY, max_new_tokens=5).collect() == expected([1] * 13, 5)
+        assert engine.run([1] * 13, GREEDY, max_tokens=5).collect() == expected([1] * 13, 5)
     hits = engine.stats().prefix_hits
     engine.reset_cache()
-    assert engine.run([1] * 13, GREEDY, max_new_tokens=5).collect() == expected([1] * 13, 5)
+    assert engine.run([1] * 13, GREEDY, max_tokens=5).collect() == expected([1] * 13, 5)
     assert engine.stats().prefix_hits == hits > 0
 
 
 def test_a_closed_engine_says_so(paged):
     engine = paged()
-    engine.run([1], GREEDY, max_new_tokens=1).collect()
+    engine.run([1], GREEDY, max_tokens=1).collect()
     engine.close()
     with pytest.raises(hibachi.EngineClosed):
         engine.reset_cache()

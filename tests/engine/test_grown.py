@@ -50,7 +50,7 @@ class Weighed:
 
 def alone(prompt, new, **options):
     with AutoregressiveBatchInference(Weighed(), padding_token=-5.0, backend="numpy", **options) as engine:
-        return np.stack(engine.run(prompt, max_new_tokens=new).collect()).tolist()
+        return np.stack(engine.run(prompt, max_tokens=new).collect()).tolist()
 
 
 @pytest.fixture
@@ -63,27 +63,27 @@ def apart():
 def test_tokens_are_those_of_the_host(serve, apart, deterministic, fails_at):
     model = Weighed()
     model.fails_at, Weighed.calls = fails_at, 0
-    one = serve(model, backend=apart, padding_token=-5.0, max_batch_size=4, deterministic=deterministic)
+    one = serve(model, backend=apart, padding_token=-5.0, max_num_seqs=4, deterministic=deterministic)
     new = [60, 33, 47, 58]
-    streams = [one.run(prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS * 2, new * 2, strict=True)]
+    streams = [one.run(prompt, max_tokens=n) for prompt, n in zip(PROMPTS * 2, new * 2, strict=True)]
     for prompt, n, stream in zip(PROMPTS * 2, new * 2, streams, strict=True):
         assert np.stack(stream.collect()).tolist() == alone(prompt, n)
 
 
 def test_a_batch_comes_from_the_host_only_when_rows_come_or_go(serve, apart):
-    one = serve(Weighed(), backend=apart, padding_token=-5.0, max_batch_size=4)
-    one.run(PROMPTS[1], max_new_tokens=100).collect()
+    one = serve(Weighed(), backend=apart, padding_token=-5.0, max_num_seqs=4)
+    one.run(PROMPTS[1], max_tokens=100).collect()
     assert apart.batches == 1
-    streams = [one.run(prompt, max_new_tokens=100) for prompt in PROMPTS[:2]]
+    streams = [one.run(prompt, max_tokens=100) for prompt in PROMPTS[:2]]
     assert [len(stream.collect()) for stream in streams] == [100, 100]
     assert apart.batches <= 5
 
 
 def test_frames_stay_where_they_are_as_well(serve, apart):
     one = serve(Weighed((3,)), backend=apart, padding_token=[[0.0] * 3])
-    got = one.run([[1.0, 2.0, 3.0]], max_new_tokens=30).collect()
+    got = one.run([[1.0, 2.0, 3.0]], max_tokens=30).collect()
     with AutoregressiveBatchInference(Weighed((3,)), backend="numpy") as plain:
-        assert np.array_equal(got, plain.run([[1.0, 2.0, 3.0]], max_new_tokens=30).collect())
+        assert np.array_equal(got, plain.run([[1.0, 2.0, 3.0]], max_tokens=30).collect())
     assert apart.batches == 1
 
 
@@ -95,14 +95,14 @@ def test_tokens_of_another_dtype_go_over_the_host(serve, apart):
             return (tokens[:, -1] + 1).astype(np.int64)
 
     one = serve(Wide(), backend=apart)
-    assert [int(t) for t in one.run(np.array([1, 2], np.int16), max_new_tokens=5).collect()] == [3, 4, 5, 6, 7]
+    assert [int(t) for t in one.run(np.array([1, 2], np.int16), max_tokens=5).collect()] == [3, 4, 5, 6, 7]
     assert apart.batches == 5
 
 
 def test_a_reader_who_writes_into_a_token_changes_nothing(serve, apart):
     one = serve(Weighed(), backend=apart, padding_token=-5.0)
     got = []
-    for token in one.run(PROMPTS[2], max_new_tokens=20):
+    for token in one.run(PROMPTS[2], max_tokens=20):
         got.append(float(token))
         token[...] = 3.0
     assert got == alone(PROMPTS[2], 20)
@@ -111,7 +111,7 @@ def test_a_reader_who_writes_into_a_token_changes_nothing(serve, apart):
 def test_memory_of_what_is_over_goes(serve, apart):
     one = serve(Weighed(), backend=apart, padding_token=-5.0)
     for prompt in PROMPTS:
-        one.run(prompt, max_new_tokens=3).collect()
+        one.run(prompt, max_tokens=3).collect()
     grown = one._built.runner._grown
     assert len(grown._last) + len(grown._now) <= 2
 

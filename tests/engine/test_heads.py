@@ -38,7 +38,7 @@ class Pair:
     """Two engines alike, of which one takes three tokens a step."""
 
     def __init__(self, serve, model, **options):
-        options = {"backend": None, "max_batch_size": 4, "max_model_len": 64, "block_size": 4} | options
+        options = {"backend": None, "max_num_seqs": 4, "max_model_len": 64, "block_size": 4} | options
         self.single, self.thrice = (serve(model(hibachi.NumpyBackend()), **options) for _ in range(2))
         runner = self.thrice._worker.engine.runner
         head = runner.main.head
@@ -46,7 +46,7 @@ class Pair:
 
     def alike(self, *prompts, **options):
         """What both say, which must be the same."""
-        options = {"max_new_tokens": 8} | options
+        options = {"max_tokens": 8} | options
         both = []
         for engine in (self.single, self.thrice):
             streams = [engine.run(p, GREEDY, **options) for p in prompts]
@@ -60,61 +60,61 @@ class Pair:
 def test_three_tokens_a_step_are_the_tokens_of_three_steps(serve, model):
     pair = Pair(serve, model)
     prompts = [[1], [2, 3], [4] * 9, [5, 6], [7] * 17, [8]]
-    pair.alike(*prompts, max_new_tokens=24)
+    pair.alike(*prompts, max_tokens=24)
     assert pair.thrice.stats().steps < pair.single.stats().steps * 0.6
     assert pair.thrice.stats().new_tokens == pair.single.stats().new_tokens
 
 
 @pytest.mark.parametrize("limit", range(1, 8))
 def test_no_more_tokens_than_the_limit(serve, limit):
-    ((tokens, why),) = Pair(serve, SumPaged).alike([1, 2], max_new_tokens=limit)
+    ((tokens, why),) = Pair(serve, SumPaged).alike([1, 2], max_tokens=limit)
     assert len(tokens) == limit and why == "length"
 
 
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("stop", range(VOCAB))
 def test_a_stop_token_among_them(serve, stop, include):
-    Pair(serve, SumPaged).alike([3], [1, 2], stop=stop, include_stop=include)
+    Pair(serve, SumPaged).alike([3], [1, 2], stop_rule=stop, include_stop=include)
 
 
 @pytest.mark.parametrize("stop", range(VOCAB))
 def test_a_stop_token_at_the_limit(serve, stop):
-    Pair(serve, SumPaged).alike([3], stop=stop, max_new_tokens=2)
+    Pair(serve, SumPaged).alike([3], stop_rule=stop, max_tokens=2)
 
 
 def test_up_to_the_end_of_the_context(serve):
-    ((tokens, _),) = Pair(serve, SumPaged, max_model_len=16).alike([1, 2, 3], max_new_tokens=None)
+    ((tokens, _),) = Pair(serve, SumPaged, max_model_len=16).alike([1, 2, 3], max_tokens=None)
     assert len(tokens) == 13
 
 
 def test_preempted_rows_and_shared_prefixes(serve):
-    pair = Pair(serve, SumPaged, cache_bytes=800)
+    pair = Pair(serve, SumPaged, kv_cache_memory_bytes=800)
     shared = [1, 2, 3, 4, 5, 6, 7, 8]
-    pair.alike(*([*shared, n] for n in range(8)), max_new_tokens=20)
-    pair.alike(*([*shared, n] for n in range(8)), max_new_tokens=20)
+    pair.alike(*([*shared, n] for n in range(8)), max_tokens=20)
+    pair.alike(*([*shared, n] for n in range(8)), max_tokens=20)
     assert pair.thrice.stats().preemptions and pair.thrice.stats().prefix_hits
 
 
 def test_what_was_generated_is_found_again(serve):
     pair = Pair(serve, SumPaged)
-    ((tokens, _),) = pair.alike([1, 2, 3, 4], max_new_tokens=20)
+    ((tokens, _),) = pair.alike([1, 2, 3, 4], max_tokens=20)
     before = pair.thrice.stats().prefix_hits
-    pair.alike([1, 2, 3, 4, *tokens], max_new_tokens=5)
+    pair.alike([1, 2, 3, 4, *tokens], max_tokens=5)
     assert pair.thrice.stats().prefix_hits - before >= 16
 
 
 def test_a_consumer_that_is_behind_is_waited_for(serve):
     pair = Pair(serve, SumPaged, pause_after=4)
-    stream = pair.thrice.run([1, 2], GREEDY, max_new_tokens=30)
+    stream = pair.thrice.run([1, 2], GREEDY, max_tokens=30)
     until(lambda: pair.thrice.health().paused == 1)
     assert len(stream.channel.buffer) <= 4 + 2
-    assert Background(stream.collect).result() == pair.alike([1, 2], max_new_tokens=30)[0][0]
+    assert Background(stream.collect).result() == pair.alike([1, 2], max_tokens=30)[0][0]
 
 
 def test_cancelled_in_the_middle(serve):
     pair = Pair(serve, SumPaged)
     for n in range(5):
-        stream = pair.thrice.run([n + 1, 2], GREEDY, max_new_tokens=40)
+        stream = pair.thrice.run([n + 1, 2], GREEDY, max_tokens=40)
         for _, _token in zip(range(n + 1), stream, strict=False):
             pass
         stream.close()
@@ -125,7 +125,7 @@ def test_cancelled_in_the_middle(serve):
 
 def test_a_recording_is_played_again(serve):
     pair = Pair(serve, SumPaged)
-    pair.alike([1], [2, 3], [4] * 9, max_new_tokens=11)
+    pair.alike([1], [2, 3], [4] * 9, max_tokens=11)
     until(lambda: pair.thrice.stats().running == 0)
     dump = pair.thrice.dump()
     assert any("tokens" in event for event in dump["events"] if event["event"] == "commit")

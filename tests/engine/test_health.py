@@ -35,10 +35,10 @@ def watchdogs():
 
 def test_health_through_a_life(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
+    engine = serve(gate, max_num_seqs=1)
     health = engine.health()
     assert (health.state, health.ok, health.steps, health.since_step) == ("idle", True, 0, None)
-    streams = [engine.run([1], max_new_tokens=2) for _ in range(3)]
+    streams = [engine.run([1], max_tokens=2) for _ in range(3)]
     gate.wait()
     health = engine.health()
     assert (health.state, health.ok, health.waiting, health.running) == ("running", True, 2, 1)
@@ -63,8 +63,8 @@ def test_health_of_engines_that_were_never_used():
 def test_an_engine_that_hangs_says_so_while_it_hangs(serve, caplog):
     gate = Gate()
     caplog.set_level(logging.ERROR, "hibachi.engine")
-    engine = serve(gate, max_batch_size=2, stall_after=0.2)
-    stream = engine.run([1], max_new_tokens=3)
+    engine = serve(gate, max_num_seqs=2, stall_after=0.2)
+    stream = engine.run([1], max_tokens=3)
     gate.wait()
     gate.let()
     gate.wait()
@@ -96,7 +96,7 @@ def test_the_log_tells_of_a_hanging_engine_though_nobody_asks(serve, caplog):
     gate = Gate()
     with caplog.at_level(logging.ERROR, "hibachi.engine"):
         engine = serve(gate, stall_after=0.05)
-        stream = engine.run([1], max_new_tokens=2)
+        stream = engine.run([1], max_tokens=2)
         gate.wait()
         until(lambda: "No step for" in caplog.text)
         time.sleep(0.1)
@@ -110,14 +110,14 @@ def test_the_log_tells_of_a_hanging_engine_though_nobody_asks(serve, caplog):
 
 def test_an_idle_engine_is_never_stalled_and_nobody_watches_it(serve, caplog):
     engine = serve(stall_after=0.02)
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     looks = []
     until(lambda: engine.health().state == "idle")
     engine._worker._watchdog._look = lambda: looks.append(1)
     time.sleep(0.1)
     assert len(looks) <= 1 and engine.health().state == "idle"  # one look may have been under way
     slow = serve(stall_after=0.02, pause_after=1)
-    stream = slow.run([1], max_new_tokens=5)
+    stream = slow.run([1], max_tokens=5)
     time.sleep(0.1)
     assert slow.health().state == "idle" and "No step" not in caplog.text
     assert len(stream.collect()) == 5
@@ -126,11 +126,11 @@ def test_an_idle_engine_is_never_stalled_and_nobody_watches_it(serve, caplog):
 def test_work_after_a_long_rest_is_not_taken_for_a_stall(serve):
     gate = Gate()
     engine = serve(gate, stall_after=0.2)
-    first = engine.run([1], max_new_tokens=1)
+    first = engine.run([1], max_tokens=1)
     gate.let()
     first.collect()
     time.sleep(0.25)
-    stream = engine.run([1], max_new_tokens=1)
+    stream = engine.run([1], max_tokens=1)
     assert engine.health().state == "running"
     gate.open()
     stream.collect()
@@ -139,18 +139,18 @@ def test_work_after_a_long_rest_is_not_taken_for_a_stall(serve):
 def test_a_scheduler_that_forgets_a_request_is_a_stall(serve, monkeypatch):
     """Work waits, and the engine rests: the watchdog does not trust the scheduler."""
     engine = serve(stall_after=0.05)
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     with monkeypatch.context() as m:
         m.setattr(Scheduler, "schedule", lambda self, now=0.0: None)
-        stream = engine.run([1], max_new_tokens=2)
+        stream = engine.run([1], max_tokens=2)
         until(lambda: engine.health().state == "stalled")
-    assert ints(engine.run([5], max_new_tokens=1).collect()) == [6]
+    assert ints(engine.run([5], max_tokens=1).collect()) == [6]
     assert ints(stream.collect()) == [2, 3]
 
 
 def test_health_of_a_failed_engine(serve, monkeypatch):
     engine = serve()
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     with monkeypatch.context() as m:
 
         def broken(self, plan, stopped):
@@ -166,13 +166,13 @@ def test_health_of_a_failed_engine(serve, monkeypatch):
 def test_the_watchdog_ends_with_its_engine(serve):
     before = set(watchdogs())
     engine = serve()
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     (mine,) = set(watchdogs()) - before
     engine.close()
     mine.join(PATIENCE)
     assert not mine.is_alive()
     unwatched = serve(stall_after=None)
-    unwatched.run([1], max_new_tokens=1).collect()
+    unwatched.run([1], max_tokens=1).collect()
     assert set(watchdogs()) <= before and unwatched.health().state in ("running", "idle")
 
 
@@ -188,7 +188,7 @@ def traffic(engine, seed, n=40):
             rng.randrange(10) for _ in range(rng.randrange(1, 8))
         ]
         terms = Terms(priority=rng.randrange(2), tenant=rng.choice("ab"), timeout=PATIENCE)
-        streams.append((prompt, engine.run(prompt, GREEDY, max_new_tokens=rng.randrange(1, 20), terms=terms)))
+        streams.append((prompt, engine.run(prompt, GREEDY, max_tokens=rng.randrange(1, 20), terms=terms)))
         if rng.random() < 0.2:
             streams.pop(rng.randrange(len(streams)))[1].close()
         if rng.random() < 0.3:
@@ -203,8 +203,8 @@ def traffic(engine, seed, n=40):
 def test_a_recording_is_played_again(serve, tmp_path, policy):
     path = tmp_path / "plans.jsonl"
     engine = serve(
-        SumPaged(NumpyBackend()), record=path, policy=policy, max_batch_size=4, block_size=4, cache_bytes=12 * 4 * 14,
-        max_batch_tokens=16, pause_after=6,
+        SumPaged(NumpyBackend()), record=path, scheduling_policy=policy, max_num_seqs=4, block_size=4, kv_cache_memory_bytes=12 * 4 * 14,
+        max_num_batched_tokens=16, pause_after=6,
     )  # fmt: skip
     traffic(engine, 1)
     stats = engine.stats()
@@ -245,11 +245,11 @@ def test_a_recording_with_faults_is_played_again(serve):
             return isinstance(error, ConnectionError)
 
     backend = Losing()
-    engine = serve(Sick(backend), backend=backend, restart="on_failure", max_batch_size=4, block_size=4)
+    engine = serve(Sick(backend), backend=backend, restart="on_failure", max_num_seqs=4, block_size=4)
     prompts = [[1, 2, 3, 4, i, 9 if i == 3 else 1] for i in range(8)]
-    streams = [engine.run(prompts[0], GREEDY, max_new_tokens=6)]
+    streams = [engine.run(prompts[0], GREEDY, max_tokens=6)]
     assert began.wait(20)  # alone, so that every run is the same
-    streams += [engine.run(p, GREEDY, max_new_tokens=6) for p in prompts[1:]]
+    streams += [engine.run(p, GREEDY, max_tokens=6) for p in prompts[1:]]
     queued.set()
     for prompt, s in zip(prompts, streams, strict=True):
         with suppress(NonFiniteOutput):
@@ -261,9 +261,9 @@ def test_a_recording_with_faults_is_played_again(serve):
 
 
 def test_a_replay_finds_what_is_different(serve):
-    engine = serve(SumPaged(NumpyBackend()), max_batch_size=2, block_size=4)
+    engine = serve(SumPaged(NumpyBackend()), max_num_seqs=2, block_size=4)
     for i in range(4):
-        engine.run([1, 2, 3, 4, i], GREEDY, max_new_tokens=3).collect()
+        engine.run([1, 2, 3, 4, i], GREEDY, max_tokens=3).collect()
     dump = engine.dump()
     assert replay(dump) == 12
     plans = [i for i, e in enumerate(dump["events"]) if e["event"] == "plan" and e["plan"]]
@@ -281,7 +281,7 @@ def test_a_replay_finds_what_is_different(serve):
 
 def test_the_ring_forgets_the_beginning_and_says_so(serve):
     engine = serve(stall_after=None)
-    engine.run([1], max_new_tokens=400).collect()
+    engine.run([1], max_tokens=400).collect()
     until(lambda: engine.health().state == "idle")
     dump = engine.dump()
     assert not dump["complete"] and len(dump["events"]) == 512
@@ -297,7 +297,7 @@ def test_a_recording_holds_no_tokens(serve):
     for _ in range(2):
         engine = serve(SumPaged(NumpyBackend()), block_size=4)
         for _ in range(2):
-            engine.run([7, 7, 7, 7, 1, 2], GREEDY, max_new_tokens=3).collect()
+            engine.run([7, 7, 7, 7, 1, 2], GREEDY, max_tokens=3).collect()
         dumps.append(engine.dump())
     keys = [[e["keys"] for e in d["events"] if e["event"] == "add"] for d in dumps]
     for one, again in keys:
@@ -306,8 +306,8 @@ def test_a_recording_holds_no_tokens(serve):
 
 
 def test_a_dump_while_the_engine_runs(serve):
-    engine = serve(max_batch_size=4)
-    streams = [engine.run([i], max_new_tokens=900) for i in range(8)]
+    engine = serve(max_num_seqs=4)
+    streams = [engine.run([i], max_tokens=900) for i in range(8)]
     n = 0
     while any(s.finish_reason is None for s in streams):
         assert len(json.dumps(engine.dump())) and engine.health().ok
@@ -317,7 +317,7 @@ def test_a_dump_while_the_engine_runs(serve):
 
 def test_noting_a_step_costs_little():
     """Less than 3 µs a step, at any number of rows: nothing is copied or formatted."""
-    scheduler = Scheduler(Limits(rows=1024, budget=8192, chunk=8192, max_len=64))
+    scheduler = Scheduler(Limits(rows=1024, budget=8192, chunk=8192, max_model_len=64))
     for _ in range(1024):
         scheduler.add(Seq(4, 50))
     recorder, plan, stopped = Recorder(scheduler), scheduler.schedule(), np.zeros(1024, bool)

@@ -27,15 +27,15 @@ def engine(serve):
 
 def test_real_numbers_before_integers_harm_nobody(engine):
     one = engine()
-    assert [float(t) for t in one.run([1.0, 2.5], max_new_tokens=2).collect()] == [3.5, 4.5]
-    assert ints(one.run([1, 2], max_new_tokens=2).collect()) == [3, 4]
+    assert [float(t) for t in one.run([1.0, 2.5], max_tokens=2).collect()] == [3.5, 4.5]
+    assert ints(one.run([1, 2], max_tokens=2).collect()) == [3, 4]
     assert {dtype for _, dtype in one.model.shown} == {np.dtype(float), np.dtype(int)}
 
 
 def test_requests_of_several_kinds_never_share_a_call(engine):
-    one = engine(max_batch_size=8)
+    one = engine(max_num_seqs=8)
     prompts = [[1, 2], [3.0, 4.0], [[1, 2], [3, 4]], [5, 6], np.array([7, 8], np.int16), [7.0, 8.0]]
-    streams = [one.run(prompt, max_new_tokens=30) for prompt in prompts]
+    streams = [one.run(prompt, max_tokens=30) for prompt in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):
         last = np.asarray(prompt)[-1]
         assert [np.asarray(t).tolist() for t in stream.collect()] == [(last + i).tolist() for i in range(1, 31)]
@@ -44,9 +44,9 @@ def test_requests_of_several_kinds_never_share_a_call(engine):
 
 
 def test_tables_of_kinds_that_nobody_has_any_more_are_dropped(engine):
-    one = engine(max_batch_size=2)
+    one = engine(max_num_seqs=2)
     for n in range(1, 40):
-        one.run(np.zeros((2, n), int), max_new_tokens=1).collect()
+        one.run(np.zeros((2, n), int), max_tokens=1).collect()
     assert len(one._built.runner.tables._tables) <= 3
 
 
@@ -61,12 +61,12 @@ def test_stop_and_padding_tokens_must_fit(engine):
 
 def test_token_fixes_the_kind_for_all(engine):
     one = engine(token=0)
-    assert ints(one.run(np.array([5], np.int16), max_new_tokens=1).collect()) == [6]
+    assert ints(one.run(np.array([5], np.int16), max_tokens=1).collect()) == [6]
     for prompt in ([[1, 2]], [1.5], [[1], [2]]):
         with pytest.raises(InvalidRequest, match=r"takes prompts of tokens of shape \(\) and int64; got"):
             one.run(prompt)
     frames = engine(token=np.zeros(3, np.float32))
-    assert frames.run([[1, 2, 3.5]], max_new_tokens=1).collect()[0].tolist() == [2, 3, 4.5]
+    assert frames.run([[1, 2, 3.5]], max_tokens=1).collect()[0].tolist() == [2, 3, 4.5]
     with pytest.raises(InvalidRequest, match="without a dimension for the batch"):
         frames.run([1.0])
     with pytest.raises(ConfigError, match="token must be one token"):
@@ -77,7 +77,7 @@ def test_token_fixes_the_kind_for_all(engine):
 
 def test_a_batch_in_place_of_a_prompt_is_told_to_a_model_of_ids():
     why = r"takes prompts of token ids.* one sequence"
-    with hibachi.LLM("tiny", max_batch_size=2) as llm, pytest.raises(InvalidRequest, match=why):
+    with hibachi.LLM("tiny", max_num_seqs=2) as llm, pytest.raises(InvalidRequest, match=why):
         llm.engine.run([[1, 2]], SamplingParams(max_tokens=1))
 
 
@@ -105,8 +105,8 @@ def test_kinds_of_a_cached_model_that_returns_tokens(serve):
             return tokens[:, -1] + 1, cache
 
     model = Sums()
-    engine = serve(model, backend=None, max_batch_size=4)
-    streams = [engine.run(p, max_new_tokens=3) for p in ([1, 2], [[1, 2]], [4], [[3, 3]])]
+    engine = serve(model, backend=None, max_num_seqs=4)
+    streams = [engine.run(p, max_tokens=3) for p in ([1, 2], [[1, 2]], [4], [[3, 3]])]
     assert [[np.asarray(t).tolist() for t in s.collect()] for s in streams] == [
         [3, 4, 5], [[2, 3], [3, 4], [4, 5]], [5, 6, 7], [[4, 4], [5, 5], [6, 6]],
     ]  # fmt: skip

@@ -43,12 +43,12 @@ RUNGS = [
     LEVEL_1,
     Rung("level 1 padded", SumLogits, padding_token=3),
     PAGED,
-    Rung("paged in chunks", SumPaged, block_size=3, max_batch_tokens=7),
-    Rung("paged, little memory", SumPaged, block_size=4, cache_bytes=12 * 4 * 16),  # 16 blocks of 4 positions
+    Rung("paged in chunks", SumPaged, block_size=3, max_num_batched_tokens=7),
+    Rung("paged, little memory", SumPaged, block_size=4, kv_cache_memory_bytes=12 * 4 * 16),  # 16 blocks of 4 positions
     Rung("state", SumState),
-    Rung("state in chunks", SumState, max_batch_tokens=7),
+    Rung("state in chunks", SumState, max_num_batched_tokens=7),
     Rung("both", SumBoth, block_size=4),
-    Rung("both in chunks", SumBoth, block_size=5, max_batch_tokens=6),
+    Rung("both in chunks", SumBoth, block_size=5, max_num_batched_tokens=6),
 ]
 every_rung = pytest.mark.parametrize("rung", RUNGS, ids=repr)
 one_of_each = pytest.mark.parametrize("rung", [LEVEL_0, LEVEL_1, PAGED], ids=repr)
@@ -70,9 +70,9 @@ def gated(serve):
 
 @every_rung
 def test_mixed_lengths(serve, rung):
-    engine = serve(rung.model(NUMPY), max_batch_size=5, max_model_len=60, **rung.options)
+    engine = serve(rung.model(NUMPY), max_num_seqs=5, max_model_len=60, **rung.options)
     limits = [1 + i % 9 for i in range(len(PROMPTS))]
-    streams = [engine.run(p, rung.params, max_new_tokens=n) for p, n in zip(PROMPTS, limits, strict=True)]
+    streams = [engine.run(p, rung.params, max_tokens=n) for p, n in zip(PROMPTS, limits, strict=True)]
     assert [ints(s.collect()) for s in streams] == [expected(p, n) for p, n in zip(PROMPTS, limits, strict=True)]
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.blocks)
@@ -80,16 +80,16 @@ def test_mixed_lengths(serve, rung):
 
 @every_rung
 def test_join_and_leave_mid_flight(gated, rung):
-    engine, gate = gated(rung, max_batch_size=3, max_model_len=60)
-    a = engine.run([1, 2, 3], rung.params, max_new_tokens=6)
+    engine, gate = gated(rung, max_num_seqs=3, max_model_len=60)
+    a = engine.run([1, 2, 3], rung.params, max_tokens=6)
     gate.wait()
     gate.let()
     gate.wait()
-    b = engine.run(PROMPTS[0], rung.params, max_new_tokens=20)
+    b = engine.run(PROMPTS[0], rung.params, max_tokens=20)
     gate.let()
     gate.wait()
-    c = engine.run([5], rung.params, max_new_tokens=4)
-    d = engine.run([7] * 9, rung.params, max_new_tokens=4)  # waits for a row
+    c = engine.run([5], rung.params, max_tokens=4)
+    d = engine.run([7] * 9, rung.params, max_tokens=4)  # waits for a row
     gate.let()
     gate.wait()
     b.close()  # in the midst of its prompt, where steps are short
@@ -104,8 +104,8 @@ def test_join_and_leave_mid_flight(gated, rung):
 
 @one_of_each
 def test_cancel_in_the_queue(gated, rung):
-    engine, gate = gated(rung, max_batch_size=1, max_model_len=60)
-    a, b, c = (engine.run([i], rung.params, max_new_tokens=3) for i in range(3))
+    engine, gate = gated(rung, max_num_seqs=1, max_model_len=60)
+    a, b, c = (engine.run([i], rung.params, max_tokens=3) for i in range(3))
     gate.wait()
     b.close()
     gate.open()
@@ -115,9 +115,9 @@ def test_cancel_in_the_queue(gated, rung):
 
 @one_of_each
 def test_a_request_alone_equals_a_request_in_company(serve, rung):
-    engine = serve(rung.model(NUMPY), max_batch_size=8, max_model_len=60, **rung.options)
-    alone = [ints(engine.run(p, rung.params, max_new_tokens=5).collect()) for p in PROMPTS]
-    company = [engine.run(p, rung.params, max_new_tokens=5) for p in PROMPTS]
+    engine = serve(rung.model(NUMPY), max_num_seqs=8, max_model_len=60, **rung.options)
+    alone = [ints(engine.run(p, rung.params, max_tokens=5).collect()) for p in PROMPTS]
+    company = [engine.run(p, rung.params, max_tokens=5) for p in PROMPTS]
     assert [ints(s.collect()) for s in company] == alone
 
 
@@ -131,7 +131,7 @@ class Doubtful(SumPaged):
 
 @pytest.mark.parametrize("model", [SumLogits(NUMPY, margin=5), Doubtful(NUMPY)], ids=["level 1", "level 2"])
 def test_a_seed_decides_the_draw_and_not_the_company(serve, model):
-    engine = serve(model, max_batch_size=6, max_model_len=60)
+    engine = serve(model, max_num_seqs=6, max_model_len=60)
 
     def start(i):
         return engine.run(PROMPTS[i], SamplingParams(temperature=4, seed=i, max_tokens=12, top_k=i % 3 * 4))
@@ -155,9 +155,9 @@ def test_logprobs_come_with_the_tokens_that_are_delivered(serve):
 @pytest.mark.parametrize("padding", [None, np.array([[7, 7, 7]])], ids=["grouped", "padded"])
 def test_multi_codebook_tokens(serve, padding):
     """Three codebooks: each element is a sequence of its own."""
-    engine = serve(SumTokens(NUMPY), padding_token=padding, max_batch_size=3)
+    engine = serve(SumTokens(NUMPY), padding_token=padding, max_num_seqs=3)
     prompts = [np.stack([p, p[::-1], np.roll(p, 1) * 0], axis=1) for p in map(np.array, PROMPTS[:6])]
-    streams = [engine.run(p, max_new_tokens=5) for p in prompts]
+    streams = [engine.run(p, max_tokens=5) for p in prompts]
     for p, s in zip(prompts, streams, strict=True):
         got = s.collect()
         assert [g.shape for g in got] == [(3,)] * 5
@@ -188,8 +188,8 @@ class HalveCached:
 def test_continuous_tokens_until_a_predicate_holds(serve, model):
     engine = serve(model(), stop_token=None)
     small = StopRule(where=lambda batch: (abs(batch) < 1).all(axis=1))
-    a = engine.run([[0.0, 0.0], [8.0, 1.0]], stop=small)
-    b = engine.run([[2.0, 2.0]], stop=small, include_stop=False)
+    a = engine.run([[0.0, 0.0], [8.0, 1.0]], stop_rule=small)
+    b = engine.run([[2.0, 2.0]], stop_rule=small, include_stop=False)
     assert [x.tolist() for x in a] == [[4, 0.5], [2, 0.25], [1, 0.125], [0.5, 0.0625]]
     assert [x.tolist() for x in b] == [[1, 1]]
     assert {a.finish_reason, b.finish_reason} == {Finish.STOP}
@@ -199,7 +199,7 @@ def test_continuous_tokens_until_a_predicate_holds(serve, model):
 def test_a_stop_token_of_floats_with_a_tolerance(serve, atol, n):
     engine = serve(Halve())
     near = StopRule([np.array([0.501, 0.999])], atol=atol)
-    stream = engine.run(np.array([[8.0, 16.0]], np.float32), stop=near, max_new_tokens=6)
+    stream = engine.run(np.array([[8.0, 16.0]], np.float32), stop_rule=near, max_tokens=6)
     assert len(stream.collect()) == n
 
 
@@ -210,9 +210,9 @@ def test_a_stop_token_of_floats_with_a_tolerance(serve, atol, n):
 @pytest.mark.parametrize("include_stop", [True, False])
 def test_stop_tokens(serve, rung, include_stop):
     """1 2 → 4 8 6 2 4 8 6 2 …"""
-    engine = serve(rung.model(NUMPY), stop_token=2, max_batch_size=8, **rung.options)
+    engine = serve(rung.model(NUMPY), stop_token=2, max_num_seqs=8, **rung.options)
     stops = [None, 6, [6, 8], StopRule([8]), lambda batch: batch == 6]
-    streams = [engine.run([1, 2], rung.params, stop=s, include_stop=include_stop) for s in stops]
+    streams = [engine.run([1, 2], rung.params, stop_rule=s, include_stop=include_stop) for s in stops]
     full = [[4, 8, 6, 2], [4, 8, 6], [4, 8], [4, 8], [4, 8, 6]]
     assert [ints(s.collect()) for s in streams] == [f if include_stop else f[:-1] for f in full]
     assert {s.finish_reason for s in streams} == {Finish.STOP}
@@ -222,23 +222,23 @@ def test_stop_token_ids_of_the_parameters(serve):
     engine = serve(SumLogits(NUMPY), stop_token=2)
     run = engine.run([1, 2], GREEDY.with_(stop_token_ids=[6, 9]))
     assert run.collect() == [4, 8, 6]
-    assert engine.run([1, 2], GREEDY.with_(stop_token_ids=[9]), stop=8).collect() == [4, 8]
+    assert engine.run([1, 2], GREEDY.with_(stop_token_ids=[9]), stop_rule=8).collect() == [4, 8]
     assert engine.run([1, 2], GREEDY.with_(stop_token_ids=[9])).collect() == [4, 8, 6, 2]
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=repr)
 def test_a_predicate_sees_native_tokens_of_all_rows_that_share_it(gated, rung):
-    engine, gate = gated(rung, max_batch_size=4, max_model_len=60)
+    engine, gate = gated(rung, max_num_seqs=4, max_model_len=60)
     seen = []
 
     def where(batch):
         seen.append(batch)
         return batch == 6
 
-    plug = engine.run([0], rung.params, max_new_tokens=1)
+    plug = engine.run([0], rung.params, max_tokens=1)
     gate.wait()
-    streams = [engine.run([1, 2], rung.params, max_new_tokens=9, stop=where) for _ in range(2)]
-    other = engine.run([1, 2], rung.params, max_new_tokens=3)
+    streams = [engine.run([1, 2], rung.params, max_tokens=9, stop_rule=where) for _ in range(2)]
+    other = engine.run([1, 2], rung.params, max_tokens=3)
     gate.open()
     assert [ints(s.collect()) for s in (*streams, other)] == [[4, 8, 6]] * 3
     plug.collect()
@@ -248,8 +248,8 @@ def test_a_predicate_sees_native_tokens_of_all_rows_that_share_it(gated, rung):
 
 def test_equal_rules_are_judged_once_a_step(gated):
     """Even if each request brings its own: 64 different rule objects would cost more than the step."""
-    engine, gate = gated(LEVEL_0, max_batch_size=8)
-    streams = [engine.run([1, 2], stop=6) for _ in range(8)]
+    engine, gate = gated(LEVEL_0, max_num_seqs=8)
+    streams = [engine.run([1, 2], stop_rule=6) for _ in range(8)]
     assert len(engine._built.prompts._stoppers) == 1
     gate.open()
     assert all(ints(s.collect()) == [4, 8, 6] for s in streams)
@@ -261,7 +261,7 @@ def test_equal_rules_are_judged_once_a_step(gated):
 @one_of_each
 def test_a_limit(serve, rung):
     engine = serve(rung.model(NUMPY), **rung.options)
-    stream = engine.run([1, 2], rung.params, max_new_tokens=np.int64(3))
+    stream = engine.run([1, 2], rung.params, max_tokens=np.int64(3))
     assert ints(stream.collect()) == [4, 8, 6] and stream.finish_reason == Finish.LENGTH
 
 
@@ -270,7 +270,7 @@ def test_without_a_limit_a_request_runs_to_the_end_of_the_context(serve, rung):
     engine = serve(rung.model(NUMPY), max_model_len=7, **rung.options)
     stream = engine.run([1, 2], rung.params)
     assert ints(stream.collect()) == [4, 8, 6, 2, 4] and stream.finish_reason == Finish.LENGTH
-    assert ints(engine.run([1, 2], rung.params, max_new_tokens=99).collect()) == [4, 8, 6, 2, 4]
+    assert ints(engine.run([1, 2], rung.params, max_tokens=99).collect()) == [4, 8, 6, 2, 4]
     with pytest.raises(PromptTooLong, match="at most 6 tokens; got 7"):
         engine.run([1] * 7, rung.params)
 
@@ -278,15 +278,15 @@ def test_without_a_limit_a_request_runs_to_the_end_of_the_context(serve, rung):
 def test_the_limit_of_the_parameters_and_the_one_of_run(serve):
     engine = serve(SumPaged(NUMPY))
     assert len(engine.run([1], SamplingParams(temperature=0)).collect()) == 16
-    assert len(engine.run([1], SamplingParams(temperature=0), max_new_tokens=3).collect()) == 3
+    assert len(engine.run([1], SamplingParams(temperature=0), max_tokens=3).collect()) == 3
     assert len(engine.run([1], SamplingParams(temperature=0, max_tokens=2)).collect()) == 2
 
 
 def test_a_request_larger_than_the_cache(serve):
-    engine = serve(SumPaged(NUMPY), max_model_len=100, block_size=4, cache_bytes=12 * 4 * 3)
+    engine = serve(SumPaged(NUMPY), max_model_len=100, block_size=4, kv_cache_memory_bytes=12 * 4 * 3)
     with pytest.raises(PromptTooLong, match=r"12 positions.* may need 13"):
-        engine.run([1] * 4, GREEDY, max_new_tokens=10)
-    assert engine.run([1] * 4, GREEDY, max_new_tokens=9).collect() == expected([1] * 4, 9)
+        engine.run([1] * 4, GREEDY, max_tokens=10)
+    assert engine.run([1] * 4, GREEDY, max_tokens=9).collect() == expected([1] * 4, 9)
 
 
 # ---- construction ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_the_highest_rung_is_used(serve):
         def forward(self, tokens):
             raise AssertionError("the lower rung was used")
 
-    assert serve(Two(NUMPY)).run([1, 2], GREEDY, max_new_tokens=2).collect() == [4, 8]
+    assert serve(Two(NUMPY)).run([1, 2], GREEDY, max_tokens=2).collect() == [4, 8]
 
 
 def test_logits_need_a_vocabulary():
@@ -340,10 +340,10 @@ def test_token_ids_outside_of_the_vocabulary(serve, ids):
 )
 def test_bad_stop_tokens(serve, stop, why):
     with pytest.raises(InvalidRequest, match=why):
-        serve(SumTokens(NUMPY)).run([1], stop=stop)
+        serve(SumTokens(NUMPY)).run([1], stop_rule=stop)
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "max_model_len", "max_batch_tokens", "block_size"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size"])
 @pytest.mark.parametrize("value", [0, 1.5, "4", True])
 def test_bad_sizes(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be an integer"):
@@ -351,14 +351,14 @@ def test_bad_sizes(name, value):
 
 
 def test_a_cache_too_small_for_a_block():
-    with pytest.raises(ConfigError, match="cache block needs 192 bytes; got cache_bytes=100"):
-        AutoregressiveBatchInference(SumPaged(NUMPY), backend=NUMPY, cache_bytes=100)
+    with pytest.raises(ConfigError, match="cache block needs 192 bytes; got kv_cache_memory_bytes=100"):
+        AutoregressiveBatchInference(SumPaged(NUMPY), backend=NUMPY, kv_cache_memory_bytes=100)
 
 
 def test_a_backend_by_name_by_model_and_by_array(serve):
     assert isinstance(serve(SumPaged(NUMPY), backend=None)._backend, ArrayBackend)
     assert serve(Next(), backend="numpy")._backend.name == "numpy"
     engine = serve(Next(), backend=None)
-    assert ints(engine.run(np.array([1]), max_new_tokens=1).collect()) == [2] and engine._backend.name == "numpy"
+    assert ints(engine.run(np.array([1]), max_tokens=1).collect()) == [2] and engine._backend.name == "numpy"
     with pytest.raises(ConfigError, match=r"got object with 0 of the nine operations: it lacks shape"):
         AutoregressiveBatchInference(Next(), max_model_len=5, backend=object())

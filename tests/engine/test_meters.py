@@ -66,7 +66,7 @@ def test_meters_can_be_pickled():
 @pytest.fixture(params=[LLM, RemoteLLM], ids=["own", "child"])
 def texts(request):
     pytest.importorskip("tokenizers")
-    with request.param("tiny", max_batch_size=8, max_batch_tokens=64) as found:
+    with request.param("tiny", max_num_seqs=8, max_num_batched_tokens=64) as found:
         yield found
 
 
@@ -161,7 +161,7 @@ def test_shorter_rows_that_are_filled_up_are_padding():
     with AutoregressiveBatchInference(
         model, max_model_len=60, backend="numpy", padding_token=0, deterministic=False
     ) as engine:
-        streams = [engine.run(np.arange(1, n + 1), max_new_tokens=6) for n in (3, 10, 20)]
+        streams = [engine.run(np.arange(1, n + 1), max_tokens=6) for n in (3, 10, 20)]
         model.all_are_there.set()
         for stream in streams:
             stream.collect()
@@ -177,7 +177,7 @@ def test_what_a_backend_pads_to_few_shapes_is_padding():
     pytest.importorskip("jax")
     pytest.importorskip("tokenizers")
     shapes = []
-    with LLM("tiny", backend="jax", max_batch_size=4, autotune="off") as llm:
+    with LLM("tiny", backend="jax", max_num_seqs=4, autotune="off") as llm:
         runner = llm.engine._built.runner
         call = runner._called
         runner._called = lambda c, x: shapes.append(x.tok.shape[0]) or call(c, x)
@@ -207,7 +207,7 @@ class Fails:
 
 def test_steps_that_failed_are_counted_and_their_time_is_nobodys():
     with AutoregressiveBatchInference(Fails(), max_model_len=60, backend="numpy") as engine:
-        assert len(engine.run(np.arange(5), max_new_tokens=4).collect()) == 4
+        assert len(engine.run(np.arange(5), max_tokens=4).collect()) == 4
         meters, steps = engine.meters(), engine.stats().steps
     assert meters.failed == 1
     assert meters.prefill.rows.count + meters.decode.rows.count == steps
@@ -234,5 +234,5 @@ def test_steps_that_overlap_are_measured_too():
 def test_an_engine_that_nobody_asked_anything_has_meters():
     model = Longest()
     model.all_are_there.set()
-    with AutoregressiveBatchInference(model, max_model_len=60, max_batch_size=5) as engine:
+    with AutoregressiveBatchInference(model, max_model_len=60, max_num_seqs=5) as engine:
         assert engine.meters().limit == 5 and isinstance(engine.meters().decode, Steps)

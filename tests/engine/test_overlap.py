@@ -70,7 +70,7 @@ class Late(NumpyBackend):
 
 
 def served(serve, backend, toy=SumPaged, **options):
-    options = dict(max_batch_size=4, max_batch_tokens=24, block_size=4, overlap=True) | options
+    options = dict(max_num_seqs=4, max_num_batched_tokens=24, block_size=4, overlap=True) | options
     return serve(toy(backend), backend=backend, **options)
 
 
@@ -87,7 +87,7 @@ def finish(engine):
 def test_steps_begin_before_the_last_one_is_read(serve):
     backend = Late()
     engine = served(serve, backend)
-    assert list(engine.run([1, 2], GREEDY, max_new_tokens=20)) == expected([1, 2], 20)
+    assert list(engine.run([1, 2], GREEDY, max_tokens=20)) == expected([1, 2], 20)
     assert backend.ahead >= 18
     finish(engine)
 
@@ -96,7 +96,7 @@ def test_steps_begin_before_the_last_one_is_read(serve):
 def test_not_where_the_backend_waits_anyway_or_nobody_wants_it(serve, overlap):
     backend = Late()
     engine = served(serve, backend, overlap=overlap)
-    assert list(engine.run([1, 2], GREEDY, max_new_tokens=20)) == expected([1, 2], 20)
+    assert list(engine.run([1, 2], GREEDY, max_tokens=20)) == expected([1, 2], 20)
     assert backend.ahead == 0
 
 
@@ -104,7 +104,7 @@ def test_not_where_the_backend_waits_anyway_or_nobody_wants_it(serve, overlap):
 def test_what_the_host_must_see_first_is_waited_for(serve, params):
     backend = Late()
     engine = served(serve, backend)
-    streams = [engine.run([1, 2], params, max_new_tokens=12), engine.run([3], GREEDY, max_new_tokens=30)]
+    streams = [engine.run([1, 2], params, max_tokens=12), engine.run([3], GREEDY, max_tokens=30)]
     assert [list(s) for s in streams] == [expected([1, 2], 12), expected([3], 30)]
     assert 10 <= backend.ahead < 30  # once it is alone
     finish(engine)
@@ -113,15 +113,15 @@ def test_what_the_host_must_see_first_is_waited_for(serve, params):
 def test_models_with_a_state_are_waited_for(serve):
     backend = Late()
     engine = served(serve, backend, SumState)
-    assert list(engine.run([1, 2], GREEDY, max_new_tokens=9)) == expected([1, 2], 9)
+    assert list(engine.run([1, 2], GREEDY, max_tokens=9)) == expected([1, 2], 9)
     assert backend.ahead == 0
 
 
 def test_a_stop_token_ends_a_request_whose_next_step_has_begun(serve):
     backend = Late()
     engine = served(serve, backend)
-    stream = engine.run([1, 2], GREEDY, max_new_tokens=30, stop=2)
-    other = engine.run([3], GREEDY, max_new_tokens=30)
+    stream = engine.run([1, 2], GREEDY, max_tokens=30, stop_rule=2)
+    other = engine.run([3], GREEDY, max_tokens=30)
     want = expected([1, 2], 30)
     assert list(stream) == want[: want.index(2) + 1] and stream.finish_reason is Finish.STOP
     assert list(other) == expected([3], 30)
@@ -132,14 +132,14 @@ def test_a_stop_predicate_sees_every_token_before_the_next_step(serve):
     backend = Late()
     engine = served(serve, backend)
     want = expected([1, 2], 30)
-    got = list(engine.run([1, 2], GREEDY, max_new_tokens=30, stop=lambda tokens: tokens == want[5]))
+    got = list(engine.run([1, 2], GREEDY, max_tokens=30, stop_rule=lambda tokens: tokens == want[5]))
     assert got == want[: want.index(want[5]) + 1] and backend.ahead == 0
 
 
 def test_no_step_is_made_for_rows_at_their_limit(serve):
     backend = Late()
     engine = served(serve, backend)
-    list(engine.run([1, 2], GREEDY, max_new_tokens=5))
+    list(engine.run([1, 2], GREEDY, max_tokens=5))
     assert backend.steps == 5
 
 
@@ -147,7 +147,7 @@ def test_no_step_is_made_for_rows_at_their_limit(serve):
 def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
     backend = Late()
     engine = served(serve, backend, pause_after=bound)
-    stream = engine.run([1, 2], GREEDY, max_new_tokens=30)
+    stream = engine.run([1, 2], GREEDY, max_tokens=30)
     until(lambda: engine.health().paused == 1 and engine._worker.engine._flight is None)
     assert len(stream.channel.buffer) == bound
     assert backend.ahead == bound - 1
@@ -158,7 +158,7 @@ def test_who_consumes_slowly_is_never_more_than_the_bound_behind(serve, bound):
 def test_a_bound_that_is_far_keeps_nobody_waiting(serve):
     backend = Late()
     engine = served(serve, backend, pause_after=64)
-    assert list(engine.run([1, 2], GREEDY, max_new_tokens=20)) == expected([1, 2], 20)
+    assert list(engine.run([1, 2], GREEDY, max_tokens=20)) == expected([1, 2], 20)
     assert backend.ahead >= 18
 
 
@@ -176,7 +176,7 @@ def test_drawn_tokens_are_the_same_with_and_without(serve, seeded):
     for overlap in (False, True):
         backend = Late()
         engine = served(serve, backend, Flat, overlap=overlap)
-        streams = [engine.run([k], params, max_new_tokens=10 + k) for k in range(7)]
+        streams = [engine.run([k], params, max_tokens=10 + k) for k in range(7)]
         got.append([list(s) for s in streams])
         assert (backend.ahead > 10) == overlap
     assert got[0] == got[1]
@@ -188,7 +188,7 @@ def test_an_error_that_shows_when_tokens_are_read_takes_both_steps_back(serve, e
     reads = iter(range(1000))
     backend = Late(lambda: error if next(reads) == at else None)
     engine = served(serve, backend, restart="on_failure")
-    streams = [engine.run([k, 2], GREEDY, max_new_tokens=12 + k) for k in range(6)]
+    streams = [engine.run([k, 2], GREEDY, max_tokens=12 + k) for k in range(6)]
     assert [list(s) for s in streams] == [expected([k, 2], 12 + k) for k in range(6)]
     assert backend.steps > at + 1
     finish(engine)
@@ -197,9 +197,9 @@ def test_an_error_that_shows_when_tokens_are_read_takes_both_steps_back(serve, e
 def test_a_device_that_is_lost_ends_every_stream_if_we_may_not_begin_again(serve):
     backend = Late(lambda: Lost("off the bus"))
     engine = served(serve, backend)
-    streams = [engine.run([0], GREEDY, max_new_tokens=12)]
+    streams = [engine.run([0], GREEDY, max_tokens=12)]
     with suppress(EngineFailed):  # who comes later may be told at the call
-        streams += [engine.run([k], GREEDY, max_new_tokens=12) for k in (1, 2)]
+        streams += [engine.run([k], GREEDY, max_tokens=12) for k in (1, 2)]
     for stream in streams:
         with pytest.raises(EngineFailed, match="off the bus"):
             list(stream)
@@ -217,9 +217,9 @@ def test_a_guilty_row_fails_alone_while_the_next_step_runs(serve, what):
             return super().step(params, cache, x)
 
     backend = Late()
-    engine = served(serve, backend, Bad, max_batch_size=6)
+    engine = served(serve, backend, Bad, max_num_seqs=6)
     prompts = [[k] for k in range(6)]
-    streams = [engine.run(p, GREEDY, max_new_tokens=20) for p in prompts]
+    streams = [engine.run(p, GREEDY, max_tokens=20) for p in prompts]
     for prompt, stream in zip(prompts, streams, strict=True):
         want = [*prompt, *expected(prompt, 20)]
         if 7 not in want[:-1]:
@@ -233,10 +233,10 @@ def test_a_guilty_row_fails_alone_while_the_next_step_runs(serve, what):
 def test_rows_change_hands_while_a_step_is_in_flight(serve):
     """Cancelled and expired rows are given away at once: what the step in flight draws for them goes to nobody."""
     backend = Late()
-    engine = served(serve, backend, max_batch_size=2)
+    engine = served(serve, backend, max_num_seqs=2)
     kept = []
     for k in range(30):
-        stream = engine.run([k % 10, 1], GREEDY, max_new_tokens=40)
+        stream = engine.run([k % 10, 1], GREEDY, max_tokens=40)
         if k % 3:
             for _, got in zip(range(k % 4), stream, strict=False):
                 assert got in range(10)
@@ -289,7 +289,7 @@ def right(prompt, n):
 def test_whatever_happens_each_gets_its_own_tokens(serve, seed, calm):
     toy, backend = (SumPaged, Late()) if calm else troubled(seed)
     engine = served(
-        serve, backend, toy, max_batch_size=6, cache_bytes=12 * 4 * 10, restart="on_failure", policy="fair"
+        serve, backend, toy, max_num_seqs=6, kv_cache_memory_bytes=12 * 4 * 10, restart="on_failure", scheduling_policy="fair"
     )  # fmt: skip
     n, bad = 90, [] if calm else [7, 5]
 
@@ -302,7 +302,7 @@ def test_whatever_happens_each_gets_its_own_tokens(serve, seed, calm):
             terms = Terms(tenant=f"{k}", priority=rng.randrange(2), timeout=0.01 if rng.random() < 0.1 else PATIENCE)
             params = GREEDY if rng.random() < 0.85 else rng.choice(OTHERS)
             stop = rng.randrange(10) if rng.random() < 0.3 else None
-            stream = engine.run(prompt, params, max_new_tokens=limit, terms=terms, stop=stop)
+            stream = engine.run(prompt, params, max_tokens=limit, terms=terms, stop_rule=stop)
             patience = rng.randrange(1, 30) if rng.random() < 0.2 else None
             want, fails = right(prompt, limit) if not calm else (expected(prompt, limit), False)
             if stop in want:
@@ -346,7 +346,7 @@ def test_other_libraries_give_the_same_tokens(library):
     params = [SamplingParams(max_tokens=10 + k, temperature=0 if k % 2 else 0.8, seed=k) for k in range(6)]
     got = []
     for overlap in (False, True):
-        with hibachi.LLM("tiny", backend=library, max_batch_size=4, overlap=overlap, deterministic=True) as llm:
+        with hibachi.LLM("tiny", backend=library, max_num_seqs=4, overlap=overlap, deterministic=True) as llm:
             got.append([out.token_ids for out in llm.generate(prompts, params)])
     assert got[0] == got[1]
 

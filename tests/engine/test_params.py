@@ -118,8 +118,8 @@ def test_a_model_that_samples_by_itself_takes_no_parameters(serve):
 
 
 def test_a_limit_below_min_tokens_is_refused(serve):
-    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_new_tokens, 2; got 3"):
-        serve(SumLogits(NUMPY)).run([1], SamplingParams(min_tokens=3), max_new_tokens=2)
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, 2; got 3"):
+        serve(SumLogits(NUMPY)).run([1], SamplingParams(min_tokens=3), max_tokens=2)
 
 
 # ---- copies with changes: what does not change is not checked again --------------------------------------------
@@ -233,7 +233,7 @@ def test_before_min_tokens_nothing_else_stops(serve, model):
     whole = expected([1, 2], 5)
     for least, n in ((0, 2), (2, 2), (3, 3), (4, 4)):
         rule = StopRule(where=lambda tokens: np.isin(tokens, [8, 6, 2]))
-        stream = engine.run([1, 2], GREEDY.with_(min_tokens=least), stop=rule)
+        stream = engine.run([1, 2], GREEDY.with_(min_tokens=least), stop_rule=rule)
         assert (stream.collect(), stream.finish_reason) == (whole[:n], "stop")
 
 
@@ -271,8 +271,8 @@ def test_a_request_with_an_impossible_wish_fails_alone(serve, model):
 
     engine = serve(Counted(NUMPY), max_model_len=32, padding_token=0)
     calls.clear()  # of the self-check
-    bad = engine.run([1, 2], GREEDY.with_(logits_processors=[gives_up]), max_new_tokens=6)
-    good = engine.run([5], GREEDY, max_new_tokens=6)
+    bad = engine.run([1, 2], GREEDY.with_(logits_processors=[gives_up]), max_tokens=6)
+    good = engine.run([5], GREEDY, max_tokens=6)
     assert good.collect() == expected([5], 6)
     got = []
     with pytest.raises(InvalidRequest, match="gives_up raised RuntimeError: enough"):
@@ -280,4 +280,4 @@ def test_a_request_with_an_impossible_wish_fails_alone(serve, model):
             got.append(token)
     assert got == expected([1, 2], 3) and bad.finish_reason == "error"
     assert len(calls) <= 10  # six steps, or as many more as the first had made when the other came
-    assert engine.stats().failed == 1 and engine.run([1, 2], GREEDY, max_new_tokens=1).collect() == [4]
+    assert engine.stats().failed == 1 and engine.run([1, 2], GREEDY, max_tokens=1).collect() == [4]

@@ -73,8 +73,8 @@ EACH = [
 @pytest.mark.parametrize("kind, pooling, library", EACH)
 def test_vectors_are_those_of_transformers_in_chunks_and_side_by_side(model, kind, pooling, library):
     folder, states = model(kind)
-    options = dict(max_batch_size=3, max_batch_tokens=11, max_model_len=64, backend=library)
-    backend = hibachi.load(library)
+    options = dict(max_num_seqs=3, max_num_batched_tokens=11, max_model_len=64, backend=library)
+    backend = hibachi.load_backend(library)
     with AutoregressiveBatchInference(hibachi.load_model(folder, backend), **options) as engine:
         items = [engine.embed(p, pooling=pooling) for p in PROMPTS]
         for item, h in zip(items, states, strict=True):
@@ -103,10 +103,10 @@ class Flaky:
 
 @pytest.mark.parametrize("bad, error", [(13, ModelError), (14, NonFiniteOutput)])
 def test_a_prompt_that_fails_harms_no_other(bad, error):
-    options = dict(max_model_len=64, max_batch_tokens=7, max_batch_size=4, backend="numpy")
+    options = dict(max_model_len=64, max_num_batched_tokens=7, max_num_seqs=4, backend="numpy")
     with AutoregressiveBatchInference(Flaky(), **options) as engine:
         good = [list(range(20, 20 + n)) for n in (3, 12, 30)]
-        streams = [engine.run([bad, 5], GREEDY, max_new_tokens=4), engine.run([7], GREEDY, max_new_tokens=40)]
+        streams = [engine.run([bad, 5], GREEDY, max_tokens=4), engine.run([7], GREEDY, max_tokens=40)]
         items = [engine.embed(p, pooling="mean") for p in (good[0], [20, bad, 20, 21, 22], *good[1:])]
         with pytest.raises(error):
             items[1].result()
@@ -139,7 +139,7 @@ MAKERS = {"here": hibachi.LLM, "there": RemoteLLM}
 @pytest.mark.parametrize("where", MAKERS)
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_vectors_and_texts_side_by_side_have_the_bits_that_they_have_alone(where, library):
-    options = dict(backend=library, dtype="float32", max_batch_size=4, max_batch_tokens=16, deterministic=True)
+    options = dict(backend=library, dtype="float32", max_num_seqs=4, max_num_batched_tokens=16, deterministic=True)
     sampled = SamplingParams(max_tokens=30, seed=5, ignore_eos=True, logprobs=2)
     with MAKERS[where]("tiny", **options) as llm:
         alone = [llm.embed(t, pooling=p)[0].embedding for t in TEXTS for p in ("mean", "last", "cls")]
@@ -160,7 +160,7 @@ def test_vectors_and_texts_side_by_side_have_the_bits_that_they_have_alone(where
 
 @pytest.fixture(params=MAKERS)
 def few(request):
-    with MAKERS[request.param]("tiny", max_batch_size=2, max_waiting=2, max_batch_tokens=16) as llm:
+    with MAKERS[request.param]("tiny", max_num_seqs=2, max_num_queued_reqs=2, max_num_batched_tokens=16) as llm:
         yield llm
 
 

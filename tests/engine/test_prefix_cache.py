@@ -63,9 +63,9 @@ def test_a_burst_with_a_common_prefix_computes_it_once(library):
     common = ids(512 - 60, 7)
     common = (common * 2)[:448]
     prompts = [common + ids(32, 100 + i) for i in range(16)]
-    with LLM("tiny", backend=library, max_batch_size=16) as llm:
+    with LLM("tiny", backend=library, max_num_seqs=16) as llm:
         alone = [llm.generate(p, GREEDY.with_(max_tokens=4))[0] for p in prompts[:2]]
-    with LLM("tiny", backend=library, max_batch_size=16) as llm:
+    with LLM("tiny", backend=library, max_num_seqs=16) as llm:
         outs = llm.generate(prompts, GREEDY.with_(max_tokens=4))
         stats = llm.stats()
         assert stats.prefix_queries == 16 * 480
@@ -75,7 +75,7 @@ def test_a_burst_with_a_common_prefix_computes_it_once(library):
 
 
 def test_switched_off_it_finds_nothing_and_says_the_same():
-    with LLM("tiny", prefix_cache=False) as off, LLM("tiny") as on:
+    with LLM("tiny", enable_prefix_caching=False) as off, LLM("tiny") as on:
         outs = [[llm.generate(ids(50), GREEDY)[0] for _ in range(2)] for llm in (off, on)]
         assert (off.stats().prefix_queries, on.stats().prefix_hits) == (0, 48)
         assert off.stats().cached_blocks == 0 < on.stats().cached_blocks
@@ -107,7 +107,7 @@ def test_v05_who_is_preempted_goes_on_as_if_nothing_had_happened(library):
         alone = llm.generate(prompts, params)
         assert llm.stats().preemptions == 0
         position = sum(2 * s.kv_heads * s.k_dim for s in llm.model.cache_spec()) * 4
-    with LLM("tiny", backend=library, cache_bytes=20 * 16 * position) as llm:
+    with LLM("tiny", backend=library, kv_cache_memory_bytes=20 * 16 * position) as llm:
         tight = llm.generate(prompts, params)
         stats = llm.stats()
         assert stats.preemptions > 0
@@ -125,7 +125,7 @@ def test_a_preempted_request_draws_and_counts_as_before(sampling):
     with LLM("tiny") as llm:
         alone = [llm.generate(p, params)[0] for p in prompts]
         position = sum(2 * s.kv_heads * s.k_dim for s in llm.model.cache_spec()) * 4
-    with LLM("tiny", cache_bytes=20 * 16 * position) as llm:
+    with LLM("tiny", kv_cache_memory_bytes=20 * 16 * position) as llm:
         tight = llm.generate(prompts, params)
         assert llm.stats().preemptions > 0
     assert [o.choices[0].token_ids for o in tight] == [o.choices[0].token_ids for o in alone]
@@ -133,7 +133,7 @@ def test_a_preempted_request_draws_and_counts_as_before(sampling):
 
 def test_full_reservation_preempts_nobody():
     prompts = [ids(30, i) for i in range(6)]
-    with LLM("tiny", cache_bytes=2**20, reserve_all=True) as llm:
+    with LLM("tiny", kv_cache_memory_bytes=2**20, reserve_all=True) as llm:
         llm.generate(prompts, GREEDY.with_(max_tokens=60, ignore_eos=True))
         assert llm.stats().preemptions == 0
 
@@ -158,7 +158,7 @@ class Starts(Turnstile):
 def starts(serve, policy, terms):
     """The order in which requests with these terms start, which have come while one before them had the only row."""
     model = Starts()
-    engine = serve(model, policy=policy, max_batch_size=1, padding_token=0)
+    engine = serve(model, scheduling_policy=policy, max_num_seqs=1, padding_token=0)
     streams = [engine.run([63], GREEDY)]
     model.wait()
     streams += [engine.run([i], GREEDY, terms=t) for i, t in enumerate(terms)]
@@ -191,7 +191,7 @@ def test_policies_by_name(serve, policy, classes, tenants):
 def test_waiting_served_lets_prompts_start_together(serve, policy, rows):
     """One that waits for two that run is too few; both start when another comes."""
     model = Starts()
-    engine = serve(model, policy=policy, max_batch_size=4, padding_token=0)
+    engine = serve(model, scheduling_policy=policy, max_num_seqs=4, padding_token=0)
     streams = [engine.run([0], GREEDY)]
     for comes in (1, 2, None, 3):  # during the first steps
         model.wait()
@@ -206,9 +206,9 @@ def test_waiting_served_lets_prompts_start_together(serve, policy, rows):
 
 def test_an_unknown_policy_is_refused_with_the_names():
     with pytest.raises(ConfigError, match="expected one of fair, fcfs, priority, shares, waiting-served"):
-        LLM("tiny", policy="best")
+        LLM("tiny", scheduling_policy="best")
     with pytest.raises(ConfigError, match=r"without .*rank"):
-        LLM("tiny", policy=object())
+        LLM("tiny", scheduling_policy=object())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def embedded(model, backend, prompt):
 
 
 def of_tokens_and_of_embeddings(folder, library, prompts, **options):
-    backend = hibachi.load(library)
+    backend = hibachi.load_backend(library)
     model = hibachi.load_model(folder, backend)
     with AutoregressiveBatchInference(model, max_model_len=64, backend=backend, **options) as engine:
         wanted = [stream.collect() for stream in [engine.run(p, GREEDY) for p in prompts]]
@@ -58,11 +58,11 @@ def of_tokens_and_of_embeddings(folder, library, prompts, **options):
 @pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("folder", KINDS, indirect=True)
 def test_embeddings_of_tokens_give_what_the_tokens_give(folder, library):
-    of_tokens_and_of_embeddings(folder, library, PROMPTS, max_batch_size=3, max_batch_tokens=10, block_size=8)
+    of_tokens_and_of_embeddings(folder, library, PROMPTS, max_num_seqs=3, max_num_batched_tokens=10, block_size=8)
 
 
 def test_embeddings_of_tokens_give_what_the_tokens_give_in_few_shapes_on_jax(folder):
-    of_tokens_and_of_embeddings(folder, "jax", PROMPTS[1::2], max_batch_size=2, max_batch_tokens=16, block_size=64)
+    of_tokens_and_of_embeddings(folder, "jax", PROMPTS[1::2], max_num_seqs=2, max_num_batched_tokens=16, block_size=64)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ EACH = [
 def test_every_token_but_the_first_is_scored(name, kind, budget):
     """In chunks or at once, beside requests that ask for nothing; what is generated is the same."""
     prompts = [[1, 2, 3], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [6, 6]]
-    options = dict(max_batch_size=4, max_model_len=32, block_size=8, max_batch_tokens=budget)
+    options = dict(max_num_seqs=4, max_model_len=32, block_size=8, max_num_batched_tokens=budget)
     with AutoregressiveBatchInference(kind(BACKENDS[name]), backend=BACKENDS[name], **options) as engine:
         silent = [engine.run(p, SamplingParams(temperature=0, max_tokens=3)) for p in prompts]
         streams = [engine.run(p, scored(n)) for n, p in enumerate(prompts)]
@@ -84,7 +84,7 @@ def test_they_are_the_logprobs_of_generating_it(name):
     """A decoder: of each prefix, computed alone."""
     backend = BACKENDS[name]
     model = TinyDecoder(backend, tiny_weights())
-    with AutoregressiveBatchInference(model, backend=backend, max_batch_size=4, block_size=4) as engine:
+    with AutoregressiveBatchInference(model, backend=backend, max_num_seqs=4, block_size=4) as engine:
         for prompt in PROMPTS:
             stream = engine.run(prompt, scored(3, max_tokens=1))
             stream.collect()
@@ -112,7 +112,7 @@ def test_few_outputs_at_a_time(kind, room, monkeypatch):
 
     prompts = [[1, 2, 3], [5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [6, 6, 1], [2] * 20]
     backend = GatedNumpy()
-    options = dict(max_batch_size=8, max_model_len=32, block_size=8)
+    options = dict(max_num_seqs=8, max_model_len=32, block_size=8)
     with AutoregressiveBatchInference(Watched(backend), backend=backend, **options) as engine:
         first = engine.run([1], scored())
         backend.wait()
@@ -135,8 +135,12 @@ def test_a_row_that_is_lost_after_the_prompt_was_scored(kind):
     prompts = [[1 + i, 2, 3, 4, 5, 6, 7, 8, 9][: 5 + i] for i in range(4)]
     lost = 0
     for budget in range(4, 14):
-        options = dict(max_batch_size=4, max_batch_tokens=budget, block_size=4, max_model_len=32, prefix_cache=False)
-        with AutoregressiveBatchInference(kind(NUMPY), backend="numpy", cache_bytes=18 * 4 * 12, **options) as engine:
+        options = dict(
+            max_num_seqs=4, max_num_batched_tokens=budget, block_size=4, max_model_len=32, enable_prefix_caching=False
+        )
+        with AutoregressiveBatchInference(
+            kind(NUMPY), backend="numpy", kv_cache_memory_bytes=18 * 4 * 12, **options
+        ) as engine:
             streams = [engine.run(p, scored(1, max_tokens=20)) for p in prompts]
             assert [s.collect() for s in streams] == [expected(p, 20) for p in prompts]
             assert all(len(s.prompt_logprobs) == len(p) for s, p in zip(streams, prompts, strict=True))
@@ -166,7 +170,7 @@ def test_a_lost_cache_scores_anew():
 
     backend = Losing()
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
-    options = dict(max_batch_size=2, max_model_len=32, block_size=8, max_batch_tokens=5)
+    options = dict(max_num_seqs=2, max_model_len=32, block_size=8, max_num_batched_tokens=5)
     with AutoregressiveBatchInference(Failing(backend), backend=backend, **options) as engine:
         stream = engine.run(prompt, scored(1, max_tokens=4))
         assert len(stream.collect()) == 4
@@ -182,7 +186,7 @@ def test_nan_within_a_prompt_ends_that_request_only():
             logits[x.tok[x.last] == 9] = np.nan
             return logits, cache
 
-    with AutoregressiveBatchInference(Poisoned(NUMPY), max_batch_size=4, max_model_len=32, block_size=8) as engine:
+    with AutoregressiveBatchInference(Poisoned(NUMPY), max_num_seqs=4, max_model_len=32, block_size=8) as engine:
         bad, good, silent = engine.run([1, 9, 2], scored()), engine.run([1, 2], scored()), engine.run([1, 9, 2])
         with pytest.raises(NonFiniteOutput):
             bad.collect()

@@ -164,8 +164,8 @@ MODELS = [Weighed, Writes, WritesLate, Wraps, Pointer, SameMemory, Address, Form
 @pytest.mark.parametrize("padding", [-5.0, None])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_those_of_a_plain_loop(serve, model, padding, deterministic):
-    one = serve(model(), padding_token=padding, max_batch_size=3, deterministic=deterministic)
-    streams = [one.run(prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS * 2, NEW * 2, strict=True)]
+    one = serve(model(), padding_token=padding, max_num_seqs=3, deterministic=deterministic)
+    streams = [one.run(prompt, max_tokens=n) for prompt, n in zip(PROMPTS * 2, NEW * 2, strict=True)]
     for prompt, n, stream in zip(PROMPTS * 2, NEW * 2, streams, strict=True):
         assert [float(t) for t in stream.collect()] == plain(Weighed(), prompt, n)
     if model not in (Pointer, SameMemory, OnePiece):  # which can do with calls of one row, as these are in one piece
@@ -176,8 +176,8 @@ def test_tokens_are_those_of_a_plain_loop(serve, model, padding, deterministic):
 def test_what_a_model_keeps_of_its_inputs_does_not_change(serve, model):
     mine = model()
     mine.next, inner = lambda *shown: inner(*shown).copy(), mine.next
-    one = serve(mine, padding_token=-5.0, max_batch_size=3)
-    for stream in [one.run(prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS, NEW, strict=True)]:
+    one = serve(mine, padding_token=-5.0, max_num_seqs=3)
+    for stream in [one.run(prompt, max_tokens=n) for prompt, n in zip(PROMPTS, NEW, strict=True)]:
         stream.collect()
     kept = mine.shown[: mine.late if model is WritesLate else None]
     assert len(kept) > 8 and all(np.array_equal(array, then) for array, then in kept)
@@ -191,15 +191,15 @@ def test_nobody_can_write_into_a_view_by_its_flag_either(serve):
 
     model = Forces()
     one = serve(model, padding_token=-5.0)
-    assert [float(t) for t in one.run(PROMPTS[2], max_new_tokens=9).collect()] == plain(model, PROMPTS[2], 9)
+    assert [float(t) for t in one.run(PROMPTS[2], max_tokens=9).collect()] == plain(model, PROMPTS[2], 9)
     assert not rooms_of(one).useful
 
 
 def test_a_batch_is_put_together_only_when_rows_come_or_go(serve, batches):
-    one = serve(Weighed(), padding_token=-5.0, max_batch_size=4)
-    one.run(PROMPTS[1], max_new_tokens=100).collect()
+    one = serve(Weighed(), padding_token=-5.0, max_num_seqs=4)
+    one.run(PROMPTS[1], max_tokens=100).collect()
     assert batches == [1]
-    streams = [one.run(prompt, max_new_tokens=100) for prompt in PROMPTS[:2]]
+    streams = [one.run(prompt, max_tokens=100) for prompt in PROMPTS[:2]]
     assert [len(stream.collect()) for stream in streams] == [100, 100]
     assert len(batches) <= 4
 
@@ -207,7 +207,7 @@ def test_a_batch_is_put_together_only_when_rows_come_or_go(serve, batches):
 def test_small_calls_get_arrays_of_their_own(serve, monkeypatch):
     monkeypatch.setattr(uncached, "WORTH", 8 * 10 * 1)
     model = Weighed()
-    serve(model, padding_token=-5.0).run(PROMPTS[0], max_new_tokens=15).collect()
+    serve(model, padding_token=-5.0).run(PROMPTS[0], max_tokens=15).collect()
     assert [array.flags.writeable for array, _ in model.shown] == [True] * 9 + [True, True] + [False] * 5
 
 
@@ -221,7 +221,7 @@ def test_frames_of_an_odd_dtype_and_bools(serve):
     one = serve(Shifted())
     for prompt in (np.array([[True, False, False]]), np.array([[1, 2, 3], [4, 5, 6]], np.uint16)):
         tokens = list(prompt)
-        for token in one.run(prompt, max_new_tokens=40):
+        for token in one.run(prompt, max_tokens=40):
             tokens.append(np.roll(tokens[-1], 1) ^ tokens[0])
             assert token.dtype == prompt.dtype and np.array_equal(token, tokens[-1])
     assert rooms_of(one).useful
@@ -229,13 +229,13 @@ def test_frames_of_an_odd_dtype_and_bools(serve):
 
 def test_a_reader_who_writes_into_a_token_changes_nothing(serve):
     one = serve(Afterwards(), padding_token=-5.0)
-    for token in one.run(PROMPTS[2], max_new_tokens=20):
+    for token in one.run(PROMPTS[2], max_tokens=20):
         assert float(token) == 4.0
         token[...] = 3.0
 
 
 def test_an_item_keeps_no_more_than_the_tokens_of_its_step(serve):
-    items = serve(Afterwards(), padding_token=-5.0).run(PROMPTS[2], max_new_tokens=20).collect()
+    items = serve(Afterwards(), padding_token=-5.0).run(PROMPTS[2], max_tokens=20).collect()
     assert all(item.base is None or item.base.size == 1 for item in items)
 
 
@@ -251,8 +251,8 @@ def test_a_bad_request_beside_innocents_harms_nobody(serve):
     guilty, fine = [4.0, 0.0], [3.0, 0.5, 0.25]
     want = plain(Weighed(), fine, 12)
     assert 0 not in want
-    one = serve(Chokes(), padding_token=-5.0, max_batch_size=4)
-    streams = [one.run(prompt, max_new_tokens=12) for prompt in (fine, guilty, fine)]
+    one = serve(Chokes(), padding_token=-5.0, max_num_seqs=4)
+    streams = [one.run(prompt, max_tokens=12) for prompt in (fine, guilty, fine)]
     with pytest.raises(ModelError, match="zero"):
         streams[1].collect()
     assert [[float(t) for t in s.collect()] for s in (streams[0], streams[2])] == [want, want]
@@ -263,7 +263,7 @@ def test_a_model_that_writes_is_told_of_once(serve, caplog):
     caplog.set_level(logging.INFO, logger="hibachi.engine")
     one = serve(WritesLate(), padding_token=-5.0)
     for prompt in PROMPTS[:2]:
-        one.run(prompt, max_new_tokens=30).collect()
+        one.run(prompt, max_tokens=30).collect()
     assert [record.message for record in caplog.records if "copy" in record.message] == [
         "WritesLate.forward gets a copy of all tokens in each step: it writes into them, or needs them in one piece"
     ]
@@ -273,14 +273,14 @@ def test_a_model_that_writes_is_told_of_once(serve, caplog):
 @pytest.mark.parametrize("stop", [None, lambda batch: batch >= 0])
 def test_nothing_is_kept_when_all_have_ended(serve, stop):
     one = serve(Weighed(), padding_token=-5.0)
-    one.run(PROMPTS[2], max_new_tokens=9, stop=stop).collect()
+    one.run(PROMPTS[2], max_tokens=9, stop_rule=stop).collect()
     assert one.drain(10) and not rooms_of(one)._now
 
 
 def test_what_a_cancelled_request_leaves_goes_with_the_next_steps(serve):
     one = serve(Weighed(), padding_token=-5.0)
-    next(one.run(PROMPTS[3], max_new_tokens=150))
-    one.run(PROMPTS[0], max_new_tokens=3).collect()
+    next(one.run(PROMPTS[3], max_tokens=150))
+    one.run(PROMPTS[0], max_tokens=3).collect()
     assert one.drain(10) and not rooms_of(one)._now and len(rooms_of(one)._last) <= 1
 
 
@@ -421,7 +421,7 @@ def test_which_errors_tell_that_a_view_will_not_do(text, own):
 
 def alone(model, **options):
     with AutoregressiveBatchInference(model, backend="numpy", max_model_len=50, **options) as engine:
-        return [float(t) for t in engine.run(PROMPTS[2], max_new_tokens=12).collect()]
+        return [float(t) for t in engine.run(PROMPTS[2], max_tokens=12).collect()]
 
 
 def test_a_model_that_answers_nonsense_to_its_first_call_is_tried_at_the_next():

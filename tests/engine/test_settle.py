@@ -49,7 +49,7 @@ def lazy():
 )
 def test_tokens_that_a_model_returns(lazy, model, prompt):
     with AutoregressiveBatchInference(model(lazy), backend=lazy, max_model_len=16) as engine:
-        items = list(engine.run(prompt, max_new_tokens=3))
+        items = list(engine.run(prompt, max_tokens=3))
     assert len(items) == 3 and all(lazy.has_settled(item.base) for item in items)
 
 
@@ -85,7 +85,7 @@ def test_caches_after_a_chunk_whose_outputs_nobody_wants(lazy, overlap):
             seen.append(any(value is cache[0][0] for value, _ in lazy.settled))
             return super().step(params, cache, x)
 
-    options = dict(max_batch_size=2, max_batch_tokens=16, max_model_len=64, overlap=overlap)
+    options = dict(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, overlap=overlap)
     with AutoregressiveBatchInference(Counting(lazy), backend=lazy, **options) as engine:
         assert len(list(engine.run([1] * 50, GREEDY))) == 4
     assert not seen[0] and all(seen[1:4])

@@ -125,7 +125,7 @@ def test_alone_in_company_and_staggered_all_bits_are_equal(padding):
                 next(streams[-1])
         return [(s.collect()[-10:], s.logprobs) for s in streams]
 
-    with AutoregressiveBatchInference(Rnn(), padding_token=padding, backend="numpy", max_batch_size=8) as engine:
+    with AutoregressiveBatchInference(Rnn(), padding_token=padding, backend="numpy", max_num_seqs=8) as engine:
         assert engine.deterministic and engine.facts.deterministic and engine.selfcheck() > 50
         alone = [said(engine, [p])[0] for p in prompts]
         assert said(engine, prompts) == alone and said(engine, prompts, wait=True) == alone

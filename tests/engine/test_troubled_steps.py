@@ -31,7 +31,7 @@ class Asked:
         params: SamplingParams = GREEDY if rng.random() < 0.85 else rng.choice(OTHERS)
         late = 0.01 if rng.random() < 0.1 else None
         terms = Terms(tenant=str(rng.randrange(6)), priority=rng.randrange(2), timeout=late)
-        self.job = toy_engine.check(Request(self.prompt, params, max_new_tokens=limit, stop=stop, terms=terms))
+        self.job = toy_engine.check(Request(self.prompt, params, max_tokens=limit, stop_rule=stop, terms=terms))
         self.got = []
 
     def read(self):
@@ -65,11 +65,11 @@ def test_whatever_happens_in_whatever_order_each_gets_its_own_tokens(serve, firs
             serve,
             backend,
             toy,
-            max_batch_size=rng.choice([2, 3, 6]),
-            max_batch_tokens=rng.choice([6, 24]),
-            cache_bytes=rng.choice([7, 9, 12]) * 4 * 10,
+            max_num_seqs=rng.choice([2, 3, 6]),
+            max_num_batched_tokens=rng.choice([6, 24]),
+            kv_cache_memory_bytes=rng.choice([7, 9, 12]) * 4 * 10,
             restart="on_failure",
-            policy=rng.choice(["fair", "fcfs", "priority", "shares"]),
+            scheduling_policy=rng.choice(["fair", "fcfs", "priority", "shares"]),
             pause_after=rng.choice([None, None, 2, 5]),
         )
         inner = faced._worker.engine

@@ -28,7 +28,7 @@ def test_no_thread_before_the_first_request(serve):
     engine = serve()
     assert not engine_threads()
     for _ in range(3):
-        engine.run([1], max_new_tokens=1).collect()
+        engine.run([1], max_tokens=1).collect()
         assert len(engine_threads()) == 1
     assert engine_threads()[0].daemon
 
@@ -38,9 +38,9 @@ def test_an_idle_engine_serves_at_once(serve):
     engine = serve()
     took = []
     for _ in range(5):
-        assert engine.run([1], max_new_tokens=1).collect()
+        assert engine.run([1], max_tokens=1).collect()
         began = time.perf_counter()
-        engine.run([1], max_new_tokens=1).collect()
+        engine.run([1], max_tokens=1).collect()
         took.append(time.perf_counter() - began)
     assert min(took) < 0.05
 
@@ -50,7 +50,7 @@ def test_an_idle_engine_does_nothing(serve, monkeypatch):
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: steps.append(1) or step(self))
     engine = serve()
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     until(lambda: len(steps) == 2)  # the second finds nothing to do
     threading.Event().wait(0.25)
     assert len(steps) == 2
@@ -66,7 +66,7 @@ def test_close(serve):
 
 def seconds_to_close(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
+    engine = serve(gate, max_num_seqs=1)
     a, b = engine.run([1]), engine.run([2])
     gate.wait()
     closing = Background(engine.close)
@@ -90,7 +90,7 @@ def test_close_while_idle_or_never_used(serve):
     took = []
     for _ in range(3):
         engine = serve()
-        engine.run([1], max_new_tokens=1).collect()
+        engine.run([1], max_tokens=1).collect()
         began = time.perf_counter()
         engine.close()
         took.append(time.perf_counter() - began)
@@ -100,7 +100,7 @@ def test_close_while_idle_or_never_used(serve):
 
 def test_run_after_close(serve):
     used, fresh = serve(), serve()
-    used.run([1], max_new_tokens=1).collect()
+    used.run([1], max_tokens=1).collect()
     for engine in (used, fresh):
         engine.close()
         for _ in range(2):
@@ -142,7 +142,7 @@ def test_close_from_the_engines_own_thread(serve):
         engine.close()
         return batch == 3
 
-    stream = engine.run([1], stop=where)
+    stream = engine.run([1], stop_rule=where)
     assert ints(stream.collect()) == [2] and stream.finish_reason == Finish.CLOSED
     engine.close()
 
@@ -152,8 +152,8 @@ def test_close_from_the_engines_own_thread(serve):
 
 def test_drain_finishes_what_was_accepted_and_takes_nothing_new(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
-    streams = [engine.run([i], max_new_tokens=3) for i in range(3)]
+    engine = serve(gate, max_num_seqs=1)
+    streams = [engine.run([i], max_tokens=3) for i in range(3)]
     gate.wait()
     draining = Background(engine.drain)
     until(lambda: engine._worker._refusal is not None)
@@ -170,7 +170,7 @@ def test_drain_finishes_what_was_accepted_and_takes_nothing_new(serve):
 def test_drain_with_a_timeout(serve):
     gate = Gate()
     engine = serve(gate)
-    stream = engine.run([1], max_new_tokens=2)
+    stream = engine.run([1], max_tokens=2)
     gate.wait()
     for timeout in (0, 0.01):
         assert engine.drain(timeout) is False
@@ -182,14 +182,14 @@ def test_drain_with_a_timeout(serve):
 def test_drain_while_idle_or_never_used(serve):
     assert serve().drain(0)
     engine = serve()
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     assert engine.drain(PATIENCE) and engine.drain(0)
 
 
 def test_drain_knows_of_requests_that_the_engine_has_not_seen_yet(serve):
     for _ in range(50):
         engine = serve()
-        streams = [engine.run([1], max_new_tokens=2) for _ in range(3)]
+        streams = [engine.run([1], max_tokens=2) for _ in range(3)]
         assert engine.drain(PATIENCE)
         assert [s.finish_reason for s in streams] == [Finish.LENGTH] * 3
         engine.close()
@@ -197,7 +197,7 @@ def test_drain_knows_of_requests_that_the_engine_has_not_seen_yet(serve):
 
 def test_drain_after_cancelled_requests_and_twice_at_once(serve):
     gate = Gate()
-    engine = serve(gate, max_batch_size=1)
+    engine = serve(gate, max_num_seqs=1)
     a, b = engine.run([1]), engine.run([2])
     gate.wait()
     drains = [Background(engine.drain) for _ in range(2)]
@@ -230,7 +230,7 @@ def fresh(model=None):
 
 def test_an_engine_that_is_dropped_while_idle_leaves_no_thread():
     engine = fresh()
-    engine.run([1], max_new_tokens=1).collect()
+    engine.run([1], max_tokens=1).collect()
     gone = ref(engine)
     del engine
     assert gone() is None
@@ -240,7 +240,7 @@ def test_an_engine_that_is_dropped_while_idle_leaves_no_thread():
 def test_an_open_stream_keeps_its_engine_alive():
     engine = fresh()
     gone = ref(engine)
-    stream = engine.run([1], max_new_tokens=500)
+    stream = engine.run([1], max_tokens=500)
     del engine
     assert gone() is not None
     assert ints(stream.collect()) == list(range(2, 502))
@@ -259,7 +259,7 @@ def test_engine_and_stream_dropped_in_the_midst():
 
 def test_an_engine_in_a_circle_with_its_stream_is_found_by_the_garbage_collector():
     engine = fresh()
-    engine.stream = engine.run([1], max_new_tokens=500)
+    engine.stream = engine.run([1], max_tokens=500)
     del engine
     gc.collect()
     until(lambda: not engine_threads())
@@ -311,12 +311,12 @@ begun.wait()
 
 
 def test_many_threads_start_one_engine(serve):
-    engine = serve(max_batch_size=8)
+    engine = serve(max_num_seqs=8)
     start = threading.Barrier(8)
 
     def caller(i):
         start.wait(PATIENCE)
-        return [ints(engine.run([i * k], max_new_tokens=3).collect()) for k in range(10)]
+        return [ints(engine.run([i * k], max_tokens=3).collect()) for k in range(10)]
 
     callers = [Background(caller, i) for i in range(8)]
     assert [c.result() for c in callers] == [[[i * k + n for n in (1, 2, 3)] for k in range(10)] for i in range(8)]
@@ -324,11 +324,11 @@ def test_many_threads_start_one_engine(serve):
 
 
 def test_several_event_loops_at_once(serve):
-    engine = serve(max_batch_size=8)
+    engine = serve(max_num_seqs=8)
 
     async def main(i):
         async def one(k):
-            return [int(t) async for t in engine.run([i + k], max_new_tokens=5)]
+            return [int(t) async for t in engine.run([i + k], max_tokens=5)]
 
         return await asyncio.gather(*[one(k) for k in range(10)])
 
@@ -346,7 +346,7 @@ def test_a_thread_that_cannot_start_is_the_callers_error(serve, monkeypatch):
         m.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             engine.run([1])
-    assert ints(engine.run([1], max_new_tokens=1).collect()) == [2]
+    assert ints(engine.run([1], max_tokens=1).collect()) == [2]
     assert engine.drain(PATIENCE)
 
 

@@ -52,7 +52,7 @@ def served(request):
 
         def serve(name):
             if name not in sites:
-                made = stack.enter_context(PLACES[request.param](f"{EXAMPLES / name}", max_batch_size=16))
+                made = stack.enter_context(PLACES[request.param](f"{EXAMPLES / name}", max_num_seqs=16))
                 sites[name] = stack.enter_context(site(made))
             return sites[name]
 
@@ -321,7 +321,7 @@ def compare(wheel, words, place, monkeypatch):
     monkeypatch.setenv("G2P_EN", str(wheel))
     phonemes = example("served_phonemes").PHONEMES
     want = [spoken(w, phonemes, word) for word in words]
-    with PLACES[place](f"{EXAMPLES}/served_phonemes.py:Phonemes", max_batch_size=16) as made, site(made) as here:
+    with PLACES[place](f"{EXAMPLES}/served_phonemes.py:Phonemes", max_num_seqs=16) as made, site(made) as here:
         assert at_once(lambda word: say(here, word), words) == want
 
         def stream(word):

@@ -15,7 +15,7 @@ def python(tmp_path_factory):
 
 
 def test_it_is_found_by_its_entry_point(python):
-    code = "import hibachi; print('array_api_strict' in hibachi.available(), hibachi.load('array_api_strict'))"
+    code = "import hibachi; print('array_api_strict' in hibachi.available_backends(), hibachi.load_backend('array_api_strict'))"
     assert python("-c", code).startswith("True StrictBackend(")
 
 

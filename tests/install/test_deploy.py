@@ -47,7 +47,7 @@ TABLES = {
     ],
     "settings": {
         "policy": "prefix-affine",
-        "max-queued": 1000000,
+        "max-num-queued-reqs": 1000000,
         "origin_header": False,
         "upstream-key": KEYS[1],
         "api-key": [KEYS[2]],

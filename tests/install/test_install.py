@@ -19,7 +19,7 @@ def size(d):
     return sum(p.stat().st_size for p in map(pathlib.Path, map(d.locate_file, d.files or [])) if p.is_file())
 print(json.dumps({
     "core": hibachi.__file__,
-    "backends": list(hibachi.available()),
+    "backends": list(hibachi.available_backends()),
     "sizes": {d.name.lower().replace("_", "-"): size(d) for d in importlib.metadata.distributions()},
 }))
 """

@@ -19,12 +19,11 @@ pytestmark = [pytest.mark.install, pytest.mark.xdist_group("mlx")]  # what is in
 # For each folder: greedy tokens, and the log-probabilities of all before each of them.
 SAY = """
 import json, sys
-from hibachi import AutoregressiveBatchInference, SamplingParams, load, load_model
+from hibachi import AutoregressiveBatchInference, SamplingParams, load_backend, load_model
 asked = json.load(open(sys.argv[1]))
-params, backend = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, logprobs=97), load("mlx")
-said = {}
-for name, folder in asked["folders"].items():
-    options = dict(max_batch_size=3, max_batch_tokens=12, max_model_len=128, block_size=4, backend=backend)
+params, backend = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True, logprobs=97),
+load_backend("mlx") said = {} for name, folder in asked["folders"].items():
+    options = dict(max_num_seqs=3, max_num_batched_tokens=12, max_model_len=128, block_size=4, backend=backend)
     with AutoregressiveBatchInference(load_model(folder, backend), **options) as engine:
         streams = [engine.run(prompt, params) for prompt in asked["prompts"]]
         tokens = [list(map(int, stream)) for stream in streams]

@@ -33,9 +33,9 @@ WORDS = [
 ]
 NEW = 16
 ENGINES = {
-    "ample": dict(max_batch_size=40),
-    "chunked": dict(max_batch_size=5, max_batch_tokens=24),
-    "preempted": dict(max_batch_size=12, cache_bytes=700_000, block_size=4),
+    "ample": dict(max_num_seqs=40),
+    "chunked": dict(max_num_seqs=5, max_num_batched_tokens=24),
+    "preempted": dict(max_num_seqs=12, kv_cache_memory_bytes=700_000, block_size=4),
 }
 
 
@@ -64,8 +64,8 @@ def asked(many: int) -> tuple[list[str], list[SamplingParams]]:
 
 def digest(library: str, dtype: str, how: str = "ample", model: str = "tiny", many: str = "40") -> str:
     options = dict(ENGINES[how])
-    if model != "tiny" and "cache_bytes" in options:
-        options["cache_bytes"] = 20_000_000
+    if model != "tiny" and "kv_cache_memory_bytes" in options:
+        options["kv_cache_memory_bytes"] = 20_000_000
     with LLM(model, backend=resolve(library), dtype=dtype, max_model_len=128, **options) as llm:
         assert llm.engine.facts.numerics == f"cpu-1 {dtype}", llm.backend.fingerprint()
         told = []

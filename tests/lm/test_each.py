@@ -60,7 +60,7 @@ class Gated(Turnstile, NumpyBackend):
 
 
 def made(backend="numpy", **options):
-    options = {"max_batch_size": ROWS, "max_model_len": 64, "deterministic": False} | options
+    options = {"max_num_seqs": ROWS, "max_model_len": 64, "deterministic": False} | options
     engine = AutoregressiveBatchInference(Down(), backend=backend, padding_token=0, **options)
     params = SamplingParams(temperature=0, max_tokens=None)
     return Texts(engine, OwnTokenizer(Letters()), vocab_size=100, eos_ids=(END,), default_params=params)
@@ -234,7 +234,7 @@ def test_a_slow_first_row_holds_up_the_others_only_as_far_as_said(gated, ahead):
 
 
 def test_others_in_the_queue_are_waited_for(read):
-    with made(max_waiting=1) as llm:
+    with made(max_num_queued_reqs=1) as llm:
         mine = llm.submit([[50], [50], [50]])
         assert ids(read(llm, [[3]] * 9)) == [[2, 1]] * 9
         for stream in mine:
@@ -243,7 +243,7 @@ def test_others_in_the_queue_are_waited_for(read):
 
 def test_what_never_fits_is_an_error(read, monkeypatch):
     monkeypatch.setattr(each, "IN_VAIN", 0.1)
-    with made(max_waiting=0) as llm, pytest.raises(Exception, match="The queue is full"):
+    with made(max_num_queued_reqs=0) as llm, pytest.raises(Exception, match="The queue is full"):
         read(llm, [[3]], SamplingParams(n=5))
 
 
@@ -363,7 +363,7 @@ def test_an_error_while_it_runs(read):
             return super().logits(tokens, lengths)
 
     engine = AutoregressiveBatchInference(
-        Fails(), backend="numpy", padding_token=0, max_batch_size=ROWS, max_model_len=64, deterministic=False
+        Fails(), backend="numpy", padding_token=0, max_num_seqs=ROWS, max_model_len=64, deterministic=False
     )
     params = SamplingParams(temperature=0)
     with Texts(engine, OwnTokenizer(Letters()), vocab_size=100, eos_ids=(END,), default_params=params) as llm:

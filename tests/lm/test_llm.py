@@ -122,7 +122,7 @@ def test_defaults_are_those_of_vllm(llm):
 def test_requests_without_parameters_get_those_of_the_model(llm, model_copy, expected):
     """From generation_config.json. Parameters of one's own take the place of all of them."""
     assert llm.default_params == SamplingParams(temperature=0.8, top_p=0.95)
-    config = b'{"do_sample": false, "top_p": 0.3, "max_new_tokens": 7, "stop_strings": ["never that"]}'
+    config = b'{"do_sample": false, "top_p": 0.3, "max_tokens": 7, "stop_strings": ["never that"]}'
     with LLM(model_copy({"generation_config.json": lambda _: config})) as own:
         assert own.default_params == SamplingParams(temperature=0, max_tokens=7, stop="never that")
         assert own.generate(PROMPTS[0])[0].token_ids == expected[0].token_ids[:7]
@@ -393,7 +393,7 @@ def test_draining_takes_nothing_new():
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_other_libraries_write_the_same(library, expected):
-    with LLM("tiny", backend=library, max_batch_size=4) as llm:
+    with LLM("tiny", backend=library, max_num_seqs=4) as llm:
         assert ids(llm.generate(PROMPTS, greedy())) == ids(expected)
         pieces = asyncio.run(listed(llm.stream(PROMPTS[0], greedy())))
         assert joined(pieces) == (expected[0].text, expected[0].token_ids)
@@ -452,7 +452,7 @@ REQUESTS = {
         "must be a SamplingParams.*got {'max_tokens': 3}",
     ),
     "stop token of another rank": (
-        lambda llm: llm.engine.run([1, 2], stop=np.zeros((2, 2), int)),
+        lambda llm: llm.engine.run([1, 2], stop_rule=np.zeros((2, 2), int)),
         InvalidRequest,
         r"shape of one token, \(\) or \(1,\); got \(2, 2\). Reshape",
     ),
@@ -573,10 +573,10 @@ def test_a_damaged_model_is_refused(witness, damaged_models, what, error, messag
         ({"deterministic": True, "backend": "array_api_strict"}, UnsupportedOperation, "Pass deterministic=False"),
         ({"max_model_len": 0}, ConfigError, "max_model_len must be between 1 and 512 .*; got 0"),
         ({"max_model_len": 513}, ConfigError, "max_model_len must be between 1 and 512 .*; got 513"),
-        ({"max_batch_size": 0}, ConfigError, "max_batch_size must be an integer >= 1; got 0"),
-        ({"max_batch_tokens": 0}, ConfigError, "max_batch_tokens must be an integer >= 1; got 0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs must be an integer >= 1; got 0"),
+        ({"max_num_batched_tokens": 0}, ConfigError, "max_num_batched_tokens must be an integer >= 1; got 0"),
         ({"block_size": 0}, ConfigError, "block_size must be an integer >= 1; got 0"),
-        ({"cache_bytes": 100}, ConfigError, "needs .* bytes; got cache_bytes=100. Allow more"),
+        ({"kv_cache_memory_bytes": 100}, ConfigError, "needs .* bytes; got kv_cache_memory_bytes=100. Allow more"),
     ],
     ids=str,
 )

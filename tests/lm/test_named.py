@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hibachi import ConfigError, load
+from hibachi import ConfigError, load_backend
 from hibachi.engine.autoregressive import level_of
 from hibachi.errors import BackendNotFound
 from hibachi.lm.named import model_named
@@ -146,7 +146,7 @@ def test_no_library_is_imported_to_look_whose_an_attribute_is(monkeypatch):
 
 
 def test_who_takes_a_backend_gets_it(folder, monkeypatch):
-    numpy = load("numpy")
+    numpy = load_backend("numpy")
     for name in ("Over", "made_over"):
         assert model_named(f"own_program:{name}", numpy).backend is numpy
         assert model_named(f"own_program:{name}", "numpy").backend.name == "numpy"

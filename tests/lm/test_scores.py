@@ -21,7 +21,7 @@ TEXTS = [
 
 @pytest.fixture
 def llm():
-    with hibachi.LLM("tiny", max_batch_size=2, max_batch_tokens=16) as llm:
+    with hibachi.LLM("tiny", max_num_seqs=2, max_num_batched_tokens=16) as llm:
         yield llm
 
 

@@ -135,8 +135,8 @@ def run(folder, backend):
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=97)
     with AutoregressiveBatchInference(
         model,
-        max_batch_size=3,
-        max_batch_tokens=12,  # chunks of prompts beside decoding rows, and a prompt that waits
+        max_num_seqs=3,
+        max_num_batched_tokens=12,  # chunks of prompts beside decoding rows, and a prompt that waits
         max_model_len=128,
         block_size=32 if backend.shapes.compiled else 4,  # fewer shapes to compile
         backend=backend,

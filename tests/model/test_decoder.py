@@ -210,7 +210,7 @@ def test_bfloat16_computes_and_caches_in_bfloat16(plain, library):
 
 def test_a_shorter_context_needs_smaller_tables(plain):
     assert load_model(plain, NumpyBackend(), max_model_len=7).params["ropes"][0][0].shape == (7, 4)
-    assert load_model(plain, NumpyBackend()).max_len == SHAPES["max_position_embeddings"]
+    assert load_model(plain, NumpyBackend()).max_model_len == SHAPES["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("length", [0, -1, 65])

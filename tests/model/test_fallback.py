@@ -83,7 +83,7 @@ def load(folder, dtype="float32", max_model_len=128):
 
 def greedy(model, prompt, n=8, **options):
     with AutoregressiveBatchInference(
-        model, backend=model.backend, max_model_len=model.max_len, block_size=4, **options
+        model, backend=model.backend, max_model_len=model.max_model_len, block_size=4, **options
     ) as engine:
         return list(engine.run(np.array(prompt), SamplingParams(temperature=0, max_tokens=n)))
 
@@ -126,7 +126,7 @@ def test_a_prompt_longer_than_a_step_gives_the_same_tokens(folder_of):
     expected = own.generate(
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(prompt) :].tolist()
-    assert greedy(model, prompt) == greedy(model, prompt, max_batch_tokens=16) == expected
+    assert greedy(model, prompt) == greedy(model, prompt, max_num_batched_tokens=16) == expected
 
 
 def test_two_models_run_side_by_side(folder_of):
@@ -145,7 +145,7 @@ def test_two_models_run_side_by_side(folder_of):
 def test_an_unregistered_architecture_is_offered_to_the_backend(folder_of):
     model = load_model(folder_of("olmo"), TorchBackend("cpu"))
     assert model.arch_name == "OlmoForCausalLM"
-    assert (model.vocab_size, model.dtype, model.max_len) == (97, "float32", 256)
+    assert (model.vocab_size, model.dtype, model.max_model_len) == (97, "float32", 256)
     with pytest.raises(UnknownArchitecture, match="OlmoForCausalLM"):
         load_model(folder_of("olmo"), NumpyBackend())
 
@@ -180,9 +180,9 @@ def test_ids_that_begin_and_end_a_text(damaged):
 
 
 def test_the_longest_sequence(folder_of):
-    assert load(folder_of("olmo"), max_model_len=None).max_len == 256
+    assert load(folder_of("olmo"), max_model_len=None).max_model_len == 256
     for n in (1, 2, 3, 4, 5, 9):
-        assert load(folder_of("olmo"), max_model_len=n).max_len == n
+        assert load(folder_of("olmo"), max_model_len=n).max_model_len == n
     for bad in (0, 257):
         with pytest.raises(ConfigError, match=r"max_model_len must be between 1 and 256.*got"):
             load(folder_of("olmo"), max_model_len=bad)
@@ -192,7 +192,7 @@ def test_longrope_ends_where_its_angles_change(folder_of):
     rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 6, long_factor=[2.0] * 6)
     rope |= dict(short_mscale=1.0, long_mscale=1.0, original_max_position_embeddings=64)
     folder = folder_of("phimoe", rope_parameters=rope)
-    assert load(folder, max_model_len=None).max_len == 64
+    assert load(folder, max_model_len=None).max_model_len == 64
     with pytest.raises(ConfigError, match="between 1 and 64"):
         load(folder, max_model_len=65)
 

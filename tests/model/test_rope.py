@@ -92,9 +92,9 @@ def test_tables_have_few_sizes():
 
 def test_a_model_is_ready_for_positions_that_it_is_told_of(monkeypatch):
     monkeypatch.setattr(rope, "FIRST", 16)
-    model = load_model(open_files(locate("tiny")), hibachi.load("numpy"))
+    model = load_model(open_files(locate("tiny")), hibachi.load_backend("numpy"))
     ((first, _),) = model.params["ropes"]
-    for positions, size in [(16, 16), (17, 32), (20, 32), (10**9, model.max_len)]:
+    for positions, size in [(16, 16), (17, 32), (20, 32), (10**9, model.max_model_len)]:
         model.reach(positions)
         ((table, _),) = model.params["ropes"]
         assert len(table) == size and (table[:16] == first).all()

@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["torch", "jax"])
 def llm(request):
-    with hibachi.LLM(MODEL, backend=request.param, max_batch_size=8, max_model_len=512) as llm:
+    with hibachi.LLM(MODEL, backend=request.param, max_num_seqs=8, max_model_len=512) as llm:
         yield llm
 
 

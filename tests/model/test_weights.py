@@ -301,13 +301,13 @@ LOAD = """
 import json, sys
 import numpy as np
 from hibachi.model.registry import load_model
-from hibachi.tensor.discover import load
+from hibachi.tensor.discover import load_backend
 
 def status(key):  # of this process, in bytes
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
 folder, name, dtype = sys.argv[1:]
-backend = load(name)
+backend = load_backend(name)
 backend.get(backend.put(np.ones(8, np.float32), dtype))
 before = status("VmRSS:")
 model = load_model(folder, backend, dtype=dtype, max_model_len=64)

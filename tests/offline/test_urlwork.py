@@ -95,7 +95,7 @@ def opened(url, *, lines=False, patience=QUICK, created=1234, **batch):
 
 @pytest.fixture(scope="module")
 def texts():
-    with open_texts("tiny", max_batch_size=8, max_waiting=256) as found:
+    with open_texts("tiny", max_num_seqs=8, max_num_queued_reqs=256) as found:
         yield found
 
 
@@ -923,7 +923,11 @@ def test_a_server_that_serves_nothing(models, name, words):
     ("models", "name", "facts"),
     [
         (lambda: (200, {"data": [{"id": "a"}, {"id": "b"}]}), None, {"model": "a"}),
-        (lambda: (200, {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}]}), "b", {"model": "b", "max_len": 9}),
+        (
+            lambda: (200, {"data": [{"id": "a"}, {"id": "b", "max_model_len": 9}]}),
+            "b",
+            {"model": "b", "max_model_len": 9},
+        ),
         (lambda: (200, {"data": [{"id": "a", "numerics": "x"}]}), None, {"model": "a", "numerics": "x"}),
         (lambda: (404, b""), "c", {"model": "c"}),
     ],

@@ -17,8 +17,8 @@ from hibachi.request import Finish
 from .world import Request, World
 
 
-def scheduler(*, rows=4, budget=100, chunk=1000, max_len=200, blocks=0, size=16, policy=None, **limits):
-    return Scheduler(Limits(rows, max(rows, budget), chunk, max_len, blocks, size, **limits), policy)
+def scheduler(*, rows=4, budget=100, chunk=1000, max_model_len=200, blocks=0, size=16, policy=None, **limits):
+    return Scheduler(Limits(rows, max(rows, budget), chunk, max_model_len, blocks, size, **limits), policy)
 
 
 def add(s, prompt, max_new=8, name=None, **terms):
@@ -92,13 +92,13 @@ def test_v03_a_prompt_of_100_in_a_budget_of_32():
 def test_v04_a_prompt_that_no_step_could_hold():
     """Chunking cannot be switched off here: a prompt beyond chunk and budget is cut, and only what fits nowhere is
     refused. What is refused at construction is a budget that cannot give each row its token."""
-    s = scheduler(budget=32, chunk=1000, max_len=150)
+    s = scheduler(budget=32, chunk=1000, max_model_len=150)
     add(s, 100, name="a")
     assert step(s) == {"a": (0, 32)}
     with pytest.raises(PromptTooLong):
         add(s, 150)
     with pytest.raises(AssertionError):
-        Limits(rows=4, budget=3, chunk=8, max_len=10)
+        Limits(rows=4, budget=3, chunk=8, max_model_len=10)
 
 
 def test_v05_the_last_admitted_is_preempted_and_gets_the_same_tokens():
@@ -584,7 +584,7 @@ def test_k28_a_block_that_is_written_to_has_one_holder():
 @pytest.mark.parametrize("budget", [512, 2048, 100_000])
 def test_a_burst_that_shares_512_of_544_tokens_computes_them_once(budget):
     """64 requests that arrive in one step: 544 + 63 * 32 = 2,560 tokens of prompts."""
-    s = scheduler(rows=64, budget=budget, max_len=600, blocks=400)
+    s = scheduler(rows=64, budget=budget, max_model_len=600, blocks=400)
     for n in range(64):
         add(s, [*range(512), *range(1000 * n, 1000 * n + 32)], 1)
     computed = 0

@@ -53,13 +53,13 @@ class AnyOrder(RuleBasedStateMachine):
         blocks=st.integers(5, 12),
         block_size=st.sampled_from([1, 2, 4]),
         prefill=st.sampled_from([None, 1, 4]),
-        max_waiting=st.sampled_from([None, 2]),
+        max_num_queued_reqs=st.sampled_from([None, 2]),
         reserve_all=st.booleans(),
         policy=st.sampled_from(POLICIES),
         depth=st.integers(1, 3),
     )
     def begin(self, rows, budget, policy, depth, **limits):
-        self.world = World(Limits(rows, max(rows, budget), max_len=24, **limits), policy(), depth)
+        self.world = World(Limits(rows, max(rows, budget), max_model_len=24, **limits), policy(), depth)
         self.all = []
 
     @rule(

@@ -13,8 +13,8 @@ from hibachi.request import Finish
 class Checked(Scheduler):
     """A scheduler whose invariants are checked after every call."""
 
-    def __init__(self, *, rows=4, budget=100, chunk=100, max_len=50, blocks=0, block_size=4, **limits):
-        super().__init__(Limits(rows, budget, chunk, max_len, blocks, block_size, **limits))
+    def __init__(self, *, rows=4, budget=100, chunk=100, max_model_len=50, blocks=0, block_size=4, **limits):
+        super().__init__(Limits(rows, budget, chunk, max_model_len, blocks, block_size, **limits))
 
     def new(self, name, prompt_len, max_new=None):
         seq = Seq(prompt_len, max_new, owner=name)
@@ -86,7 +86,7 @@ def test_a_stop_token_at_the_limit_is_a_stop():
 
 
 def test_without_a_limit_it_runs_to_the_end_of_the_context():
-    s = Checked(max_len=6)
+    s = Checked(max_model_len=6)
     s.new("a", 3)
     assert [s.step() for _ in range(4)] == [
         {"a": (0, 3, True)},
@@ -97,7 +97,7 @@ def test_without_a_limit_it_runs_to_the_end_of_the_context():
 
 
 def test_a_limit_beyond_the_context_is_cut():
-    s = Checked(max_len=5)
+    s = Checked(max_model_len=5)
     s.new("a", 3, max_new=100)
     assert [bool(s.step()) for _ in range(3)] == [True, True, False]
 
@@ -228,7 +228,7 @@ def test_who_was_preempted_starts_again_with_a_block_to_spare_for_each_that_runs
 )
 def test_who_runs_is_left_a_hundredth_of_the_blocks(reserve_all, free, starts):
     """So that who starts does not preempt it at once; where all blocks are reserved, none need be left."""
-    s = Checked(blocks=201, block_size=4, max_len=1000, budget=2000, chunk=2000, reserve_all=reserve_all)
+    s = Checked(blocks=201, block_size=4, max_model_len=1000, budget=2000, chunk=2000, reserve_all=reserve_all)
     taken = 4 * (200 - free)
     s.new("a", taken - 7 if reserve_all else taken - 3, max_new=8)
     s.step()
@@ -355,7 +355,7 @@ def test_fresh_names_who_just_got_a_row():
 
 @pytest.mark.parametrize("prompt_len", [6, 7, 100])
 def test_a_prompt_must_leave_room_for_a_token(prompt_len):
-    s = Checked(max_len=6)
+    s = Checked(max_model_len=6)
     with pytest.raises(PromptTooLong, match=rf"at most 5 tokens; got {prompt_len}. .*max_model_len \(now 6\)"):
         s.new("a", prompt_len)
     assert s.waiting == 0
@@ -371,7 +371,7 @@ def test_a_request_that_can_never_fit_into_the_cache_is_refused():
 
 
 def test_fit_says_where_a_sequence_would_end():
-    s = Checked(max_len=10)
+    s = Checked(max_model_len=10)
     assert (s.limits.fit(3, None), s.limits.fit(3, 2), s.limits.fit(9, 5)) == (10, 5, 10)
 
 

@@ -22,7 +22,9 @@ class House:
 
     def __init__(self, rows=8, weights=None, **limits):
         self.policy = Shares(weights)
-        self.scheduler = Scheduler(Limits(rows, **({"budget": 64, "chunk": 64, "max_len": 200} | limits)), self.policy)
+        self.scheduler = Scheduler(
+            Limits(rows, **({"budget": 64, "chunk": 64, "max_model_len": 200} | limits)), self.policy
+        )
 
     def add(self, tenant, n=1, prompt=2, new=100, **terms):
         seqs = [Seq(prompt, new, tenant=tenant, **terms) for _ in range(n)]
@@ -156,7 +158,7 @@ def test_a_class_is_served_before_a_worse_one_whoever_holds_fewer():
 
 def test_blocks_are_shared_as_well():
     """A row is free, but one tenant's requests hold all blocks."""
-    house = House(rows=8, budget=200, blocks=33, block_size=4, max_len=100)
+    house = House(rows=8, budget=200, blocks=33, block_size=4, max_model_len=100)
     house.add("many", 4, prompt=32, new=2)
     house.step()
     assert house.scheduler.pool.free == 0 and house.rows == {"many": 4}
@@ -168,7 +170,7 @@ def test_blocks_are_shared_as_well():
 
 def test_chunks_are_shared_as_well():
     """A long prompt leaves another tenant its part of the step's tokens."""
-    house = House(budget=16, chunk=16, max_len=200)
+    house = House(budget=16, chunk=16, max_model_len=200)
     house.add("many", 3, prompt=100)
     house.step()
     house.add("few", prompt=20)

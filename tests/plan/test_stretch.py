@@ -53,7 +53,7 @@ def step(scheduler, now):
 )
 def test_it_is_what_single_steps_come_to(seed, policy, rows, blocks, size, budget, reserve, rate, shared):
     rng = random.Random(seed)
-    limits = Limits(rows, budget, budget, max_len=16 * size, blocks=blocks, block_size=size, reserve_all=reserve)
+    limits = Limits(rows, budget, budget, max_model_len=16 * size, blocks=blocks, block_size=size, reserve_all=reserve)
     one, many = Scheduler(limits, policy()), Scheduler(limits, policy())
     now, stretched = 0.0, 0
     for name in range(25):
@@ -78,7 +78,7 @@ def test_it_is_what_single_steps_come_to(seed, policy, rows, blocks, size, budge
                 stretched += steps
             assert state(one) == state(many)
             many.check()
-        longest = limits.max_len if not blocks else min(limits.max_len, (blocks - 1) * size)
+        longest = limits.max_model_len if not blocks else min(limits.max_model_len, (blocks - 1) * size)
         prompt = rng.randint(1, longest - 1)
         known = rng.randint(0, longest // size)
         keys = [(i, rng.randint(0, 1)) for i in range(known)] if shared and rng.random() < 0.8 else None

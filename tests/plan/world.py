@@ -111,7 +111,7 @@ class World:
         self.strict = strict and depth == 1
         self.scheduler = Scheduler(limits, policy, self.key if grows else None)
         self.device = Device(limits)
-        self.host = np.zeros((limits.rows, limits.max_len + 1), np.int64)
+        self.host = np.zeros((limits.rows, limits.max_model_len + 1), np.int64)
         self.flying = deque()
         self.live = {}  # by name; in order of arrival
         self.begun = []  # names, in the order in which they first started
@@ -140,7 +140,7 @@ class World:
         try:
             self.scheduler.add(request.seq, self.now)
         except (QueueFull, PromptTooLong) as e:
-            full = self.limits.max_waiting is not None and waiting >= self.limits.max_waiting
+            full = self.limits.max_num_queued_reqs is not None and waiting >= self.limits.max_num_queued_reqs
             assert full or isinstance(e, PromptTooLong), "refused without reason"
             request.ends.append(REFUSED)
             self.tally[REFUSED] += 1
@@ -483,10 +483,10 @@ def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES
         rows=rows,
         budget=budget,
         chunk=rng.choice((1, 2, 3, 5, 8, 16, budget)),
-        max_len=40,
+        max_model_len=40,
         blocks=rng.randint(4, 14),
         block_size=rng.choice((1, 2, 4, 8)),
-        max_waiting=rng.choice((None, None, None, 4)),
+        max_num_queued_reqs=rng.choice((None, None, None, 4)),
         prefill=rng.choice((None, None, 1, 4, 12)),
         reserve_all=rng.random() < 0.15,
     )
@@ -502,11 +502,11 @@ def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES
 
 def random_request(name, rng, limits):
     """One that fits. Most prompts begin alike."""
-    usable = min((limits.blocks - 1) * limits.block_size, limits.max_len - 1)
+    usable = min((limits.blocks - 1) * limits.block_size, limits.max_model_len - 1)
     n = min(rng.randrange(1, 14), usable)
     most = max(1, usable - n + 1)
     new = rng.choice([None, *range(1, 12)])
-    if new is None and usable < limits.max_len - 1:
+    if new is None and usable < limits.max_model_len - 1:
         new = most
     return Request(
         name,

@@ -29,7 +29,7 @@ def wanted_of(llm, prompts, params):
 @pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_k13_rows_of_unequal_length_say_what_they_say_alone(library):
     prompts = prompts_of(LENGTHS)
-    with LLM("tiny", backend=library, prefix_cache=False, max_batch_size=3) as llm:
+    with LLM("tiny", backend=library, enable_prefix_caching=False, max_num_seqs=3) as llm:
         alone = [llm.generate(p, GREEDY)[0].token_ids for p in prompts]
         kv, firsts, lengths = prefill(llm, prompts)
         assert lengths == list(LENGTHS) and firsts == [ids[0] for ids in alone]
@@ -54,9 +54,9 @@ def test_preempted_rows_say_the_same(tiny):
     prompts = prompts_of([120] * 6, 7)
     wanted = wanted_of(tiny, prompts, GREEDY.with_(max_tokens=60))
     kv, firsts, _ = prefill(tiny, prompts)
-    with LLM("tiny", cache_bytes=50 * 16 * 4 * 2 * 2 * 64 * 2 * 2) as small:
+    with LLM("tiny", kv_cache_memory_bytes=50 * 16 * 4 * 2 * 2 * 64 * 2 * 2) as small:
         for known in (None, prompts):
-            ids, _ = batched_decode(small, kv, firsts, params=GREEDY, max_new_tokens=60, token_ids=known)
+            ids, _ = batched_decode(small, kv, firsts, params=GREEDY, max_tokens=60, token_ids=known)
             assert ids == wanted
         assert small.stats().preemptions > 0
 
@@ -81,12 +81,12 @@ def test_keys_and_values_of_transformers_are_taken(tmp_path):
         model.get_input_embeddings().weight.normal_(0, 1)
         ids = torch.randint(1, 97, (2, 11))
         seen = model(ids, use_cache=True)
-        whole = model.generate(ids, max_new_tokens=9, do_sample=False)[:, 11:]
+        whole = model.generate(ids, max_tokens=9, do_sample=False)[:, 11:]
     model.save_pretrained(tmp_path)
     kv = [(layer.keys, layer.values) for layer in seen.past_key_values.layers]
     firsts = seen.logits[:, -1].argmax(-1)
-    for served in (hibachi.load_model(tmp_path), hibachi.load_model(tmp_path, hibachi.load("torch"))):
-        out, _ = batched_decode(served, kv, firsts, max_new_tokens=9)
+    for served in (hibachi.load_model(tmp_path), hibachi.load_model(tmp_path, hibachi.load_backend("torch"))):
+        out, _ = batched_decode(served, kv, firsts, max_tokens=9)
         assert out == whole.tolist()
 
 
@@ -109,7 +109,7 @@ def decode(prompts, *, toy=None, **options):
 
 def test_a_model_of_level_2_gets_an_engine_for_the_call():
     prompts = [[1, 2], [3], [4, 4, 4, 4, 4]]
-    ids, kv = decode(prompts, max_new_tokens=12, return_kv=True)
+    ids, kv = decode(prompts, max_tokens=12, return_kv=True)
     assert ids == [expected(p, 12) for p in prompts]
     ((keys, values),) = kv
     assert keys.shape == (3, 1, 16, 2) and values.dtype == np.float32
@@ -122,12 +122,12 @@ def test_what_comes_back_is_right_on_jax_without_kernels():
     from hibachi_jax import JaxBackend  # its cache has the heads before the positions
 
     backend = JaxBackend("cpu", native=False)
-    ids, out = batched_decode(SumPaged(backend), toy_kv([[1, 2], [3, 3]]), [4, 7], max_new_tokens=20, return_kv=True)
+    ids, out = batched_decode(SumPaged(backend), toy_kv([[1, 2], [3, 3]]), [4, 7], max_tokens=20, return_kv=True)
     assert ids == [expected([1, 2], 20), expected([3, 3], 20)]
     assert out[0][1][1, 0, :, 0].tolist() == [3, 3, *ids[1]][:-1]
     weights = tiny_weights()
     kv, firsts, _ = prefill(TinyDecoder(backend, weights), [[1, 2, 3, 4, 5] * 4])
-    ids, out = batched_decode(TinyDecoder(backend, weights), kv, firsts, max_new_tokens=4, return_kv=True)
+    ids, out = batched_decode(TinyDecoder(backend, weights), kv, firsts, max_tokens=4, return_kv=True)
     again = prefill(TinyDecoder(NumpyBackend(), weights), [[1, 2, 3, 4, 5] * 4 + ids[0][:-1]])
     for got, same in zip(out, again.kv, strict=True):
         for a, b in zip(got, same, strict=True):
@@ -136,9 +136,9 @@ def test_what_comes_back_is_right_on_jax_without_kernels():
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_what_comes_back_is_as_it_was_given(library):
-    backend = hibachi.load(library)
+    backend = hibachi.load_backend(library)
     kv = [tuple(backend.put(half, "float16") for half in layer) for layer in toy_kv([[1, 2], [3, 3]])]
-    ids, out = batched_decode(SumPaged(backend), kv, [4, 7], max_new_tokens=5, return_kv=True)
+    ids, out = batched_decode(SumPaged(backend), kv, [4, 7], max_tokens=5, return_kv=True)
     assert ids == [expected([1, 2], 5), expected([3, 3], 5)]
     assert {half.dtype for half in out[0]} == {kv[0][0].dtype} and tuple(out[0][0].shape) == (2, 1, 6, 2)
     assert backend.get(out[0][1])[1, 0, :, 0].tolist() == [3, 3, *ids[1]][:-1]
@@ -147,10 +147,10 @@ def test_what_comes_back_is_as_it_was_given(library):
 def test_k15_a_first_token_that_ends_the_text_ends_its_row_and_no_other():
     prompts = [[1, 2], [3], [5]]
     assert [expected(p, 1)[0] for p in prompts] == [4, 4, 6]
-    ids, kv = decode(prompts, max_new_tokens=6, eos_token_id=4, return_kv=True)
+    ids, kv = decode(prompts, max_tokens=6, eos_token_id=4, return_kv=True)
     assert ids[:2] == [[4], [4]] and ids[2] == expected([5], 6)[: len(ids[2])] and len(ids[2]) > 1
     assert kv[0][1][:2, 0, :2, 0].tolist() == [[1, 2], [3, 0]]
-    ids, _ = decode(prompts, max_new_tokens=6, eos_token_id=[4, expected([5], 2)[1]])
+    ids, _ = decode(prompts, max_tokens=6, eos_token_id=[4, expected([5], 2)[1]])
     assert ids == [[4], [4], expected([5], 2)]
 
 
@@ -158,18 +158,18 @@ def test_k15_the_model_says_which_tokens_these_are():
     class Ends(SumPaged):
         eos_ids = (4,)
 
-    assert decode([[1, 2], [5]], toy=Ends(NumpyBackend()), max_new_tokens=3)[0][0] == [4]
+    assert decode([[1, 2], [5]], toy=Ends(NumpyBackend()), max_tokens=3)[0][0] == [4]
     params = SamplingParams(temperature=0, ignore_eos=True)
-    assert decode([[1, 2]], toy=Ends(NumpyBackend()), params=params, max_new_tokens=3)[0] == [expected([1, 2], 3)]
+    assert decode([[1, 2]], toy=Ends(NumpyBackend()), params=params, max_tokens=3)[0] == [expected([1, 2], 3)]
     params = SamplingParams(temperature=0, min_tokens=2)  # it could not have come here
-    assert len(decode([[1, 2]], toy=Ends(NumpyBackend()), params=params, max_new_tokens=3)[0][0]) > 1
+    assert len(decode([[1, 2]], toy=Ends(NumpyBackend()), params=params, max_tokens=3)[0][0]) > 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_no_row_has_more_than_max_new_tokens(n):
-    ids, kv = decode([[1, 2], [3]], max_new_tokens=n, return_kv=True)
+    ids, kv = decode([[1, 2], [3]], max_tokens=n, return_kv=True)
     assert ids == [expected([1, 2], n), expected([3], n)] and kv[0][0].shape[2] == 1 + n
-    assert decode([[1] * 62], max_new_tokens=n)[0] == [expected([1] * 62, min(n, 2))]  # the end of the context
+    assert decode([[1] * 62], max_tokens=n)[0] == [expected([1] * 62, min(n, 2))]  # the end of the context
 
 
 def test_k18_each_row_has_its_own_limit_temperature_stop_and_seed(tiny):
@@ -196,7 +196,7 @@ def test_k19_temperature_0_is_the_most_likely_token():
             _, cache = self._sums(x.tok, cache[0], x)
             return np.tile(np.array([[1.0, 3.0, 2.0]], np.float32), (len(x.last), 1)), [cache]
 
-    out, _ = batched_decode(Given(NumpyBackend()), toy_kv([[1]]), [2], max_new_tokens=4)
+    out, _ = batched_decode(Given(NumpyBackend()), toy_kv([[1]]), [2], max_tokens=4)
     assert out == [[2, 1, 1, 1]]
 
 
@@ -270,7 +270,7 @@ def test_they_go_to_another_process(tiny):
         ({"params": SamplingParams(stop=["x"])}, "stop takes texts"),
         ({"params": SamplingParams(n=2)}, "n and best_of must be 1"),
         ({"params": SamplingParams(repetition_penalty=2)}, "are not known here"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1; got 0"),
+        ({"max_tokens": 0}, "max_tokens must be an integer >= 1; got 0"),
     ],
 )
 def test_what_is_wrong_is_named(changes, says):
@@ -294,6 +294,6 @@ def test_models_without_keys_and_values_in_all_layers_are_refused(toy, says):
 
 def test_a_prompt_that_fills_the_context_is_refused(tiny):
     with pytest.raises(PromptTooLong):
-        decode([[1] * 64], max_new_tokens=2)
+        decode([[1] * 64], max_tokens=2)
     with pytest.raises(InvalidRequest, match="LLM has its backend"):
         batched_decode(tiny, [], [1], backend="torch")

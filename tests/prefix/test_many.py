@@ -34,7 +34,7 @@ def toy():
     made = []
 
     def make(**options):
-        options = dict(max_batch_size=8, max_batch_tokens=256, block_size=16) | options
+        options = dict(max_num_seqs=8, max_num_batched_tokens=256, block_size=16) | options
         engine = AutoregressiveBatchInference(Long(NumpyBackend()), backend=NumpyBackend(), **options)
         made.append(Texts(engine, NoTokenizer(), vocab_size=10, eos_ids=(), default_params=GREEDY))
         return made[-1]
@@ -160,7 +160,7 @@ def test_k32_defect_eight_prompts_share_512_tokens_that_are_computed_once(toy):
 
 def test_k06_the_engine_never_broadcasts_but_shares_blocks(toy):
     """Eight rows of 512 tokens fit into a cache of 50 blocks, at the same time."""
-    llm = toy(cache_bytes=49 * 16 * 12)
+    llm = toy(kv_cache_memory_bytes=49 * 16 * 12)
     common = [1, 2, 3, 4] * 128
     streams = llm.submit([common] + [[*common, i] for i in range(8)], GREEDY.with_(max_tokens=12))
     outs = [stream.tokens.collect() for stream in streams]
@@ -181,7 +181,7 @@ def test_defect_prefixes_are_shared_at_any_block_also_between_groups(toy):
 
 def test_prompts_that_begin_alike_stand_together(toy):
     """The cache holds one prefix; in the given order each would push out the others."""
-    llm = toy(max_batch_size=1, cache_bytes=12 * 16 * 12)
+    llm = toy(max_num_seqs=1, kv_cache_memory_bytes=12 * 16 * 12)
     prompts = [[i % 4] * 128 + [i] for i in range(8)] + [[i % 4] * 128 + [9] for i in range(4)]
     outs = generate_many(llm, prompts, GREEDY.with_(max_tokens=2))
     assert [out.token_ids for out in outs] == [expected(p, 2) for p in prompts]
@@ -228,6 +228,6 @@ def test_what_is_no_mode(tiny, options):
 
 
 def test_it_holds_on_a_second_engine_as_well():
-    with LLM("tiny", prefix_cache=False) as llm:
+    with LLM("tiny", enable_prefix_caching=False) as llm:
         found = verify_correctness(llm, [ids(40)])
         assert found.correct and found.reused == [0]

@@ -30,7 +30,7 @@ def test_a_model_is_open_and_warm(engine, where):
     with texts:
         assert template is None
         limits = texts.engine.facts.limits
-        assert (limits.rows, limits.max_len) == (3, 77)
+        assert (limits.rows, limits.max_model_len) == (3, 77)
         assert engine == "child" or texts.stats().steps >= 2  # of a child they come a little later
         assert where in about(texts) and " on cpu, float32, deterministic; engine in " in about(texts)
         assert texts.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
@@ -38,12 +38,12 @@ def test_a_model_is_open_and_warm(engine, where):
 
 def test_further_options_reach_the_engine():
     with pytest.raises(ConfigError, match="nonsense"):
-        open_settled(settings(), policy="nonsense")
+        open_settled(settings(), scheduling_policy="nonsense")
 
 
 def test_what_is_not_decided_is_left_to_the_engine():
     assert engine_options(settings()) == dict(
-        max_batch_size=64, max_batch_tokens=2048, prefix_cache=True, stall_after=None
+        max_num_seqs=64, max_num_batched_tokens=2048, enable_prefix_caching=True, stall_after=None
     )
     of_own = engine_options(settings(model="pkg:Class", autotune="1s", stall_after=2.0))
     assert "autotune" not in of_own and of_own["stall_after"] == 2.0

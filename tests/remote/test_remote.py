@@ -49,7 +49,7 @@ def here():
 
 @pytest.fixture(scope="module")
 def there():
-    with RemoteLLM("tiny", max_waiting=8) as llm:
+    with RemoteLLM("tiny", max_num_queued_reqs=8) as llm:
         yield llm
 
 
@@ -215,7 +215,7 @@ def test_what_making_the_model_raises_is_raised_here():
     with pytest.raises(ConfigError, match="no-such-place"):
         RemoteLLM("./no-such-place")
     with pytest.raises(ConfigError, match="policy"):
-        RemoteLLM("tiny", policy="none of them")
+        RemoteLLM("tiny", scheduling_policy="none of them")
 
 
 # ---- models of one's own -------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from tests.remote.token_models import Own
 FILE = Path(__file__).with_name("token_models.py")
 PLACES = {"own": open_model, "child": open_remote}
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
-OPTIONS = {"Steps": dict(max_waiting=64, pause_after=8, max_batch_size=4), "Kinds": dict(max_batch_size=4)}
+OPTIONS = {"Steps": dict(max_num_queued_reqs=64, pause_after=8, max_num_seqs=4), "Kinds": dict(max_num_seqs=4)}
 
 
 class Opened(dict):
@@ -94,12 +94,12 @@ def test_any_kind_of_token_in_one_engine(model):
     for dtype in (np.int8, np.uint16, np.int64, np.float32, np.float64):
         for shape in ((), (3,), (2, 1, 2)):
             prompt = np.arange(2 * int(np.prod(shape))).reshape(2, *shape).astype(dtype)
-            stream = steps.submit(prompt, max_new_tokens=3)
+            stream = steps.submit(prompt, max_tokens=3)
             items = [steps.host(item) for item in stream.collect()]
             assert [i.dtype for i in items] == [dtype] * 3 and [i.shape for i in items] == [shape] * 3
             assert np.array_equal(items, [prompt[-1] + n for n in (1, 2, 3)])
             assert stream.finish_reason == "length" and stream.started is not None
-    assert came(steps, steps.submit([[1, 2]], max_new_tokens=1)) == [[2, 3]]  # a list will do
+    assert came(steps, steps.submit([[1, 2]], max_tokens=1)) == [[2, 3]]  # a list will do
 
 
 def test_four_codebooks_end_at_the_frame_that_the_class_names(model):
@@ -110,8 +110,8 @@ def test_four_codebooks_end_at_the_frame_that_the_class_names(model):
     assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0], [0, 0, 0, 0]] and stream.finish_reason == "stop"
     stream = frames.submit([[3, 6, 9, 4]], include_stop=False)
     assert came(frames, stream) == [[2, 4, 6, 0], [1, 2, 3, 0]] and stream.finish_reason == "stop"
-    one = frames.submit([[3, 6, 9, 4]], stop=[[1, 2, 3, 0]])  # beside the class's own, which still holds
-    other = frames.submit([[3, 6, 9, 4]], stop=[[1, 1, 1, 1]])
+    one = frames.submit([[3, 6, 9, 4]], stop_rule=[[1, 2, 3, 0]])  # beside the class's own, which still holds
+    other = frames.submit([[3, 6, 9, 4]], stop_rule=[[1, 1, 1, 1]])
     assert len(came(frames, one)) == 2 and len(came(frames, other)) == 3 and other.finish_reason == "stop"
 
 
@@ -122,9 +122,9 @@ def test_real_values_end_where_the_predicate_of_the_class_says_so(model):
     paths = [came(falling, stream) for stream in streams]
     assert [len(path) for path in paths] == [6, 11, 15] and {s.finish_reason for s in streams} == {"stop"}
     speed = paths[0][2][1]
-    near = falling.submit([[100.0, 0.0]], stop=StopRule([[100 - 2.9, speed + 0.05]], atol=30.0))
+    near = falling.submit([[100.0, 0.0]], stop_rule=StopRule([[100 - 2.9, speed + 0.05]], atol=30.0))
     assert len(came(falling, near)) < 6
-    exact = falling.submit([[100.0, 0.0]], stop=StopRule([paths[0][2]]))
+    exact = falling.submit([[100.0, 0.0]], stop_rule=StopRule([paths[0][2]]))
     assert came(falling, exact) == paths[0][:3]
 
 
@@ -135,7 +135,7 @@ def test_a_classifier(model):
     stream = kinds.submit(np.array([1.0, 1, 2]))  # cast to what the class takes
     (out,) = [kinds.host(item) for item in stream.collect()]
     assert out.dtype == np.float32 and out.tolist() == [0.25, 0.25, 0.5] and stream.finish_reason is not None
-    for more in ({"max_new_tokens": 2}, {"params": GREEDY}, {"stop": [1]}):
+    for more in ({"max_tokens": 2}, {"params": GREEDY}, {"stop": [1]}):
         with pytest.raises(InvalidRequest, match=f"one output for each input.*{next(iter(more))}"):
             kinds.submit(np.ones(3), **more)
 
@@ -144,7 +144,7 @@ def test_logits_of_ids_and_a_cache_of_frames(model):
     texts = model("Ids")
     assert isinstance(texts, Texts)
     ids = Tokens(texts.engine, "Ids", GREEDY)  # whatever is served can be asked as tokens
-    assert [int(i) for i in ids.submit(np.array([3, 4]), max_new_tokens=3)] == [5, 6, 7]
+    assert [int(i) for i in ids.submit(np.array([3, 4]), max_tokens=3)] == [5, 6, 7]
     assert ids.host(next(ids.submit([4]))).tolist() == 5
     stream = ids.submit([17], params=GREEDY.with_(stop_token_ids=[20]))
     assert came(ids, stream) == [18, 19, 20]
@@ -152,7 +152,7 @@ def test_logits_of_ids_and_a_cache_of_frames(model):
         ids.submit([32])
     sums = model("hibachi.testing.toys:SumFrames")
     assert isinstance(sums, Tokens) and sums.engine.facts.cached
-    assert came(sums, sums.submit([[1, 2, 3]], max_new_tokens=3)) == [[2, 3, 4], [4, 6, 8], [8, 2, 6]]
+    assert came(sums, sums.submit([[1, 2, 3]], max_tokens=3)) == [[2, 3, 4], [4, 6, 8], [8, 2, 6]]
 
 
 # ---- rules for the end -----------------------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ def test_logits_of_ids_and_a_cache_of_frames(model):
 def test_a_tolerance_is_that_of_the_rule_that_has_it(model):
     steps = model("Steps")
     near = StopRule([np.float32([3.4])], atol=0.5)
-    assert came(steps, steps.submit(np.float32([[0]]), stop=near)) == [[1], [2], [3]]
+    assert came(steps, steps.submit(np.float32([[0]]), stop_rule=near)) == [[1], [2], [3]]
     exact = StopRule([np.float32([3.4])])
-    assert len(came(steps, steps.submit(np.float32([[0]]), stop=exact, max_new_tokens=6))) == 6
+    assert len(came(steps, steps.submit(np.float32([[0]]), stop_rule=exact, max_tokens=6))) == 6
     wraps = StopRule([250], atol=2)  # 1 - 250 is not 7 in eight bits
-    assert len(came(steps, steps.submit(np.uint8([0]), stop=wraps, max_new_tokens=6))) == 6
+    assert len(came(steps, steps.submit(np.uint8([0]), stop_rule=wraps, max_tokens=6))) == 6
     with pytest.raises(InvalidRequest, match="shape of one token"):
-        steps.submit(np.float32([[0]]), stop=[[1, 2]]).collect()
+        steps.submit(np.float32([[0]]), stop_rule=[[1, 2]]).collect()
 
 
 def test_the_rule_of_a_class_keeps_its_own_tolerance():
@@ -177,16 +177,16 @@ def test_the_rule_of_a_class_keeps_its_own_tolerance():
         def forward(self, tokens):
             return tokens[:, -1] + 1
 
-    with AutoregressiveBatchInference(Up(), backend="numpy", stop=StopRule([7.0], atol=0.25)) as engine:
-        far = [float(x) for x in engine.run([0.1], stop=StopRule([40.0], atol=2.5))]
+    with AutoregressiveBatchInference(Up(), backend="numpy", stop_rule=StopRule([7.0], atol=0.25)) as engine:
+        far = [float(x) for x in engine.run([0.1], stop_rule=StopRule([40.0], atol=2.5))]
         assert far[-1] == 7.1
-        far = [float(x) for x in engine.run([0.3], stop=StopRule([40.0], atol=2.5))]
+        far = [float(x) for x in engine.run([0.3], stop_rule=StopRule([40.0], atol=2.5))]
         assert far[-1] == 38.3
-    both = AutoregressiveBatchInference(Up(), backend="numpy", stop=lambda now: now >= 5)
+    both = AutoregressiveBatchInference(Up(), backend="numpy", stop_rule=lambda now: now >= 5)
     with both as engine:
-        assert [int(x) for x in engine.run([0], stop=lambda now: now == 3)] == [1, 2, 3]
-        assert [int(x) for x in engine.run([3], stop=lambda now: now == 3)] == [4, 5]
-        assert [int(x) for x in engine.run([0], stop=[2])] == [1, 2]
+        assert [int(x) for x in engine.run([0], stop_rule=lambda now: now == 3)] == [1, 2, 3]
+        assert [int(x) for x in engine.run([3], stop_rule=lambda now: now == 3)] == [4, 5]
+        assert [int(x) for x in engine.run([0], stop_rule=[2])] == [1, 2]
 
 
 # ---- bad input, beside an innocent request ---------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def test_parameters_that_mean_nothing_here(model):
     with pytest.raises(InvalidRequest, match="samples by itself"):
         steps.submit([1], params=GREEDY)
     for wrong in (0, -1, True, 1.5, "3"):
-        with pytest.raises(InvalidRequest, match="max_new_tokens"):
-            steps.submit([1], max_new_tokens=wrong)
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            steps.submit([1], max_tokens=wrong)
     for terms in ("x", 5):
         with pytest.raises(InvalidRequest, match=r"Terms"):
             steps.submit([1], terms=terms)
@@ -249,7 +249,7 @@ def test_parameters_that_mean_nothing_here(model):
 
 def test_one_that_fails_harms_no_other(model):
     steps = model("Steps")
-    good = [steps.submit([i, 100], max_new_tokens=20) for i in range(3)]
+    good = [steps.submit([i, 100], max_tokens=20) for i in range(3)]
     bad, nan = steps.submit([5, -13]), steps.submit(np.array([-7.0]))
     with pytest.raises(ModelError, match="thirteen"):
         bad.collect()
@@ -269,7 +269,7 @@ def test_one_that_fails_harms_no_other(model):
 
 def test_not_a_number_may_be_in_a_prompt_of_floats(model):
     steps = model("Steps")
-    assert came(steps, steps.submit(np.array([[np.nan, 1], [0, np.inf]])[:, :1], max_new_tokens=1)) == [[1.0]]
+    assert came(steps, steps.submit(np.array([[np.nan, 1], [0, np.inf]])[:, :1], max_tokens=1)) == [[1.0]]
 
 
 # ---- readers, cancels, deadlines, rooms ------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ def test_not_a_number_may_be_in_a_prompt_of_floats(model):
 def test_a_reader_that_is_behind_pauses_its_request(model):
     steps = model("Steps")
     before = steps.stats().new_tokens
-    idle = steps.submit(np.zeros((1, 2), np.float32), max_new_tokens=300)
+    idle = steps.submit(np.zeros((1, 2), np.float32), max_tokens=300)
     until(lambda: steps.health().paused == 1)
-    assert came(steps, steps.submit([7], max_new_tokens=2)) == [8, 9]  # it is in nobody's way
+    assert came(steps, steps.submit([7], max_tokens=2)) == [8, 9]  # it is in nobody's way
     assert steps.stats().new_tokens - before < 200
     items = [steps.host(item).tolist() for item in idle]
     assert items == [[n, n] for n in range(1, 301)]
@@ -288,7 +288,7 @@ def test_a_reader_that_is_behind_pauses_its_request(model):
 
 def test_who_leaves_frees_the_row(model):
     steps = model("Steps")
-    streams = [steps.submit([1000, i], max_new_tokens=10**5) for i in range(8)]  # twice as many as there are rows
+    streams = [steps.submit([1000, i], max_tokens=10**5) for i in range(8)]  # twice as many as there are rows
     for stream in streams[:4]:
         assert next(stream) is not None
         stream.close()
@@ -318,7 +318,7 @@ def test_deadlines_and_rooms_are_those_of_text(model):
 
 
 def test_an_input_that_is_late_is_not_computed():
-    with open_model(f"{FILE}:Slow", max_batch_size=1) as slow:
+    with open_model(f"{FILE}:Slow", max_num_seqs=1) as slow:
         first, late = slow.submit([1.0]), slow.submit([2.0], terms=Terms(queue_timeout=0.02))
         with pytest.raises(DeadlineExceeded):
             late.collect()
@@ -488,8 +488,8 @@ def test_a_class_is_feed_forward_if_it_or_who_opens_it_says_so():
 
 
 def test_a_token_that_is_kept_keeps_no_others():
-    with open_remote(f"{FILE}:Wide", max_batch_size=32) as wide:
-        streams = [wide.submit(np.full((1, 512), i, np.float64), max_new_tokens=3) for i in range(32)]
+    with open_remote(f"{FILE}:Wide", max_num_seqs=32) as wide:
+        streams = [wide.submit(np.full((1, 512), i, np.float64), max_tokens=3) for i in range(32)]
         items = [stream.collect() for stream in streams]
     for i, some in enumerate(items):
         assert len(some) == 3
@@ -525,12 +525,12 @@ def test_the_death_of_the_process_reaches_every_stream_and_another_begins():
                 stream.collect()
             assert stream.finish_reason is Finish.ERROR
         until(lambda: steps.engine.restarts == 1 and steps.health().ok)
-        assert steps.engine.pid != first and came(steps, steps.submit([[1, 2]], max_new_tokens=1)) == [[2, 3]]
+        assert steps.engine.pid != first and came(steps, steps.submit([[1, 2]], max_tokens=1)) == [[2, 3]]
 
 
 def test_a_stream_of_wide_tokens_survives_a_process_that_is_stopped(there):
     steps = there("Steps")
-    stream = steps.submit(np.zeros((1, 1024), np.float32), max_new_tokens=50)
+    stream = steps.submit(np.zeros((1, 1024), np.float32), max_tokens=50)
     os.kill(steps.engine.pid, signal.SIGSTOP)
     time.sleep(0.02)
     os.kill(steps.engine.pid, signal.SIGCONT)

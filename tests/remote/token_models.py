@@ -49,7 +49,7 @@ class Falling:
         height, speed = tokens[:, -1, 0], tokens[:, -1, 1]
         return np.stack([height - speed, speed + 9.81], axis=1)
 
-    def stop(self, now):
+    def stop_rule(self, now):
         assert now.ndim == 2, now.shape
         return now[:, 0] <= 0
 

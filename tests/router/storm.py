@@ -312,7 +312,7 @@ class Storm:
             self._write()
             flags = dict(
                 policy=report.policy, check_interval=0.1, check_timeout=5.0, timeout=30.0, idle_timeout=30.0,
-                connect_timeout=5.0, wait_for=5.0, max_queued=QUEUE, arrival_timeout=30.0, drain_timeout=10.0,
+                connect_timeout=5.0, wait_for=5.0, max_num_queued_reqs=QUEUE, arrival_timeout=30.0, drain_timeout=10.0,
                 resolve_interval=0.0, port=0,
             )  # fmt: skip
             settings = settle(flags, {}, str(self.file))

@@ -157,7 +157,7 @@ def test_more_that_does_not_pass(mock, route, path):
 def test_who_asks_for_much_makes_room_in_a_full_line(mock, route):
     go = threading.Event()
     a = mock("m", script=lambda r: [go, of_json({})])
-    router = route(a, max_connections=1, max_queued=3)
+    router = route(a, max_connections=1, max_num_queued_reqs=3)
     greedy, small = b"Authorization: Bearer greedy", b"Authorization: Bearer small"
     asking = [router.asking("/v1/completions", BODY, greedy)]
     eventually(lambda: a.running == 1)

@@ -66,7 +66,13 @@ def test_b05_unset():
 
 def test_tibs_variables_and_its_defaults():
     found = settings.settle({}, {"UPSTREAMS": "http://a"})
-    assert (found.max_connections, found.cors, found.port, found.timeout, found.wait_for) == (1, ("*",), 8000, 600, 5)
+    assert (found.max_connections, found.allowed_origins, found.port, found.timeout, found.wait_for) == (
+        1,
+        ("*",),
+        8000,
+        600,
+        5,
+    )
     environment = {
         "UPSTREAMS": "http://a",
         "MAX_CONNECT_PER_UPSTREAM": "666",
@@ -80,7 +86,7 @@ def test_tibs_variables_and_its_defaults():
     assert found.log_level == "debug"
     assert settings.settle({"timeout": "5"}, environment).timeout == 5.0
     found = settings.settle({}, {})
-    assert (found.max_connections, found.cors) == (64, None)
+    assert (found.max_connections, found.allowed_origins) == (64, None)
     for name, value in (("TIMEOUT", "soon"), ("MAX_CONNECT_PER_UPSTREAM", "0"), ("TIB_PORT", "x"), ("TIMEOUT", "-1")):
         with pytest.raises(ConfigError, match=name):
             settings.settle({}, {name: value})

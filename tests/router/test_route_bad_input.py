@@ -555,7 +555,7 @@ def test_statuses_of_the_routers_own_in_other_words(mock, route):
 def test_too_many_wait(mock, route):
     gate = threading.Event()
     one = mock(script=lambda r: [gate, of_json({})])
-    here = route(one, max_connections=1, max_queued=2)
+    here = route(one, max_connections=1, max_num_queued_reqs=2)
     three = [here.asking() for _ in range(3)]
     eventually(lambda: one.running == 1 and here.waiting == 2)
     for path, kind in (("/v1/completions", "rate_limit_error"), ("/v1/messages", "rate_limit_error")):

@@ -21,7 +21,7 @@ class Rising:
     token = np.float32(0)
 
     @staticmethod
-    def stop(batch):
+    def stop_rule(batch):
         return batch >= 3
 
     def forward(self, x):

@@ -128,7 +128,7 @@ def site(texts: Texts, **settings: Any) -> Iterator[Site]:
     metric_names = settings.pop("metric_names", "hibachi")
     origins = origins_of(settings.pop("allowed_origins", ()), "--allowed-origins")
     hosts, root_path = settings.pop("hosts", None), settings.pop("root_path", "")
-    served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_len", 512), **settings)
+    served = Served(texts, settings.pop("names", ["tiny"]), "tiny", settings.pop("max_model_len", 512), **settings)
     _, routes = metrics_for(served, metric_names)
     app = surrounded(application(served, routes), tells(served), origins, hosts, root_path)
     config = uvicorn.Config(
@@ -159,7 +159,7 @@ def site(texts: Texts, **settings: Any) -> Iterator[Site]:
 
 @pytest.fixture(scope="session", params=ENGINES)
 def texts(request: Any) -> Iterator[Texts]:
-    with ENGINES[request.param]("tiny", max_batch_size=16, max_waiting=256, pause_after=64) as found:
+    with ENGINES[request.param]("tiny", max_num_seqs=16, max_num_queued_reqs=256, pause_after=64) as found:
         yield found
 
 
@@ -181,7 +181,7 @@ def slow_model(tmp_path_factory: Any) -> str:
 def gated(request: Any, tmp_path: Path) -> Iterator[tuple[Gate, Site]]:
     """A gate and the server of its model."""
     gate = Gate(tmp_path)
-    with ENGINES[request.param](gate.model, max_batch_size=2, max_model_len=64) as texts, site(texts) as here:
+    with ENGINES[request.param](gate.model, max_num_seqs=2, max_model_len=64) as texts, site(texts) as here:
         yield gate, here
         gate.open()
     gate.close()

@@ -20,7 +20,7 @@ from .test_streams import until
 def gated(tmp_path, monkeypatch):
     monkeypatch.setattr(comments, "EVERY", 0.05)
     gate = Gate(tmp_path)
-    with RemoteLLM(gate.model, max_batch_size=1, max_waiting=1) as texts, site(texts) as here:
+    with RemoteLLM(gate.model, max_num_seqs=1, max_num_queued_reqs=1) as texts, site(texts) as here:
         yield here, gate
         gate.open()
     gate.close()
@@ -94,7 +94,7 @@ def busy(tmp_path, monkeypatch):
     monkeypatch.setattr(comments, "EVERY", 0.05)
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
-    with RemoteLLM(f"{file}:Slow", max_batch_size=1) as texts, site(texts) as here:
+    with RemoteLLM(f"{file}:Slow", max_num_seqs=1) as texts, site(texts) as here:
         running = texts.stream("a", SamplingParams(max_tokens=400))
         yield here
         running.close()

@@ -95,7 +95,7 @@ GIVEN = {  # the value, and what becomes of it
     "max_image_fetch_size": ("1000", NOTHING),
     "max_batch_prefill_tokens": ("512", {"max_num_batched_tokens": 512}),
     "max_batch_total_tokens": ("4096", {"tgi.max_batch_total_tokens": 4096}),
-    "max_batch_size": ("5", {"max_num_seqs": 5}),
+    "max_num_seqs": ("5", {"max_num_seqs": 5}),
     "waiting_served_ratio": ("1.2", {"tgi.waiting_served_ratio": 1.2}),
     "max_waiting_tokens": ("30", {"tgi.max_waiting_tokens": 30}),
     "hostname": ("127.0.0.2", {"host": "127.0.0.2"}),
@@ -294,7 +294,7 @@ def test_what_nobody_knows_is_unknown_with_compat_too(capsys):
         ({"max_input_tokens": "5", "max_input_length": "5"}, "--max-input-tokens and --max-input-length say the same"),
         ({"quantize": "gptq"}, "^--quantize gptq: .* --quantization int8"),
         ({"quantize": "int8"}, "^--quantize: expected one of awq"),
-        ({"max_batch_size": "0"}, "^--max-batch-size: expected an integer >= 1; got '0'"),
+        ({"max_num_seqs": "0"}, "^--max-batch-size: expected an integer >= 1; got '0'"),
         ({"validation_workers": "0"}, "^--validation-workers: expected an integer >= 1"),
         ({"waiting_served_ratio": "nan"}, "^--waiting-served-ratio: expected a number >= 0; got 'nan'"),
         ({"port": "65536"}, "^--port: expected an integer from 0 to 65535"),
@@ -570,7 +570,7 @@ def full(tmp_path):
     """A server for two requests at once, and the gate of its model."""
     gate = Gate(tmp_path)
     limits = TgiLimits(max_concurrent_requests=2)
-    with open_texts(gate.model, max_batch_size=4, max_model_len=64) as texts, site(texts, tgi=limits) as here:
+    with open_texts(gate.model, max_num_seqs=4, max_model_len=64) as texts, site(texts, tgi=limits) as here:
         yield gate, here
         gate.open()
     gate.close()
@@ -659,7 +659,7 @@ def test_what_is_opened_has_it_all(monkeypatch):
     settings = tgi({"max_input_tokens": "100", "max_total_tokens": "200", "max_best_of": "3"}, engine="own")
     served = load_model.opened(settings)
     try:
-        assert list(served.names) == ["tgi", "tiny"] and served.max_len == 200
+        assert list(served.names) == ["tgi", "tiny"] and served.max_model_len == 200
         assert served.tgi == TgiLimits(max_best_of=3, max_input_tokens=100, max_total_tokens=200)
         assert served.reading.longest == 100 and served.gate.most == 128 and served.nameless == NAMELESS
         assert served.fingerprint == system_fingerprint(served.what.engine.facts, "tiny")

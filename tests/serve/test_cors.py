@@ -25,7 +25,7 @@ ASKING = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Heade
 
 @pytest.fixture(scope="module")
 def model():
-    with ENGINES["own"]("tiny", max_batch_size=4) as texts:
+    with ENGINES["own"]("tiny", max_num_seqs=4) as texts:
         yield texts
 
 
@@ -201,8 +201,8 @@ def test_origins_are_kept_as_browsers_write_them(given, found):
     ],
 )  # fmt: skip
 def test_an_origin_that_none_could_have_is_refused(given):
-    with pytest.raises(ConfigError, match=r"^--cors: expected origins, such as https://page\.example"):
-        origins_of((PAGE, given), "--cors")
+    with pytest.raises(ConfigError, match=r"^--allowed-origins: expected origins, such as https://page\.example"):
+        origins_of((PAGE, given), "--allowed-origins")
 
 
 # ---- names that lead to loopback -----------------------------------------------------------------------------------

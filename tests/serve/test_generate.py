@@ -40,7 +40,7 @@ def opened(name, engine="own", tenants=None, **options):
 
 class Opened:
     def __init__(self, model, options):
-        self._model, self._site = model, site(model, names=["m"], max_len=1 << 20, **options)
+        self._model, self._site = model, site(model, names=["m"], max_model_len=1 << 20, **options)
 
     def __enter__(self):
         self._model.__enter__()
@@ -53,13 +53,13 @@ class Opened:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def codebooks(request):
-    with opened("Codebooks", request.param, max_batch_size=8) as here:
+    with opened("Codebooks", request.param, max_num_seqs=8) as here:
         yield here
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def rising(request):
-    with opened("Rising", request.param, max_batch_size=4) as here:
+    with opened("Rising", request.param, max_num_seqs=4) as here:
         yield here
 
 
@@ -72,7 +72,7 @@ def classifier():
 @pytest.fixture(scope="module")
 def slow():
     tenants = Tenants((("k-anne", "anne"), ("k-emma", "emma")), {"emma": Tenant(max_requests=1)})
-    with opened("Slow", max_batch_size=3, max_waiting=2, pause_after=4, tenants=tenants) as here:
+    with opened("Slow", max_num_seqs=3, max_num_queued_reqs=2, pause_after=4, tenants=tenants) as here:
         here.client.headers["Authorization"] = "Bearer k-anne"
         yield here
 
@@ -335,7 +335,7 @@ def test_no_numbers_are_blamed_on_who_sent_them(classifier):
 
 
 def test_ids_of_a_model_that_gives_logits():
-    with opened("Next", max_batch_size=2) as here:
+    with opened("Next", max_num_seqs=2) as here:
         told = here.post(PATH, {"prompt": [1], "temperature": 0}).json()
         assert (told["tokens"], told["shape"], told["finish_reason"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [], "stop")
         assert told["stop_reason"] is None  # its own

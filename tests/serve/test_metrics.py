@@ -67,7 +67,7 @@ def calm(server):
 @pytest.fixture(scope="module", params=ENGINES)
 def chunked(request):
     """Prompts are computed sixteen tokens at a time, beside each other; rows for four."""
-    options = dict(max_batch_size=4, max_batch_tokens=16, max_waiting=256)
+    options = dict(max_num_seqs=4, max_num_batched_tokens=16, max_num_queued_reqs=256)
     with ENGINES[request.param]("tiny", **options) as texts, site(texts) as here:
         yield here
 
@@ -202,7 +202,10 @@ def test_a_full_queue_and_tenants(which, slow_model):
     long = LONG | {"max_tokens": 400}
     many = long | {"stream": True, "n": 8}
     keys = {name: {"Authorization": f"Bearer k-{name}"} for name in ("anne", "emma", "nobody")}
-    with ENGINES[which](slow_model, max_batch_size=1, max_waiting=7) as texts, site(texts, tenants=tenants) as here:
+    with (
+        ENGINES[which](slow_model, max_num_seqs=1, max_num_queued_reqs=7) as texts,
+        site(texts, tenants=tenants) as here,
+    ):
         with here.client.stream("POST", "/v1/completions", json=many, headers=keys["anne"]) as busy:
             lines = busy.iter_lines()  # without it, the client would leave
             next(lines)
@@ -352,7 +355,7 @@ def pages():
     found = {}
     for names in NAMES:
         settings = dict(names=[ODD], metric_names=names)
-        with open_texts("tiny", max_batch_size=4) as texts, site(texts, **settings) as here:
+        with open_texts("tiny", max_num_seqs=4) as texts, site(texts, **settings) as here:
             here.complete("Emma", **GREEDY)
             assert here.post("/v1/completions", {"prompt": "Emma", "max_tokens": -1}).status_code == 400
             found[names] = here.client.get("/metrics").text

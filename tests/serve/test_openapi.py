@@ -83,7 +83,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def tiny():
-    with open_model("tiny", max_batch_size=4, max_waiting=8) as found:
+    with open_model("tiny", max_num_seqs=4, max_num_queued_reqs=8) as found:
         yield found
 
 

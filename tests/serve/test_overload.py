@@ -18,7 +18,7 @@ def small(request):
     """Two rows, and two that may wait; without kernels, so that a long answer takes a while."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIBACHI_VARIANT", "none")
-        texts = ENGINES[request.param]("tiny", max_batch_size=2, max_waiting=2, policy="fair")
+        texts = ENGINES[request.param]("tiny", max_num_seqs=2, max_num_queued_reqs=2, scheduling_policy="fair")
     with texts, site(texts) as here:
         yield here
 
@@ -95,7 +95,7 @@ KEYS = Tenants((("k-anne", "anne"), ("k-emma", "emma")), {"emma": Tenant(max_req
 
 @pytest.fixture(scope="module")
 def locked():
-    with ENGINES["own"]("tiny", max_batch_size=4, policy="fair") as texts, site(texts, tenants=KEYS) as here:
+    with ENGINES["own"]("tiny", max_num_seqs=4, scheduling_policy="fair") as texts, site(texts, tenants=KEYS) as here:
         yield here
 
 

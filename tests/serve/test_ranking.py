@@ -201,12 +201,12 @@ def classifier_file(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[open_model, open_remote], ids=["own", "child"])
 def classifier(request, classifier_file):
-    with request.param(f"{classifier_file}:Signs", max_batch_size=4) as model, site(model) as here:
+    with request.param(f"{classifier_file}:Signs", max_num_seqs=4) as model, site(model) as here:
         yield here
 
 
 def own(file, name):
-    return open_model(f"{file}:{name}", max_batch_size=4)
+    return open_model(f"{file}:{name}", max_num_seqs=4)
 
 
 def sigmoid(x):

@@ -305,13 +305,13 @@ def test_settings_become_options_of_the_engine():
         kernels="kernels.json",
         deterministic=True,
         max_model_len=77,
-        max_batch_size=3,
-        max_batch_tokens=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=100,
         block_size=32,
-        cache_bytes=3 << 29,
-        prefix_cache=False,
+        kv_cache_memory_bytes=3 << 29,
+        enable_prefix_caching=False,
         policy="fcfs",
-        max_waiting=9,
+        max_num_queued_reqs=9,
         pause_after=6,
         restart="on_failure",
         stall_after=2.5,
@@ -356,13 +356,13 @@ def test_settings_reach_the_model_that_is_served(opened, model_copy):
         max_num_queued_reqs="9",
         enable_prefix_caching="off",
     )
-    assert served.names == ("a", "b") and served.root == "tiny" and served.max_len == 77
+    assert served.names == ("a", "b") and served.root == "tiny" and served.max_model_len == 77
     assert (served.timeout, served.queue_timeout, served.max_body) == (8.0, 7.0, 2048)
     assert (served.bounds.n, served.bounds.logprobs) == (2, 4)
     assert served.tenants.admit(b"Bearer k") == "key1"
     assert served.texts.default_params.seed == 5
     limits = served.texts.engine.facts.limits
-    assert (limits.rows, limits.budget, limits.max_len, limits.block_size) == (3, 100, 77, 32)
+    assert (limits.rows, limits.budget, limits.max_model_len, limits.block_size) == (3, 100, 77, 32)
     assert served.texts.stats().prefix_queries == 0  # nothing is looked for
     assert served.texts.stats().steps >= 2  # it is warm
 

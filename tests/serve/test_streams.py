@@ -40,7 +40,7 @@ LONG = {"prompt": "It is a truth", "max_tokens": 500, "ignore_eos": True, "tempe
 @pytest.fixture(scope="module", params=ENGINES)
 def slow(request, slow_model):
     """A server with sixteen rows, of a model that takes 50 ms or more for a step."""
-    with ENGINES[request.param](slow_model, max_batch_size=16) as texts, site(texts) as here:
+    with ENGINES[request.param](slow_model, max_num_seqs=16) as texts, site(texts) as here:
         yield here
 
 

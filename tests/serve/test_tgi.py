@@ -163,7 +163,7 @@ def ends(request, tmp_path_factory):
     """A server of a model that says the alphabet; it goes on for ever behind "#", and fails at "!"."""
     file = tmp_path_factory.mktemp("ends") / "ends.py"
     file.write_text(ENDS)
-    with ENGINES[request.param](f"{file}:Ends", max_batch_size=4) as texts, site(texts, max_len=4096) as here:
+    with ENGINES[request.param](f"{file}:Ends", max_num_seqs=4) as texts, site(texts, max_model_len=4096) as here:
         yield here
 
 
@@ -403,7 +403,7 @@ def test_health_computes_nothing(server):
 
 
 def test_an_engine_that_is_gone_is_unhealthy():
-    with open_texts("tiny", max_batch_size=1) as texts, site(texts) as here:
+    with open_texts("tiny", max_num_seqs=1) as texts, site(texts) as here:
         texts.close()
         response = here.client.get("/ping")
         assert response.status_code == 503

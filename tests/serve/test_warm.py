@@ -122,7 +122,7 @@ def test_it_is_limited_as_a_request(texts):
 
 
 def test_a_model_without_a_cache_has_nothing_to_warm(slow_model):
-    with open_texts(slow_model, max_batch_size=2) as model, site(model) as here:
+    with open_texts(slow_model, max_num_seqs=2) as model, site(model) as here:
         assert refused(here.post("/v1/warm", {"text": "a"})) == (None, "unsupported")
         with pytest.raises(AssertionError):  # but text it makes
             refused(here.post("/v1/completions", {"prompt": "a", "max_tokens": 1}))

@@ -34,7 +34,7 @@ def sim(capsys, monkeypatch):
 
 def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):
     file = tmp_path / "out.json"
-    grid = ["--policy", "fcfs", "fair", "priority:age=5", "--rows", 2, 4, "--blocks", 60]
+    grid = ["--scheduling-policy", "fcfs", "fair", "priority:age=5", "--max-num-seqs", 2, 4, "--num-blocks", 60]
     status, out, err = sim(trace, *grid, "--json", file)
     assert (status, err) == (0, "")
     lines = out.splitlines()
@@ -52,7 +52,7 @@ def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):
 def test_the_same_command_gives_the_same_figures(sim, tmp_path):
     found = []
     for name in ("a.json", "b.json"):
-        command = ["--synthetic", 300, "--tenants", 3, "--priorities", 2, "--policy", "fair", "--seed", 5]
+        command = ["--synthetic", 300, "--tenants", 3, "--priorities", 2, "--scheduling-policy", "fair", "--seed", 5]
         status, out, _ = sim(*command, "--json", tmp_path / name)
         assert status == 0 and "fair: TTFT p99 by tenant: tenant 1 " in out
         [run] = json.loads((tmp_path / name).read_text())["runs"]
@@ -81,7 +81,7 @@ def test_a_step_time_from_a_file(sim, trace, tmp_path):
 
 
 def test_refused_requests_are_named(sim, trace):
-    status, out, _ = sim(trace, "--max-len", 400)
+    status, out, _ = sim(trace, "--max-model-len", 400)
     assert status == 0 and "fcfs: 17 refused: PromptTooLong" in out
 
 
@@ -89,11 +89,11 @@ def test_refused_requests_are_named(sim, trace):
 def test_a_picture(sim, trace, tmp_path, suffix, head):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"picture{suffix}"
-    status, _, err = sim(trace, "--policy", "fcfs", "fair", "--rows", 1, 2, "--plot", file)
+    status, _, err = sim(trace, "--scheduling-policy", "fcfs", "fair", "--max-num-seqs", 1, 2, "--plot", file)
     assert (status, err) == (0, "") and file.read_bytes().startswith(head) and file.stat().st_size > 10_000
     if suffix == ".svg":
         again = tmp_path / "again.svg"
-        sim(trace, "--policy", "fcfs", "fair", "--rows", 1, 2, "--plot", again)
+        sim(trace, "--scheduling-policy", "fcfs", "fair", "--max-num-seqs", 1, 2, "--plot", again)
         assert again.read_bytes() == file.read_bytes()
 
 
@@ -110,16 +110,28 @@ def test_a_picture_without_the_library(sim, trace, tmp_path, monkeypatch):
         (["TRACE", "--synthetic", "5"], 2, "give a TRACE or --synthetic N"),
         (["TRACE", "--repeat", "0"], 2, "--repeat must be at least 1; got 0"),
         (["TRACE", "--speed", "0"], 2, "--speed must be above 0"),
-        (["TRACE", "--rows", "0"], 1, "rows must be at least 1; got 0"),
-        (["TRACE", "--rows", "99", "--budget", "50"], 1, "expected a budget of at least 99; got 50"),
-        (["TRACE", "--policy", "best"], 1, "No policy is called 'best': expected one of fair, fcfs, "),
+        (["TRACE", "--max-num-seqs", "0"], 1, "rows must be at least 1; got 0"),
         (
-            ["TRACE", "--policy", "priority:age"],
+            ["TRACE", "--max-num-seqs", "99", "--max-num-batched-tokens", "50"],
+            1,
+            "expected a budget of at least 99; got 50",
+        ),
+        (["TRACE", "--scheduling-policy", "best"], 1, "No policy is called 'best': expected one of fair, fcfs, "),
+        (
+            ["TRACE", "--scheduling-policy", "priority:age"],
             1,
             "Options of a policy are name:option=number,...; got 'priority:age'",
         ),
-        (["TRACE", "--policy", "fcfs:age=1"], 1, "Options of a policy are name:option=number,...; got 'fcfs:age=1'"),
-        (["TRACE", "--policy", "best:age=1"], 1, "Only fcfs, priority, fair, shares, waiting-served take options"),
+        (
+            ["TRACE", "--scheduling-policy", "fcfs:age=1"],
+            1,
+            "Options of a policy are name:option=number,...; got 'fcfs:age=1'",
+        ),
+        (
+            ["TRACE", "--scheduling-policy", "best:age=1"],
+            1,
+            "Only fcfs, priority, fair, shares, waiting-served take options",
+        ),
         (["TRACE", "--plot", "a.gif"], 1, "A picture is a .png or .svg file; got 'a.gif'"),
         (["--synthetic", "9", "--rate", "0"], 1, "rate must be above 0"),
         (["no-such.csv"], 1, "no-such.csv"),

@@ -61,7 +61,9 @@ def talks():
 def test_composed_finds_what_an_lru_finds_in_sorted_prompts(talks, rows, points):
     blocks = 150
     found = {
-        order: simulate(talks, Setup(rows=rows, blocks=blocks, order=order), StepTime(), Fcfs).summary()["hit_rate"]
+        order: simulate(talks, Setup(max_num_seqs=rows, num_blocks=blocks, order=order), StepTime(), Fcfs).summary()[
+            "hit_rate"
+        ]
         for order in ("file", "composed")
     }
     sorted_ = lru_hit_rate(talks, blocks, sorted(range(len(talks)), key=lambda i: talks.keys[i]))
@@ -74,7 +76,9 @@ def test_composed_finds_what_an_lru_finds_in_sorted_prompts(talks, rows, points)
 def test_a_rolling_window_finds_more_than_batches_of_its_size(talks):
     """It waits for what joins a group, where a batch is over."""
     window, blocks = 100, 150
-    rolling = simulate(talks, Setup(rows=1, blocks=blocks, order="composed", window=window), StepTime(), Fcfs)
+    rolling = simulate(
+        talks, Setup(max_num_seqs=1, num_blocks=blocks, order="composed", window=window), StepTime(), Fcfs
+    )
     order = [
         i
         for start in range(0, len(talks), window)
@@ -89,7 +93,9 @@ def test_the_places_are_busy_to_the_end():
     trace = trace_of([len(r.prompt) for r in work], [r.max_tokens for r in work])
     least = max(int(trace.output.max()), int(trace.output.sum()) / 64)
     steps = {
-        order: simulate(trace, Setup(rows=64, budget=2048, order=order), StepTime(), Fcfs).outcome.steps
+        order: simulate(
+            trace, Setup(max_num_seqs=64, max_num_batched_tokens=2048, order=order), StepTime(), Fcfs
+        ).outcome.steps
         for order in ("file", "composed")
     }
     assert least <= steps["composed"] <= 1.02 * least < 1.1 * least < steps["file"]
@@ -97,22 +103,24 @@ def test_the_places_are_busy_to_the_end():
 
 def test_in_the_order_of_the_file_all_are_there_at_the_start():
     trace = trace_of([4] * 5, [3, 1, 2, 2, 1], apart=100.0)
-    run = simulate(trace, Setup(rows=2, order="file"), StepTime(step=1.0, token=0, row=0, position=0, pair=0), Fcfs)
+    run = simulate(
+        trace, Setup(max_num_seqs=2, order="file"), StepTime(step=1.0, token=0, row=0, position=0, pair=0), Fcfs
+    )
     assert run.times("started").tolist() == [0, 0, 1, 3, 3] and run.times("last").tolist() == [3, 1, 3, 5, 4]
     assert run.summary()["most_waiting"] == 2  # no more than 4 are held, and 2 of them run
 
 
 def test_composed_starts_the_longest_first_where_nothing_is_shared():
     trace = trace_of([64, 64, 68, 64], [3, 5, 1, 6], keys=[(7,), (7,), (8,), (7,)])
-    setup = Setup(rows=1, blocks=99, order="composed", cache=False)
+    setup = Setup(max_num_seqs=1, num_blocks=99, order="composed", enable_prefix_caching=False)
     time = StepTime(step=1.0, token=0, row=0, position=0, pair=0)
     assert simulate(trace, setup, time, Fcfs).times("started").tolist() == [12, 6, 11, 0]
-    rolling = Setup(rows=1, order="composed", window=2)
+    rolling = Setup(max_num_seqs=1, order="composed", window=2)
     assert simulate(trace, rolling, time, Fcfs).times("started").tolist() == [5, 0, 14, 8]
 
 
 def test_leaps_change_nothing(talks):
-    setup = Setup(rows=4, blocks=150, order="composed", window=50)
+    setup = Setup(max_num_seqs=4, num_blocks=150, order="composed", window=50)
     fast, slow = (simulate(talks, setup, StepTime(), Fcfs, fast=fast).outcome for fast in (True, False))
     assert fast.last.tolist() == slow.last.tolist() and fast.hit_tokens == slow.hit_tokens and fast.steps == slow.steps
 
@@ -120,7 +128,7 @@ def test_leaps_change_nothing(talks):
 def test_what_cannot_be_served_is_passed_over():
     trace = trace_of([4, 90, 4, 90], [3] * 4)
     for order in ("file", "composed"):
-        run = simulate(trace, Setup(rows=1, max_len=20, order=order), StepTime(), Fcfs)
+        run = simulate(trace, Setup(max_num_seqs=1, max_model_len=20, order=order), StepTime(), Fcfs)
         assert run.outcome.refused == {"PromptTooLong": 2} and run.done.tolist() == [True, False, True, False]
 
 
@@ -140,7 +148,10 @@ def test_feeds():
     [
         ({"order": "best"}, "order must be one of file, composed, or None; got 'best'"),
         ({"order": "file", "policy": "fair"}, "expected the policy fcfs with order='file'; got 'fair'"),
-        ({"order": "composed", "max_waiting": 5}, "expected no max_waiting with order='composed'; got 5"),
+        (
+            {"order": "composed", "max_num_queued_reqs": 5},
+            "expected no max_num_queued_reqs with order='composed'; got 5",
+        ),
         ({"order": "composed", "window": 0}, "window must be at least 1; got 0"),
     ],
 )
@@ -169,7 +180,7 @@ def test_the_command(capsys, tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     hits = {}
     for order in (["file"], ["composed"], ["composed", "--window", 30]):
-        status, text, err = sim(capsys, file, "--order", *order, "--rows", 1, "--blocks", 9, "--json", out)
+        status, text, err = sim(capsys, file, "--order", *order, "--max-num-seqs", 1, "--num-blocks", 9, "--json", out)
         assert (status, err) == (0, "")
         assert text.startswith(f"trace.jsonl: 80 requests at once, order {order[0]}, 82,400 tokens of prompts")
         data = json.loads(out.read_text())
@@ -187,8 +198,8 @@ def test_the_command(capsys, tmp_path):
         (["--window", "9"], 2, "--window goes with --order composed"),
         (["--order", "file", "--window", "9"], 2, "--window goes with --order composed"),
         (["--order", "composed", "--window", "0"], 1, "window must be at least 1; got 0"),
-        (["--order", "composed", "--policy", "fair"], 1, "expected the policy fcfs"),
-        (["--order", "file", "--max-waiting", "5"], 1, "expected no max_waiting"),
+        (["--order", "composed", "--scheduling-policy", "fair"], 1, "expected the policy fcfs"),
+        (["--order", "file", "--max-num-queued-reqs", "5"], 1, "expected no max_num_queued_reqs"),
     ],
 )
 def test_what_the_command_refuses(capsys, args, status, message):

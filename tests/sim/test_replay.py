@@ -28,7 +28,7 @@ def trace_of(*requests, keys=None, key_tokens=0):
 def test_one_request():
     """A step that computes q tokens from `start` takes step + token*q + row + position*(start+q) + pair*(...)."""
     time = StepTime(step=1.0, token=0.1, row=0.01, position=1e-3, pair=1e-4)
-    run = simulate(trace_of((0, 10, 4)), Setup(budget=64), time, Fcfs)
+    run = simulate(trace_of((0, 10, 4)), Setup(max_num_batched_tokens=64), time, Fcfs)
     first = 1 + 10 * 0.1 + 0.01 + 10 * 1e-3 + 55 * 1e-4
     later = [1 + 0.1 + 0.01 + n * (1e-3 + 1e-4) for n in (11, 12, 13)]
     assert run.times("started").tolist() == [0]
@@ -42,33 +42,35 @@ def test_one_request():
 def test_several_tokens_a_step():
     """The next step computes all that the last one brought; the last one brings what is left."""
     time = StepTime(step=1.0, token=0.1, row=0, position=0, pair=0)
-    run = simulate(trace_of((0, 10, 8), (0, 10, 1)), Setup(budget=64, each=3), time, Fcfs)
+    run = simulate(trace_of((0, 10, 8), (0, 10, 1)), Setup(max_num_batched_tokens=64, each=3), time, Fcfs)
     steps = [1 + 20 * 0.1, 1 + 3 * 0.1, 1 + 3 * 0.1]  # 3, 3 and 2 tokens of the first request
     assert run.times("first") == pytest.approx([steps[0]] * 2)
     assert run.times("last") == pytest.approx([sum(steps), steps[0]])
     figures = run.summary()
     assert figures["new_tokens"] == 9 and figures["computed_tokens"] == 26 and figures["steps"] == 3
     assert run.outcome.gaps.percentiles([0, 60, 100]) == pytest.approx([0, 0, 1.3], abs=1e-9, rel=1e-3)
-    one, many = (simulate(synthetic(200, rate=5.0), Setup(rows=8, blocks=300, each=n), time, Fcfs) for n in (1, 3))
+    one, many = (
+        simulate(synthetic(200, rate=5.0), Setup(max_num_seqs=8, num_blocks=300, each=n), time, Fcfs) for n in (1, 3)
+    )
     assert one.outcome.new_tokens == many.outcome.new_tokens and many.outcome.steps < one.outcome.steps
 
 
 def test_chunks_read_what_is_before_them():
     time = StepTime(step=0, token=1.0, row=0, position=0.01, pair=0.001)
-    run = simulate(trace_of((0, 10, 1)), Setup(budget=6, rows=1), time, Fcfs)
+    run = simulate(trace_of((0, 10, 1)), Setup(max_num_batched_tokens=6, max_num_seqs=1), time, Fcfs)
     chunks = (6 + 6 * 0.01 + 21 * 0.001) + (4 + 10 * 0.01 + (4 * 6 + 10) * 0.001)
     assert run.times("first") == pytest.approx([chunks])
 
 
 def test_who_comes_between_two_steps_waits_for_the_next():
-    run = simulate(trace_of((0, 4, 10), (2.5, 4, 2), (3.0, 4, 1)), Setup(rows=3), PLAIN, Fcfs)
+    run = simulate(trace_of((0, 4, 10), (2.5, 4, 2), (3.0, 4, 1)), Setup(max_num_seqs=3), PLAIN, Fcfs)
     assert run.times("started").tolist() == [0, 0.5, 0]
     assert run.times("first").tolist() == [1, 1.5, 1] and run.times("last").tolist() == [10, 2.5, 1]
     assert run.outcome.clock == 10 * SECOND and run.outcome.steps == 10
 
 
 def test_the_queue_and_idle_time():
-    run = simulate(trace_of((0, 4, 4), (0, 4, 2), (20, 4, 1)), Setup(rows=1), PLAIN, Fcfs)
+    run = simulate(trace_of((0, 4, 4), (0, 4, 2), (20, 4, 1)), Setup(max_num_seqs=1), PLAIN, Fcfs)
     assert run.times("started").tolist() == [0, 4, 0] and run.times("last").tolist() == [4, 6, 1]
     figures = run.summary()
     assert figures["virtual_seconds"] == 21 and figures["most_waiting"] == 1
@@ -79,7 +81,7 @@ def test_the_queue_and_idle_time():
 
 def test_what_cannot_be_served_is_counted():
     trace = trace_of((0, 4, 4), (0, 90, 4), (0, 4, 4), (0, 4, 4))
-    run = simulate(trace, Setup(rows=1, max_len=20, max_waiting=2), PLAIN, Fcfs)
+    run = simulate(trace, Setup(max_num_seqs=1, max_model_len=20, max_num_queued_reqs=2), PLAIN, Fcfs)
     assert run.outcome.refused == {"PromptTooLong": 1, "QueueFull": 1}
     assert run.done.tolist() == [True, False, True, False] and run.summary()["served"] == 2
 
@@ -93,14 +95,20 @@ def test_a_policy_that_lets_nobody_in():
         simulate(trace_of((0, 4, 4), (1, 4, 4)), Setup(), PLAIN, Closed)
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 9, "budget": 8}, {"blocks": 0}, {"max_len": 0}])
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 9, "budget": 8}, {"blocks": 0}, {"max_model_len": 0}])
 def test_sizes_that_cannot_be(wrong):
     with pytest.raises(ConfigError, match="budget" if "budget" in wrong else next(iter(wrong))):
         simulate(trace_of((0, 4, 4)), Setup(**wrong), PLAIN, Fcfs)
 
 
 @pytest.mark.parametrize("policy", [Fcfs, lambda: Priority(age=1.0), Fair, WaitingServed])
-@pytest.mark.parametrize("setup", [Setup(rows=8, budget=256), Setup(rows=16, blocks=130, block_size=16, budget=256)])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(max_num_seqs=8, max_num_batched_tokens=256),
+        Setup(max_num_seqs=16, num_blocks=130, block_size=16, max_num_batched_tokens=256),
+    ],
+)
 def test_leaps_change_nothing(policy, setup):
     trace = synthetic(250, rate=4, bursts=2, prompt=120, output=40, longest=1000, tenants=3, priorities=2, seed=3)
     time = StepTime(step=0.01, token=1e-5, row=1e-5, position=1e-7, pair=1e-9)
@@ -185,11 +193,11 @@ def lru_hit_rate(trace, capacity):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_prefixes_are_found_as_an_lru_of_the_same_size_finds_them(blocks, rows):
     trace = conversations(800)
-    run = simulate(trace, Setup(rows=rows, blocks=blocks, max_len=8192), StepTime(), Fcfs)
+    run = simulate(trace, Setup(max_num_seqs=rows, num_blocks=blocks, max_model_len=8192), StepTime(), Fcfs)
     expected = lru_hit_rate(trace, blocks or 10**9)
     assert 0.1 < expected < 0.9 and abs(run.summary()["hit_rate"] - expected) < 0.01
 
 
 def test_without_the_cache_nothing_is_found():
-    run = simulate(conversations(50), Setup(cache=False, blocks=500), StepTime(), Fcfs)
+    run = simulate(conversations(50), Setup(enable_prefix_caching=False, num_blocks=500), StepTime(), Fcfs)
     assert run.summary()["hit_rate"] == 0

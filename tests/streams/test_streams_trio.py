@@ -447,7 +447,7 @@ class Next:
     def forward(self, tokens): return tokens[:, -1] + 1
 async def main():
     async with hibachi.AutoregressiveBatchInference(Next(), max_model_len=30) as engine:
-        return await engine.run([1], max_new_tokens=3).acollect()
+        return await engine.run([1], max_tokens=3).acollect()
 assert [int(t) for t in asyncio.run(main())] == [2, 3, 4]
 assert not {m for m in sys.modules if m.split(".")[0] in ("trio", "sniffio", "anyio")}
 """
@@ -472,10 +472,10 @@ class AsyncNext(Next):
 
 @pytest.mark.parametrize("model", [Next, AsyncNext])
 def test_an_engine_serves_many_tasks(model, serve):
-    engine, got = serve(model(), max_batch_size=4), {}
+    engine, got = serve(model(), max_num_seqs=4), {}
 
     async def one(k):
-        got[k] = [int(t) async for t in engine.run([k], max_new_tokens=5)]
+        got[k] = [int(t) async for t in engine.run([k], max_tokens=5)]
 
     async def main():
         async with trio.open_nursery() as nursery:
@@ -491,7 +491,7 @@ def test_a_timeout_frees_the_row(serve):
 
     async def main():
         with trio.move_on_after(0.02):
-            async for _ in engine.run([1], max_new_tokens=900):
+            async for _ in engine.run([1], max_tokens=900):
                 await trio.sleep(0.001)
         await trio_until(lambda: engine.stats().running == 0)
 
@@ -503,7 +503,7 @@ def test_a_slow_task_pauses_its_request_and_gets_everything(run, sleep, serve):
     engine, unread = serve(pause_after=4), []
 
     async def main():
-        stream, got = engine.run([0], max_new_tokens=60), []
+        stream, got = engine.run([0], max_tokens=60), []
         async for token in stream:
             got.append(int(token))
             await sleep(0.001)
@@ -563,7 +563,7 @@ def test_a_cancelled_block_closes_its_engine_nevertheless(serve):
     async def main():
         with trio.move_on_after(0.01) as scope:
             async with engine:
-                stream = engine.run([1], max_new_tokens=900)
+                stream = engine.run([1], max_tokens=900)
                 await trio.sleep_forever()
         assert scope.cancelled_caught
         await trio_until(lambda: stream.finish_reason is not None)
@@ -657,5 +657,5 @@ def test_aclose_of_an_llm():
 
 def test_what_a_stream_yields_is_the_same_everywhere(serve):
     engine = serve()
-    run = [engine.run([5], max_new_tokens=4) for _ in range(3)]
+    run = [engine.run([5], max_tokens=4) for _ in range(3)]
     assert ints(run[0]) == ints(asyncio.run(run[1].acollect())) == ints(read(run[2])) == [6, 7, 8, 9]

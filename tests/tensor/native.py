@@ -222,6 +222,6 @@ def digest(arrays):
 
 
 if __name__ == "__main__":
-    loaded = hibachi.load(sys.argv[1])
+    loaded = hibachi.load_backend(sys.argv[1])
     with loaded.guard():
         print(json.dumps({dtype: digest(computed(loaded, dtype)) for dtype in DTYPES}))

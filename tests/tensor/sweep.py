@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from hibachi import Paged, StepInputs, load
+from hibachi import Paged, StepInputs, load_backend
 from hibachi.plan.lower import lower
 
 COUNTS = [*range(1, 71), 96, 127, 129, 256, 400]
@@ -110,7 +110,7 @@ def layouts(b, dtype):
 
 if __name__ == "__main__":
     name, dtype, *plain = sys.argv[1:]
-    b = (load(name).plain() if plain else load(name)).invariant()
+    b = (load_backend(name).plain() if plain else load_backend(name)).invariant()
     with b.guard():
         found = [*linear(b, dtype), *attention(b, dtype), *layouts(b, dtype)]
     print(b.fingerprint(), *found[:20], sep="\n")

@@ -32,10 +32,10 @@ def run(code, **env):
 def test_a_load_like_one_that_came_before_compiles_nothing():
     """In a second run of a varied load there is no program that the first did not make."""
     random = np.random.default_rng(0)
-    sizes = dict(max_model_len=128, max_batch_size=2, max_batch_tokens=64)  # so that the load meets all shapes
-    with LLM("tiny", backend="jax", prefix_cache=False, **sizes) as llm:
+    sizes = dict(max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64)  # so that the load meets all shapes
+    with LLM("tiny", backend="jax", enable_prefix_caching=False, **sizes) as llm:
 
-        def load(lengths):
+        def load_backend(lengths):
             for some in ([n] for n in lengths), zip(lengths, reversed(lengths), strict=True), [lengths]:
                 for together in some:
                     prompts = [random.integers(3, 200, n).tolist() for n in together]
@@ -47,22 +47,22 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
             return llm.backend.compilations
 
         before = llm.backend.compilations
-        first = load([3, 40, 17, 90, 5, 33])
+        first = load_backend([3, 40, 17, 90, 5, 33])
         assert first > before  # the counter does count
-        assert load([7, 61, 2, 100, 24, 12]) == first
+        assert load_backend([7, 61, 2, 100, 24, 12]) == first
 
 
 MODELS = """
-from hibachi import AutoregressiveBatchInference, SamplingParams, load, load_model
+from hibachi import AutoregressiveBatchInference, SamplingParams, load_backend, load_model
 from hibachi.testing.toys import TinyDecoder, tiny_weights
 
-backend = load("jax")
+backend = load_backend("jax")
 
 def made(which):
     return load_model("tiny", backend) if which == "tiny" else TinyDecoder(backend, tiny_weights())
 
 def answers(model, prompts, n):
-    options = dict(max_model_len=64 if model.vocab_size > 32 else 16, max_batch_size=2, prefix_cache=False)
+    options = dict(max_model_len=64 if model.vocab_size > 32 else 16, max_num_seqs=2, enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
     with AutoregressiveBatchInference(model, backend=backend, **options) as engine:
         return [list(map(int, s)) for s in [engine.run(p, params) for p in prompts]]

@@ -451,7 +451,7 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
     """In a second run of a varied load there is no program that the first did not make."""
     random = np.random.default_rng(0)
     backend = JaxBackend("cpu", native=True)
-    with LLM("tiny", backend=backend, prefix_cache=False, max_model_len=64, max_batch_size=2) as llm:
+    with LLM("tiny", backend=backend, enable_prefix_caching=False, max_model_len=64, max_num_seqs=2) as llm:
 
         def load(lengths):
             for some in [*([n] for n in lengths), lengths]:

@@ -22,7 +22,7 @@ from hibachi.tensor.candidates import (
     ladders,
     without_library,
 )
-from hibachi.tensor.discover import load
+from hibachi.tensor.discover import load_backend
 from hibachi.tensor.numpy_backend import NumpyBackend
 
 
@@ -98,7 +98,7 @@ def test_what_is_mixed_is_not_replaced_by_kernels_of_ours():
 def test_a_copy_of_a_backend_is_as_native_as_it_is(name, native):
     """What is mixed begins with a copy."""
     pytest.importorskip(name)
-    made = type(load(name, device="cpu").plain())("cpu", native=native)
+    made = type(load_backend(name, device="cpu").plain())("cpu", native=native)
     copied = copy.copy(made)
     assert type(copied) is type(made) and copied.native == made.native
     w = copied.put_weight(np.ones((4, 3), np.float32), "float32")
@@ -143,7 +143,7 @@ class Entry:
     def __init__(self, name, found):
         self.name, self.found = name, found
 
-    def load(self):
+    def load_backend(self):
         return self.found
 
 
@@ -179,7 +179,7 @@ def test_pytorch_has_candidates_on_the_cpu_only_where_nothing_is_decided(monkeyp
 def test_where_there_are_kernels_they_are_timed_beside_the_librarys_own(package):
     """`plain` is what a choice of kernels starts from."""
     pytest.importorskip(package.removeprefix("hibachi_"))
-    backend = load(package.removeprefix("hibachi_"), device="cpu")
+    backend = load_backend(package.removeprefix("hibachi_"), device="cpu")
     assert backend.native and not backend.plain().native
     found = candidates(backend.plain())
     native = [c for c in found if c.name == "native"]

@@ -56,7 +56,10 @@ def elsewhere(call):
 
 def test_an_array_finds_the_backend_and_the_doctor_lists_it():
     assert isinstance(hibachi.backend_for(mx.ones(2)), MlxBackend)
-    assert "mlx" in hibachi.available() and hibachi.load("mlx").versions()["library"] == f"mlx {mx.__version__}"
+    assert (
+        "mlx" in hibachi.available_backends()
+        and hibachi.load_backend("mlx").versions()["library"] == f"mlx {mx.__version__}"
+    )
 
 
 def test_devices_by_name_and_as_mlx_has_them():
@@ -64,7 +67,7 @@ def test_devices_by_name_and_as_mlx_has_them():
         assert MlxBackend(device).device == mx.Device(mx.cpu, 0) and "cpu (" in MlxBackend(device).fingerprint()
     for wrong in ("tpu", 3, *(() if mx.is_available(mx.gpu) else ("gpu", mx.gpu))):
         with pytest.raises(ConfigError, match="Here MLX has 'cpu'"):
-            hibachi.load("mlx", device=wrong)
+            hibachi.load_backend("mlx", device=wrong)
 
 
 def test_a_step_computes_on_the_device_that_was_named(mlx, monkeypatch):
@@ -230,7 +233,7 @@ def test_outputs_are_read_in_any_thread():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_long_prompt_leaves_nothing_put_off(mlx, overlap):
-    options = dict(max_batch_size=2, max_batch_tokens=8, max_model_len=64, overlap=overlap)
+    options = dict(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, overlap=overlap)
     with AutoregressiveBatchInference(SumPaged(mlx), backend=mlx, **options) as engine:
         list(engine.run([1] * 50, GREEDY))
         for half in engine.core.runner.memory.cache[0]:
@@ -257,7 +260,9 @@ def test_a_step_that_cannot_be_computed_leaves_nothing_behind(mlx):
     """The first one costs the cache; then it is kept."""
     prompts = [[1, 2], [3], [1, Poisoned.BAD], [4, 4, 4]]
     params = SamplingParams(temperature=0, max_tokens=3)
-    with AutoregressiveBatchInference(Poisoned(mlx), backend=mlx, max_model_len=16, prefix_cache=False) as engine:
+    with AutoregressiveBatchInference(
+        Poisoned(mlx), backend=mlx, max_model_len=16, enable_prefix_caching=False
+    ) as engine:
         for _ in range(3):
             streams = [engine.run(prompt, params) for prompt in prompts]
             with pytest.raises(ModelError, match="There is no Stream"):

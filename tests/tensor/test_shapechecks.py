@@ -15,7 +15,7 @@ skip_without()
 @pytest.fixture(params=["numpy", "torch", "jax"])
 def library(request):
     pytest.importorskip(f"hibachi_{request.param}" if request.param != "numpy" else "numpy")
-    loaded = hibachi.load(request.param)
+    loaded = hibachi.load_backend(request.param)
     assert loaded.native
     with loaded.guard():
         yield loaded

@@ -104,7 +104,7 @@ def test_the_engine_pads_decode_steps_to_few_shapes_and_leaves_prompts_alone():
 
             return step
 
-    with hibachi.LLM("tiny", backend=Watched("cpu"), deterministic=False, block_size=16, max_batch_size=6) as llm:
+    with hibachi.LLM("tiny", backend=Watched("cpu"), deterministic=False, block_size=16, max_num_seqs=6) as llm:
         try:
             streams = [llm.engine.run([5], greedy(1))]
             turnstile.wait()  # those that come meanwhile are computed together, in the other five rows

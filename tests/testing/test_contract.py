@@ -119,13 +119,13 @@ def test_prompts_are_read_by_the_caller_and_all_else_is_done_by_the_engine(kind)
     here, engines = threading.current_thread().name, "hibachi-engine"
     prompt = backend.put(np.array([1, 2], "int32"))
     backend.threads()
-    with AutoregressiveBatchInference(kind(backend), max_model_len=64, max_batch_size=2) as engine:
-        engine.run(prompt, max_new_tokens=2).collect()  # at level 0, this builds the engine
+    with AutoregressiveBatchInference(kind(backend), max_model_len=64, max_num_seqs=2) as engine:
+        engine.run(prompt, max_tokens=2).collect()  # at level 0, this builds the engine
         built = backend.threads()
         assert {"fingerprint", "versions"} <= built[here] and not built[here] & {"put_all", "attend", "fetch"}
         assert kind is not SumPaged or {"make_cache", "compile"} <= built[here]
 
-        engine.run(prompt, max_new_tokens=3, stop=lambda tokens: tokens == 77).collect()
+        engine.run(prompt, max_tokens=3, stop_rule=lambda tokens: tokens == 77).collect()
         served = backend.threads()
         assert served.keys() == {here, engines}
         assert served[here] == {"owns", "get"}

@@ -180,7 +180,7 @@ def test_who_waits_for_a_step_that_does_not_come_is_told():
     with Serving(backend := NumpyBackend()) as serve:
         gate = serve.gate(step=5)
         with pytest.raises(AssertionError, match="ended with length before the engine came to this step"):
-            gate.wait(serve(Count(backend)).run([1], max_new_tokens=2, stop=gate))
+            gate.wait(serve(Count(backend)).run([1], max_tokens=2, stop_rule=gate))
 
 
 def test_no_promise_waits_for_a_stream_that_has_failed(sick, tmp_path):

@@ -167,7 +167,7 @@ def test_budgets(monkeypatch):
 def test_pytorch_is_tuned_for_the_shipped_model_and_gives_the_same_text():
     pytest.importorskip("torch")
     arch = describe(locate("tiny")).arch
-    backend = hibachi.tensor.discover.load("torch", device="cpu")
+    backend = hibachi.tensor.discover.load_backend("torch", device="cpu")
     for deterministic in (False, True):
         choice = choose(backend, sizes_of(arch, "float32"), deterministic=deterministic, budget=0.2)
         taken = {t.operation: t.name for t in choice.trials if t.why_not is None}

@@ -70,7 +70,7 @@ class Untyped:
 assert_type(AutoregressiveBatchInference(Level0(), stop_token=3).run([1]), ItemStream[Array])
 assert_type(AutoregressiveBatchInference(Padded(), padding_token=0).run([[1, 2]]), ItemStream[Array])
 assert_type(AutoregressiveBatchInference(Async()).run(np.zeros(3)), ItemStream[Array])
-assert_type(AutoregressiveBatchInference(Level1(), max_batch_size=3).run([1]), ItemStream[int])
+assert_type(AutoregressiveBatchInference(Level1(), max_num_seqs=3).run([1]), ItemStream[int])
 assert_type(AutoregressiveBatchInference(Level2()), AutoregressiveBatchInference[Array, int])
 assert_type(AutoregressiveBatchInference(Tokens()).run([1]), ItemStream[Array])
 assert_type(AutoregressiveBatchInference(Net()).run(torch.zeros(3)), ItemStream[torch.Tensor])

@@ -41,7 +41,7 @@ AutoregressiveBatchInference(NoSize())  # refused
 AutoregressiveBatchInference(NoSpec())  # refused
 AutoregressiveBatchInference(OtherLibrary())  # refused
 AutoregressiveBatchInference(Level1(), max_batch=3)  # refused
-AutoregressiveBatchInference(Level1(), max_batch_size="3")  # refused
+AutoregressiveBatchInference(Level1(), max_num_seqs="3")  # refused
 FeedforwardBatchInference(object())  # refused
 FeedforwardBatchInference(Level1())  # refused
 LLM("tiny", max_batch=3)  # refused

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hibachi import load
+from hibachi import load_backend
 from hibachi.named import object_named
 from hibachi.testing import toys
 
@@ -37,7 +37,7 @@ def example(name, library="numpy"):
             get("custom_jax.py:HIDDEN"),
         )
         shapes = {"embed": (size, width), "hidden": (16 * width, hidden), "out": (hidden, size)}
-        draw, put = np.random.default_rng(0).normal, load("jax").put
+        draw, put = np.random.default_rng(0).normal, load_backend("jax").put
         params = {name: put(draw(size=shape).astype("float32")) for name, shape in shapes.items()}
         return get("custom_jax.py:Counter")(params), {"vocab_size": size, "padding_token": 0}
     if name == "music_codebooks":
@@ -53,6 +53,6 @@ def example(name, library="numpy"):
         ids = [get("recurrent_state.py:ALPHABET").index(c) for c in get("recurrent_state.py:VERSE")]
         return get("recurrent_state.py:EchoState")(ids), {}
     if name == "paged_attention":
-        return get("paged_attention.py:InductionHead")(load(library)), {}
+        return get("paged_attention.py:InductionHead")(load_backend(library)), {}
     x = np.random.default_rng(0).normal(size=(40, 2))
     return get("feedforward.py:Flowers")(x, x[:, 0] > 0), {"examples": list(x[:3]), "feedforward": True}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hibachi import load
+from hibachi import load_backend
 from hibachi.testing import toys
 from hibachi.verify import Subject, prompts, verify
 from hibachi.verify import engine_trials as trials
@@ -166,7 +166,7 @@ def test_the_library_is_that_of_the_models_arrays():
         def forward(self, tokens):
             return tokens
 
-    torch, jax = load("torch").zeros((2,), "float32"), load("jax").zeros((2,), "float32")
+    torch, jax = load_backend("torch").zeros((2,), "float32"), load_backend("jax").zeros((2,), "float32")
     assert subject_backend(None, Weights()).name == subject_backend(None, Weights(w=np.zeros(2))).name == "numpy"
     assert subject_backend(None, Weights(w=[np.zeros(2), {"x": torch}])).name == "torch"
     assert subject_backend(None, Weights(params={"w": jax})).name == "jax"

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from hibachi import ConfigError, load, load_model
+from hibachi import ConfigError, load_backend, load_model
 from hibachi.testing import toys
 from hibachi.verify import Subject, verify
 from hibachi.verify.inside import changed, kept, training
@@ -38,7 +38,7 @@ def faulty(report):
 @pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=SLOW)])
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.__name__)
 def test_a_good_model_of_every_rung_passes(toy, library):
-    backend = load(library)
+    backend = load_backend(library)
     report = judged(toy(backend), backend, **TOYS[toy])
     assert report.good, "\n".join(report.lines())
     assert set(states(report).values()) <= {"equal", "alike", "skipped"}  # toys count in whole numbers
@@ -48,7 +48,7 @@ def test_a_good_model_of_every_rung_passes(toy, library):
     "library", ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax"))]
 )
 def test_the_model_that_ships_differs_by_rounding_only(library):
-    plain = load(library).plain()
+    plain = load_backend(library).plain()
     report = judged(load_model("tiny", plain), sizes=(2,), chunks=(3,))
     assert report.good, "\n".join(report.lines())
     assert "rounding" in states(report).values() and max(r.worst for r in report.results) < 1e-4
@@ -158,7 +158,7 @@ def test_padding_tokens_in_a_step_are_tried_where_steps_are_padded():
             out, cache = super().step(params, cache, x)
             return out + x.row.shape[0], cache
 
-    report = judged(CountsRows(load("jax")), sizes=(2,), chunks=(3,))
+    report = judged(CountsRows(load_backend("jax")), sizes=(2,), chunks=(3,))
     assert [c.key for c in report.causes] == ["padded-step"]
 
 

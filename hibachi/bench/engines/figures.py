@@ -102,7 +102,7 @@ def record(process: Process, work: str, turn: int, of: dict[str, Any], rate: flo
         "computes": s.dtype,
         "rows": s.rows,
         "threads": s.threads,
-        "prefix_cache": s.prefix_cache,
+        "enable_prefix_caching": s.enable_prefix_caching,
         "options": {k: v for k, v in s.options.items() if k != "server"},
         "start_up": process.start_up,
         **of,

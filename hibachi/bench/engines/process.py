@@ -37,16 +37,16 @@ def engines() -> list[str]:
 @dataclass(frozen=True)
 class EngineSetup:
     """Which engine, and how. python: the interpreter that has it; None: this one. backend: of hibachi. model: a folder,
-    or a file where the engine wants one. rows: requests at once. max_len: most tokens of a request. title: the model's
-    name in tables; "": that of its folder."""
+    or a file where the engine wants one. rows: requests at once. max_model_len: most tokens of a request. title: the
+    model's name in tables; "": that of its folder."""
 
     engine: str
     model: str
     dtype: str
     rows: int
-    max_len: int
+    max_model_len: int
     threads: int
-    prefix_cache: bool = False
+    enable_prefix_caching: bool = False
     backend: str = "torch"
     python: str | None = None
     options: dict[str, Any] = field(default_factory=dict)

@@ -28,9 +28,9 @@ _WARM_UP = 0  # the turn that is not measured; the others are 1, 2, ...
 
 @dataclass(frozen=True)
 class Session:
-    """engines: how each is set up; rows, max_len and prefix_cache are filled in for each work. context: most tokens
-    that the model takes; None: unknown. repeat: how often each work is measured. rates: requests a second, for W3 and
-    files with arrivals. cached: files run with prefix caches. told: called with a line for each run."""
+    """engines: how each is set up; rows, max_model_len and enable_prefix_caching are filled in for each work. context:
+    most tokens that the model takes; None: unknown. repeat: how often each work is measured. rates: requests a second,
+    for W3 and files with arrivals. cached: files run with prefix caches. told: called with a line for each run."""
 
     engines: Sequence[EngineSetup]
     vocab_size: int
@@ -94,7 +94,7 @@ class Session:
 
     def _sized(self, setup: EngineSetup, requests: Sequence[TimedRequest], cached: bool) -> EngineSetup:
         rows = min(self.rows, len(requests))
-        return replace(setup, rows=rows, max_len=work.longest(requests), prefix_cache=cached)
+        return replace(setup, rows=rows, max_model_len=work.longest(requests), enable_prefix_caching=cached)
 
     def _turn(
         self, process: Process, name: str, turn: int, rate: float | None, cached: bool

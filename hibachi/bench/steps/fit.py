@@ -64,11 +64,11 @@ def measure(
     """
     rng = np.random.default_rng(seed)
     longest = engine.max_model_len - new_tokens
-    sizes = [(r, c) for r in rows for c in contexts if r <= engine.max_batch_size and c <= longest]
+    sizes = [(r, c) for r in rows for c in contexts if r <= engine.max_num_seqs and c <= longest]
     if not sizes:
         raise ConfigError(
             f"Nothing to measure: expected contexts up to {longest} (max_model_len less {new_tokens} new tokens) and "
-            f"rows up to {engine.max_batch_size}; got contexts {list(contexts)} and rows {list(rows)}."
+            f"rows up to {engine.max_num_seqs}; got contexts {list(contexts)} and rows {list(rows)}."
         )
     found: list[tuple[list[float], float]] = []
     told = phase("measuring steps", (rounds + 1) * len(sizes), "loads")

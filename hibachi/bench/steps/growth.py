@@ -76,7 +76,7 @@ def measure(
     """
     room = engine.max_model_len - new_tokens
     contexts = sorted(c for c in contexts if c <= room)
-    rows = sorted(r for r in rows if r <= engine.max_batch_size)
+    rows = sorted(r for r in rows if r <= engine.max_num_seqs)
     if not contexts or not rows:
         return []
     sizes = [(r, contexts[0]) for r in rows]

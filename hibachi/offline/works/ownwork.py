@@ -115,7 +115,7 @@ class TokenWork(_OwnWork):
     def start(self, number: int, prepared: Prepared) -> None:
         prompt, limit = prepared.what
         with judged():
-            stream = self.serving.submit(prompt, max_new_tokens=limit, include_stop=False)
+            stream = self.serving.submit(prompt, max_tokens=limit, include_stop=False)
         self._started[number] = stream, len(prompt)
         self._watched.add(number, [stream])
 

@@ -34,7 +34,7 @@ def told_of(texts: Texts) -> Told:
             "dtype": facts.dtype,
             "numerics": facts.numerics,
             "deterministic": facts.deterministic,
-            "max_len": facts.limits.max_len,
+            "max_model_len": facts.limits.max_model_len,
         },
     )
 

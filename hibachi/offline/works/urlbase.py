@@ -166,7 +166,7 @@ class UrlWork:
             raise ConfigError(f"{url} has no model {shown(wanted)}. It has: {names}.")
         name = wanted or next(iter(found))
         told = found.get(name, {})
-        facts = {"model": name, "numerics": told.get("numerics"), "max_len": told.get("max_model_len")}
+        facts = {"model": name, "numerics": told.get("numerics"), "max_model_len": told.get("max_model_len")}
         return {key: value for key, value in facts.items() if isinstance(value, (str, int))}
 
     @property

@@ -51,10 +51,10 @@ def test_m6_any_number_of_positions_loads_quickly_and_takes_no_memory(folder, po
     tracemalloc.start()
     began = time.perf_counter()
     try:
-        with LLM(path, autotune="off", cache_bytes=8 * MB) as llm:
+        with LLM(path, autotune="off", kv_cache_memory_bytes=8 * MB) as llm:
             assert time.perf_counter() - began < 2
             assert tracemalloc.get_traced_memory()[1] < 100 * MB
-            assert llm.model.max_len == positions
+            assert llm.model.max_model_len == positions
             params = SamplingParams(max_tokens=3, temperature=0)
             assert len(llm.generate("Once upon a time", params)[0].token_ids) == 3
             with pytest.raises(PromptTooLong, match="cache"):  # it would have to be in memory
@@ -74,7 +74,7 @@ def test_a_number_that_no_model_has_is_refused_or_of_no_account(folder, field):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that become infinite in the model
             try:
-                with LLM(folder(**{field: value}), autotune="off", cache_bytes=8 * MB) as llm:
+                with LLM(folder(**{field: value}), autotune="off", kv_cache_memory_bytes=8 * MB) as llm:
                     llm.generate("a", SamplingParams(max_tokens=1))
             except HibachiError as e:
                 assert len(str(e)) < 5000

@@ -109,7 +109,7 @@ def test_a_model_with_one_thing_changed_answers_or_is_refused(tmp_path, whole, c
     params, worked, refused = SamplingParams(max_tokens=2, seed=1), 0, 0
     for name, (data, _) in whole.items():
         (tmp_path / name).write_bytes(data)
-    with LLM(tmp_path, autotune="off", cache_bytes=MB) as llm:
+    with LLM(tmp_path, autotune="off", kv_cache_memory_bytes=MB) as llm:
         assert llm.generate("hello", params)[0].token_ids
     before = most_memory()
     for seed in range(count):
@@ -120,7 +120,7 @@ def test_a_model_with_one_thing_changed_answers_or_is_refused(tmp_path, whole, c
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are none
-                with LLM(tmp_path, autotune="off", cache_bytes=MB) as llm:
+                with LLM(tmp_path, autotune="off", kv_cache_memory_bytes=MB) as llm:
                     llm.generate("hello the\u00a0world", params)
             worked += 1
         except HibachiError as e:

@@ -79,7 +79,7 @@ def test_2_headers_without_end_cost_no_memory(start):
 
 @pytest.fixture(scope="module")
 def small():
-    with ENGINES["child"]("tiny", max_batch_size=4, max_waiting=4) as texts, site(texts) as here:
+    with ENGINES["child"]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts, site(texts) as here:
         yield here
 
 
@@ -127,7 +127,7 @@ def test_19_no_redirect_names_the_host_of_the_client(small):
 @pytest.mark.parametrize("more", [{"n": 128}, {"best_of": 128}, {"n": 2, "best_of": 128}])
 @WHICH
 def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeypatch):
-    with ENGINES[which]("tiny", max_batch_size=4, max_waiting=4) as texts, site(texts) as here:
+    with ENGINES[which]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts, site(texts) as here:
         monkeypatch.setattr(texts.engine, "check", None)
         here.served.bounds = type(here.served.bounds)(rows=8)
         answer = here.post("/v1/completions", {"prompt": ["a"] * 1024, **more})
@@ -138,7 +138,7 @@ def test_3_rows_are_counted_before_anything_is_made_of_them(which, more, monkeyp
 
 @WHICH
 def test_3_a_queue_without_room_is_found_before_anything_is_made(which, monkeypatch):
-    with ENGINES[which]("tiny", max_batch_size=4, max_waiting=4) as texts, site(texts) as here:
+    with ENGINES[which]("tiny", max_num_seqs=4, max_num_queued_reqs=4) as texts, site(texts) as here:
         made = []
         prepare = texts.engine.check
         monkeypatch.setattr(texts.engine, "check", lambda *a, **k: made.append(1) or prepare(*a, **k))
@@ -203,7 +203,7 @@ class Sleepy:
 def sleepy(tmp_path):
     file = tmp_path / "sleepy.py"
     file.write_text(SLEEPY)
-    with ENGINES["own"](f"{file}:Sleepy", max_batch_size=4) as texts, site(texts, max_len=100_000) as here:
+    with ENGINES["own"](f"{file}:Sleepy", max_num_seqs=4) as texts, site(texts, max_model_len=100_000) as here:
         yield here
 
 
@@ -281,7 +281,7 @@ def test_5_one_text_larger_than_the_bound_goes_if_nothing_waits(monkeypatch):
 
 @WHICH
 def test_7_vectors_are_counted_cancelled_and_measured_as_texts_are(which):
-    with ENGINES[which]("tiny", max_batch_size=2, max_waiting=30) as texts, site(texts) as here:
+    with ENGINES[which]("tiny", max_num_seqs=2, max_num_queued_reqs=30) as texts, site(texts) as here:
         answer = here.post("/v1/embeddings", {"input": ["a"] * 33})
         assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
         assert here.post("/v1/embeddings", {"input": ["a", "b"]}).status_code == 200
@@ -296,7 +296,7 @@ def test_7_vectors_are_counted_cancelled_and_measured_as_texts_are(which):
 
 
 def test_7_vectors_have_a_deadline():
-    with ENGINES["own"]("tiny", max_batch_size=1) as texts, site(texts, timeout=1e-4) as here:
+    with ENGINES["own"]("tiny", max_num_seqs=1) as texts, site(texts, timeout=1e-4) as here:
         answer = here.post("/v1/embeddings", {"input": ["hello world " * 40] * 30})
         assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline_exceeded"
 
@@ -391,7 +391,7 @@ def test_17_running_out_of_descriptors_is_told_and_passes(start, monkeypatch):
 
 @WHICH
 def test_who_leaves_with_a_request_behind_another_ends_the_one_being_answered(which):
-    with ENGINES[which]("tiny", max_batch_size=2) as texts, site(texts) as here:
+    with ENGINES[which]("tiny", max_num_seqs=2) as texts, site(texts) as here:
         with connected(here.port) as sock:
             body = json.dumps({"prompt": "a", "max_tokens": 500, "ignore_eos": True}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"

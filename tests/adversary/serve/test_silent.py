@@ -164,7 +164,7 @@ def test_d1_templates_of_real_models_take_a_history_with_tools_or_say_so(file):
 
 @pytest.fixture(scope="module")
 def here():
-    with ENGINES["child"]("tiny", max_batch_size=4) as texts, site(texts, chat_template=CHATML) as found:
+    with ENGINES["child"]("tiny", max_num_seqs=4) as texts, site(texts, chat_template=CHATML) as found:
         yield found
 
 
@@ -196,7 +196,7 @@ def test_23_answers_have_ids_of_their_own(here):
     [(f, v) for f in ("temperature", "repetition_penalty") for v in (1e308, 1e-320, 5e-324, 3.5e38)],
 )
 def test_30_numbers_at_the_edge_give_no_warnings(here, field, value, recwarn):
-    with ENGINES["own"]("tiny", max_batch_size=2) as texts, site(texts) as own:
+    with ENGINES["own"]("tiny", max_num_seqs=2) as texts, site(texts) as own:
         answer = own.post("/v1/completions", {"prompt": "a", "max_tokens": 3, "seed": 1, field: value})
     assert answer.status_code in (200, 400)
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

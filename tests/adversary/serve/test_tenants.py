@@ -28,7 +28,7 @@ WHICH = pytest.mark.parametrize("which", ENGINES)
 def shared(request):
     """Rows and places for few, and a policy as the server has it with several keys."""
     with (
-        ENGINES[request.param]("tiny", max_batch_size=8, max_waiting=24, policy="shares") as texts,
+        ENGINES[request.param]("tiny", max_num_seqs=8, max_num_queued_reqs=24, scheduling_policy="shares") as texts,
         site(texts, tenants=Tenants(KEYS, NAMED)) as here,
     ):
         yield here
@@ -125,7 +125,7 @@ def test_9_a_priority_may_only_worsen():
 @WHICH
 def test_9_continuations_count_as_requests(which, body):
     tenants = Tenants(KEYS, {"a": Tenant(max_requests=4)})
-    with ENGINES[which]("tiny", max_batch_size=8) as texts, site(texts, tenants=tenants) as here:
+    with ENGINES[which]("tiny", max_num_seqs=8) as texts, site(texts, tenants=tenants) as here:
         open_ = GREEDY | body | ({"stream": True} if "best_of" not in body else {"stream": False})
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(here.post, "/v1/completions", open_, headers=A)

@@ -2,10 +2,10 @@
 
     PYTHON drive.py SETTINGS
 
-SETTINGS is JSON: engine (a file beside this one), model, dtype, rows, max_len, threads, prefix_cache, first (a
-request), and options for the engine. On the standard input come lines {"run": FILE of JSON lines}. On the standard
-output go JSON lines: {"event": "ready", ...}; for each run {"event": "over", "start"}, a line for each request,
-{"event": "done"}. Times are of time.perf_counter, except first_token, which is of time.time.
+SETTINGS is JSON: engine (a file beside this one), model, dtype, rows, max_model_len, threads, enable_prefix_caching,
+first (a request), and options for the engine. On the standard input come lines {"run": FILE of JSON lines}. On the
+standard output go JSON lines: {"event": "ready", ...}; for each run {"event": "over", "start"}, a line for each
+request, {"event": "done"}. Times are of time.perf_counter, except first_token, which is of time.time.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class Engine:
             settings["model"],
             backend=settings["backend"],
             dtype=settings["dtype"],
-            max_model_len=settings["max_len"],
-            max_batch_size=settings["rows"],
-            prefix_cache=settings["prefix_cache"],
+            max_model_len=settings["max_model_len"],
+            max_num_seqs=settings["rows"],
+            enable_prefix_caching=settings["enable_prefix_caching"],
             **options,
         )
         self.engine: Any = self.llm.engine

@@ -24,12 +24,19 @@ class Engine:
         server, slots = options.get("server", "llama-server"), int(options.get("slots", min(settings["rows"], 16)))
         said = subprocess.run([server, "--version"], capture_output=True, text=True)
         self.version: str = ((said.stdout + said.stderr).strip().splitlines() or ["?"])[0].replace("version: ", "")
-        self.keep: Any = settings["prefix_cache"]
+        self.keep: Any = settings["enable_prefix_caching"]
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.port: Any = s.getsockname()[1]
         command = [server, "-m", settings["model"], "-t", str(settings["threads"]), "-np", str(slots), "-cb"]
-        command += ["-c", str((settings["max_len"] + 8) * slots), "-b", "2048", "-ub", str(options.get("ubatch", 512))]
+        command += [
+            "-c",
+            str((settings["max_model_len"] + 8) * slots),
+            "-b",
+            "2048",
+            "-ub",
+            str(options.get("ubatch", 512)),
+        ]
         command += ["-fa", str(options.get("flash", "auto")), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--no-webui", "--log-disable"]
         command += (["-kvu"] if options.get("unified", True) else []) if self.keep else ["--cache-ram", "0"]

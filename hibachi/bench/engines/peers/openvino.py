@@ -34,7 +34,7 @@ class Engine:
         scheduler.max_num_batched_tokens = options.pop("batched_tokens", 512)
         scheduler.max_num_seqs = settings["rows"]
         scheduler.dynamic_split_fuse = True
-        scheduler.enable_prefix_caching = settings["prefix_cache"]
+        scheduler.enable_prefix_caching = settings["enable_prefix_caching"]
         properties = {
             "INFERENCE_PRECISION_HINT": _PRECISION[settings["dtype"]],
             "INFERENCE_NUM_THREADS": settings["threads"],

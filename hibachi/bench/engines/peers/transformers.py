@@ -36,7 +36,7 @@ class Engine:
         options = settings["options"]
         self.batch, self.way = int(options.get("batch", min(settings["rows"], 16))), options.get("way")
         self.block_size: int = int(options.get("block_size", 32))
-        room = -(-settings["max_len"] // self.block_size) * settings["rows"]
+        room = -(-settings["max_model_len"] // self.block_size) * settings["rows"]
         self.blocks, self.rows = int(options.get("blocks", room)), settings["rows"]
         dtype, attention = getattr(torch, settings["dtype"]), options.get("attention", "sdpa")
         self.model: Any = loader.from_pretrained(settings["model"], dtype=dtype, attn_implementation=attention).eval()
