@@ -16,7 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from hibachi.cachefolder import cache_folder
-from hibachi.progress import Phase, phase
+from hibachi.phases import Phase, phase
 
 SWITCH = "HIBACHI_JAX_CACHE"
 """The environment variable that turns our cache off with "0"."""

@@ -37,7 +37,7 @@ from hibachi.lm.named import model_named
 from hibachi.model.describe import describe
 from hibachi.model.files import locate
 from hibachi.named import is_named
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.settings.kinds import size
 from hibachi.sim.plot import check_format, seconds
 

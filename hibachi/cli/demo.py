@@ -14,7 +14,8 @@ import time
 
 from hibachi.cli.options import deterministic_argument
 from hibachi.lm.llm import LLM
-from hibachi.progress import FRAME, Screen, is_live, phase
+from hibachi.phases import is_live, phase
+from hibachi.progress import FRAME, Screen
 from hibachi.request import SamplingParams
 from hibachi.streams.merge import merge
 from hibachi.streams.textstream import Completion

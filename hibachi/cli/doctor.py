@@ -15,7 +15,7 @@ from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.lm.llm import QUANTIZATIONS
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tune.autotune import seconds_of, settle

@@ -16,7 +16,7 @@ from hibachi.engine.build import level_of
 from hibachi.errors import InvalidRequest
 from hibachi.lm.named import model_named
 from hibachi.named import is_named
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.request import SamplingParams
 
 

@@ -18,7 +18,7 @@ from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
 from hibachi.named import is_named, place
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves

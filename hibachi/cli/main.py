@@ -6,13 +6,13 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
 from hibachi.errors import HibachiError, printable
 from hibachi.options import renamed
-from hibachi.progress import showing_phases
+from hibachi.phases import showing_phases
 
 COMMANDS = (
     "demo",
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args, rest = parser(words[0] if words else None).parse_known_args(words)
     if rest and args.command != "conformance":
-        args.parser.error(_unknown(rest, args.parser))
+        args.parser.error(_unknown(rest, vars(args)))
     args.rest = rest
     try:
         with showing_phases():
@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _unknown(rest: Sequence[str], sub: argparse.ArgumentParser) -> str:
+def _unknown(rest: Sequence[str], options: Iterable[str]) -> str:
     """What to say of arguments that a command does not have: an option that had another name is told the new one."""
-    known = {action.dest for action in sub._actions} | {"no_enable_prefix_caching"}
+    known = {*options, "no_enable_prefix_caching"}
     for word in rest:
         if word.startswith("--"):
             flag = word.partition("=")[0]

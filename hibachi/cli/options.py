@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from hibachi.lm.llm import LLM, QUANTIZATIONS
-from hibachi.progress import phase
+from hibachi.phases import phase
 
 T = TypeVar("T")
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")

@@ -23,7 +23,7 @@ from hibachi.errors import ConfigError, HibachiError
 from hibachi.lm.named import model_named
 from hibachi.model.registry import load_model
 from hibachi.named import is_named, object_named
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
 from hibachi.verify.report import verify

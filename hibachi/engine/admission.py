@@ -137,8 +137,8 @@ def check_room(
     of_it = f" ({held[tenant]} of them of this tenant, whose part is {share})" if share < most else ""
     raise QueueFull(
         f"The queue is full: expected at most {most} requests here ({limits.rows} that run at once and "
-        f"max_num_queued_reqs={max_num_queued_reqs} that wait); got {here}{of_it} and {new} more. Try again later, or raise "
-        f"max_num_queued_reqs."
+        f"max_num_queued_reqs={max_num_queued_reqs} that wait); got {here}{of_it} and {new} more. Try again later, or "
+        f"raise max_num_queued_reqs."
     )
 
 

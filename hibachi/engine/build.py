@@ -232,8 +232,8 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
             blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
         if blocks < 2:
             raise ConfigError(
-                f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or make "
-                f"block_size smaller."
+                f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or "
+                f"make block_size smaller."
             )
     states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
     return Limits(

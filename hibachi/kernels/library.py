@@ -23,7 +23,7 @@ from hibachi.errors import HibachiError
 from hibachi.kernels.abi import Kernels, WrongLibrary
 from hibachi.kernels.build import BuildFailed, Variant, build, build_probe, compiler, files, key, unfinished, variants
 from hibachi.kernels.threads import why_so_many
-from hibachi.progress import phase, phases_shown
+from hibachi.phases import phase, phases_shown
 
 SWITCH = "HIBACHI_VARIANT"
 NUMERICS = "cpu-1"

@@ -19,7 +19,7 @@ from hibachi.lm.tokens import Tokens
 from hibachi.model.text.own import NoTokenizer, OwnTokenizer
 from hibachi.named import is_named
 from hibachi.options import check_options
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.request import Request
 from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of

@@ -16,7 +16,7 @@ import numpy as np
 from hibachi.errors import ConfigError
 from hibachi.model.arch import Arch, Layer
 from hibachi.model.rope import HostArray, room, tables
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import CacheSpec, Paged, StepInputs
 

@@ -32,7 +32,7 @@ from hibachi.offline.works.textwork import EmbeddingWork, TextWork
 from hibachi.offline.works.work import Prepared, RowError, Work
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
-from hibachi.progress import duration
+from hibachi.phases import duration
 from hibachi.remote.opening import sampling_defaults, template_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time

@@ -100,8 +100,8 @@ class Scheduler:
         seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
         if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
-                f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting requests; got "
-                f"{self.waiting}. Try again later."
+                f"The queue is full: expected fewer than max_num_queued_reqs={self.limits.max_num_queued_reqs} waiting "
+                f"requests; got {self.waiting}. Try again later."
             )
         self._numbers += 1
         seq.number, seq.arrival, seq.length = self._numbers, now, seq.prompt_len + seq.begun

@@ -31,7 +31,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, EngineFailed, HibachiError, InvalidRequest, ModelError, restored, text_of
 from hibachi.lm.own import open_model
-from hibachi.progress import showing_phases
+from hibachi.phases import showing_phases
 from hibachi.remote.rows import Gathered, Rows, headings, send
 from hibachi.request import Finish, SamplingParams
 from hibachi.runners.job import Job

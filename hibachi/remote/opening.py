@@ -13,7 +13,7 @@ from hibachi.lm.own import is_own, open_model
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.model.generation import generation_defaults
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.remote.llm import open_remote
 from hibachi.request import SamplingParams
 

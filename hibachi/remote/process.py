@@ -11,7 +11,7 @@ from multiprocessing import Pipe
 from typing import Any
 
 from hibachi.errors import EngineFailed
-from hibachi.progress import phases_shown
+from hibachi.phases import phases_shown
 from hibachi.remote.child import Ready
 from hibachi.remote.sender import Sender
 

@@ -18,7 +18,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.heads import Outputs, Sampled
 from hibachi.runners.job import Job

@@ -16,7 +16,7 @@ from hibachi.errors import text_of
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Alone, Call, Grouping

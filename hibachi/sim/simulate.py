@@ -72,7 +72,8 @@ class Setup:
             self._check_offline()
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
-                f"A step must have a token for each row: expected max_num_batched_tokens of at least {self.max_num_seqs}; got {self.max_num_batched_tokens}."
+                f"A step must have a token for each row: expected max_num_batched_tokens of at least "
+                f"{self.max_num_seqs}; got {self.max_num_batched_tokens}."
             )
         longest = self.max_model_len or int((trace.prompt + trace.output).max())
         shares = self.enable_prefix_caching and trace.keys is not None
@@ -97,13 +98,13 @@ class Setup:
             raise ConfigError(f"order must be one of {', '.join(ORDERS)}, or None; got {self.order!r}.")
         if self.scheduling_policy != "fcfs":
             raise ConfigError(
-                f"Offline the order decides who is next: expected the scheduling_policy fcfs with order={self.order!r}; got "
-                f"{self.scheduling_policy!r}. Leave one of the two out."
+                f"Offline the order decides which request is next: expected scheduling_policy='fcfs' with "
+                f"order={self.order!r}; got {self.scheduling_policy!r}. Leave one of the two out."
             )
         if self.max_num_queued_reqs is not None:
             raise ConfigError(
-                f"Offline at most 2 x max_num_seqs requests are in the scheduler, and none is refused: expected no max_num_queued_reqs "
-                f"with order={self.order!r}; got {self.max_num_queued_reqs}."
+                f"Offline at most 2 x max_num_seqs requests are in the scheduler, and none is refused: expected no "
+                f"max_num_queued_reqs with order={self.order!r}; got {self.max_num_queued_reqs}."
             )
 
     def _kept(self, trace: Trace, size: int) -> int:

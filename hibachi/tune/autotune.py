@@ -20,7 +20,7 @@ from typing import Any
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.model.arch import Arch
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.candidates import LADDERS, OPERATIONS, Candidate, candidates, compose, fitting, ladders, own
 from hibachi.tune import kept

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant

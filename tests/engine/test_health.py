@@ -203,7 +203,8 @@ def traffic(engine, seed, n=40):
 def test_a_recording_is_played_again(serve, tmp_path, policy):
     path = tmp_path / "plans.jsonl"
     engine = serve(
-        SumPaged(NumpyBackend()), record=path, scheduling_policy=policy, max_num_seqs=4, block_size=4, kv_cache_memory_bytes=12 * 4 * 14,
+        SumPaged(NumpyBackend()), record=path, scheduling_policy=policy, max_num_seqs=4, block_size=4,
+        kv_cache_memory_bytes=12 * 4 * 14,
         max_num_batched_tokens=16, pause_after=6,
     )  # fmt: skip
     traffic(engine, 1)

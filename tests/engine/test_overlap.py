@@ -289,7 +289,8 @@ def right(prompt, n):
 def test_whatever_happens_each_gets_its_own_tokens(serve, seed, calm):
     toy, backend = (SumPaged, Late()) if calm else troubled(seed)
     engine = served(
-        serve, backend, toy, max_num_seqs=6, kv_cache_memory_bytes=12 * 4 * 10, restart="on_failure", scheduling_policy="fair"
+        serve, backend, toy, max_num_seqs=6, kv_cache_memory_bytes=12 * 4 * 10, restart="on_failure",
+        scheduling_policy="fair",
     )  # fmt: skip
     n, bad = 90, [] if calm else [7, 5]
 

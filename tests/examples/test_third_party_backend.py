@@ -15,7 +15,8 @@ def python(tmp_path_factory):
 
 
 def test_it_is_found_by_its_entry_point(python):
-    code = "import hibachi; print('array_api_strict' in hibachi.available_backends(), hibachi.load_backend('array_api_strict'))"
+    name = "array_api_strict"
+    code = f"import hibachi as h; print({name!r} in h.available_backends(), h.load_backend({name!r}))"
     assert python("-c", code).startswith("True StrictBackend(")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.errors import ConfigError
-from hibachi.progress import phase
+from hibachi.phases import phase
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime
 
