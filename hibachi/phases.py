@@ -125,7 +125,7 @@ class _Phases:
     def show(self, out: Output) -> None:
         with self._lock:
             self._out, self._drawn = out, False
-        self._thread = threading.Thread(target=self._tick, args=(out,), name="hibachi-progress", daemon=True)
+        self._thread = threading.Thread(target=self._tick, args=(out,), name="hibachi-phases", daemon=True)
         self._thread.start()
 
     def hide(self) -> None:

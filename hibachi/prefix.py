@@ -138,13 +138,13 @@ def generate_many(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     terms: Terms | Sequence[Terms] | None = None,
-    mode: str = "enable_prefix_caching",
+    mode: str = "prefix_cache",
     recompute_strategy: str | None = None,
 ) -> list[Completion]:
     """`llm.generate`, where prompts that begin alike stand together in the queue: each prefix is computed once, also
     where the cache does not hold all of them. Results in the order of `prompts`, each with its own parameters.
 
-    mode: "enable_prefix_caching", or "baseline": every prompt is computed on its own. Ways of approximate reuse,
+    mode: "prefix_cache", or "baseline": every prompt is computed on its own. Ways of approximate reuse,
     kvboost's "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend", raise UnsupportedOperation. Raises
     what `llm.generate` raises.
     """
@@ -379,7 +379,7 @@ def _alone(mode: str, recompute_strategy: str | None) -> bool:
     strategy = "none" if recompute_strategy is None else recompute_strategy
     for name, value, exact in (
         ("recompute_strategy", strategy, ("none",)),
-        ("mode", mode, ("enable_prefix_caching", "baseline")),
+        ("mode", mode, ("prefix_cache", "baseline")),
     ):
         word = value.lower() if isinstance(value, str) else value
         if word in APPROXIMATE[name]:

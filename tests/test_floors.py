@@ -15,7 +15,7 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request options installed named shapes tensor plan decode model streams"
+BELOW_ENGINE = "errors request options installed named shapes phases tensor plan decode model streams"
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
@@ -37,9 +37,10 @@ RULES = {
     "hibachi/shapes.py": Rule("errors", third_party=""),
     "hibachi/named.py": Rule("errors", third_party=""),
     "hibachi/cachefolder.py": Rule("", third_party=""),
-    "hibachi/settings": Rule("errors settings", third_party=""),
-    "hibachi/progress.py": Rule("", third_party=""),
-    "hibachi/kernels": Rule("errors cachefolder kernels"),
+    "hibachi/settings": Rule("errors options settings", third_party=""),
+    "hibachi/phases.py": Rule("", third_party=""),
+    "hibachi/progress.py": Rule("phases", third_party=""),
+    "hibachi/kernels": Rule("errors cachefolder phases kernels"),
     "hibachi/tensor": Rule(
         "errors installed named shapes kernels tensor", third_party="numpy array_api_compat typing_extensions"
     ),
@@ -48,9 +49,9 @@ RULES = {
         not_std=f"{SOCKETS} asyncio threading queue time datetime random secrets logging",
     ),
     "hibachi/decode": Rule("errors request tensor decode"),
-    "hibachi/model": Rule("errors request installed tensor model", third_party="numpy typing_extensions"),
+    "hibachi/model": Rule("errors request installed phases tensor model", third_party="numpy typing_extensions"),
     "hibachi/streams": Rule("errors request streams", third_party=""),
-    "hibachi/tune": Rule("errors cachefolder shapes tensor plan decode model tune"),
+    "hibachi/tune": Rule("errors cachefolder shapes phases tensor plan decode model tune"),
     "hibachi/recording": Rule("errors request plan recording"),
     "hibachi/runners": Rule(f"{BELOW_ENGINE} runners", third_party="numpy typing_extensions"),
     "hibachi/engine": Rule(BATCH, third_party="numpy typing_extensions"),
@@ -92,7 +93,7 @@ RULES = {
         third_party="numpy torch array_api_compat typing_extensions hibachi_torch",
     ),
     "hibachi_jax": Rule(
-        "errors cachefolder shapes kernels tensor decode model",
+        "errors cachefolder shapes phases kernels tensor decode model",
         third_party="numpy jax jaxlib array_api_compat typing_extensions hibachi_jax",
     ),
     "hibachi_mlx": Rule("errors tensor", third_party="numpy mlx typing_extensions hibachi_mlx"),

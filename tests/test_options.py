@@ -23,12 +23,12 @@ class Model:
 @pytest.mark.parametrize(
     "make, wrong, near",
     [
-        (lambda **o: hibachi.LLM("tiny", **o), "max_batchsize", "max_num_seqs"),
+        (lambda **o: hibachi.LLM("tiny", **o), "max_num_sequences", "max_num_seqs"),
         (lambda **o: hibachi.LLM("tiny", **o), "quantisation", "quantization"),
         (lambda **o: hibachi.AutoregressiveBatchInference(Model(), **o), "stop_tokens", "stop_token"),
-        (lambda **o: hibachi.AutoregressiveBatchInference(Model(), **o), "max_wait", "max_num_queued_reqs"),
-        (lambda **o: hibachi.FeedforwardBatchInference(Model(), **o), "batch_size", "max_num_seqs"),
-        (lambda **o: open_texts(f"{__name__}:Model", **o), "polcy", "policy"),
+        (lambda **o: hibachi.AutoregressiveBatchInference(Model(), **o), "max_queued_reqs", "max_num_queued_reqs"),
+        (lambda **o: hibachi.FeedforwardBatchInference(Model(), **o), "batch_size", "max_batch_size"),
+        (lambda **o: open_texts(f"{__name__}:Model", **o), "scheduling_polcy", "scheduling_policy"),
     ],
 )
 def test_a_misspelt_option_is_answered_with_the_nearest(make, wrong, near):
@@ -37,7 +37,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest(make, wrong, near):
 
 
 def test_one_that_resembles_nothing_is_answered_with_all():
-    with pytest.raises(hibachi.ConfigError, match=r"has no option 'zz'; expected one of max_num_seqs, .*record\.$"):
+    with pytest.raises(hibachi.ConfigError, match=r"has no option 'zz'; expected one of max_batch_size, .*record\.$"):
         hibachi.FeedforwardBatchInference(Model(), zz=1)
 
 

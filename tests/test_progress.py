@@ -8,19 +8,9 @@ import time
 
 import pytest
 
-from hibachi import progress
-from hibachi.progress import (
-    Progress,
-    Screen,
-    duration,
-    figure,
-    is_live,
-    phase,
-    phases_shown,
-    showing_phases,
-    shown,
-    size_of,
-)
+from hibachi import phases, progress
+from hibachi.phases import duration, is_live, phase, phases_shown, showing_phases, size_of
+from hibachi.progress import Progress, Screen, figure, shown
 
 from .cli.terminal import Screen as Glass
 
@@ -57,7 +47,8 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch):
     """The terminals of these tests say their own size."""
-    monkeypatch.setattr(progress, "size_of", lambda file: os.terminal_size(file.size))
+    for module in (phases, progress):
+        monkeypatch.setattr(module, "size_of", lambda file: os.terminal_size(file.size))
     monkeypatch.setenv("TERM", "xterm")
 
 
@@ -302,8 +293,8 @@ def test_durations(seconds, text):
 
 @pytest.fixture
 def hurried(monkeypatch):
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
-    monkeypatch.setattr(progress, "_TICK", 0.001)
+    monkeypatch.setattr(phases, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(phases, "_TICK", 0.001)
 
 
 def until(seen, file):
@@ -351,7 +342,7 @@ def test_text_that_another_writes_meanwhile_is_whole_on_the_last_line_too(hurrie
 
 
 def test_what_is_short_is_never_shown(monkeypatch):
-    monkeypatch.setattr(progress, "_TICK", 0.001)
+    monkeypatch.setattr(phases, "_TICK", 0.001)
     file = Terminal()
     with showing_phases(file), phase("soon done"):
         time.sleep(0.01)
@@ -359,8 +350,8 @@ def test_what_is_short_is_never_shown(monkeypatch):
 
 
 def test_many_short_phases_are_one_long_work(monkeypatch):
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
-    monkeypatch.setattr(progress, "_TICK", 0.001)
+    monkeypatch.setattr(phases, "SHOW_AFTER", 0.05)
+    monkeypatch.setattr(phases, "_TICK", 0.001)
     file = Terminal()
     with showing_phases(file):
         for i in range(100):
@@ -410,7 +401,7 @@ def test_a_phase_that_fails_is_over(hurried):
         for thread in threads:
             thread.join()
         assert not shown_lines(file)
-    assert not [t for t in threading.enumerate() if t.name == "hibachi-progress"]
+    assert not [t for t in threading.enumerate() if t.name == "hibachi-phases"]
 
 
 def _some_phases(i):

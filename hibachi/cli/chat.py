@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hibachi
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.errors import ConfigError, PromptTooLong
 from hibachi.lm.llm import LLM
@@ -48,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetched() -> Path:
-    """The model that `make chat` fetched, into the checkout that has this file, or this folder. Raises ConfigError."""
-    for checkout in (Path(hibachi.__file__).parents[1], Path.cwd()):
+    """The model that `make chat` fetched, into the working directory or this file's checkout. Raises ConfigError."""
+    for checkout in (Path(), Path(__file__).parents[2]):
         if (checkout / FETCHED / "fetched").is_file():
             return checkout / FETCHED
     raise ConfigError(

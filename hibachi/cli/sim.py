@@ -66,7 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--priorities", type=int, metavar="N", help="hand out priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
     group = parser.add_argument_group(
-        "the engine (--scheduling-policy, --max-num-seqs and --num-blocks may have several values)"
+        "the engine (policy, --max-num-seqs and --num-blocks may have several values)"
     ).add_argument
     names = ", ".join(SHIPPED)
     text = f"{names}; or with options: priority:age=30 (default: fcfs)"

@@ -30,9 +30,9 @@ from hibachi.offline.works.choose import names_of
 from hibachi.offline.works.lines import are_lines
 from hibachi.offline.works.textwork import EmbeddingWork, TextWork
 from hibachi.offline.works.work import Prepared, RowError, Work
+from hibachi.phases import duration
 from hibachi.plan.compose import Composer
 from hibachi.plan.limits import Limits
-from hibachi.phases import duration
 from hibachi.remote.opening import sampling_defaults, template_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time

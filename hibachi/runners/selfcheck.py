@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import NotDeterministic
+from hibachi.phases import phase
 from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.phases import phase
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.heads import Outputs, Sampled
 from hibachi.runners.job import Job

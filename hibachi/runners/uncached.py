@@ -13,10 +13,10 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import text_of
+from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.phases import phase
 from hibachi.runners.awaiter import Awaiter
 from hibachi.runners.faults import drop_frames
 from hibachi.runners.groups import Alone, Call, Grouping

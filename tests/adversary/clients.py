@@ -44,7 +44,7 @@ class Request:
     def send(self, place: Place) -> Any:
         """Raises what the call raises, or what making its parameters raises."""
         values = dict(self.values)
-        for name, kind in (("params", SamplingParams), ("terms", Terms), ("stop", StopRule)):
+        for name, kind in (("params", SamplingParams), ("terms", Terms), ("stop_rule", StopRule)):
             if isinstance(values.get(name), _Fields):
                 values[name] = kind(**values[name])
         if self.how == "run":
@@ -118,10 +118,10 @@ class Draw:
             values["max_tokens"] = rng.choice((1, 3, 8, 20))
         values["terms"] = terms = _Fields(tenant=rng.choice("abc"), cache_salt=rng.choice(SALTS))
         if kind == "predicate":
-            values["stop"] = given
+            values["stop_rule"] = given
         if kind == "field":
             of, name, value = given
-            where = {SamplingParams: "params", Terms: "terms", StopRule: "stop"}[of]
+            where = {SamplingParams: "params", Terms: "terms", StopRule: "stop_rule"}[of]
             values.setdefault(where, _Fields())[name] = value
         if kind is None:
             said = self._vary(how, values, said)
@@ -175,17 +175,17 @@ class Draw:
 
     def _arguments(self, values: dict[str, Any]) -> None:
         rng = self.rng
-        for name in ("max_tokens", "stop", "include_stop"):
+        for name in ("max_tokens", "stop_rule", "include_stop"):
             if rng.random() < 0.15:
                 values[name] = rng.choice(ODD if rng.random() < 0.3 else RUN[name])
         if rng.random() < 0.15:
             rule = _Fields()
             self._change(rule, StopRule, rng.choice((1, 2, 3)))
-            values["stop"] = rule
+            values["stop_rule"] = rule
         if rng.random() < 0.03:
             values["prompt_embeds"] = rng.choice(ODD)
         if rng.random() < 0.03:  # equal, by its own account, to the rule of an innocent request
-            values["stop"] = StopRule((STOP,), drawn.Impostor("says yes"))
+            values["stop_rule"] = StopRule((STOP,), drawn.Impostor("says yes"))
 
 
 def _named(value: Any) -> str:

@@ -429,8 +429,8 @@ RUN: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "params": (),
     "max_tokens": (*WHOLE, np.int64(3)),
-    "stop": (None, STOP, [1, 2], (), {3}, np.array([1]), *PREDICATES, *IDS),
-    "include_stop": (True, False),
+    "stop_rule": (None, STOP, [1, 2], (), {3}, np.array([1]), *PREDICATES, *IDS),
+    "include_stop": (None, True, False),
     "prompt_embeds": (),
     "terms": (),
 }

@@ -254,9 +254,9 @@ def innocents(place: Place) -> list[Innocent]:
         limit = (6, 24, 12)[n % 3]
         if place.level < 2:
             params = params.with_(prompt_logprobs=None)
-        more: dict[str, Any] = {"stop": Predicate("fine")} if n in (3, 8) else {}
+        more: dict[str, Any] = {"stop_rule": Predicate("fine")} if n in (3, 8) else {}
         if n == 5 and not place.pairs:
-            more = {"stop": STOP}
+            more = {"stop_rule": STOP}
         terms = Terms(priority=n % 3, tenant=f"innocent {n % 4}")
         if not place.sampled:
             out.append(Innocent(ids, None, more | {"max_tokens": limit}, terms))

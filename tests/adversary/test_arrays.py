@@ -217,7 +217,7 @@ def test_c4_outputs_that_reuse_a_buffer_with_a_state(serve, library):
 
 
 def test_c4_outputs_that_reuse_a_buffer_of_a_feedforward_model(serve, library):
-    engine = serve(BufferedDouble(library, (2,), "float64"), max_num_seqs=4)
+    engine = serve(BufferedDouble(library, (2,), "float64"), max_batch_size=4)
     items = [engine.run(np.array([float(n), 1.0])) for n in range(12)]
     until_done(engine, 12)
     assert [host(item.result()).tolist() for item in items] == [[2.0 * n, 2.0] for n in range(12)]

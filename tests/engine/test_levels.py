@@ -277,7 +277,9 @@ def test_without_a_limit_a_request_runs_to_the_end_of_the_context(serve, rung):
 
 def test_the_limit_of_the_parameters_and_the_one_of_run(serve):
     engine = serve(SumPaged(NUMPY))
-    assert len(engine.run([1], SamplingParams(temperature=0)).collect()) == 16
+    """None in both, which `run(p)` means too, is up to the end of the context."""
+    to_the_end = engine.run([1], SamplingParams(temperature=0)).collect()
+    assert len(to_the_end) == engine.max_model_len - 1
     assert len(engine.run([1], SamplingParams(temperature=0), max_tokens=3).collect()) == 3
     assert len(engine.run([1], SamplingParams(temperature=0, max_tokens=2)).collect()) == 2
 

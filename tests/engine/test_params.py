@@ -36,7 +36,7 @@ RANGES = {
     "allowed_token_ids": ("integers >= 0", [[-1], 3.5, [None]]),
     "logit_bias": ("{token id: number}", [3, [1], ["ab"]]),
     "logits_processors": ("callables", [3, [print, None]]),
-    "include_stop": ("True or False", [1, None, "yes"]),
+    "include_stop": ("True, False or None", [1, "yes"]),
 }
 
 
@@ -237,9 +237,13 @@ def test_before_min_tokens_nothing_else_stops(serve, model):
         assert (stream.collect(), stream.finish_reason) == (whole[:n], "stop")
 
 
-def test_either_way_of_keeping_the_stop_token_keeps_it(serve):
+def test_the_stop_token_is_kept_unless_the_parameters_or_the_call_say_otherwise(serve):
+    """The call's word counts before the parameters'; without either, a run of tokens keeps it."""
     engine = serve(SumLogits(NUMPY), stop_token=6)
-    for asked, by_call, items in ((False, True, [4, 8, 6]), (True, False, [4, 8, 6]), (False, False, [4, 8])):
+    kept, left = [4, 8, 6], [4, 8]
+    for asked, by_call, items in (
+        (None, None, kept), (True, None, kept), (False, None, left), (False, True, kept), (True, False, left),
+    ):  # fmt: skip
         stream = engine.run([1, 2], GREEDY.with_(include_stop=asked), include_stop=by_call)
         assert stream.collect() == items
 

@@ -113,16 +113,19 @@ def test_parameters_may_differ_within_a_batch(llm, expected):
     assert ids(outs[1:]) == [llm.generate(p, q)[0].token_ids for p, q in zip(PROMPTS[1:], params[1:], strict=True)]
 
 
-def test_defaults_are_those_of_vllm(llm):
-    assert SamplingParams() == SamplingParams(temperature=1.0, top_p=1.0, max_tokens=16)
-    [out] = llm.generate(PROMPTS[0])
+def test_defaults_are_those_of_vllm_but_for_the_limit(llm):
+    """V: vLLM's max_tokens is 16; here None: up to the model's own end, or the end of the context."""
+    assert SamplingParams() == SamplingParams(temperature=1.0, top_p=1.0, max_tokens=None)
+    [out] = llm.generate(PROMPTS[0], SamplingParams(max_tokens=16))
     assert 1 <= len(out.token_ids) <= 16 and out.logprobs is None
+    [out] = llm.generate([5, 6], greedy().with_(max_tokens=None, ignore_eos=True))
+    assert len(out.token_ids) == llm.engine.max_model_len - 2
 
 
 def test_requests_without_parameters_get_those_of_the_model(llm, model_copy, expected):
     """From generation_config.json. Parameters of one's own take the place of all of them."""
     assert llm.default_params == SamplingParams(temperature=0.8, top_p=0.95)
-    config = b'{"do_sample": false, "top_p": 0.3, "max_tokens": 7, "stop_strings": ["never that"]}'
+    config = b'{"do_sample": false, "top_p": 0.3, "max_new_tokens": 7, "stop_strings": ["never that"]}'
     with LLM(model_copy({"generation_config.json": lambda _: config})) as own:
         assert own.default_params == SamplingParams(temperature=0, max_tokens=7, stop="never that")
         assert own.generate(PROMPTS[0])[0].token_ids == expected[0].token_ids[:7]

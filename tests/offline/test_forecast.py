@@ -102,7 +102,7 @@ def test_a_plan_of_a_line_with_several_prompts(tmp_path, batch):
 
 def test_a_plan_takes_defaults_from_where_the_run_does(tmp_path, batch):
     (tmp_path / "g").mkdir()
-    (tmp_path / "g" / "generation_config.json").write_text('{"max_tokens": 9}')
+    (tmp_path / "g" / "generation_config.json").write_text('{"max_new_tokens": 9}')
     batch.columns = Columns(tokens="tokens")
     batch.settings.generation_config = str(tmp_path / "g")
     assert forecast(batch).longest == 9

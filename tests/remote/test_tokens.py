@@ -135,7 +135,7 @@ def test_a_classifier(model):
     stream = kinds.submit(np.array([1.0, 1, 2]))  # cast to what the class takes
     (out,) = [kinds.host(item) for item in stream.collect()]
     assert out.dtype == np.float32 and out.tolist() == [0.25, 0.25, 0.5] and stream.finish_reason is not None
-    for more in ({"max_tokens": 2}, {"params": GREEDY}, {"stop": [1]}):
+    for more in ({"max_tokens": 2}, {"params": GREEDY}, {"stop_rule": [1]}):
         with pytest.raises(InvalidRequest, match=f"one output for each input.*{next(iter(more))}"):
             kinds.submit(np.ones(3), **more)
 

@@ -72,7 +72,7 @@ PREFLIGHT = b"Access-Control-Request-Method: POST"
 
 def test_pages_of_any_origin(mock, route):
     a = mock("m", script=lambda r: [full(200, b"{}", b"Access-Control-Allow-Origin: https://other")])
-    router = route(a, cors="*")
+    router = route(a, allowed_origins="*")
     with router.wire() as wire:
         wire.send(
             b"OPTIONS /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\nAccess-Control-Request-Method: POST\r\n"
@@ -94,7 +94,7 @@ def test_pages_of_any_origin(mock, route):
 
 def test_pages_of_some_origins_and_without_the_option_what_upstreams_say(mock, route):
     a = mock("m", script=lambda r: [full(200, b"{}", b"Access-Control-Allow-Origin: https://theirs")])
-    router = route(a, cors="https://page.example")
+    router = route(a, allowed_origins="https://page.example")
     assert allowed(router.ask("/v1/completions", BODY, ORIGIN))["access-control-allow-origin"] == "https://page.example"
     assert allowed(router.ask("/v1/completions", BODY, b"Origin: https://evil.example")) == {"vary": "Origin"}
     plain = route(a)
@@ -103,7 +103,7 @@ def test_pages_of_some_origins_and_without_the_option_what_upstreams_say(mock, r
 
 def test_a_preflight_of_a_stranger_goes_no_further(mock, route):
     a = mock("m")
-    router = route(a, cors="https://page.example")
+    router = route(a, allowed_origins="https://page.example")
     for origin, wanted in (("https://page.example", 204), ("https://evil.example", 403)):
         with router.wire() as wire:
             wire.send(request("OPTIONS", "/v1/completions", None, f"Origin: {origin}".encode(), PREFLIGHT))
@@ -114,7 +114,7 @@ def test_a_preflight_of_a_stranger_goes_no_further(mock, route):
 
 def test_what_is_no_http_is_marked_too(mock, route):
     for cors in ("*", "https://page.example"):
-        with route(mock("m"), cors=cors).wire() as wire:
+        with route(mock("m"), allowed_origins=cors).wire() as wire:
             wire.send(b"GET / HTTP/1.1\r\nHost: x\r\n" + ORIGIN + b"\r\nX-A: b\r\nno header\r\n\r\n")
             answer = wire.answer()
         assert answer.status == 400 and allowed(answer)["access-control-allow-origin"] == cors
@@ -122,13 +122,13 @@ def test_what_is_no_http_is_marked_too(mock, route):
 
 def test_what_an_upstream_says_of_caches_is_kept(mock, route):
     a = mock("m", script=lambda r: [full(200, b"{}", b"Vary: Accept-Encoding", b"vary: Accept")])
-    router = route(a, cors="https://page.example")
+    router = route(a, allowed_origins="https://page.example")
     for line in (ORIGIN, b"X-A: b"):
         lines = [value for name, value in router.ask("/v1/completions", BODY, line).headers if name.lower() == b"vary"]
         assert lines == [b"Accept-Encoding, Accept, Origin"]
     a.script = lambda r: [full(200, b"{}", b"Vary: accept, origin")]
     assert allowed(router.ask("/v1/completions", BODY, ORIGIN))["vary"] == "accept, origin"
-    assert allowed(route(a, cors="*").ask("/v1/completions", BODY, ORIGIN))["vary"] == "accept, origin"
+    assert allowed(route(a, allowed_origins="*").ask("/v1/completions", BODY, ORIGIN))["vary"] == "accept, origin"
 
 
 def test_with_tibs_variables_any_page_may_ask(mock):

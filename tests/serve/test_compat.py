@@ -95,7 +95,7 @@ GIVEN = {  # the value, and what becomes of it
     "max_image_fetch_size": ("1000", NOTHING),
     "max_batch_prefill_tokens": ("512", {"max_num_batched_tokens": 512}),
     "max_batch_total_tokens": ("4096", {"tgi.max_batch_total_tokens": 4096}),
-    "max_num_seqs": ("5", {"max_num_seqs": 5}),
+    "max_batch_size": ("5", {"max_num_seqs": 5}),
     "waiting_served_ratio": ("1.2", {"tgi.waiting_served_ratio": 1.2}),
     "max_waiting_tokens": ("30", {"tgi.max_waiting_tokens": 30}),
     "hostname": ("127.0.0.2", {"host": "127.0.0.2"}),
@@ -294,7 +294,7 @@ def test_what_nobody_knows_is_unknown_with_compat_too(capsys):
         ({"max_input_tokens": "5", "max_input_length": "5"}, "--max-input-tokens and --max-input-length say the same"),
         ({"quantize": "gptq"}, "^--quantize gptq: .* --quantization int8"),
         ({"quantize": "int8"}, "^--quantize: expected one of awq"),
-        ({"max_num_seqs": "0"}, "^--max-batch-size: expected an integer >= 1; got '0'"),
+        ({"max_batch_size": "0"}, "^--max-batch-size: expected an integer >= 1; got '0'"),
         ({"validation_workers": "0"}, "^--validation-workers: expected an integer >= 1"),
         ({"waiting_served_ratio": "nan"}, "^--waiting-served-ratio: expected a number >= 0; got 'nan'"),
         ({"port": "65536"}, "^--port: expected an integer from 0 to 65535"),
@@ -363,14 +363,14 @@ def options(settings):
 
 
 def test_prompts_wait_if_one_of_the_two_flags_is_given():
-    assert "policy" not in options(tgi())
-    policy = options(tgi({"waiting_served_ratio": "1.5"}))["policy"]
+    assert "scheduling_policy" not in options(tgi())
+    policy = options(tgi({"waiting_served_ratio": "1.5"}))["scheduling_policy"]
     assert isinstance(policy, WaitingServed) and (policy.ratio, policy.patience) == (1.5, 20)
     assert isinstance(policy.order, Priority)
-    policy = options(tgi({"max_waiting_tokens": "7"}))["policy"]
+    policy = options(tgi({"max_waiting_tokens": "7"}))["scheduling_policy"]
     assert (policy.ratio, policy.patience) == (0.3, 7)
-    assert options(tgi({"max_waiting_tokens": "7"}, scheduling_policy="fcfs"))["policy"] == "fcfs"
-    several = options(tgi({"max_waiting_tokens": "7"}, api_key=["a", "b"]))["policy"]
+    assert options(tgi({"max_waiting_tokens": "7"}, scheduling_policy="fcfs"))["scheduling_policy"] == "fcfs"
+    several = options(tgi({"max_waiting_tokens": "7"}, api_key=["a", "b"]))["scheduling_policy"]
     assert isinstance(several.order, Fair)
     for other in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):  # to another process; to begin again
         assert (other.ratio, other.patience) == (0.3, 7) and other.rank.__self__ is other.order is not policy.order

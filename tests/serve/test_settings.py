@@ -310,7 +310,7 @@ def test_settings_become_options_of_the_engine():
         block_size=32,
         kv_cache_memory_bytes=3 << 29,
         enable_prefix_caching=False,
-        policy="fcfs",
+        scheduling_policy="fcfs",
         max_num_queued_reqs=9,
         pause_after=6,
         restart="on_failure",
@@ -319,8 +319,8 @@ def test_settings_become_options_of_the_engine():
     child = opening.options(settings(restart=True, pause_after="0"), tenants)
     assert child["restart"] == "on_failure" and "pause_after" not in child
     assert engine_options(settings(stall_after="0"))["stall_after"] is None
-    assert child["policy"] == "shares"
-    assert "policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
+    assert child["scheduling_policy"] == "shares"
+    assert "scheduling_policy" not in opening.options(settings(), tenants_of(settings(api_key=["a"])))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_a_grid_is_a_line_for_each(sim, trace, tmp_path):
     table = [line.split()[:4] for line in lines[3:9]]
     assert table == [[p, r, "60", "40"] for p in ("fcfs", "fair", "priority:age=5") for r in ("2", "4")]
     data = json.loads(file.read_text())
-    assert [run["setup"]["rows"] for run in data["runs"]] == [2, 4] * 3
+    assert [run["setup"]["max_num_seqs"] for run in data["runs"]] == [2, 4] * 3
     assert data["trace"] == {"name": "trace.csv", "requests": 40, "seconds": 39.0}
     one = data["runs"][0]
     assert one["served"] == 40 and one["ttft"]["p50"] <= one["ttft"]["p99"] and one["itl"]["p50"] > 0
@@ -110,11 +110,11 @@ def test_a_picture_without_the_library(sim, trace, tmp_path, monkeypatch):
         (["TRACE", "--synthetic", "5"], 2, "give a TRACE or --synthetic N"),
         (["TRACE", "--repeat", "0"], 2, "--repeat must be at least 1; got 0"),
         (["TRACE", "--speed", "0"], 2, "--speed must be above 0"),
-        (["TRACE", "--max-num-seqs", "0"], 1, "rows must be at least 1; got 0"),
+        (["TRACE", "--max-num-seqs", "0"], 1, "max_num_seqs must be at least 1; got 0"),
         (
             ["TRACE", "--max-num-seqs", "99", "--max-num-batched-tokens", "50"],
             1,
-            "expected a budget of at least 99; got 50",
+            "expected max_num_batched_tokens of at least 99; got 50",
         ),
         (["TRACE", "--scheduling-policy", "best"], 1, "No policy is called 'best': expected one of fair, fcfs, "),
         (

@@ -147,7 +147,7 @@ def test_feeds():
     "wrong, message",
     [
         ({"order": "best"}, "order must be one of file, composed, or None; got 'best'"),
-        ({"order": "file", "policy": "fair"}, "expected the policy fcfs with order='file'; got 'fair'"),
+        ({"order": "file", "scheduling_policy": "fair"}, "expected scheduling_policy='fcfs' with order='file'; got 'fair'"),
         (
             {"order": "composed", "max_num_queued_reqs": 5},
             "expected no max_num_queued_reqs with order='composed'; got 5",
@@ -198,7 +198,7 @@ def test_the_command(capsys, tmp_path):
         (["--window", "9"], 2, "--window goes with --order composed"),
         (["--order", "file", "--window", "9"], 2, "--window goes with --order composed"),
         (["--order", "composed", "--window", "0"], 1, "window must be at least 1; got 0"),
-        (["--order", "composed", "--scheduling-policy", "fair"], 1, "expected the policy fcfs"),
+        (["--order", "composed", "--scheduling-policy", "fair"], 1, "expected scheduling_policy='fcfs'"),
         (["--order", "file", "--max-num-queued-reqs", "5"], 1, "expected no max_num_queued_reqs"),
     ],
 )

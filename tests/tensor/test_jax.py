@@ -35,7 +35,7 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
     sizes = dict(max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64)  # so that the load meets all shapes
     with LLM("tiny", backend="jax", enable_prefix_caching=False, **sizes) as llm:
 
-        def load_backend(lengths):
+        def load(lengths):
             for some in ([n] for n in lengths), zip(lengths, reversed(lengths), strict=True), [lengths]:
                 for together in some:
                     prompts = [random.integers(3, 200, n).tolist() for n in together]
@@ -47,9 +47,9 @@ def test_a_load_like_one_that_came_before_compiles_nothing():
             return llm.backend.compilations
 
         before = llm.backend.compilations
-        first = load_backend([3, 40, 17, 90, 5, 33])
+        first = load([3, 40, 17, 90, 5, 33])
         assert first > before  # the counter does count
-        assert load_backend([7, 61, 2, 100, 24, 12]) == first
+        assert load([7, 61, 2, 100, 24, 12]) == first
 
 
 MODELS = """

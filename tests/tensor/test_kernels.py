@@ -143,7 +143,7 @@ class Entry:
     def __init__(self, name, found):
         self.name, self.found = name, found
 
-    def load_backend(self):
+    def load(self):
         return self.found
 
 

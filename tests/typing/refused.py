@@ -48,7 +48,7 @@ LLM("tiny", max_batch=3)  # refused
 LLM(3)  # refused
 SamplingParams(temprature=1.0)  # refused
 SamplingParams(seed="three")  # refused
-engine.run([1], max_tokens=3)  # refused
+engine.run([1], max_new_tokens=3)  # refused
 engine.run(3)  # refused
 text: str = next(engine.run([1]))  # refused
 stream: ItemStream[str] = engine.run([1])  # refused

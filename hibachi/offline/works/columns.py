@@ -16,6 +16,7 @@ from hibachi.request import SamplingParams
 
 PROMPTS = ("prompt", "text")  # columns that are taken for prompts, if none is named
 PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
+NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion over HTTP
 _INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs")
 _TEXTS = ("stop", "bad_words")
 _LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias")
@@ -132,9 +133,11 @@ class Asked:
 
 
 class Asking:
-    """Reads rows by `Columns`. defaults: parameters that nobody names. Distinct sets of parameters are made once."""
+    """Reads rows by `Columns`. defaults: parameters of rows that do not say them; without a limit: NEW_TOKENS. Distinct sets of parameters are made once."""
 
     def __init__(self, columns: Columns, defaults: SamplingParams) -> None:
+        if defaults.max_tokens is None:
+            defaults = defaults.with_(max_tokens=NEW_TOKENS)
         self._columns, self._defaults = columns, defaults.with_(**columns.params)
         self._known: dict[str, SamplingParams] = {}
         self._template = None if columns.template is None else _parsed(columns.template)
