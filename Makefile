@@ -25,7 +25,7 @@ help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO)/installed  ## watch continuous batching, on NumPy
-	@$(DEMO)/bin/hibachi demo $(ARGS)
+	@$(DEMO)/bin/hibachi demo --backend numpy $(ARGS)
 
 chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on PyTorch
 	@.venv/bin/hibachi chat --model .smollm2 --backend torch $(ARGS)

@@ -1,4 +1,4 @@
-"""What is made once for a machine and kept: where, and how a file comes to be there whole or not at all."""
+"""The folder for files that are made once for a machine and kept, and how a file gets there whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/hibachi, else ~/.cache/hibachi; perhaps not there yet. Raises OSError for a user without home."""
+    """The folder $XDG_CACHE_HOME/hibachi, else ~/.cache/hibachi; it may not exist yet. Raises OSError for a user
+    without a home.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hibachi"
     except RuntimeError as e:
@@ -15,9 +17,10 @@ def cache_folder() -> Path:
 
 
 def move(made: Path, to: Path) -> None:
-    """Put a file that was written under another name in its place. Raises OSError.
+    """Move a file that was written under another name into its place. Raises OSError.
 
-    It is on the disk before it has the name: else a machine that goes down leaves a file of that name without contents.
+    The contents are flushed to disk before the file gets its name; otherwise a machine that goes down could leave an
+    empty file of that name.
     """
     with made.open("rb+") as file:
         os.fsync(file.fileno())

@@ -37,13 +37,13 @@ import re
 from typing import Any
 
 MOST_SHOWN = 200  # characters of a value that a message repeats
-MOST_WORDS = 2000  # characters of somebody else's message
-# What steers a terminal (C0, DEL, C1), ends a line, or turns the order of what is shown around.
+MOST_WORDS = 2000  # characters of another library's message
+# Characters that steer a terminal (C0, DEL, C1), ends a line, or turns the order of what is shown around.
 _STEERS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class HibachiError(Exception):
-    """Root of all errors raised by hibachi. They can be pickled; what becomes of `__cause__` then is its text."""
+    """Root of all errors that hibachi raises. They can be pickled; `__cause__` is then kept as its text."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain: Any = super().__reduce__()
@@ -52,7 +52,7 @@ class HibachiError(Exception):
 
 
 def restored(kind: type[HibachiError], args: tuple[Any, ...], attributes: dict[str, Any], cause: str | None) -> Any:
-    """An error as it was pickled, whatever its class wants to be made of. cause: the text of its `__cause__`."""
+    """Rebuild an error that was pickled, whatever arguments its class takes. cause: the text of its `__cause__`."""
     error = kind.__new__(kind, *args)
     super(HibachiError, error).__init__(*args)
     error.__setstate__(attributes)
@@ -61,7 +61,7 @@ def restored(kind: type[HibachiError], args: tuple[Any, ...], attributes: dict[s
 
 
 def shown(value: object) -> str:
-    """A value that a caller gave, for a message: its repr, if it has one, and no more than the beginning of it."""
+    """A value that a caller gave, as a message repeats it: the beginning of its repr."""
     try:
         text = repr(value)
     except BaseException:  # of a class of the caller's own, or of an integer of more digits than Python writes
@@ -70,15 +70,16 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """For a terminal, of what files, rows or servers say: characters that would steer it become escapes such as \\x1b.
+    """Text of files, rows or servers made safe for a terminal: characters that would steer it become escapes such as
+    \\x1b.
 
-    lines: it may have several, so line feeds stay.
+    lines: the text may have several lines, so line feeds are kept.
     """
     return _STEERS.sub(lambda m: m[0] if lines and m[0] == "\n" else m[0].encode("unicode_escape").decode(), text)
 
 
 def text_of(error: BaseException) -> str:
-    """Type and message, also of one that was written by others and whose message cannot be had."""
+    """Type and message of an exception, also of a foreign one whose message cannot be read."""
     try:
         words = str(error)
     except BaseException:  # whatever its author likes to raise
@@ -121,7 +122,7 @@ class ModelError(ModelFault):
 
 
 class RequestError(HibachiError):
-    """A request that is refused at the call that made it, or that ran out of time."""
+    """A request was refused by the call that made it, or ran out of time."""
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -129,15 +130,15 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class PromptTooLong(RequestError, ValueError):
-    """The prompt, or the prompt and what was asked for, does not fit into the context or the cache."""
+    """The prompt, or the prompt plus the tokens asked for, does not fit into the context or the cache."""
 
 
 class QueueFull(RequestError):
-    """As many requests wait as the engine was allowed to keep. Nothing was queued; try again later."""
+    """The queue already holds as many requests as it may. Nothing was queued; try again later."""
 
 
 class DeadlineExceeded(RequestError, TimeoutError):
-    """The time that the request was given is over, in the queue or while it ran. Tokens before it stay readable."""
+    """The request's time is over, in the queue or while it ran. Tokens that came before stay readable."""
 
 
 class EngineError(HibachiError):
@@ -153,11 +154,15 @@ class EngineFailed(EngineError):
 
 
 class InternalError(EngineError):
-    """A defect of hibachi ended this one request; the original is `__cause__`. Others go on. Please report it."""
+    """A defect of hibachi ended this one request; the original is `__cause__`. Other requests go on. Please report
+    it.
+    """
 
 
 class NotDeterministic(EngineError):
-    """The loaded model computes other bits for a request when others share its batch; see docs/determinism.md."""
+    """The loaded model computes other bits for a request when other requests share its batch; see
+    docs/determinism.md.
+    """
 
 
 class OutOfCapacity(EngineError):
@@ -193,7 +198,7 @@ class InvalidModelFiles(ConfigError):
 
 
 class InvalidTrace(ConfigError):
-    """A trace of requests cannot be read, or not be replayed with these sizes."""
+    """A trace of requests cannot be read, or cannot be replayed with these sizes."""
 
 
 class MissingExtra(ConfigError, ImportError):

@@ -1,6 +1,6 @@
-"""Entry points of the packages that are installed.
+"""Entry points of the installed packages.
 
-To look through all packages takes some 10 ms, so it is done once, and again when a folder that Python imports from has
+Looking through all packages takes some 10 ms, so it is done once, and again when a folder that Python imports from has
 changed.
 """
 
@@ -20,12 +20,12 @@ def entry_points(*, group: str) -> metadata.EntryPoints:
 
 @lru_cache(maxsize=1)
 def _all(places: tuple[tuple[str, int], ...]) -> Any:
-    """All groups; of a type that depends on the version of Python, but can always `select`."""
+    """All groups of entry points. Their type depends on the version of Python, but always has `select`."""
     return metadata.entry_points()
 
 
 def _changed(place: str) -> int:
-    """When something was last put into a folder, or taken out; 0: there is none."""
+    """When a folder's contents last changed; 0 means there is no such folder."""
     try:
         return os.stat(place or ".").st_mtime_ns
     except OSError:

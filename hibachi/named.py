@@ -1,4 +1,4 @@
-"""What `package.module:Name` and `path/to/file.py:Name` name."""
+"""Finds the object that `package.module:Name` or `path/to/file.py:Name` names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _METHODS = {"forward", "logits", "step"}
 
 
 def is_named(spec: str) -> bool:
-    """Does it have the form of such a name? The path of a folder, a GGUF file and a name on the Hub do not.
+    """Whether a text has the form of such a name. A folder, a GGUF file and a name on the Hub do not.
 
-    The path of a Python file does, though the name in it is missing: `object_named` says which there are.
+    The path of a Python file counts although the name in it is missing: `object_named` then says which names there are.
     """
     if spec.endswith(".py"):
         return Path(spec).is_file()
@@ -33,7 +33,9 @@ def is_named(spec: str) -> bool:
 
 
 def object_named(spec: str) -> Any:
-    """What `package.module:Name` or `path/to/file.py:Name` names; dots in Name go into classes. Raises ConfigError."""
+    """The object that `package.module:Name` or `path/to/file.py:Name` names; dots in Name go into classes. Raises
+    ConfigError.
+    """
     module_name, colon, attribute = ("", "", "") if spec.endswith(".py") else spec.rpartition(":")
     if not colon or not module_name or not attribute:
         if is_named(spec):
@@ -61,17 +63,19 @@ def object_named(spec: str) -> Any:
 
 
 def place(module: str) -> str:
-    """Where something is defined, as people know it: of a file the path, else the module."""
+    """Where an object is defined: the path of its file if it came from a file, else its module."""
     return str(_path(module) or module)
 
 
 def look_here() -> None:
-    """From now on modules in the working directory can be imported, where no other has their name."""
+    """Make modules in the working directory importable where no other module has their name."""
     _see(Path.cwd())
 
 
 def _models(path: Path) -> list[str]:
-    """The classes in a file that have a method of a model, perhaps from a base in the same file. Nothing is run."""
+    """The classes in a file that have a method of a model, possibly from a base class in the same file. Nothing is
+    run.
+    """
     try:
         found = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.ClassDef)]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # importing the file says what it is
@@ -129,19 +133,19 @@ def _file(path: Path) -> ModuleType:
 
 
 def _private(path: Path) -> str:
-    """The name of a file's module: no other module has it, and it tells the path. An identifier, as some expect one."""
+    """The name of a file's module: an identifier that no other module has, made from the path."""
     return _FILE + re.sub("[^a-zA-Z0-9]", lambda m: f"_{ord(m[0]):x}_", str(path))
 
 
 def _path(module: str) -> Path | None:
-    """The file whose module has this name; None: it is not one of ours."""
+    """The file whose module has this name; None means the name is not one of ours."""
     if not module.startswith(_FILE):
         return None
     return Path(re.sub("_([0-9a-f]+)_", lambda m: chr(int(m[1], 16)), module.removeprefix(_FILE)))
 
 
 class _Files(importlib.abc.MetaPathFinder):
-    """Finds the files behind private names, also for pickle in another process than the one that named the file."""
+    """Import finder for files behind private names, so that pickle finds them in another process too."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

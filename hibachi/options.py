@@ -1,4 +1,4 @@
-"""An option that is misspelt is answered with the nearest name, one with an older name with the new one."""
+"""Names of options: a misspelt one is answered with the nearest name, an old one with its new name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RENAMED: dict[str, str] = {
 
 
 def renamed(name: str, known: Iterable[str]) -> str | None:
-    """What an option that had this name is called now, if it is one of `known`."""
+    """The new name of an option that was renamed, if it is one of `known`."""
     new = RENAMED.get(name)
     return new if new is not None and new in known else None
 
@@ -48,7 +48,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def spelled(init: F) -> F:
-    """For a function whose options are keywords: raises ConfigError for one that it does not have."""
+    """Decorator for functions with keyword options: an unknown keyword raises ConfigError and names the nearest
+    option.
+    """
     parameters = inspect.signature(init).parameters
     known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     every = {*parameters}
@@ -64,7 +66,7 @@ def spelled(init: F) -> F:
 
 
 def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
-    """The same for options that are passed on. Raises ConfigError."""
+    """Check options that are passed on to another function. Raises ConfigError for an unknown name."""
     if unknown := options.keys() - set(known):
         raise ConfigError(_told(what, min(unknown), known))
 

@@ -9,6 +9,7 @@ Nothing here fails the work: if the terminal goes away, nothing is shown any mor
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self, TextIO
 
+INTERRUPTED = 130  # exit status, as shells report a program that Ctrl-C ended
 SHOW_AFTER = 1.0  # seconds of work until its phase is shown: what ends before does not flicker
 _TICK = 0.2  # seconds from one drawing of a phase to the next
 _PAUSE = 0.5  # a phase that begins so soon after another belongs to the same piece of work
@@ -61,24 +63,57 @@ def phase(what: str, total: int | None = None, unit: str = "", measure: Callable
     """Report a part of work that may take longer than a second: `with phase("reading weights", 30, "layers") as p:`.
 
     A user sees it while a command shows phases (`showing_phases`), and the innermost one only; else it costs a
-    microsecond. total: of what `update` counts, in `unit`; None: unknown. measure: counts instead of `update`, called
-    from another thread whenever the phase is drawn; it must not raise.
+    microsecond. total: of what `update` counts, in `unit`; None means unknown. measure: counts instead of `update`,
+    called from another thread whenever the phase is drawn; it must not raise.
     """
     return Phase(what, total, unit, measure)
 
 
 @contextmanager
 def showing_phases(file: TextIO | None = None) -> Iterator[None]:
-    """Show all phases of this process on a terminal; on anything else nothing is shown. file: None: standard error."""
+    """Show the phases of this process, which runs a command, on a terminal; on anything else nothing is shown.
+
+    file: None means standard error.
+    """
     out = Output(file)
-    if not is_live(out.file) or _phases.shown:
-        yield
-        return
-    _phases.show(out)
+    before, _phases.command = _phases.command, True
+    drawn = is_live(out.file) and not _phases.shown
+    if drawn:
+        _phases.show(out)
     try:
         yield
     finally:
+        _phases.command = before
+        if drawn:
+            _phases.hide()
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process of a command without cleaning up: for work whose threads cannot be interrupted.
+
+    Elsewhere, and where Ctrl-C does not raise KeyboardInterrupt, this changes nothing.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if not (here and _phases.command and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield
+        return
+
+    def end(*_: object) -> None:
         _phases.hide()
+        Output().write("\n")  # the terminal wrote ^C into the line
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def in_command() -> bool:
+    """Does this process run a command, so that nothing but its own lines may appear?"""
+    return _phases.command
 
 
 def phases_shown() -> bool:
@@ -101,6 +136,7 @@ class _Phases:
         self._changed = threading.Event()
         self._since = self._ended = 0.0
         self._drawn = False
+        self.command = False  # this process runs a command
 
     @property
     def shown(self) -> bool:
@@ -191,7 +227,7 @@ def _number(text: str | None) -> int:
 
 
 class Output:
-    """Writes to a file for as long as that works. file: None: standard error."""
+    """Writes to a file for as long as that works. file: None means standard error."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self.file: TextIO = sys.stderr if file is None else file

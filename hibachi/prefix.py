@@ -1,9 +1,10 @@
-"""Prompts that share a beginning: found, grouped, computed once, and gone on with from keys and values of elsewhere.
+"""Prefix sharing by hand: find and group common beginnings, compute them once, and go on from keys and values of
+another engine.
 
-The names and meanings are those of kvboost's batch module; the results are those of a run without any sharing. What
-requests have in common is found by the engine, block by block, among all that it has computed, so nothing here needs
-to be called for prefixes to be shared: `generate_many` only puts the prompts into the best order. What would reuse
-keys and values where they are not those of the model (at another position, after other tokens) is refused.
+Names and meanings are those of kvboost's batch module; results are those of a run without sharing. The engine finds
+shared beginnings itself, block by block, among everything that it has computed. So nothing here is needed for sharing:
+`generate_many` only puts the prompts into the best order. Reuse of keys and values that are not the model's own (at
+another position, after other tokens) is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ID_BYTES = 4  # of an id, in what is hashed
 
 
 def find_common_chunk_prefix(all_token_ids: Sequence[Iterable[int]], chunk_size: int) -> int:
-    """How many tokens all prompts begin with, in whole chunks; 0 for none, and of a single prompt its own length.
+    """Number of tokens that all prompts begin with, in whole chunks. 0 means none; for a single prompt it is its
+    length.
 
     Raises InvalidRequest for a chunk_size below 1.
     """
@@ -60,10 +62,10 @@ def find_common_chunk_prefix(all_token_ids: Sequence[Iterable[int]], chunk_size:
 def group_by_prefix(
     prompts: Sequence[Prompt], token_ids_list: Sequence[Iterable[int]], chunk_size: int, n_prefix_chunks: int = 3
 ) -> dict[str, list[int]]:
-    """Which prompts agree in their first `n_prefix_chunks` chunks: {hash of these tokens: numbers of prompts}.
+    """Group prompts that agree in their first `n_prefix_chunks` chunks: {hash of these tokens: indices of the prompts}.
 
-    Groups come in the order of their first prompts, prompts in theirs; those without tokens are the group "empty".
-    Prompts of different groups may have a prefix in common all the same, and the engine shares it. Raises
+    Groups come in the order of their first prompts, and prompts in the order given. Prompts without tokens form the
+    group "empty". Prompts of different groups may still have a prefix in common, and the engine shares it. Raises
     InvalidRequest.
     """
     _check_least("chunk_size", chunk_size)
@@ -80,9 +82,10 @@ def group_by_prefix(
 def pad_and_mask(
     suffix_ids_list: Sequence[Iterable[int]], pad_token_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The lists filled up on the right to the longest, and masks: 1 for a token, 0 for padding. 0 is an id like others.
+    """Pad the lists on the right to the longest, and make masks: 1 for a token, 0 for padding.
 
-    The engine needs neither, as it packs rows of any length. Raises InvalidRequest for no lists, or an id that is none.
+    The padding id is 0, which is also an ordinary id. The engine needs neither padding nor masks, as it packs rows of
+    any length. Raises InvalidRequest for an empty list of lists, or for an element that is not a token id.
     """
     rows = [_ids(ids) for ids in suffix_ids_list]
     if not rows:
@@ -94,23 +97,26 @@ def pad_and_mask(
 
 
 def content_hash_from_tokens(token_ids: Iterable[int]) -> str:
-    """SHA-256 of the ids as four bytes each, the lowest first. Raises InvalidRequest for one outside 0 to 2^32 - 1."""
+    """SHA-256 of token ids, each as four bytes, little-endian. Raises InvalidRequest for an id outside 0 to 2^32 -
+    1.
+    """
     return sha256(_hashed(token_ids)).hexdigest()
 
 
 def chained_hash(token_ids: Iterable[int], parent: str | None = None, *, fingerprint: str = "") -> str:
-    """The name of a chunk after another: SHA-256 of `parent` (None: "root") and of the ids.
+    """SHA-256 of `parent` (None means "root") and of a chunk's token ids: names the chunk together with all chunks
+    before it.
 
-    fingerprint: of the model that keys and values are of, with its adapter and dtype; others give other names. Without
-    one the name says nothing about the model. Raises InvalidRequest as `content_hash_from_tokens`.
+    fingerprint: identifies the model, adapter and dtype of the keys and values; a different fingerprint gives different
+    names. Without one the name says nothing about the model. Raises InvalidRequest as `content_hash_from_tokens` does.
     """
     salt = sha256(fingerprint.encode()).digest() if fingerprint else b""
     return sha256(salt + (parent or "root").encode() + _hashed(token_ids)).hexdigest()
 
 
 def broadcast_kv(kv: KV, batch_size: int) -> tuple[tuple[Array, Array], ...]:
-    """[1, heads, S, dim] of each layer as [batch_size, heads, S, dim]: a view on NumPy and PyTorch (stride 0, the same
-    memory), a copy where a library has no views (JAX).
+    """Expand [1, heads, S, dim] of each layer to [batch_size, heads, S, dim]: a view on NumPy and PyTorch (stride 0,
+    the same memory), a copy where a library has no views (JAX).
 
     The engine never does this: rows that share a prefix read the same blocks. Raises InvalidRequest.
     """
@@ -141,12 +147,13 @@ def generate_many(
     mode: str = "prefix_cache",
     recompute_strategy: str | None = None,
 ) -> list[Completion]:
-    """`llm.generate`, where prompts that begin alike stand together in the queue: each prefix is computed once, also
-    where the cache does not hold all of them. Results in the order of `prompts`, each with its own parameters.
+    """`llm.generate` with prompts that begin alike placed together in the queue, so that each prefix is computed once,
+    even where the cache cannot hold all prefixes. Results come in the order of `prompts`; each prompt has its own
+    parameters.
 
-    mode: "prefix_cache", or "baseline": every prompt is computed on its own. Ways of approximate reuse,
-    kvboost's "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend", raise UnsupportedOperation. Raises
-    what `llm.generate` raises.
+    mode: "enable_prefix_caching", or "baseline", which computes every prompt on its own. Approximate reuse (kvboost's
+    "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend") raises UnsupportedOperation. Raises what
+    `llm.generate` raises.
     """
     alone = _alone(mode, recompute_strategy)
     ids = [llm.prompts.given(prompt) for prompt in prompts]
@@ -162,8 +169,11 @@ def generate_many(
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify_correctness` found. differing: numbers of prompts whose tokens were others with the cache.
-    difference: the largest of a log-probability. reused: of each prompt, tokens that were found the second time."""
+    """Result of `verify_correctness`.
+
+    differing: indices of prompts whose tokens differed with the cache. difference: the largest difference of a
+    log-probability. reused: for each prompt, tokens found in the cache the second time.
+    """
 
     differing: list[int]
     difference: float
@@ -180,7 +190,8 @@ def verify_correctness(
 ) -> Verified:
     """Answer prompts without the prefix cache, then twice with it, and compare tokens and log-probabilities.
 
-    params: None: greedy, 16 tokens; without a seed, 0. tolerance: None: 0 where the engine is deterministic, else 1e-3.
+    params: None means greedy, 16 tokens; the seed is 0 unless given. tolerance: None means 0 where the engine is
+    deterministic, else 1e-3.
     """
     p = as_params(params, GREEDY)
     p = p.with_(logprobs=p.logprobs or 0, seed=p.seed or 0)
@@ -200,15 +211,15 @@ def verify_correctness(
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of the prefix cache. Blocks have `block_size` tokens; counters run from the start of the engine."""
+    """A snapshot of the prefix cache. A block holds `block_size` tokens; counters run from the start of the engine."""
 
     blocks: int
-    free_blocks: int  # that can be had, `cached_blocks` among them
-    cached_blocks: int  # that nobody holds, with contents that may serve again
+    free_blocks: int  # available blocks, including `cached_blocks`
+    cached_blocks: int  # blocks that no request holds, whose contents may be found again
     block_size: int
-    tokens_asked: int  # of requests that started and might have shared
-    tokens_found: int  # of these, those that were in the cache
-    evictions: int  # blocks with such contents that were taken for something else
+    tokens_asked: int  # prompt tokens of started requests that were allowed to share
+    tokens_found: int  # of these, tokens found in the cache
+    evictions: int  # cached blocks that were reused for other contents
 
     @property
     def hit_rate(self) -> float:
@@ -222,7 +233,7 @@ def cache_stats(llm: Texts | BatchEngine[Any]) -> CacheStats:
 
 
 def reset_cache(llm: Texts | BatchEngine[Any]) -> None:
-    """Forget all prefixes: who comes now shares nothing that was computed before. Requests that run are not disturbed.
+    """Forget all prefixes: later requests share nothing that was computed before. Running requests are not disturbed.
 
     Returns when it is done. Raises EngineClosed or EngineFailed.
     """
@@ -234,8 +245,11 @@ def reset_cache(llm: Texts | BatchEngine[Any]) -> None:
 
 
 class Prefilled(NamedTuple):
-    """kv: (keys, values) of each layer, NumPy's float32 [B, kv_heads, S, dim], zeros behind the end of a row.
-    first_tokens: one for each row. lengths: tokens of each prompt."""
+    """Keys, values and first tokens that `prefill` computed.
+
+    kv: (keys, values) of each layer, NumPy float32 [B, kv_heads, S, dim], zeros behind the end of a row. first_tokens:
+    one for each row. lengths: tokens of each prompt.
+    """
 
     kv: list[tuple[HostArray, HostArray]]
     first_tokens: list[int]
@@ -249,9 +263,9 @@ def prefill(
     *,
     backend: str | ArrayBackend | None = None,
 ) -> Prefilled:
-    """Compute prompts, and hand out their keys and values and the first token after each: what `batched_decode` takes.
+    """Compute prompts and return their keys, values and first tokens: the input of `batched_decode`.
 
-    model, backend: as for `batched_decode`. params: None: greedy. Raises what that raises.
+    model, backend: as for `batched_decode`. params: None means greedy. Raises what `batched_decode` raises.
     """
     prompts = [_ids(ids) for ids in token_ids]
     each = [as_params(p, GREEDY) for p in _for_each(params, len(prompts), "SamplingParams")]
@@ -278,22 +292,24 @@ def batched_decode(
     return_kv: bool = False,
     backend: str | ArrayBackend | None = None,
 ) -> tuple[list[list[int]], list[tuple[Array, Array]] | None]:
-    """Go on from keys and values that were computed elsewhere: (the new token ids of each row, keys and values).
+    """Decode from keys and values that were computed elsewhere. Returns (the new token ids of each row, keys and
+    values).
 
     model: an `LLM` or `RemoteLLM`, an engine, or a model of level 2, which gets an engine for this call.
     past_kv: (keys, values) of each layer, floats [B, kv_heads, S, dim] of any library, as the model's `step` gives them
     to `attend` (keys with their positions in them, for our decoders and for transformers' Llama); position i of a row
-    is its token i. They are rounded to the dtype of the model's cache. first_tokens [B]: drawn already from the last
-    logits of each row; they come first in the result and count as generated.
-
-    lengths: how many positions of each row are real, from 1 to S; None: as many as token_ids, else all. token_ids: what
-    they are of. Only where these are given may other requests find the blocks in the prefix cache: they must be right.
-    params: for all rows, or one for each; None: greedy. max_tokens: in the place of their max_tokens, first token
-    included. eos_token_id: one or several, in the place of the model's own. A stop token is part of the result.
-    Each row ends by its own stop tokens, limit and parameters, and has the tokens that it would have alone.
-
+    is its token i. They are rounded to the dtype of the model's cache.
+    first_tokens: [B], already drawn from the last logits of each row. They come first in the result and count as
+    generated.
+    lengths: real positions of each row, from 1 to S; None means as many as token_ids, else all S.
+    token_ids: the token ids of these positions, which must be right. Without them no other request can find these
+    blocks in the prefix cache.
+    params: for all rows, or one for each; None means greedy.
+    max_tokens: used in place of `params.max_tokens`; it counts the first token.
+    eos_token_id: one or several, in place of the model's own. A stop token is part of the result. Each row ends by its
+    own stop tokens, limit and parameters, and gets the tokens that it would get alone.
     return_kv: also return (keys, values) of each layer, [B, kv_heads, S_total, dim], in the library and dtype of
-    past_kv: of all tokens but the last of each row, zeros behind them; else None.
+    past_kv, for all tokens but the last of each row, with zeros behind them. Otherwise None is returned in their place.
 
     Raises InvalidRequest, PromptTooLong, UnsupportedOperation for a model without a cache or with recurrent states, and
     what the engine raises.
@@ -304,7 +320,8 @@ def batched_decode(
         _check_least("max_tokens", max_tokens)
         each = [p.with_(max_tokens=max_tokens, min_tokens=min(p.min_tokens, max_tokens)) for p in each]
     layers = [tuple(layer) for layer in past_kv]
-    longest = _tokens_of(layers) + max((p.max_tokens or 0 for p in each), default=0)
+    limits = [n for p in each if (n := p.max_tokens) is not None]
+    longest = _tokens_of(layers) + max(limits, default=0) if len(limits) == len(each) else None
     with _engine(model, backend, layers, len(firsts), longest) as (engine, own_eos):
         host = _rows_of(layers, len(firsts), engine.facts)
         ids = _prompts(token_ids, lengths, len(firsts), host[0][0].shape[2])
@@ -333,7 +350,7 @@ def _check_least(name: str, value: Any) -> None:
 
 
 def _integers(given: Any, what: str) -> list[int]:
-    """Of a list, or of an array [n] or [n, 1] of any library. Raises InvalidRequest."""
+    """Integers from a list, or from an array [n] or [n, 1] of any library. Raises InvalidRequest."""
     try:
         found = given
         if not isinstance(given, (list, tuple)) and hasattr(given, "dtype"):
@@ -361,7 +378,7 @@ def _hashed(token_ids: Iterable[int]) -> bytes:
 
 
 def _for_each(given: Any, n: int, what: str) -> list[Any]:
-    """One for all of n, or one for each, as a list. Raises InvalidRequest."""
+    """A list with one value for each of n rows, from one value for all or one for each. Raises InvalidRequest."""
     each = list(given) if isinstance(given, Sequence) else [given] * n
     if len(each) != n:
         raise InvalidRequest(f"Expected one {what}, or one for each of {n} rows; got {len(each)}.")
@@ -375,7 +392,7 @@ APPROXIMATE: Mapping[str, tuple[str, ...]] = {
 
 
 def _alone(mode: str, recompute_strategy: str | None) -> bool:
-    """Is every prompt computed on its own? Raises UnsupportedOperation, InvalidRequest."""
+    """Whether the mode computes every prompt on its own. Raises UnsupportedOperation or InvalidRequest."""
     strategy = "none" if recompute_strategy is None else recompute_strategy
     for name, value, exact in (
         ("recompute_strategy", strategy, ("none",)),
@@ -393,12 +410,12 @@ def _alone(mode: str, recompute_strategy: str | None) -> bool:
 
 
 def _unshared(terms: Any) -> Terms:
-    """The same under a salt that nobody else has."""
+    """The same parameters under a cache salt that no other request has."""
     return replace(as_terms(terms), cache_salt=secrets.token_hex(16))
 
 
 def _answers(llm: Texts, prompts: Sequence[Prompt], params: SamplingParams, terms: Any) -> list[tuple[Completion, int]]:
-    """Of each prompt what was answered, and how many of its tokens were found in the cache."""
+    """The answer to each prompt, and how many of its tokens were found in the cache."""
     streams = llm.submit(prompts, params, terms=terms)
     try:
         for stream in streams:
@@ -411,7 +428,7 @@ def _answers(llm: Texts, prompts: Sequence[Prompt], params: SamplingParams, term
 
 
 def _farthest(a: Completion, b: Completion) -> float:
-    """The largest difference of a log-probability of two answers with the same tokens."""
+    """The largest difference of a log-probability between two answers with the same tokens."""
     pairs = [
         (x[i], y[i])
         for one, other in zip(a.choices, b.choices, strict=True)
@@ -423,16 +440,17 @@ def _farthest(a: Completion, b: Completion) -> float:
 
 @contextmanager
 def _engine(
-    model: Any, backend: Any, layers: Sequence[Any], rows: int, longest: int
+    model: Any, backend: Any, layers: Sequence[Any], rows: int, longest: int | None
 ) -> Iterator[tuple[BatchEngine[Any], tuple[int, ...]]]:
-    """The engine of a model, and the tokens that end its texts; one for this time, if it has none. Raises
-    InvalidRequest, UnsupportedOperation."""
+    """The engine of a model and its stop tokens; a model without an engine gets a temporary one. Raises InvalidRequest
+    or UnsupportedOperation.
+    """
     if not rows:
         raise InvalidRequest("Expected at least one row; got none.")
     if isinstance(model, (Texts, AutoregressiveBatchInference, RemoteEngine)):
         if backend is not None:
             raise InvalidRequest(f"{type(model).__name__} has its backend; got backend={backend!r}. Leave it out.")
-        yield (model.engine, model.eos_ids) if isinstance(model, Texts) else (model, ())
+        yield (model.engine, model.eos_ids) if isinstance(model, Texts) else (model, model.facts.eos_ids)
         return
     if (level := level_of(model)) < 2:
         raise UnsupportedOperation(
@@ -441,21 +459,25 @@ def _engine(
         )
     arrays = [half for layer in layers for half in layer if not isinstance(half, np.ndarray)]
     library: Any = backend_of(backend, model, *arrays) or resolve("numpy")
-    own = getattr(model, "max_model_len", None) or getattr(model, "max_model_len", None)
-    dtype = getattr(model, "dtype", None)
+    own = getattr(model, "max_model_len", None)
+    if own is None and longest is None:
+        raise InvalidRequest(
+            f"{type(model).__name__} has no max_model_len, so each row needs a limit: expected max_tokens=N; got None."
+        )
     engine = AutoregressiveBatchInference(
         model,
         backend=library,
-        max_model_len=own or max(longest, 2),
+        max_model_len=own or max(longest or 2, 2),
         max_num_seqs=min(rows, 64),
-        dtype=dtype if isinstance(dtype, str) else "float32",
     )
     with engine:
-        yield engine, tuple(getattr(model, "eos_ids", ()))
+        yield engine, engine.facts.eos_ids
 
 
 def _of_ids(p: SamplingParams, eos: Iterable[int] = ()) -> SamplingParams:
-    """Parameters of one row of ids, with the tokens that end it. Raises InvalidRequest for what needs a tokenizer."""
+    """Parameters of one row of ids, with the tokens that end it. Raises InvalidRequest for options that need a
+    tokenizer.
+    """
     for name in ("stop", "bad_words"):
         if got := getattr(p, name):
             raise InvalidRequest(
@@ -463,16 +485,16 @@ def _of_ids(p: SamplingParams, eos: Iterable[int] = ()) -> SamplingParams:
             )
     if p.runs > 1:
         raise InvalidRequest(f"A row is one sequence, so n and best_of must be 1; got n={p.n}, best_of={p.best_of}.")
-    return p.with_(stop_token_ids=(*p.stop_token_ids, *(() if p.ignore_eos else eos)))
+    return p.with_(stop_token_ids=(*p.stop_token_ids, *(() if p.ignore_eos else eos)), ignore_eos=True)
 
 
 def _is_over(p: SamplingParams, first: int, n: int, facts: Facts) -> bool:
-    """Does the first token end its row? Raises PromptTooLong."""
+    """Whether the first token already ends its row. Raises PromptTooLong."""
     return (first in p.stop_token_ids and p.min_tokens <= 1) or facts.limits.fit(n, p.max_tokens) == n + 1
 
 
 def _collected(engine: BatchEngine[Any], requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of all, which are queued after all have been checked. No request outlives the call."""
+    """The tokens of all rows. All are checked before the first is queued, and no request outlives the call."""
     engine.check_room("", len(requests))
     ready = [engine.check(request) for request in requests]
     streams: list[ItemStream[int]] = []
@@ -513,7 +535,7 @@ def _rows_of(layers: Sequence[Any], rows: int, facts: Facts) -> list[tuple[HostA
 
 
 def _prompts(token_ids: Any, lengths: Any, rows: int, tokens: int) -> list[list[int]]:
-    """Of each row the ids of its real positions, zeros where they are not known. Raises InvalidRequest."""
+    """Token ids of the real positions of each row, zeros where they are unknown. Raises InvalidRequest."""
     given = None if token_ids is None else [_ids(ids) for ids in token_ids]
     if lengths is None:
         real = [tokens] * rows if given is None else [len(ids) for ids in given]
@@ -532,7 +554,7 @@ def _prompts(token_ids: Any, lengths: Any, rows: int, tokens: int) -> list[list[
 
 
 def _side_by_side(kept: Sequence[Sequence[Any]]) -> list[tuple[HostArray, HostArray]]:
-    """Rows of layers of [heads, n, dim] as layers of [B, heads, longest, dim]."""
+    """Stack rows of layers of [heads, n, dim] into layers of [B, heads, longest, dim]."""
     longest = max(row[0][0].shape[1] for row in kept)
 
     def joined(halves: Sequence[HostArray]) -> HostArray:
@@ -547,7 +569,7 @@ def _side_by_side(kept: Sequence[Sequence[Any]]) -> list[tuple[HostArray, HostAr
 
 
 def _as_given(kv: list[tuple[HostArray, HostArray]], layers: Sequence[Any]) -> list[tuple[Array, Array]]:
-    """In the library and dtype of the layers that were given."""
+    """Convert to the library and dtype of the layers that the caller gave."""
 
     def like(half: HostArray, given: Array) -> Array:
         if isinstance(given, (np.ndarray, list, tuple)):

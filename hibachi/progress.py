@@ -80,8 +80,9 @@ class Progress(_Closes):
     """How far work has come: on a terminal a bar, drawn ten times a second at most; in a pipe a line after a few
     seconds and then one a minute; at the end a line that says what it came to. Nothing is drawn but in `update`.
 
-    total: None: nobody knows. unit: what is counted, in the plural. what: stands in front. file: None: standard error.
-    live: None: if the file is a terminal. before: so much was done earlier, which says nothing of the speed.
+    total: None means nobody knows. unit: what is counted, in the plural. what: stands in front. file: None means
+    standard error.
+    live: None means if the file is a terminal. before: so much was done earlier, which says nothing of the speed.
     """
 
     def __init__(

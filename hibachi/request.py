@@ -1,4 +1,4 @@
-"""The words that every floor shares: sampling parameters, when to stop, why a request ended."""
+"""Types that every floor shares: sampling parameters, stop rules, terms, requests, finish reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def _check(ok: bool, name: str, expected: str, got: object) -> None:
 
 
 def _tuple(x: object) -> tuple[Any, ...]:
-    """Its elements; none for None. What has no elements is one, for the check that follows."""
+    """A tuple of the elements; () for None. A value without elements becomes one element, for the check that
+    follows.
+    """
     try:
         return () if x is None else tuple(x) if isinstance(x, Iterable) else (x,)
     except TypeError:  # an array of rank 0
@@ -63,7 +65,7 @@ T = TypeVar("T")
 
 
 def _soon_pickled(cls: type[T]) -> type[T]:
-    """Of a frozen dataclass with slots: it crosses a pipe as the tuple of its fields, which takes little time."""
+    """Make a frozen dataclass with slots pickle as the tuple of its fields, which is fast."""
     names = tuple(f.name for f in fields(cls))  # type: ignore[arg-type]  # a dataclass, as said
     values = operator.attrgetter(*names)
 
@@ -194,7 +196,7 @@ def _set_ids(p: SamplingParams, name: str) -> None:
     object.__setattr__(p, name, ids)
 
 
-# What checks which fields of SamplingParams, and brings them into their form; in this order.
+# Functions that check and normalize fields of SamplingParams, in this order.
 _FILTERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty")
 _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _filters: (*_FILTERS, "frequency_penalty"),
@@ -218,38 +220,45 @@ _values = operator.attrgetter(*_CHECK_OF)
 class SamplingParams:
     """How to draw tokens from logits and when to end; definitions and defaults are vLLM's.
 
-    They act in this order. `logprobs` are those of the raw logits. Then: allowed_token_ids; bad_words, logit_bias,
-    min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k; top_p;
-    typical_p; the draw.
+    The fields act in this order. `logprobs` are those of the raw logits. Then: allowed_token_ids; bad_words,
+    logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k;
+    top_p; typical_p; the draw.
 
     temperature: 0 is greedy (argmax); otherwise logits are divided by it.
-    top_k: keep the k most likely tokens (0 or -1: all). top_p: keep the smallest set with this much probability mass.
-    min_p: keep tokens with this share of the most likely one's probability (0: all). typical_p: keep the smallest set
-    with this much mass of those whose information is nearest to the entropy (Meister et al. 2023; 1: all). Each filter
-    counts among what those before it left; ties with the last token kept are kept.
-    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied (1: none).
-    presence_penalty: taken from the logit of every token in the output, once; frequency_penalty: for each time.
-    logit_bias: {token id: what is added to its logit}; kept as a tuple of pairs. allowed_token_ids: only these may come
-    (None: all). bad_words: texts that the output may not contain, at the beginning of a word or elsewhere
-    (`hibachi.LLM` only): the token that would complete one cannot come; another spelling in tokens can.
+    top_k: keep the k most likely tokens (0 or -1 means all).
+    top_p: keep the smallest set of most likely tokens with this much probability mass.
+    min_p: keep tokens with at least this share of the most likely token's probability (0 means all).
+    typical_p: keep the smallest set with this much mass of the tokens whose information is nearest to the entropy
+    (Meister et al. 2023; 1 means all). Each filter acts on the tokens that the filters before it kept; tokens tied with
+    the last one kept are kept.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied (1 means
+    none).
+    presence_penalty: subtracted once from the logit of every token in the output.
+    frequency_penalty: subtracted once for each time that the token is in the output.
+    logit_bias: {token id: number added to its logit}; kept as a tuple of pairs.
+    allowed_token_ids: only these tokens can be drawn (None means all).
+    bad_words: texts that the output may not contain, at the beginning of a word or elsewhere (`hibachi.LLM` only). The
+    token that would complete one is masked; the same text spelled with other tokens can still come.
     logits_processors: functions (ids of the output so far, native float32 logits [V]) -> logits [V].
 
-    seed: the same seed, prompt and logits give the same tokens, whoever shares the batch; None draws a fresh seed.
-    max_tokens: limit of new tokens; None: up to the end of the context. min_tokens: before so many, no stop token can
-    come, and nothing else that stops counts.
-    stop: strings that end the text and are not part of it (`hibachi.LLM` only). stop_token_ids: token ids that end it.
-    include_stop: deliver what ended it, the token, or the string in a text; None: streams of tokens (`run`) deliver it,
-    texts leave it out. ignore_eos: do not end at the
-    model's own end-of-sequence token. skip_special_tokens: False: the text shows special tokens among those that came
-    (`hibachi.LLM` only).
+    seed: the same seed, prompt and logits give the same tokens, whatever shares the batch; None means a fresh seed.
+    max_tokens: limit of new tokens; None means up to the end of the context.
+    min_tokens: until this many tokens are generated, stop tokens are masked and other stop conditions ignored.
+    stop: strings that end the text (`hibachi.LLM` only). stop_token_ids: token ids that end the output.
+    include_stop: deliver the stop token, or the stop string in a text. None means streams of tokens (`run`) deliver it
+    and texts leave it out.
+    ignore_eos: do not end at the model's own end-of-sequence token.
+    skip_special_tokens: False means the text shows generated special tokens (`hibachi.LLM` only).
 
-    n: how many continuations. best_of: run so many, and keep the n with the largest log-probability, best first (None:
-    n). Continuation 0 has the seed, the others have seeds made from it. (Both `hibachi.LLM` only.)
-    logprobs: with each token, the log-probabilities of the N most likely tokens and of the token itself; natural
-    logarithm. prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
+    n: number of continuations (`hibachi.LLM` only).
+    best_of: generate this many continuations and keep the n with the largest log-probability, best first; None means n
+    (`hibachi.LLM` only). Continuation 0 has the seed, the others have seeds derived from it.
+    logprobs: with each token, the log-probabilities (natural logarithm) of the N most likely tokens and of the token
+    itself.
+    prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
 
-    A number so large or small that it means the same as a smaller or larger one is clipped: integers to 2^31 - 1,
-    temperature and repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
+    Numbers beyond a useful range are clipped without changing their meaning: integers to 2^31 - 1, temperature and
+    repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
     """
 
     temperature: float = 1.0
@@ -287,13 +296,13 @@ class SamplingParams:
 
     @property
     def runs(self) -> int:
-        """How many sequences such a request takes: best_of, else n."""
+        """Number of sequences that such a request takes: best_of, else n."""
         return self.best_of or self.n
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed. Raises InvalidRequest for an unknown field, or a value out of its range.
 
-        Only what changes is checked, so that a seed of its own for each of a million rows costs little.
+        Only the changed fields are checked, so giving each of a million rows its own seed costs little.
         """
         own = type(self) is SamplingParams  # else a subclass, which may have fields of its own
         known = _CHECK_OF.keys() if own else {f.name for f in fields(self)}
@@ -316,12 +325,13 @@ class SamplingParams:
 @_soon_pickled
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what terms a request is served; the engine's policy decides what they count.
+    """Terms on which a request is served; the engine's scheduling policy interprets them.
 
-    priority: smaller is served first. tenant: whose request it is, for a policy that is fair to tenants.
-    timeout: seconds from the call within which it must have ended, queue_timeout: within which it must have started;
-    otherwise its stream raises DeadlineExceeded, after the tokens that have come. None: any time.
-    cache_salt: only requests with the same salt share cached prefixes, so that nobody can find out by timing what
+    priority: smaller is served first.
+    tenant: the owner of the request, for a policy that is fair to tenants.
+    timeout: seconds from the call within which the request must end. queue_timeout: seconds within which it must start.
+    Otherwise its stream raises DeadlineExceeded, after the tokens that have come. None means no limit.
+    cache_salt: only requests with the same salt share cached prefixes, so that no tenant can find out by timing what
     others asked.
 
     Times above a century count as a century. Raises InvalidRequest for a value out of its range.
@@ -350,7 +360,7 @@ PLAIN: Terms = Terms()
 
 
 def as_terms(value: object) -> Terms:
-    """The terms that a caller passed; None: the default. Raises InvalidRequest for anything else."""
+    """The terms that a caller passed; None means the default. Raises InvalidRequest for anything else."""
     if value is None:
         return PLAIN
     if not isinstance(value, Terms):
@@ -359,7 +369,7 @@ def as_terms(value: object) -> Terms:
 
 
 def as_params(value: object, default: SamplingParams) -> SamplingParams:
-    """The parameters that a caller passed; None: the default. Raises InvalidRequest for anything else."""
+    """The parameters that a caller passed; None means the default. Raises InvalidRequest for anything else."""
     if value is None:
         return default
     if not isinstance(value, SamplingParams):
@@ -370,12 +380,12 @@ def as_params(value: object, default: SamplingParams) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When a request ends, other than by its limit of new tokens.
+    """Conditions that end a request, besides its limit of new tokens.
 
-    tokens: stop tokens, each of the token shape `tok` (an int for scalar tokens); one of them, equal in all elements,
-    ends the request. atol: for tokens of floats, how far an element may be off.
-    where: called once a step with the native array (B, *tok) of the new tokens of all requests that share this
-    predicate; returns a bool array (B,) of the library, or anything NumPy reads as one.
+    tokens: stop tokens, each of the token shape `tok` (an int for scalar tokens). A new token that equals one of them
+    in all elements ends the request. atol: for tokens of floats, how far an element may be off.
+    where: a predicate, called once a step with the native array (B, *tok) of the new tokens of all requests that share
+    it. It returns a bool array (B,) of the library, or anything that NumPy reads as one.
     """
 
     tokens: Sequence[Any] = ()
@@ -393,7 +403,9 @@ class StopRule:
 
 
 def as_rule(stop: Any) -> StopRule:
-    """What `run(stop=)` takes, as a rule: one, a predicate, a token or a list of them. Raises InvalidRequest."""
+    """Convert what `run(stop_rule=)` takes to a `StopRule`: a rule, a predicate, a token or a list of tokens. Raises
+    InvalidRequest.
+    """
     if stop is None:
         return StopRule()
     if isinstance(stop, StopRule):
@@ -405,11 +417,13 @@ def as_rule(stop: Any) -> StopRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
-    """What a request brings that was begun elsewhere: the keys and values of its prompt, and its first token.
+    """The start of a request that another engine computed: the keys and values of its prompt, and its first token.
 
     kv: for each layer (keys, values), floats [kv_heads, n, dim] for the n tokens of the prompt, as `model.step` gives
-    them to `attend`. token: the first of the output; it counts as output and is not delivered. known: the prompt's ids
-    are those that keys and values belong to; False: they only hold places, and nothing is shared with others.
+    them to `attend`.
+    token: the first token of the output; it counts as output and is not delivered.
+    known: the prompt's ids are those that the keys and values belong to. False means they are placeholders, and nothing
+    is shared with other requests.
     """
 
     kv: Any
@@ -420,15 +434,19 @@ class Begun:
 @_soon_pickled
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What an engine is asked for: one stream. It crosses threads, and the pipe to an engine in another process.
+    """A request to an engine for one stream. It can be sent to another thread, and through the pipe to an engine in
+    another process.
 
-    prompt: (sequence, *token), a list or an array; None where embeds is given, floats (sequence, hidden).
-    params: how to sample; None: plain sampling, or a model that returns tokens. max_tokens: before
-    params.max_tokens. stop_rule, include_stop: as for `AutoregressiveBatchInference.run`. bad_words: token ids that may
-    not come one after another. pooling: a vector is wanted in the place of tokens, made so of the model's hidden
-    states; unit: of length 1. begun: it was begun elsewhere. kept: a list that gets, before the stream ends, (keys,
-    values) for each layer, on the host, float32 [kv_heads, tokens, dim] of all tokens that were computed: all but the
-    last.
+    prompt: (sequence, *token), a list or an array; None where embeds is given. embeds: floats (sequence, hidden).
+    params: how to sample; None means defaults, or a model that returns tokens.
+    max_tokens: takes precedence over params.max_tokens.
+    stop_rule, include_stop: as for `AutoregressiveBatchInference.run`.
+    bad_words: sequences of token ids that may not occur in the output.
+    pooling: a vector is wanted in place of tokens, pooled in this way from the model's hidden states. unit: scale it to
+    length 1.
+    begun: the request was begun elsewhere.
+    kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
+    tokens, dim], for all tokens that were computed: all but the last.
     """
 
     prompt: Any

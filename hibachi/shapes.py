@@ -1,8 +1,9 @@
-"""The shapes of calls: what a backend wants of them, and the shape that a step is padded to.
+"""Shapes of calls: which shapes a backend allows, and the shape that a step is padded to.
 
-Where a library compiles a program for each shape, or records one, there shall be few. They follow a ladder of two
-numbers: into how many equal parts it cuts the way from a power of two to the next, for rows that decode and for the
-tokens of steps with prompts. (1, 1) are the powers of two: the fewest programs, and up to half of the work is padding.
+Where a library compiles or records a program for each shape, there should be few shapes. They follow a ladder, given by
+two numbers: into how many equal parts the way from one power of two to the next is cut, for rows that decode and for
+the tokens of steps with prompts. (1, 1) means powers of two: the fewest programs, and up to half of the work is
+padding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Ladder = tuple[int, int]
 
 
 class StepShape(NamedTuple):
-    """How long the arrays of a packed step are, see `StepInputs`."""
+    """Lengths of the arrays of a packed step; see `StepInputs`."""
 
     tokens: int
     rows: int
@@ -31,7 +32,9 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CallShapes:
-    """The shapes that a backend wants. By default any will do. Raises ConfigError for sizes that cannot be kept."""
+    """The shapes of calls that a backend allows; by default any. Raises ConfigError for sizes that cannot be
+    satisfied.
+    """
 
     few: Literal["none", "decode", "all"] = "none"
     """Steps that come in few shapes: none; those in which every row computes one token; all, and all other calls too,
@@ -52,7 +55,7 @@ class CallShapes:
     """Attention takes no longer over a block table that is wider than its sequences need. All tables are as wide as
     they may get then, and there are programs of more sizes instead."""
     ladder: Ladder | None = None
-    """None: what suits most models, see `parts`."""
+    """None means what suits most models, see `parts`."""
 
     def __post_init__(self) -> None:
         if self.sizes and (self.sizes[0] < 1 or sorted(set(self.sizes)) != [*self.sizes] or self.tiles != (1, 1)):
@@ -63,7 +66,7 @@ class CallShapes:
 
     @property
     def compiled(self) -> bool:
-        """The library compiles a program for each shape of any call."""
+        """Whether the library compiles a program for each shape of any call."""
         return self.few == "all"
 
     @property
@@ -74,7 +77,7 @@ class CallShapes:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """`tiles`, and those between them where a step may take what suits it."""
+        """`tiles`, and the sizes between them where a step may choose."""
         first, last = self.tiles
         return self.tiles if self.few != "none" else (first, *(t for t in (2, 8) if t < last), last)
 
@@ -83,11 +86,11 @@ class CallShapes:
     def step(
         self, real: StepShape, *, longest: int, rows: int, blocks: int, state: bool = False, scored: bool = False
     ) -> StepShape | None:
-        """What a step is padded to; None: it stays as it is.
+        """The shape that a step is padded to; None means it is not padded.
 
-        real: its own shape. longest: tokens of the row that has most. rows, blocks: the most there may be. state: rows
-        keep a `State`, so all have `longest` tokens, and padding inside a row would change it. scored: outputs of
-        more than the last tokens are wanted.
+        real: the step's own shape. longest: tokens of the longest row. rows, blocks: the most there can be. state: rows
+        keep a `State`, so all have `longest` tokens, and padding inside a row would change it. scored: outputs of more
+        than the last tokens are wanted.
         """
         decode = longest == 1
         if not (self.compiled or (decode and self.few == "decode")):
@@ -108,7 +111,7 @@ class CallShapes:
         return fixed(tokens, rows, width, tile, tokens if scored else rows)
 
     def _filled(self, real: StepShape, each: int | None) -> StepShape | None:
-        """Tokens, rows and outputs in multiples. each: tokens of every row, if they must stay so many."""
+        """Tokens, rows and outputs, rounded up to multiples. each: tokens of every row, if that number is fixed."""
         if (many := self.multiple) == 1:
             return None
         rows, tokens, outputs = (-(-n // many) * many for n in (real.rows, real.tokens, max(real.outputs, 1)))
@@ -120,43 +123,43 @@ class CallShapes:
         )
 
     def decode_rows(self, n: int) -> int:
-        """Rows of a step of single tokens, n of which are real."""
+        """Padded number of rows of a step of single tokens, n of which are real."""
         size = size_bucket(n, self.parts[0])
         if self.any_width:
             return size
         return 2 if n <= 2 else max(8, size)  # not 1: XLA on the CPU then copies the whole cache
 
     def prompt_tokens(self, n: int) -> int:
-        """Tokens of a step with prompts, n of which are real."""
+        """Padded number of tokens of a step with prompts, n of which are real."""
         return max(2 * self.tiles[1], size_bucket(n, self.parts[1]))
 
     def programs(self, rows: Iterable[int], tokens: Iterable[int]) -> int:
-        """How many shapes there are for steps of so many rows, and of so many tokens, of one width."""
+        """Number of different shapes for steps of up to these many rows and tokens, at one width."""
         return len({self.decode_rows(n) for n in rows}) + len({self.prompt_tokens(n) for n in tokens})
 
     # ---- other calls -------------------------------------------------------------------------------------------
 
     def rows(self, n: int, most: int) -> int:
-        """Rows of a call with n real ones, at most `most`."""
+        """Padded number of rows of a call with n real ones, at most `most`."""
         return row_bucket(n, most) if self.compiled else n
 
     def length(self, n: int) -> int:
-        """Tokens of whole prompts that are given side by side, the longest of which has n."""
+        """Padded length of whole prompts that are computed side by side, the longest of which has n tokens."""
         return max(16, 1 << (n - 1).bit_length()) if self.compiled else n
 
     def list_length(self, n: int) -> int:
-        """Numbers of a list that goes with each row, the longest of which has n."""
+        """Padded length of a list that goes with each row, the longest of which has n numbers."""
         return next_power(n, 16) if self.compiled else n
 
 
 def fixed(tokens: int, rows: int, blocks: int, tile: int, outputs: int | None = None) -> StepShape:
-    """The shape that holds any step of so many tokens and rows. outputs: as many as rows if None."""
+    """The shape that holds any step with at most these tokens and rows. outputs: None means as many as rows."""
     tiles = max(tokens, rows) if tile == 1 else tokens // tile + rows
     return StepShape(tokens, rows, blocks, tiles, tile, rows if outputs is None else outputs)
 
 
 def size_bucket(n: int, parts: int) -> int:
-    """The next of the sizes: powers of two, and `parts` equal steps from each to the next, of four or more."""
+    """The next larger size on the ladder: powers of two, and `parts` equal steps between two of them, from four on."""
     size = 1 << (n - 1).bit_length()
     step = max(4, size // (2 * parts))
     return min(size, -(-n // step) * step)
@@ -176,5 +179,7 @@ def next_power(n: int, least: int) -> int:
 
 
 def size_for(left: int, sizes: tuple[int, ...]) -> int:
-    """Of the next call, where so many are left: the largest that becomes more than half full, else the first."""
+    """The size of the next call when this many tokens are left: the largest that becomes more than half full, else the
+    first.
+    """
     return max(n for n in sizes if n == sizes[0] or 2 * left > n)

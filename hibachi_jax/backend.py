@@ -61,8 +61,8 @@ class Variants(Protocol):
 class JaxBackend(ArrayBackend):
     """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
 
-    native: False: on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They depend
-    on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
+    native: False means on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They
+    depend on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
 
     What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
     configured already or the environment variable HIBACHI_JAX_CACHE is 0.

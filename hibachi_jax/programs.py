@@ -63,7 +63,7 @@ if hasattr(jax.monitoring, "register_scalar_listener"):  # earlier versions tell
 def keep() -> Path | None:
     """Have JAX keep what it compiles in the user's cache folder, from now on; returns the folder.
 
-    None: somebody has configured a cache of JAX already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
+    None means somebody has configured a cache of JAX already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
     """
     if os.environ.get(SWITCH) == "0" or configured("jax_compilation_cache_dir") is not None:
         return None

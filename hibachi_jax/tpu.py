@@ -24,7 +24,9 @@ def kernel() -> Any:
 
 
 def why_not(platform: str, spec: Paged) -> str | None:
-    """Why such a layer does without the kernel; None: it has it. On a TPU the log says so, once for each reason."""
+    """Why such a layer does without the kernel; None means it has it. On a TPU the log says so, once for each
+    reason.
+    """
     if platform != "tpu":
         return f"ragged paged attention is for TPUs, this is {platform}"
     why = None

@@ -33,8 +33,8 @@ class Variants(Protocol):
 class TorchBackend(ArrayBackend):
     """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU.
 
-    native: False: on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They depend
-    on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
+    native: False means on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They
+    depend on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
     """
 
     name = "torch"

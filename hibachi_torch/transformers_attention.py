@@ -29,7 +29,9 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Handed to the model in place of a mask. window: positions that a query sees, its own among them; None: all."""
+    """Handed to the model in place of a mask. window: positions that a query sees, its own among them; None means
+    all.
+    """
 
     window: int | None
     fault: str | None = None  # why it is none of ours

@@ -124,8 +124,8 @@ class TransformersModel:
 def load(path: Path, backend: ArrayBackend, *, dtype: str, max_model_len: int | None) -> TransformersModel | None:
     """The model in the folder `path`: config.json and safetensors; None if transformers does not know its kind.
 
-    dtype: to compute in. max_model_len: the longest sequence to be ready for; None: what the model was trained for.
-    Raises UnknownArchitecture for one that would not compute here what it computes by itself, InvalidModelFiles,
+    dtype: to compute in. max_model_len: the longest sequence to be ready for; None means what the model was trained
+    for. Raises UnknownArchitecture for one that would not compute here what it computes by itself, InvalidModelFiles,
     ConfigError, UnsupportedOperation for a dtype that torch lacks, MissingExtra without transformers.
     """
     contents = read_json(path / "config.json")

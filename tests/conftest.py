@@ -19,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Which kernels are used is settled, unless a test asks for others: nothing is timed, nothing compiled on the side.
 os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
 
+# Models from files are computed by NumPy, unless a test names another library: it starts fastest.
+os.environ.setdefault("HIBACHI_DEFAULT_BACKEND", "numpy")
+
 # Threads that have nothing to do sleep instead of spinning, which costs the cores that others test on.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

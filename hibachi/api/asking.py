@@ -92,7 +92,7 @@ class Asked:
     token_ids: bool  # tell them
     logprobs: int | None = None  # how many beside the token itself
     limit: int | None = None  # of new tokens, if one was asked for: for these there must be room
-    id: str | None = None  # of its answer; None: one of ours
+    id: str | None = None  # of its answer; None means one of ours
     prompts: list[Any] = field(default_factory=list)
     special: bool = True  # add special tokens to texts, or to those of a chat template
     truncation: Truncation | None = None
@@ -180,7 +180,7 @@ def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) ->
 
 
 def truncation(body: Any, new: int | None = None) -> Truncation | None:
-    """What is kept of its prompts; None: all. new: tokens of the answer that were asked for. Raises Refused."""
+    """What is kept of its prompts; None means all. new: tokens of the answer that were asked for. Raises Refused."""
     most, side = body.truncate_prompt_tokens, body.truncation_side
     if most is None:
         if side is not None:

@@ -70,7 +70,7 @@ def _check_ranking(body: Any) -> None:
 
 def inputs(raw: Raw, kind: tuple[tuple[int, ...], str] | None, bounds: Bounds) -> list[HostArray]:
     """Of JSON, written as POST /v1/generate takes arrays. kind: shape and dtype of an input: then one is given, or
-    several; None: a list of inputs, each of its own shape. Raises Refused."""
+    several; None means a list of inputs, each of its own shape. Raises Refused."""
     if kind is None:
         try:
             each = json.decode(raw, type=list[Raw])

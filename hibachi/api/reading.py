@@ -15,8 +15,8 @@ from hibachi.model.text.prompts import Prompts
 
 
 class Reading:
-    """Of one model. vocab_size: None: any id is a token. chat_template: the name of one of the model's, or Jinja
-    source; None: the model's own. longest: tokens of a prompt; None: what the context leaves."""
+    """Of one model. vocab_size: None means any id is a token. chat_template: the name of one of the model's, or Jinja
+    source; None means the model's own. longest: tokens of a prompt; None means what the context leaves."""
 
     def __init__(
         self,

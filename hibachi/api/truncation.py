@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """most: tokens that are kept; None: as many as leave room for the answer. first: the first of them, not the last.
+    """most: tokens that are kept; None means as many as leave room for the answer. first: the first of them, not the
+    last.
     new: tokens of the answer for which there must be room."""
 
     most: int | None

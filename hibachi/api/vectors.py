@@ -11,7 +11,7 @@ from hibachi.api.errors import Refused
 
 
 def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
-    """Vectors [hidden] by their first numbers, made unit length again; None: as they are. Raises Refused."""
+    """Vectors [hidden] by their first numbers, made unit length again; None means as they are. Raises Refused."""
     if dimensions is None:
         return list(vectors)
     if any(dimensions > len(v) for v in vectors):

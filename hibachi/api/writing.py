@@ -31,9 +31,9 @@ from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, Te
 class Writer:
     """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
-    id: behind the prefix, if the request names none; None: random. created: Unix time in seconds; None: now. cached:
-    tell how many tokens were found in the cache, which depends on who else was there. each: `piece` wants every token
-    alone, also one without text.
+    id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
+    cached: tell how many tokens were found in the cache, which depends on who else was there. each: `piece` wants every
+    token alone, also one without text.
     """
 
     dialect: Dialect = OPENAI
@@ -82,7 +82,7 @@ class Writer:
         return []
 
     def piece(self, p: Piece) -> Any:
-        """None: what it says comes with the next chunk."""
+        """None means what it says comes with the next chunk."""
         raise NotImplementedError
 
     def end(self, choice: TextChoice) -> Any:

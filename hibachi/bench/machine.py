@@ -57,7 +57,7 @@ def _memory() -> float | None:
 class Use:
     """What was used between two moments. cpu_seconds: by the processes watched, their children included. others: the
     share of the machine's processors that anybody else had, waiting for a hypervisor included. peak_rss_mib: the most
-    memory that each of the processes had since its start, added up. None: this system does not say."""
+    memory that each of the processes had since its start, added up. None means this system does not say."""
 
     seconds: float
     cpu_seconds: float | None

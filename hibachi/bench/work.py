@@ -26,7 +26,7 @@ _FIELDS = {"id", "arrival", "prompt", "max_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """What is asked of an engine. arrival: after the start, in means of the time between two; 0: at the start."""
+    """What is asked of an engine. arrival: after the start, in means of the time between two; 0 means at the start."""
 
     id: int
     arrival: float
@@ -71,7 +71,7 @@ def _around(rng: Any, median: float, sigma: float, least: int, most: int, n: int
 
 
 def at_rate(requests: Iterable[TimedRequest], rate: float | None) -> list[TimedRequest]:
-    """The same with arrivals in seconds, `rate` requests a second on average; None: all at the start."""
+    """The same with arrivals in seconds, `rate` requests a second on average; None means all at the start."""
     return [replace(r, arrival=r.arrival / rate if rate else 0.0) for r in requests]
 
 

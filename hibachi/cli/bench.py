@@ -40,6 +40,7 @@ from hibachi.named import is_named
 from hibachi.phases import phase
 from hibachi.settings.kinds import size
 from hibachi.sim.plot import check_format, seconds
+from hibachi.tensor.discover import best_backend
 
 _WORDS = {
     "step": "of each step",
@@ -214,7 +215,7 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
         print("There is no bound with --quantization auto, which may keep the dtype or take int8.", flush=True)
     elif decoder is not None:
         quantization = "int8" if args.quantization == "int8" else None
-        limits = ceilings(args.backend or "numpy", args.dtype or "float32", decoder, quantization)
+        limits = ceilings(args.backend or best_backend(), args.dtype or "float32", decoder, quantization)
         more = {"ceilings": limits, "bounds": bounds(session, works, decoder, limits)}
         print(_ceilings(limits), flush=True)
     runs: list[dict[str, Any]] = []
@@ -281,7 +282,7 @@ def _setups(args: argparse.Namespace, path: Path) -> list[EngineSetup]:
             if getattr(args, option) is not None:
                 options[option] = getattr(args, option)
         options |= {} if args.profile is None else {"profile": True}
-        out.append(EngineSetup(OURS, str(path), backend=args.backend or "numpy", options=options, **common))
+        out.append(EngineSetup(OURS, str(path), backend=args.backend or best_backend(), options=options, **common))
     for each, name in zip(args.peer, names, strict=True):
         if name not in engines() or name == OURS:
             raise ConfigError(f"A peer must be one of {', '.join(e for e in engines() if e != OURS)}; got {name!r}.")

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 
-from hibachi.cli.options import deterministic_argument
+from hibachi.cli.options import BACKEND, deterministic_argument
 from hibachi.lm.llm import LLM
 from hibachi.phases import is_live, phase
 from hibachi.progress import FRAME, Screen
@@ -41,7 +41,7 @@ PROMPTS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
+    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
     deterministic_argument(parser)
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
     parser.add_argument("--plain", action="store_true", help="no live view, as when the output is piped")

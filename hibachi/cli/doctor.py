@@ -17,7 +17,7 @@ from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import known, load_backend, why_missing
+from hibachi.tensor.discover import best_and_why, best_backend, known, load_backend, why_missing
 from hibachi.tune.autotune import seconds_of, settle
 from hibachi.tune.trial import table
 
@@ -43,7 +43,7 @@ _EXTRAS = (
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="MODEL", help="say which kernels a model gets, and why: their times on its shapes")
-    add("--backend", metavar="NAME", default="torch", help="with --model (default: torch)")
+    add("--backend", metavar="NAME", help="with --model (default: the first of torch, jax, numpy that imports)")
     add("--device", metavar="NAME", help="with --model")
     add("--dtype", metavar="NAME", help="with --model (default: the checkpoint's)")
     add("--autotune", metavar="S", default="full", help="with --model: seconds to measure (default: full, 20 seconds)")
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         with phase(f"starting {name}"):
             said = _backend(name)
         print(f"  {name:{width}}  {said}")
+    name, why = best_and_why()
+    print(f"\ndefault for models from files: {name}, {why}")
     print("\nextras")
     for module, extra in _EXTRAS:
         with phase(f"importing {module}"):
@@ -82,8 +84,9 @@ def _model(args: argparse.Namespace) -> int:
             f"{args.model} is not a decoder that hibachi describes, so its kernels are those of its own code; expected "
             f"one whose architecture `hibachi inspect` knows."
         )
-    with phase(f"starting {args.backend}"):
-        backend = load_backend(args.backend, device=args.device)
+    name = args.backend or best_backend()
+    with phase(f"starting {name}"):
+        backend = load_backend(name, device=args.device)
     invariant = bool(args.deterministic or (args.deterministic is None and backend.keeps_promise))
     began = time.perf_counter()
     choice = settle(

@@ -2,22 +2,26 @@
 
 The prompt comes from --prompt or from standard input, whose last line end does
 not count; the completion goes to standard output as it comes. With a model of
-your own (pkg:Class) prompt and completion are token ids: --prompt "3 1 4".
+your own (pkg:Class), or without a tokenizer, prompt and completion are token
+ids: --prompt "3 1 4".
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.build import level_of
 from hibachi.errors import InvalidRequest
 from hibachi.lm.named import model_named
+from hibachi.model.text.own import NoTokenizer
 from hibachi.named import is_named
 from hibachi.phases import phase
 from hibachi.request import SamplingParams
+from hibachi.streams.stream import ItemStream
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         return _own(args, params)
     with open_model(args) as llm:
         prompt = _read() if args.prompt is None else args.prompt
+        if isinstance(llm.tokenizer, NoTokenizer):
+            ids = _ids(prompt)
+            _tell(ids, llm.engine.run(ids, llm.default_params.with_(**given), include_stop=False), echo=args.echo)
+            return 0
         with llm.stream(prompt, llm.default_params.with_(**given)) as stream:
             if args.echo:
                 print(prompt, end="", flush=True)
@@ -55,23 +63,31 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
     """A model of the user's own, which has no tokenizer. Level 0 returns tokens, so nothing is sampled there."""
     with phase(f"opening {args.model}"):
         model = model_named(args.model, args.backend)
-    text = _read() if args.prompt is None else args.prompt
-    try:
-        prompt = [int(i) for i in text.replace(",", " ").split()]
-    except ValueError:
-        raise InvalidRequest(f"Without a tokenizer the prompt must be token ids; got {text!r:.80}.") from None
+    prompt = _ids(_read() if args.prompt is None else args.prompt)
     samples = level_of(model) > 0 and getattr(model, "vocab_size", None) is not None
     limit = args.max_model_len
     if limit is None and not hasattr(model, "max_model_len"):
         limit = len(prompt) + args.max_tokens
     with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_num_seqs=1) as engine:
         stream = engine.run(prompt, params) if samples else engine.run(prompt, max_tokens=args.max_tokens)
-        if args.echo:
-            print(*prompt, end=" ", flush=True)
-        for token in told(stream):
-            print(token, end=" ", flush=True)
-    print()
+        _tell(prompt, stream, echo=args.echo)
     return 0
+
+
+def _ids(text: str) -> list[int]:
+    """Raises InvalidRequest."""
+    try:
+        return [int(i) for i in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidRequest(f"Without a tokenizer the prompt must be token ids; got {text!r:.80}.") from None
+
+
+def _tell(prompt: list[int], stream: ItemStream[Any], *, echo: bool) -> None:
+    if echo:
+        print(*prompt, end=" ", flush=True)
+    for token in told(stream):
+        print(token, end=" ", flush=True)
+    print()
 
 
 def _read() -> str:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from hibachi.errors import HibachiError, printable
 from hibachi.options import renamed
-from hibachi.phases import showing_phases
+from hibachi.phases import INTERRUPTED, showing_phases
 
 COMMANDS = (
     "demo",
@@ -29,8 +29,7 @@ COMMANDS = (
     "bench",
 )
 FAILED = 1
-INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
-BROKEN_PIPE = 141  # and one whose reader went away
+BROKEN_PIPE = 141  # as shells report a program whose reader went away
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:

@@ -10,11 +10,12 @@ from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.phases import phase
 
 T = TypeVar("T")
+BACKEND = "numpy, torch, jax, mlx or another (default: the first of torch, jax, numpy that imports)"
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
 
 
 def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
-    """default: None: the command finds a model itself."""
+    """default: None means the command finds a model itself."""
     add = parser.add_argument
     tiny = "tiny, which ships (default)" if default else "tiny, which ships (default: what `make chat` fetched)"
     add(
@@ -23,7 +24,7 @@ def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny
         metavar="MODEL",
         help=f"a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or {tiny}",
     )
-    add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: numpy)")
+    add("--backend", metavar="NAME", help=BACKEND)
     add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
     add("--dtype", metavar="NAME", help="to compute in (default: the checkpoint's, else float32)")
     quantization_argument(parser)

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.cli.options import BACKEND
 from hibachi.errors import ConfigError, HibachiError
 from hibachi.lm.named import model_named
 from hibachi.model.registry import load_model
 from hibachi.named import is_named, object_named
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import resolve
+from hibachi.tensor.discover import best_backend, resolve
 from hibachi.verify.report import verify
 from hibachi.verify.subject import CHUNKS, SIZES, Subject, prompts_in
 
@@ -35,7 +36,7 @@ USAGE = 2
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help="pkg:Class, file.py:Class, a folder, a file, or tiny")
-    add("--backend", metavar="NAME", help="numpy, torch, jax, mlx or another (default: the model's own, else numpy)")
+    add("--backend", metavar="NAME", help=f"{BACKEND[:-1]}; for your own class: its own, else numpy)")
     add("--deterministic", action="store_true", help="make the model on deterministic kernels; rounding is a fault")
     add("--exact", action="store_true", help="a difference by rounding is a fault, too")
     add("--tolerance", type=float, metavar="X", help="what is rounding, relative to the largest output (by dtype)")
@@ -85,7 +86,7 @@ def _subject(args: argparse.Namespace) -> Subject:
     if is_named(args.model):
         model: Any = model_named(args.model, backend)
     else:
-        model = load_model(args.model, backend or "numpy", dtype=args.dtype, max_model_len=args.max_model_len)
+        model = load_model(args.model, backend, dtype=args.dtype, max_model_len=args.max_model_len)
         backend = backend or model.backend
     return Subject(
         model,
@@ -108,7 +109,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 def _backend(args: argparse.Namespace) -> ArrayBackend | None:
     if args.backend is None and not args.deterministic:
         return None
-    backend = resolve(args.backend or "numpy")
+    backend = resolve(args.backend or ("numpy" if is_named(args.model) else best_backend()))
     return backend.invariant() if args.deterministic else backend
 
 

@@ -21,7 +21,7 @@ class How(NamedTuple):
     """How each row is drawn, arrays [n]; all float32 but top_k, which is int32.
 
     The logits are divided by the temperature. Then filters leave the most likely tokens, each among those that the
-    one before it left: of at least the share min_p of the most likely one's probability (0: all); the top_k most
+    one before it left: of at least the share min_p of the most likely one's probability (0 means all); the top_k most
     likely (<= 0: all); the smallest set of most likely ones with a share of top_p of their mass (>= 1: all). Last,
     typical_p: the smallest set with this share of the mass of those whose information is nearest to the entropy (>= 1:
     all). Ties with the last token kept are kept. u in (0, 1) is the random number.
@@ -120,9 +120,9 @@ def _drop(backend: ArrayBackend, weights: Array, cutoff: Array) -> Array:
 
 
 def _cutoff(backend: ArrayBackend, ranked: Array, how: How, whole: Array | None = None) -> tuple[Array, Array]:
-    """The smallest weight that min_p, top_k and top_p of a row keep: [n]; the same without top_p. 0: all.
+    """The smallest weight that min_p, top_k and top_p of a row keep: [n]; the same without top_p. 0 means all.
 
-    ranked [n, k]: its largest weights, falling. whole [n]: the mass that top_p is a share of; None: of those in
+    ranked [n, k]: its largest weights, falling. whole [n]: the mass that top_p is a share of; None means of those in
     `ranked` that the other two keep.
     """
     xp = backend.xp

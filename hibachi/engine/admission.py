@@ -47,6 +47,8 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
             )
     else:
         params = as_params(params, _PLAIN)
+        if facts.eos_ids and not params.ignore_eos:  # ignore_eos, so that nothing adds them once more
+            params = params.with_(stop_token_ids=(*params.stop_token_ids, *facts.eos_ids), ignore_eos=True)
         if request.embeds is not None and params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs needs a prompt of tokens; got prompt_embeds. Leave one of them out.")
         limit = params.max_tokens if limit is None else limit
@@ -126,7 +128,7 @@ def check_room(
 
     A tenant alone may have `limits.rows + max_num_queued_reqs` here. With others, it is not refused for what they have:
     each may have its part of that, also where the queue is full already. here: requests of all; tenants: whose they
-    are, one entry for each, asked for only where it matters. max_num_queued_reqs: None: any number.
+    are, one entry for each, asked for only where it matters. max_num_queued_reqs: None means any number.
     """
     if max_num_queued_reqs is None or here + new <= (most := limits.rows + max_num_queued_reqs):
         return

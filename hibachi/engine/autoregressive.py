@@ -51,34 +51,33 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     else the array.
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
-    `forward` (level 0, `Autoregressive`); the highest it has is used.
-    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`.
-    stop_rule: what else ends every request, as `run(stop_rule=)` says it; with a tolerance of its own.
-    token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None: each request has
-    its own kind; those of different kinds share no call.
-    padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None: only rows of equal
-    length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
-    max_num_seqs: requests that run at once. max_model_len: most tokens of a request, prompt included; None: the
-    model's own `max_model_len`, else, with a stop_token or stop_rule, 2**20.
-    max_num_batched_tokens: level 2, tokens computed in a step. block_size: level 2, positions in a cache block;
-    None: what suits the backend, 16 or more.
-    kv_cache_memory_bytes: level 2, memory for keys and values; None: enough for a full batch, at most 1 GiB or the
-    device's. cache_tokens: level 2, positions that the cache holds, if the memory does; None: any number. dtype: level
-    2, of the cache. enable_prefix_caching: level 2, requests share the keys and values of what they have in common at
-    the beginning, also with those that have ended, as long as nobody needs the memory. scheduling_policy: who is served
-    next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair", "shares", "waiting-served", one that
-    is installed, or an object (`hibachi.plan.policy`). reserve_all: level 2, a request starts when there is memory for
-    all that it may generate, and is never preempted. False: when there is memory for its prompt; if memory runs out
+    `forward` (level 0, `Autoregressive`); the highest it has is used. stop_token: ends every request; a number or an
+    array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`. stop_rule: what else ends every request, as
+    `run(stop_rule=)` says it; with a tolerance of its own. token: one of the kind (shape and dtype) that all tokens
+    have, a number or an array (*tok). None means each request has its own kind; those of different kinds share no call.
+    padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None means only rows of
+    equal length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
+    max_num_seqs: requests that run at once. max_model_len: most tokens of a request, prompt included; None means the
+    model's own `max_model_len`, else, with a stop_token or stop_rule, 2**20. max_num_batched_tokens: level 2, tokens
+    computed in a step. block_size: level 2, positions in a cache block; None means what suits the backend, 16 or more.
+    kv_cache_memory_bytes: level 2, memory for keys and values; None means enough for a full batch, at most 1 GiB or the
+    device's. cache_tokens: level 2, positions that the cache holds, if the memory does; None means any number. dtype:
+    level 2, of the cache; None means the model's own `dtype`, where that is a name, else "float32".
+    enable_prefix_caching: level 2, requests share the keys and values of what they have in common at the beginning,
+    also with those that have ended, as long as nobody needs the memory. scheduling_policy: who is served next:
+    "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair", "shares", "waiting-served", one that is
+    installed, or an object (`hibachi.plan.policy`). reserve_all: level 2, a request starts when there is memory for all
+    that it may generate, and is never preempted. False means when there is memory for its prompt; if memory runs out
     later, the last in the order of service is preempted and computes its tokens again. max_prefill_tokens: tokens of
-    prompts computed in a step; None: what max_num_batched_tokens leaves. max_num_queued_reqs, pause_after, restart,
-    stall_after, record, overlap: see `BatchInference`. deterministic: who shares the batch never changes a bit. Level
-    2: on a backend's kernels for that (`backend.invariant()`, on which the model must have been made), which
+    prompts computed in a step; None means what max_num_batched_tokens leaves. max_num_queued_reqs, pause_after,
+    restart, stall_after, record, overlap: see `BatchInference`. deterministic: who shares the batch never changes a
+    bit. Level 2: on a backend's kernels for that (`backend.invariant()`, on which the model must have been made), which
     `selfcheck` tries when the engine is made. Levels 0 and 1: rows share calls between which no bit differs, which is
-    tried on the model, at level 0 with the first prompt; one row a call where there are none. None: level 2 as the
+    tried on the model, at level 0 with the first prompt; one row a call where there are none. None means level 2 as the
     model was made, level 1 if it works when it is tried (not where each shape is compiled, nor if the model's attribute
     `deterministic` is False), level 0 no. See docs/determinism.md. backend: a name, a backend, an object with the nine
-    operations (level 0), or None: the model's `backend`, else that of its parameters, its buffers, other arrays that it
-    holds (NumPy's apart), else of the first prompt.
+    operations (level 0), or None, which means the model's `backend`, else that of its parameters, its buffers, other
+    arrays that it holds (NumPy's apart), else of the first prompt.
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """
@@ -118,7 +117,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         block_size: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         cache_tokens: int | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         enable_prefix_caching: bool = True,
         scheduling_policy: str | Policy | None = None,
         reserve_all: bool = False,
@@ -172,7 +171,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             block_size=block_size,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             cache_tokens=cache_tokens,
-            dtype=dtype,
+            dtype=_own_dtype(model) if dtype is None else dtype,
             enable_prefix_caching=enable_prefix_caching,
             reserve_all=reserve_all,
         )
@@ -192,7 +191,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return runner.deterministic if isinstance(runner, WholeRunner) else bool(self._deterministic)
 
     def _decide(self, deterministic: bool | None) -> bool | None:
-        """Is the batch to leave no trace in anybody's bits? None: if that is found when it is tried.
+        """Is the batch to leave no trace in anybody's bits? None means that a trial decides.
 
         Raises ConfigError, UnsupportedOperation.
         """
@@ -312,7 +311,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self._built.facts
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
-        """See `BatchEngine`. channel: where the items go; None: a new one."""
+        """See `BatchEngine`. channel: where the items go; None means a new one."""
         prompt, embeds = request.prompt, request.embeds
         if request.pooling is not None:
             check_pooling(request.pooling, has_hidden(self.model))
@@ -394,6 +393,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._worker = self._serve(built.scheduler, built.runner)
             self._built = built
             return built
+
+
+def _own_dtype(model: Any) -> str:
+    return own if isinstance(own := getattr(model, "dtype", None), str) else "float32"
 
 
 def _check_least(least: int, **values: Any) -> None:

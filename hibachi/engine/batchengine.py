@@ -22,14 +22,15 @@ R = TypeVar("R")
 class Facts:
     """What those must know of an engine who send it requests.
 
-    vocab_size: None: the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size: of
-    the embeddings that may stand in the place of a prompt; None: none may. has_hidden: vectors can be made.
+    vocab_size: None means the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size:
+    of the embeddings that may stand in the place of a prompt; None means none may. has_hidden: vectors can be made.
     fingerprint: library, device and kernels. model: how errors name it. numerics: the name of the bits that come out,
-    such as "cpu-1 float32"; None: they have none. layers: what each keeps in the cache; (): there is none.
-    feedforward: one input, one output. token: shape and name of the dtype of all tokens, or of all inputs; None: each
-    request has its own. labels: of a classifier, what its outputs stand for;
+    such as "cpu-1 float32"; None means they have none. layers: what each keeps in the cache; (): there is none.
+    feedforward: one input, one output. token: shape and name of the dtype of all tokens, or of all inputs; None means
+    each request has its own. labels: of a classifier, what its outputs stand for;
     probabilities: these are such already, and not logits. reads, writes: the model has `read`, or
-    `write`: see `BatchEngine`. quantization: of the matrices.
+    `write`: see `BatchEngine`. quantization: of the matrices. eos_ids: of a model that returns logits, token ids that
+    end a request, unless its parameters say ignore_eos.
     """
 
     vocab_size: int | None
@@ -50,6 +51,7 @@ class Facts:
     reads: bool = False
     writes: bool = False
     quantization: str = "none"
+    eos_ids: tuple[int, ...] = ()
 
 
 class BatchEngine(Protocol[R]):
@@ -64,7 +66,7 @@ class BatchEngine(Protocol[R]):
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None: this one."""
+        """Of its process; None means this one."""
         ...
 
     @property

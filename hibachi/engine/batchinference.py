@@ -30,13 +30,13 @@ class BatchInference(Closing):
 
     max_num_queued_reqs: requests that may wait beside `max_num_seqs` that run; with more, `run` raises QueueFull. None:
     any number. pause_after: items of a stream that may lie unread; with more, the request computes nothing until half
-    of them are read. None: any number. restart: "on_failure": if the device is lost, make a new cache and compute all
-    requests again, up to three times without a step that succeeds in between. If the engine's own loop fails, its
+    of them are read. None means any number. restart: "on_failure": if the device is lost, make a new cache and compute
+    all requests again, up to three times without a step that succeeds in between. If the engine's own loop fails, its
     requests raise EngineFailed, and new ones are served by a new loop, up to three times without a token in between.
     "never" (None): all streams raise EngineFailed, and so does every later call. stall_after: seconds without a step,
-    while work waits, after which `health` says so, and the log; None: never. record: a file for all plans of the
-    scheduler, for `hibachi.recording.replay.replay`. None: only the last are kept. overlap: a step begins before the
-    tokens of the last one are read; None: where the backend is asynchronous (CUDA).
+    while work waits, after which `health` says so, and the log; None means never. record: a file for all plans of the
+    scheduler, for `hibachi.recording.replay.replay`. None means only the last are kept. overlap: a step begins before
+    the tokens of the last one are read; None means where the backend is asynchronous (CUDA).
     """
 
     def __init__(

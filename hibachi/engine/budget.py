@@ -19,7 +19,7 @@ class TokenBudget:
     def __init__(self, limits: Limits, limit: Callable[[int], None]) -> None:
         self._limits, self._limit = limits, limit
         self._now = limits.budget
-        self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0: none had
+        self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0 means none had
         self._good = 0  # steps that succeeded since the budget last changed
         self._grow_after = GROW_AFTER
 
@@ -78,7 +78,7 @@ def guilty_of(plan: StepPlan, budget: int) -> list[int]:
     times = []
     for seq, start, end in zip(plan.seqs, plan.start.tolist(), plan.end.tolist(), strict=True):
         job: Job = seq.owner
-        failures, length = job.failures if job is not None else (0, 0)  # None: it has ended
+        failures, length = job.failures if job is not None else (0, 0)  # None means it has ended
         failures, length = (1, end) if start >= length else (failures + 1, min(length, end))
         if job is not None:
             job.failures = failures, length

@@ -15,7 +15,7 @@ import numpy as np
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import said_by
 from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts
-from hibachi.errors import ConfigError
+from hibachi.errors import ConfigError, shown
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
@@ -64,13 +64,13 @@ class Plan:
 
     @property
     def vocab_size(self) -> int | None:
-        """None: the model returns tokens."""
+        """None means the model returns tokens."""
         return getattr(self.model, "vocab_size", None) if self.level else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """What was built. block_size: 0: nothing is shared."""
+    """What was built. block_size: 0 means nothing is shared."""
 
     facts: Facts
     scheduler: Scheduler
@@ -180,8 +180,22 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
         quantization=getattr(backend, "quantization", "none"),
+        eos_ids=_eos_ids(plan),
         **said_by(plan.model),
     )
+
+
+def _eos_ids(plan: Plan) -> tuple[int, ...]:
+    """The attribute `eos_ids` of a model that returns logits: an id, or several. Raises ConfigError."""
+    own, vocab = getattr(plan.model, "eos_ids", None), plan.vocab_size
+    if own is None or vocab is None:
+        return ()
+    ids = np.asarray(own, dtype=object).reshape(-1).tolist()
+    if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
+        raise ConfigError(
+            f"{type(plan.model).__name__}.eos_ids must be token ids from 0 to {vocab - 1}; got {shown(own)}."
+        )
+    return tuple(int(i) for i in ids)
 
 
 def cached_runner(

@@ -32,7 +32,7 @@ from hibachi.runners.runner import Flight, Launcher, Outcome, Part, Runner, Step
 from hibachi.streams.loops import Wakeups
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None: just wake up
+Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None means just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
 TOLD_AFTER = 3  # steps in a row in which no output was valid, before the log and `health` say so
 MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
@@ -57,8 +57,8 @@ class Engine:
     ) -> None:
         """restart: begin again when the device is lost. record: a file for all plans, see `Recorder`.
 
-        overlap: begin a step before the tokens of the last one are read, where that can be. None: if the backend is
-        asynchronous.
+        overlap: begin a step before the tokens of the last one are read, where that can be. None means if the backend
+        is asynchronous.
         """
         self.scheduler, self.runner = scheduler, runner
         self.recorder: Recorder = Recorder(scheduler, path=record)
@@ -289,7 +289,9 @@ class Engine:
     # ---- a step in flight ---------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan, before: Flight | None) -> tuple[Flight | None, StepFailed | None]:
-        """Begin a step while the one before may still run; None: it must be run by itself, or has failed as a whole."""
+        """Begin a step while the one before may still run; None means it must be run by itself, or has failed as a
+        whole.
+        """
         runner = self._launcher
         if runner is None or self._calm or not runner.can_launch(plan):
             return None, None
@@ -302,7 +304,7 @@ class Engine:
             return None, None
 
     def _land(self, flight: Flight, plan: StepPlan | None, began: float, *, cache_lost: bool = False) -> bool:
-        """Read the tokens of a step in flight; False: it failed, and so `plan`, the one after it, did not happen.
+        """Read the tokens of a step in flight; False means it failed, and so `plan`, the one after it, did not happen.
 
         cache_lost: by the one after it.
         """
@@ -415,7 +417,8 @@ class Engine:
     def _shrink(self, plan: StepPlan, alone: int | None, cause: BaseException) -> None:
         """Compute fewer tokens at once after an out-of-memory step: of one request if it is to blame, or of all.
 
-        alone: its place in the plan, if it failed by itself; None: the cache was lost, so that nobody could be tried.
+        alone: its place in the plan, if it failed by itself; None means the cache was lost, so that nobody could be
+        tried.
         """
         if alone is not None:
             self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)

@@ -43,7 +43,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
     There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
     are never stacked; each kind gets its own forward pass. token: one input; all others must have its shape, and are
-    cast to its dtype. None: any. max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
+    cast to its dtype. None means any. max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
     """
 
     @spelled
@@ -117,7 +117,9 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         return Limits(n, n, 1, 2)
 
     def check(self, request: Request, channel: Channel[Any] | None = None) -> Job:
-        """See `BatchEngine`. The request's prompt is the input. channel: where the output goes; None: a new one."""
+        """See `BatchEngine`. The request's prompt is the input. channel: where the output goes; None means a new
+        one.
+        """
         terms, now = checked_plain(request, type(self.model).__name__), time.monotonic()
         if self._backend is None:
             self._backend = prompt_backend(request.prompt, self.model)

@@ -16,7 +16,8 @@ from hibachi.tensor.layout import Paged
 
 
 def checked_begun(request: Request, params: SamplingParams | None, n: int, end: int, facts: Facts) -> Begun | None:
-    """What a request that was begun elsewhere brings, with keys and values as copies on the host; None: it was not.
+    """What a request that was begun elsewhere brings, with keys and values as copies on the host; None means it was
+    not.
 
     n: tokens of its prompt. end: the length at which it ends. Raises InvalidRequest, PromptTooLong or
     UnsupportedOperation.

@@ -23,7 +23,7 @@ class Health:
 
     state: State
     message: str
-    since_step: float | None = None  # seconds since a step ended; None: none has
+    since_step: float | None = None  # seconds since a step ended; None means none has
     steps: int = 0
     waiting: int = 0
     running: int = 0

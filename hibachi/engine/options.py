@@ -38,5 +38,5 @@ class BatchOptions(EngineOptions, total=False):
     token: Any
     padding_token: Any
     backend: str | Backend[Any] | None
-    dtype: str
+    dtype: str | None
     deterministic: bool | None

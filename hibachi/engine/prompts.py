@@ -79,8 +79,9 @@ _MENDS["c"] = "Send real and imaginary parts as numbers of their own: z.view(flo
 class HostPrompts:
     """Arrays of any library, lists and numbers become arrays on the host.
 
-    token: one of the kind that all requests have, a number or an array (*tok); None: each request has its own kind.
-    vocab_size: prompts are token ids below it; None: any numbers. stop: a rule for all requests.
+    token: one of the kind that all requests have, a number or an array (*tok); None means each request has its own
+    kind.
+    vocab_size: prompts are token ids below it; None means any numbers. stop: a rule for all requests.
     """
 
     kind: Kind | None

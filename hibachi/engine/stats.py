@@ -18,7 +18,7 @@ class Stats:
     new_tokens: int = 0  # delivered
     finished: int = 0  # requests that ended, for whatever reason
     failed: int = 0  # of these, with an error
-    blocks: int = 0  # cache blocks; 0: the model keeps no cache
+    blocks: int = 0  # cache blocks; 0 means the model keeps no cache
     free_blocks: int = 0  # that can be had, those with contents that may serve again among them
     cached_blocks: int = 0  # of these, with such contents
     prefix_queries: int = 0  # tokens of requests that started and might have shared

@@ -170,7 +170,7 @@ class Worker:
                 self._rest()
 
     def _patience(self) -> float | None:
-        """Seconds until the engine must look after a deadline, though nobody comes; None: for ever."""
+        """Seconds until the engine must look after a deadline, though nobody comes; None means for ever."""
         deadline = self.engine.next_deadline()
         return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MOST_PATIENCE)
 
@@ -269,7 +269,7 @@ class Worker:
             self._inbox.put(None)
 
     def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """`stop`, and wait for it, but no longer than `timeout` seconds (None: any time). Closing twice is fine.
+        """`stop`, and wait for it, but no longer than `timeout` seconds (None means any time). Closing twice is fine.
 
         A model that hangs is let go then: its `async def` call is cancelled, and all streams end. Where the thread
         stands is logged.

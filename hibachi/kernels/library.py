@@ -130,7 +130,7 @@ def choose(asked: str, there: tuple[Variant, ...], level: int) -> Variant:
 
 
 def _installed(asked: str) -> Library | None:
-    """From the wheel; None: it brought none. Raises NativeUnavailable, WrongLibrary, OSError."""
+    """From the wheel; None means it brought none. Raises NativeUnavailable, WrongLibrary, OSError."""
     try:
         manifest = json.loads((INSTALLED / "manifest.json").read_text())
         if not isinstance(manifest, dict):
@@ -219,7 +219,7 @@ def _made(path: Path, make: Callable[[Path], object]) -> Path:
 def _alone(path: Path) -> Iterator[bool]:
     """No other process does the same meanwhile. The lock ends with the process that holds it, however that ends.
 
-    False: there are no locks here.
+    False means there are no locks here.
     """
     try:
         import fcntl  # not on Windows

@@ -39,7 +39,7 @@ def processors() -> int:
 
 
 def quota(root: Path = Path("/")) -> int | None:
-    """Whole processors that the process's control group may use at once, rounded down, 1 at least; None: no limit.
+    """Whole processors that the process's control group may use at once, rounded down, 1 at least; None means no limit.
 
     Of cgroups version 2 and 1, and of all groups above it. root: where /proc and /sys are.
     """
@@ -73,7 +73,7 @@ def _mounted(root: Path, controllers: str) -> Path:
 
 
 def _limit(folder: Path) -> float | None:
-    """Processors that one group may use at once; None: it has no limit, or does not say."""
+    """Processors that one group may use at once; None means it has no limit, or does not say."""
     try:
         if (two := folder / "cpu.max").exists():
             allowed, period = two.read_text().split()[:2]

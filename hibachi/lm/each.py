@@ -74,7 +74,7 @@ class Window:
 
     @property
     def patience(self) -> float | None:
-        """Seconds until it must be tried again, though nothing ends; None: any time."""
+        """Seconds until it must be tried again, though nothing ends; None means any time."""
         return None if self._held is None else AGAIN
 
     def look(self) -> bool:
@@ -107,7 +107,7 @@ class Window:
             self._held = None
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, terms: Terms | None) -> bool:
-        """Queue one, or keep the error that it is refused with; False: there is no room for it yet."""
+        """Queue one, or keep the error that it is refused with; False means there is no room for it yet."""
         texts, key = self._texts, self._begun
         try:
             own = as_params(params, texts.default_params)
@@ -155,8 +155,9 @@ class Window:
         return (self._read in self._results) if self._ordered else bool(self._results)
 
     def next(self) -> tuple[int, Completion | Exception] | None:
-        """The next result, with its place among the prompts; None: wait for it. Raises StopIteration at the end, the
-        error of a prompt at its place if that is to be raised, and that of the iterable of prompts after all results.
+        """The next result, with its place among the prompts; None means wait for it. Raises StopIteration at the end,
+        the error of a prompt at its place if that is to be raised, and that of the iterable of prompts after all
+        results.
         """
         if self._closed:
             raise StopIteration

@@ -18,7 +18,7 @@ from hibachi.options import spelled
 from hibachi.plan.policy import Policy
 from hibachi.request import Pooling, SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import resolve
+from hibachi.tensor.discover import best_backend, resolve
 from hibachi.tune.autotune import seconds_of, settle
 
 QUANTIZATIONS = ("auto", "none", "int8")
@@ -28,15 +28,16 @@ class LLM(Texts):
     """A language model from its files, batched.
 
     model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
-    Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None: numpy.
-    device: in the backend's own notation. dtype: to compute in; None: the checkpoint's, where hibachi's kernels or an
-    accelerator compute it, else float32. max_model_len: None: what the model was trained for.
+    Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None, which
+    means what the variable HIBACHI_DEFAULT_BACKEND names, else the first of torch, jax and numpy that imports.
+    device: in the backend's own notation. dtype: to compute in; None means the checkpoint's, where hibachi's kernels or
+    an accelerator compute it, else float32. max_model_len: None means what the model was trained for.
     max_num_seqs: requests at once; max_num_batched_tokens: tokens of a step; kv_cache_memory_bytes, cache_tokens,
     block_size: memory for keys and values; the options from enable_prefix_caching on: see
-    `AutoregressiveBatchInference`. deterministic: who shares the batch never changes a bit of an answer; None: wherever
-    hibachi's kernels load, and on the CPU with torch. See docs/determinism.md.
+    `AutoregressiveBatchInference`. deterministic: who shares the batch never changes a bit of an answer; None means
+    wherever hibachi's kernels load, and on the CPU with torch. See docs/determinism.md.
 
-    autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None: none, or what the environment
+    autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None means none, or what the environment
     variable HIBACHI_AUTOTUNE says. Only what gives the same bits is chosen from, unless kernels is given: a file that
     is taken if it is there, and else is written with the fastest of all, so that another machine can do the same. See
     docs/backends.md.
@@ -148,7 +149,7 @@ class LLM(Texts):
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
     if backend is None or isinstance(backend, str):
-        return resolve(backend or "numpy", device=device)
+        return resolve(backend or best_backend(), device=device)
     if not isinstance(backend, ArrayBackend):
         raise ConfigError(f"backend must be a name, an ArrayBackend or None; got {backend!r}.")
     if device is not None:

@@ -48,7 +48,8 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
 
 
 def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
-    """What ends every request of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None: it has neither.
+    """What ends every request of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None means it has
+    neither.
 
     Raises ConfigError.
     """

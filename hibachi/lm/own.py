@@ -53,7 +53,8 @@ def is_own(model: str) -> bool:
 def open_own(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
     """A model of one's own: `OwnTexts` if its engine samples, else `Tokens`, of tokens or of one output an input.
 
-    feedforward: True: `forward` takes single inputs; else as the class says (`hibachi.lm.named`). Raises ConfigError.
+    feedforward: True means `forward` takes single inputs; else as the class says (`hibachi.lm.named`). Raises
+    ConfigError.
     """
     check_options("A model of one's own", dict(options), OPTIONS)
     made = _made(model, options)
@@ -131,9 +132,9 @@ def _engine(
     others: Any = {name: value for name, value in options.items() if name in EngineOptions.__annotations__}
     others |= {name: getattr(made, name, None) for name in _KIND}
     others |= {"max_model_len": max_model_len, "stop_rule": stop_rule, "deterministic": options.get("deterministic")}
-    library, dtype = _library(made, options), options.get("dtype") or "float32"
+    library = _library(made, options)
     try:
-        return AutoregressiveBatchInference(made, backend=library, dtype=dtype, **others)
+        return AutoregressiveBatchInference(made, backend=library, dtype=options.get("dtype"), **others)
     except InvalidRequest as e:  # of its own stop tokens and padding, where its tokens' kind is known
         raise ConfigError(f"{type(made).__name__}: {e}") from e
 

@@ -32,7 +32,7 @@ class Source(Protocol[T]):
         ...
 
     def take(self) -> T | None:
-        """The next item; None: there is none yet, or none any more."""
+        """The next item; None means there is none yet, or none any more."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Texts(Holding):
     """What can be asked of a language model.
 
     engine: here, or in another process. eos_ids: tokens that end a text.
-    vocab_size: None: any id is one. default_params: of a request that brings none.
+    vocab_size: None means any id is one. default_params: of a request that brings none.
     """
 
     tokenizer: Any
@@ -52,7 +52,7 @@ class Texts(Holding):
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
-        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None: `default_params`.
+        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None means `default_params`.
         terms: priority, tenant, deadlines, cache salt.
 
         Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
@@ -152,7 +152,7 @@ class Texts(Holding):
         """A Completion for each prompt of any iterable, also an endless one: `for c in llm.each(prompts)`.
 
         At most 2 x max_num_seqs requests are in the engine at a time. params, terms: one for all, or an iterable in
-        step with the prompts. ordered: in the order of the prompts; False: as they end, (place of the prompt, its
+        step with the prompts. ordered: in the order of the prompts; False means as they end, (place of the prompt, its
         Completion). ahead: at most so many prompts run or have results that you have not read, so that memory is
         bounded where the first takes long; None: 2 x max_num_seqs.
         errors: "raise": the error of a prompt is raised at its place, and the rest is cancelled; "return": it stands in
@@ -233,8 +233,9 @@ class Texts(Holding):
     ) -> list[Embedding]:
         """A vector for each text, from the model's last hidden states.
 
-        pooling: "mean" of all tokens, the "last" or the first ("cls"); None: what the model's files say, else the last.
-        normalize: to length 1; None: likewise. progress: see `generate`. Raises InvalidRequest, PromptTooLong,
+        pooling: "mean" of all tokens, the "last" or the first ("cls"); None means what the model's files say, else the
+        last.
+        normalize: to length 1; None means likewise. progress: see `generate`. Raises InvalidRequest, PromptTooLong,
         QueueFull, UnsupportedOperation for a model whose hidden states cannot be had.
         """
         prompts = listed(prompts)
@@ -326,7 +327,7 @@ class Texts(Holding):
         if p.stop or p.bad_words or p.runs > 1:
             run = run.with_(stop=(), bad_words=(), n=1, best_of=None)
         if self.eos_ids and not p.ignore_eos:
-            run = run.with_(stop_token_ids=(*p.stop_token_ids, *self.eos_ids))
+            run = run.with_(stop_token_ids=(*p.stop_token_ids, *self.eos_ids), ignore_eos=True)
         if p.runs > p.n and p.logprobs is None:
             run = run.with_(logprobs=0)  # to choose by
         words = tuple(seq for word in p.bad_words for seq in self.prompts.spellings(word))

@@ -44,7 +44,7 @@ class Tokens(Holding):
 
         params: how to sample, where the engine does. max_tokens: before params.max_tokens; None with a model that
         samples by itself: up to the end of the context. stop_rule: a `StopRule`, a predicate, a token or a list of
-        them, on top of the model's own. include_stop: deliver the token that ends it (None: yes). terms: priority,
+        them, on top of the model's own. include_stop: deliver the token that ends it (None means yes). terms: priority,
         tenant, deadlines, cache salt. Items: `host` makes arrays of them.
 
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed. In another process more may be

@@ -17,9 +17,9 @@ class Layer:
     """What may differ from block to block."""
 
     window: int | None = None
-    """A token sees the last so many positions, its own among them; None: all."""
+    """A token sees the last so many positions, its own among them; None means all."""
     rope: int | None = 0
-    """Which of the arch's rotary frequencies turn queries and keys; None: this block sees no positions."""
+    """Which of the arch's rotary frequencies turn queries and keys; None means this block sees no positions."""
     experts: bool = False
     """The feed-forward part is a mixture of experts."""
 
@@ -81,7 +81,7 @@ class Arch:
     learned_positions: bool = False
     """An embedding of the position is added to that of the token."""
     attention_scale: float | None = None
-    """What scores are multiplied by; None: head_dim ** -0.5."""
+    """What scores are multiplied by; None means head_dim ** -0.5."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     logit_softcap: float | None = None
@@ -95,9 +95,9 @@ class Arch:
     tied: bool = False
     """The output head is the embedding matrix."""
     attention_bias: bool | None = None
-    """The attention projections have biases; None: the file does not say, so those in the weights count."""
+    """The attention projections have biases; None means the file does not say, so those in the weights count."""
     mlp_bias: bool | None = None
-    """The feed-forward projections have biases; None: the file does not say, so those in the weights count."""
+    """The feed-forward projections have biases; None means the file does not say, so those in the weights count."""
     head_bias: bool = False
     """The output head has a bias."""
     bos_ids: tuple[int, ...] = ()

@@ -69,7 +69,7 @@ class Decoder:
         self.portable: bool = arch.logit_softcap is None and not fuses
         """Kernels compute all of which libraries may have other bits; what these compute is one number by another."""
         self.fused: Callable[..., Any] | None = backend.fuse(self)
-        """All layers in one call, where the backend can; None: operation by operation, with the same result."""
+        """All layers in one call, where the backend can; None means operation by operation, with the same result."""
 
     @classmethod
     def build(
@@ -83,8 +83,8 @@ class Decoder:
     ) -> Decoder:
         """The model of a description and its tensors by canonical name.
 
-        dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for;
-        None: what the model was trained for. Raises ConfigError, UnsupportedOperation for a dtype that the library
+        dtype: to compute with and to cache in; None means float32. max_model_len: the longest sequence to be ready for;
+        None means what the model was trained for. Raises ConfigError, UnsupportedOperation for a dtype that the library
         lacks.
         """
         dtype, max_model_len = checked(backend, dtype, max_model_len, arch.max_positions)

@@ -32,10 +32,10 @@ class Description:
     """What `hibachi inspect` shows.
 
     path, files: where the model is, and in what kind of files. architecture: as the files name it. mapping: what loads
-    it, with the name of the package that brings it; None: nothing that is registered. problem: None, or why it would
-    not load. parameters: how many. stored: what they are stored as -> how many of them. arch: the description that the
-    decoder is built from. context: most tokens that it was trained for; None: unknown. token: numbers that the cache
-    keeps for each token. template: the name of the chat template.
+    it, with the name of the package that brings it; None means nothing that is registered. problem: None, or why it
+    would not load. parameters: how many. stored: what they are stored as -> how many of them. arch: the description
+    that the decoder is built from. context: most tokens that it was trained for; None means unknown. token: numbers
+    that the cache keeps for each token. template: the name of the chat template.
     """
 
     path: Path
@@ -96,7 +96,7 @@ def _kind(files: ModelFiles) -> str:
 
 
 def _template(files: ModelFiles) -> str | None:
-    """The name of the chat template by the marks that it writes, or "its own"; None: there is none."""
+    """The name of the chat template by the marks that it writes, or "its own"; None means there is none."""
     try:
         template = files.tokenizer().chat_template
     except HibachiError:

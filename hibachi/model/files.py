@@ -14,6 +14,8 @@ from hibachi.model.fields import Config, read_json
 from hibachi.model.gguf import GGUF, find_gguf
 from hibachi.model.hub import local_snapshot, parse_name
 from hibachi.model.text import Tokenizer
+from hibachi.model.text.own import NoTokenizer
+from hibachi.model.text.tokenizer import NAMES, has_tokenizer
 from hibachi.model.weights import Checkpoint, Tensors
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -43,17 +45,24 @@ class ModelFiles:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype that most of its numbers are stored as; None: none of a dtype's, as they are quantized."""
+        """The dtype that most of its numbers are stored as; None means none of a dtype's, as they are quantized."""
         tensors = self.tensors()
         stored: Counter[str] = Counter()
         for name in tensors:
             stored[tensors.dtype(name)] += math.prod(tensors.shape(name))
         return _DTYPES.get(stored.most_common(1)[0][0]) if stored else None
 
-    def tokenizer(self, *, vocab_size: int | None = None) -> Tokenizer:
-        """The model's tokenizer, whose ids must be below vocab_size. Raises InvalidModelFiles, MissingExtra."""
+    def tokenizer(self, *, vocab_size: int | None = None) -> Tokenizer | NoTokenizer:
+        """The model's tokenizer, whose ids must be below vocab_size; `NoTokenizer` where there is no file of one.
+
+        Raises InvalidModelFiles, MissingExtra.
+        """
         if self.gguf is None:
-            return Tokenizer.load(self.path, vocab_size=vocab_size)
+            if has_tokenizer(self.path):
+                return Tokenizer.load(self.path, vocab_size=vocab_size)
+            return NoTokenizer(f"{self.path} has none of {NAMES}")
+        if not self.gguf.has_tokenizer:
+            return NoTokenizer(f"{self.path} holds no vocabulary")
         raw, special, chat_template = self.gguf.tokenizer()
         return Tokenizer(raw, special=special, chat_template=chat_template)
 

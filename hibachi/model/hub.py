@@ -6,14 +6,18 @@ The cache is read without any library. Its layout: `models--ORG--NAME/refs/REVIS
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hibachi.errors import InvalidModelFiles, MissingExtra
 from hibachi.model.extras import need
 from hibachi.model.fields import read_json
+from hibachi.phases import ending_at_once, in_command, phase, phases_shown
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"({_PART}/{_PART})(/[A-Za-z0-9_.\-]+\.gguf)?(?:@([A-Za-z0-9_][A-Za-z0-9_.\-/]*))?")
@@ -125,14 +129,31 @@ def _download(name: str, wanted: HubName) -> str | None:
         hub = need("huggingface_hub", f"Downloading {name}", "hf")
     except MissingExtra as e:
         return str(e).removesuffix(".")
+    patterns = [wanted.gguf] if wanted.gguf else _WANTED
+    revision, blobs = wanted.revision, _repository(wanted) / "blobs"
+    before, total = _megabytes(blobs), None
     try:
-        hub.snapshot_download(
-            wanted.repository,
-            revision=wanted.revision,
-            cache_dir=cache_folder(),
-            allow_patterns=[wanted.gguf] if wanted.gguf else _WANTED,
-        )
+        if in_command():  # elsewhere it shows bars of its own
+            importlib.import_module("huggingface_hub.utils").disable_progress_bars()
+        if phases_shown():
+            with phase(f"asking the Hub for {name}"), ending_at_once():
+                files = hub.HfApi().model_info(wanted.repository, revision=revision, files_metadata=True).siblings
+                total = sum(f.size or 0 for f in files if any(fnmatch(f.rfilename, p) for p in patterns)) // 10**6
+        # Its threads go on until each has its file, so Ctrl-C would take minutes. A killed download harms nothing.
+        with phase(f"downloading {name}", total, "MB", lambda: _megabytes(blobs) - before), ending_at_once():
+            hub.snapshot_download(
+                wanted.repository, revision=revision, cache_dir=cache_folder(), allow_patterns=patterns
+            )
     except Exception as e:  # of the network, of the Hub, of the disk: the library has some twenty
         line = next(iter(str(e).strip().splitlines()), "")
         return f"Downloading it failed ({type(e).__name__}: {line})"
     return None
+
+
+def _megabytes(folder: Path) -> int:
+    """The size of what is in a folder, of unfinished files too."""
+    total = 0
+    with suppress(OSError):  # a file has got its name meanwhile
+        for path in folder.iterdir():
+            total += path.stat().st_size
+    return total // 10**6

@@ -20,7 +20,7 @@ from hibachi.model.ladder import LanguageModel
 from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.discover import resolve
+from hibachi.tensor.discover import best_backend, resolve
 
 GROUP = "hibachi.models"
 
@@ -101,20 +101,23 @@ def find(config: Config) -> tuple[str, Family | Loader]:
 
 def load_model(
     model: str | Path | ModelFiles,
-    backend: str | ArrayBackend = "numpy",
+    backend: str | ArrayBackend | None = None,
     *,
     dtype: str | None = None,
     max_model_len: int | None = None,
 ) -> LanguageModel[Array]:
-    """A language model on `backend`, which may be named.
+    """A language model on `backend`, which may be named; None means the one that `LLM` takes.
+
+    The model goes into an `AutoregressiveBatchInference` as it is.
 
     model: "tiny", which ships; a folder in Hugging Face layout; a GGUF file; a name on the Hugging Face Hub.
-    dtype: to compute with and to cache in; None: float32. max_model_len: the longest sequence to be ready for; None:
-    what the model was trained for. An architecture that nobody registered is offered to the backend (`foreign_model`).
-    Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
-    BackendNotInstalled.
+    dtype: to compute with and to cache in; None means float32. max_model_len: the longest sequence to be ready for;
+    None means what the model was trained for. An architecture that nobody registered is offered to the backend
+    (`foreign_model`). Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation,
+    BackendNotFound, BackendNotInstalled.
     """
-    backend = resolve(backend) if isinstance(backend, str) else backend
+    if backend is None or isinstance(backend, str):
+        backend = resolve(backend or best_backend())
     files = model if isinstance(model, ModelFiles) else open_files(locate(model))
     try:
         _, found = find(files.config)

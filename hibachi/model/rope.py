@@ -90,7 +90,8 @@ def room(positions: int, longest: int) -> int:
 def tables(rope: Rope, length: int, *, start: int = 0, longest: int | None = None) -> tuple[HostArray, HostArray]:
     """Cosine and sine of the angles of positions `start` to length - 1: float32 [length - start, dims / 2].
 
-    A position has the same bits in every table. longest: the longest sequence that the engine allows; None: `length`.
+    A position has the same bits in every table. longest: the longest sequence that the engine allows; None means
+    `length`.
     """
     pairs = np.arange(0, rope.dims, 2, dtype=np.float64) / rope.dims
     frequencies = _stretched(rope, rope.theta**-pairs, longest or length).astype(np.float32)

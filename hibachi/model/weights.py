@@ -46,7 +46,7 @@ class Tensors(Mapping[str, HostArray]):
     def read(self, name: str, dtype: npt.DTypeLike | None = None) -> HostArray:
         """The tensor, cast to a NumPy dtype while reading, without a second copy.
 
-        None: as it is stored, and float32 if NumPy has no such dtype (bfloat16, quantized).
+        None means as it is stored, and float32 if NumPy has no such dtype (bfloat16, quantized).
         """
 
     def __getitem__(self, name: str) -> HostArray:

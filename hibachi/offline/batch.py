@@ -26,7 +26,8 @@ class Batch:
     settings: of the model and its engine, by the names of `hibachi run-batch`'s flags with underscores. url: of a
     server that computes the rows in the place of a model, request_timeout: seconds for an answer of it. task:
     "generate", "embed", or "forward" for a feed-forward model of one's own. columns: what a row's columns say. openai:
-    the rows are lines of OpenAI's batches; None: if they look so. served_names: that such lines may call the model by.
+    the rows are lines of OpenAI's batches; None means if they look so. served_names: that such lines may call the model
+    by.
     format: of the output, where its name does not tell. limit: only so many rows of the input. shard: (i, n): every
     n-th row, beginning with the i-th (from 1). seed: of the run: rows that bring none get theirs from it. prefix: in
     front of the result columns' names. token_ids: results have the ids of new tokens. overwrite: replace an output that

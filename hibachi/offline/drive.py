@@ -189,7 +189,7 @@ class Drive:
         (self._alone if self._is_alone else self._again).appendleft(number)
 
     def _next(self) -> int | None:
-        """The row to be started next; None: none may be now."""
+        """The row to be started next; None means none may be now."""
         if self._is_alone and self._open:
             return None
         self._is_alone = False

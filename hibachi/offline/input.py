@@ -79,7 +79,7 @@ class Input:
 
     def columns(self, form: Form) -> list[str] | None:
         """Whose names an output of this form has beside those of results, as far as that is known before all is
-        computed; None: nothing is. Raises ConfigError for those that it cannot have."""
+        computed; None means nothing is. Raises ConfigError for those that it cannot have."""
         sources, stop = self.sources, self._batch.limit
         if form[0] == "jsonl":  # has of each row what that has
             return sources.columns

@@ -19,9 +19,9 @@ CHANGED = Field("changed", "text")
 class Output:
     """Writes the rows whose results are in the journal.
 
-    rows: of the input, those that are part of the run. carried: of whose columns output rows have a copy; None: of
+    rows: of the input, those that are part of the run. carried: of whose columns output rows have a copy; None means of
     none. fields: the columns of results; prefix: in front of their names. marks: a text for each of the journal's
-    heads; None: no row is marked. limit: only so many rows of the input have columns. written, failed: rows.
+    heads; None means no row is marked. limit: only so many rows of the input have columns. written, failed: rows.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Output:
         self.written = self.failed = 0
 
     def advance(self) -> bool:
-        """Write all rows up to the first that is not done; True: there was none."""
+        """Write all rows up to the first that is not done; True means there was none."""
         while True:
             row = self._held if self._held is not None else next(self._rows, None)
             if row is None:

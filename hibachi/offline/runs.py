@@ -302,8 +302,8 @@ class _Run:
         return self._done("done", drive.counts, output.written, output.failed, remarks=dict(output.remarks))
 
     def _open(self, work: Work, head: dict[str, Any], changed: list[str]) -> bool:
-        """Load the model, and note what makes the run from now on. True: it is not the engine that it was, and the run
-        is to begin anew."""
+        """Load the model, and note what makes the run from now on. True means it is not the engine that it was, and the
+        run is to begin anew."""
         opened = work.open()
         closing = self._stack.enter_context(ExitStack())
         closing.push(partial(_close, work))

@@ -28,7 +28,8 @@ class Checkpoints:
         self._sizes: Counter[int] = Counter()  # how many have so many blocks
 
     def mark(self, start: int, length: int, block_size: int) -> int | None:
-        """Where the next checkpoint of `length` known tokens is to be made when `start` are computed; None: nowhere.
+        """Where the next checkpoint of `length` known tokens is to be made when `start` are computed; None means
+        nowhere.
 
         At the last full block that another prompt could share, and now and then before.
         """

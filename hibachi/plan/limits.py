@@ -15,12 +15,12 @@ class Limits:
     budget: int  # tokens computed in one step, over all rows; at least `rows`
     chunk: int  # tokens of one sequence computed in one step
     max_model_len: int  # tokens of one sequence, prompt included
-    blocks: int = 0  # cache blocks, with the trash block; 0: the model keeps no cache
+    blocks: int = 0  # cache blocks, with the trash block; 0 means the model keeps no cache
     block_size: int = 16
-    max_num_queued_reqs: int | None = None  # sequences in the queue; None: any number
-    prefill: int | None = None  # tokens of prompts in one step; None: as many as the budget allows
+    max_num_queued_reqs: int | None = None  # sequences in the queue; None means any number
+    prefill: int | None = None  # tokens of prompts in one step; None means as many as the budget allows
     reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
-    checkpoints: int = 0  # recurrent states kept for prompts to come; 0: the model has none, or nothing is shared
+    checkpoints: int = 0  # recurrent states kept for prompts to come; 0 means the model has none, or nothing is shared
     checkpoint_every: int = 16  # blocks from one to the next
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ _METHODS = ("rank", "push", "peek", "pop", "left", "opens", "settled", "ahead")
 
 
 def policy_of(given: Any) -> Policy:
-    """A policy from its name, or as it is; None: by priority. Each engine needs one of its own.
+    """A policy from its name, or as it is; None means by priority. Each engine needs one of its own.
 
     Raises ConfigError for a name that nobody has, or an object that is no policy.
     """

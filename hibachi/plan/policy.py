@@ -59,7 +59,7 @@ class Policy(Protocol):
         ...
 
     def ahead(self, seq: Seq) -> int | None:
-        """From `settled` on: most tokens of others that can be started before it. None: no bound."""
+        """From `settled` on: most tokens of others that can be started before it. None means no bound."""
         ...
 
 
@@ -111,7 +111,7 @@ class Priority:
     """By `priority`, smaller first; in a class, by arrival. As in vLLM.
 
     age: seconds of waiting that make up for one class. A request of class p is passed by nobody who comes more than
-    age * (p - best) after it. None: classes are absolute, and a lower one may starve.
+    age * (p - best) after it. None means classes are absolute, and a lower one may starve.
     best: the best class that anybody uses; only the bounds rely on it.
     Bound: from then on it starts after at most as many steps as those ranked before it have tokens.
     """

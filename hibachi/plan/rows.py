@@ -50,7 +50,7 @@ class RowTable:
         self.known[rows] -= emit
 
     def gain(self, rows: Index, end: Ints, counts: Ints | None) -> Ints:
-        """A step brought tokens behind `end`; None: one for each row. Returns the lengths."""
+        """A step brought tokens behind `end`; None means one for each row. Returns the lengths."""
         if counts is None:
             self.gained[rows] = 1
             self.done[rows] = length = end + np.int32(1)

@@ -32,8 +32,8 @@ from hibachi.request import Finish
 class Scheduler:
     """Runs sequences in the order of a policy, sharing what they have in common, and preempts when blocks run out.
 
-    policy: who is next (None: first come, first served). key_of: the identity of the full block number n of a running
-    sequence (n beyond the keys that it came with), from its tokens; None: what is generated is not shared.
+    policy: who is next (None means first come, first served). key_of: the identity of the full block number n of a
+    running sequence (n beyond the keys that it came with), from its tokens; None means what is generated is not shared.
     """
 
     steps: int
@@ -235,7 +235,7 @@ class Scheduler:
         return int(self.table.done[seq.row]) if seq.row >= 0 else seq.length
 
     def starts_within(self, seq: Seq) -> int | None:
-        """A waiting sequence starts at most so many steps after `policy.settled(seq)`; None: no bound.
+        """A waiting sequence starts at most so many steps after `policy.settled(seq)`; None means no bound.
 
         The first in the order of service moves on by a token in every step, and is not preempted. So those before it
         are through after as many steps as they have tokens, twice as many if they must compute some of them again.
@@ -475,8 +475,8 @@ class Scheduler:
     def _publish(self, seq: Seq, end: int, done: int, sound: int, log: list[Published]) -> int:
         """Make the full blocks among the first `end` tokens known, which a step computes now.
 
-        done: tokens that have a value. sound: tokens that a step computed which brought one and succeeded; -1: none.
-        Returns how many are known; NEVER if no more will be.
+        done: tokens that have a value. sound: tokens that a step computed which brought one and succeeded; -1 means
+        none. Returns how many are known; NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
@@ -554,7 +554,7 @@ class Scheduler:
         return started
 
     def _reserve(self, seq: Seq, at_work: list[Seq], published: list[Published]) -> tuple[int, int | None] | None:
-        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None: not yet."""
+        """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet."""
         pool, limits = self.pool, self.limits
         most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
         slot = None
@@ -660,9 +660,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
         """The step is done. stopped [emitting rows]: the last new token ends its sequence.
 
-        counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None: one.
-        With others than one no later step may have been planned.
-        Sequences that left since `schedule()` (cancelled, failed, sent back) are passed over.
+        counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None means
+        one. With others than one no later step may have been planned. Sequences that left since `schedule()`
+        (cancelled, failed, sent back) are passed over.
         """
         table = self.table
         rows, end, seqs = plan.rows, plan.end, plan.seqs

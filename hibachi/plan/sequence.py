@@ -14,7 +14,7 @@ class Seq:
     """One sequence. What a caller says of it comes first, with `owner` for the caller's own data."""
 
     prompt_len: int
-    max_new: int | None  # None: up to the end of the context
+    max_new: int | None  # None means up to the end of the context
     owner: Any = None
     priority: int = 0  # smaller is served first
     tenant: Hashable = ""  # whose it is, where tenants are treated fairly
@@ -22,7 +22,7 @@ class Seq:
     start_by: float | None = None  # when it must have started
     arrival: float = 0.0
     # What it may share with others: the identity of each full block of its tokens, such as their bytes, and what they
-    # must have in common besides. None: nothing. The list grows with what is generated.
+    # must have in common besides. None means nothing. The list grows with what is generated.
     keys: list[Hashable] | None = None
     salt: Hashable = None
     # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.

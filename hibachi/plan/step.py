@@ -37,7 +37,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a step came to. alive: which of the emitting rows still belong to their sequence; None: all."""
+    """What a step came to. alive: which of the emitting rows still belong to their sequence; None means all."""
 
     alive: Bools | None
     finished: list[Seq]

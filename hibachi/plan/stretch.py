@@ -45,7 +45,7 @@ class Stretch:
 
 
 def look_ahead(scheduler: Scheduler) -> Stretch | None:
-    """The uneventful steps ahead, if nobody is added, cancelled or paused meanwhile; None: ask `schedule`.
+    """The uneventful steps ahead, if nobody is added, cancelled or paused meanwhile; None means ask `schedule`.
 
     Deadlines are the caller's business, as is the time that the steps take. The policy's `opens` is asked for steps to
     come.
@@ -78,7 +78,9 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
 
 
 def _closed(scheduler: Scheduler) -> int | None:
-    """For how many steps none of those who wait can start, though a row is free; None: for as long as nothing ends."""
+    """For how many steps none of those who wait can start, though a row is free; None means for as long as nothing
+    ends.
+    """
     policy = scheduler.policy
     # It waits for blocks, and none become free before a request ends, which ends the stretch too.
     if (seq := policy.peek()) is not None and scheduler.short(seq):

@@ -35,8 +35,8 @@ class Recorder:
     """Notes what happens, in the order in which it happens. Not thread-safe, but for `dump` and `last`.
 
     path: also write everything to this file, one JSON object a line; where it cannot be written any more, a full disk
-    say, the log says so once and the recording ends. None: the last `length` entries stay in memory. Raises ConfigError
-    for a file that cannot be opened.
+    say, the log says so once and the recording ends. None means the last `length` entries stay in memory. Raises
+    ConfigError for a file that cannot be opened.
     """
 
     def __init__(self, scheduler: Scheduler, *, path: str | Path | None = None, length: int = LENGTH) -> None:
@@ -99,7 +99,7 @@ class Recorder:
                 continue
 
     def _write(self, entry: tuple[Any, ...] | None) -> None:
-        """To the file, None: how it begins; if that fails, a full disk say, say so once and go on without it."""
+        """To the file, None means how it begins; if that fails, a full disk say, say so once and go on without it."""
         assert self._file is not None
         try:
             words = self._head if entry is None else self._words(entry)

@@ -111,7 +111,7 @@ class OutChannel(Channel[Any]):
         super().__init__(pause_after=1)  # so that the engine asks whether we are `full`
         self._number, self._outbox, self._forget = number, outbox, forget
         self._held = self._began = False
-        self.read: Callable[[Any], Any] | None = int  # None: its items are rows of native batches
+        self.read: Callable[[Any], Any] | None = int  # None means its items are rows of native batches
 
     def push(self, item: Any, wakeups: Wakeups) -> None:
         if not self._began:

@@ -427,7 +427,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def kind_of(facts: Facts) -> Kind | None:
-    """Of all tokens or inputs; None: it is not fixed, or of a dtype that this process does not know."""
+    """Of all tokens or inputs; None means it is not fixed, or of a dtype that this process does not know."""
     if facts.vocab_size is not None:
         return IDS
     try:

@@ -21,8 +21,8 @@ log: logging.Logger = logging.getLogger("hibachi.remote")
 
 
 def open_settled(settings: SimpleNamespace, **more: Any) -> tuple[Texts | Tokens, str | None]:
-    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source; None: of one
-    that makes no text.
+    """The model, loaded and warm, and the chat template: the name of one of the model's, or Jinja source; None means of
+    one that makes no text.
 
     settings: of `MODEL` and `ENGINE` (hibachi/remote/settings.py), `engine` and `stall_after`. more: options as
     `open_model` takes them. What can be wrong in the settings alone is found before the model is loaded.
@@ -130,7 +130,7 @@ def template_of(given: str | None) -> str | None:
 
 
 def sampling_defaults(which: str) -> SamplingParams | None:
-    """Of requests that do not say how to sample; None: as the model's files say. Raises ConfigError."""
+    """Of requests that do not say how to sample; None means as the model's files say. Raises ConfigError."""
     if which == "auto":
         return None
     if which == "vllm":

@@ -10,7 +10,8 @@ from hibachi.settings.kinds import SWITCH, Setting, choice, integer, size, text
 
 MODEL: tuple[Setting, ...] = (
     Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
-    Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another", "numpy"),
+    Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another",
+            "the first of torch, jax, numpy that imports; of your own class numpy"),
     Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
     Setting("dtype", text("NAME"), None, "to compute in", "the checkpoint's, else float32"),
     Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),

@@ -85,7 +85,7 @@ class PrefixAffine:
         self._latest: defaultdict[str, Latest] = defaultdict(Latest)  # by model
 
     def home(self, ask: Ask, among: Sequence[Upstream]) -> Upstream | None:
-        """Where it is at home, busy or not; None: nowhere. Changes nothing, and is right after `choose`, too."""
+        """Where it is at home, busy or not; None means nowhere. Changes nothing, and is right after `choose`, too."""
         own = ask.pieces[self._latest[ask.model].shared(ask.pieces) :]
         return at_home(own[0], among)[0] if own and among else None
 

@@ -167,7 +167,7 @@ class Checks:
 
 
 def load_of(body: bytes, path: str) -> float | None:
-    """Requests that wait, of an answer of `/load` or `/metrics`; None: it does not say."""
+    """Requests that wait, of an answer of `/load` or `/metrics`; None means it does not say."""
     if path == "/metrics":
         found = [float(n) for n in WAITING.findall(body)]
         return sum(found) if found else None

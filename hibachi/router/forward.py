@@ -47,7 +47,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0: any time.
+    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0 means any time.
 
     ready: until somebody can be reached, where nobody can.
     """
@@ -139,7 +139,7 @@ class Forwarder:
     # ---- slots -------------------------------------------------------------------------------------------------
 
     async def _slot(self, job: Job) -> Upstream | None:
-        """None: there is none, and the client has the answer that was held. Raises Refused."""
+        """None means there is none, and the client has the answer that was held. Raises Refused."""
         u, job.slot = job.slot or self.lines.take(job.ask, job.tried), None
         if u is None:
             try:
@@ -230,7 +230,7 @@ class Forwarder:
                 answer.release()
 
     async def _fault(self, job: Job, u: Upstream, e: BaseException) -> bool:
-        """No answer came. False: it is to be tried again. Raises Refused."""
+        """No answer came. False means it is to be tried again. Raises Refused."""
         if isinstance(e, ValueError) and not isinstance(e, aiohttp.ClientError):
             raise Refused(f"This request cannot be sent on: {e}.", code="invalid_http") from e
         if isinstance(e, TimeoutError) and not isinstance(e, aiohttp.ClientError):
@@ -284,7 +284,7 @@ class Forwarder:
         )  # fmt: skip
 
     async def _second_thoughts(self, job: Job, u: Upstream, answer: aiohttp.ClientResponse) -> bool | None:
-        """Looks at a status: None: the answer passes on; else as `_attempt`."""
+        """Looks at a status: None means the answer passes on; else as `_attempt`."""
         status, headers = answer.status, answer.headers
         busy = status == 429 or (status == 503 and "Retry-After" in headers)
         if not busy and (status < 500 or status in (501, 505) or not job.again):
@@ -318,7 +318,7 @@ class Forwarder:
         return True
 
     async def _hold(self, u: Upstream, answer: aiohttp.ClientResponse) -> tuple[Held, bool]:
-        """An answer that is short and comes soon; False: it is not whole."""
+        """An answer that is short and comes soon; False means it is not whole."""
         parts, size = list[bytes](), 0
         try:
             async with asyncio.timeout(HELD_FOR):

@@ -18,8 +18,8 @@ HOP = frozenset(
 
 
 class Idle:
-    """Ends an exchange where we have waited so many seconds (0: any) for the next byte, or for the client to take one,
-    or where nothing can come any more. One timer, however many bytes come.
+    """Ends an exchange where we have waited so many seconds (0 means any) for the next byte, or for the client to take
+    one, or where nothing can come any more. One timer, however many bytes come.
     """
 
     def __init__(self, seconds: float, answer: aiohttp.ClientResponse, receive: Any) -> None:

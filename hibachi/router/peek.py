@@ -140,7 +140,9 @@ def _of_parts(body: Data, more: bytes) -> str | None:
 
 
 def _unpacked(body: Data, encoding: bytes) -> bytes | None:
-    """None: not a packing that is read here, or damaged; the upstream will say. Raises Refused for one too large."""
+    """None means not a packing that is read here, or damaged; the upstream will say. Raises Refused for one too
+    large.
+    """
     bits = {b"gzip": 31, b"x-gzip": 31, b"deflate": 47}.get(encoding.strip().lower())
     if bits is None:
         return None

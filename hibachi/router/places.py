@@ -129,7 +129,7 @@ def _is(kind: str, value: Any) -> bool:
 
 
 def context_of(place: Place, where: str = "") -> ssl.SSLContext | None:
-    """How its certificate is looked at; None: it has none. Raises ConfigError."""
+    """How its certificate is looked at; None means it has none. Raises ConfigError."""
     if not place.url.startswith("https:"):
         return None
     context = ssl.create_default_context()
@@ -165,7 +165,7 @@ async def resolved(places: Iterable[Place], before: Sequence[Place]) -> list[Pla
 
 
 async def _addresses(place: Place) -> list[str] | None:
-    """[""]: it has one, or none is to be looked for. None: nobody can say."""
+    """[""]: it has one, or none is to be looked for. None means nobody can say."""
     host = urlsplit(place.url).hostname or ""
     if host == "localhost" or _is_address(host):
         return [""]

@@ -76,7 +76,7 @@ class Routes:
         self._beginnings = tuple(path[:-1] for path in more if path.endswith("*"))
 
     def kind(self, method: str, path: str) -> Kind | None:
-        """None: it does not pass."""
+        """None means it does not pass."""
         plain = normpath(path) if "//" in path or "/." in path else path  # as an upstream may understand it
         if "\\" in path or _NEVER.fullmatch(plain) or (plain is not path and not plain.startswith("/v1/")):
             return None

@@ -78,7 +78,7 @@ def config_for(
 ) -> Config:
     """For uvicorn. Dates are the upstreams', and a client does not choose the address by which it waits in line.
 
-    hosts: the names it answers to besides those of loopback; None: to any. Raises ConfigError.
+    hosts: the names it answers to besides those of loopback; None means to any. Raises ConfigError.
     """
     arrival = settings.arrival_timeout or None
     app: Any = router if hosts is None else Hosts(router, hosts, "--allowed-origins", dialect=dialect_of)

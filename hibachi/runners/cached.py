@@ -67,7 +67,7 @@ class CachedRunner(BaseRunner):
     """Runs `model.step` over the packed new tokens of a plan.
 
     head: of the requests that want tokens; those that want a vector have one of their own, and are called apart, on the
-    same cache. tally: of the calls; the head has the same. memory: None: a new one.
+    same cache. tally: of the calls; the head has the same. memory: None means a new one.
     """
 
     model: Any
@@ -402,8 +402,8 @@ class CachedRunner(BaseRunner):
 
 
 def _drawn(plan: StepPlan, before: Flight | None, vocab: int) -> tuple[Array, Any, int] | None:
-    """The tokens of the step before, and for each row of a plan which of them it computes, [B]; -1: none. vocab: how
-    many tokens there are."""
+    """The tokens of the step before, and for each row of a plan which of them it computes, [B]; -1 means none. vocab:
+    how many tokens there are."""
     if before is None or not len(before.idx):
         return None
     rows, generation = before.plan.rows[before.idx], before.plan.generation[before.idx]

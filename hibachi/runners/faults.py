@@ -59,6 +59,11 @@ def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:
         return False
 
 
+def is_signal(error: BaseException) -> bool:
+    """Is this Ctrl-C? It comes in the main thread only, where a model is tried before its engine has a thread."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
     """The error that ends a request of which one call raised `error`. theirs: what the model raised last."""
     if isinstance(error, (ModelFault, InvalidRequest, BackendError)):  # ours, about what is somebody else's

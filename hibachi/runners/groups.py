@@ -53,8 +53,8 @@ class Alone:
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """padded: rows of different lengths may share a call. longest: the widest that there is. known: calls leave no
-    trace in anybody's bits; None: they are as large as can be, and as wide as the longest row. bucket: the width for a
-    length, where a row's width must be its own."""
+    trace in anybody's bits; None means they are as large as can be, and as wide as the longest row. bucket: the width
+    for a length, where a row's width must be its own."""
 
     padded: bool = False
     longest: int = 2**31

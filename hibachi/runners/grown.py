@@ -51,7 +51,7 @@ class Grown:
         self._last, self._now = {}, {}
 
     def tokens(self, seqs: list[Seq], lengths: Any, width: int) -> Array | None:
-        """[B, width, *tok], padded on the left, to be read only. None: the host must put them together.
+        """[B, width, *tok], padded on the left, to be read only. None means the host must put them together.
 
         seqs: of the first rows; the others are fill. lengths [B]: with the new token.
         """
@@ -101,7 +101,7 @@ class Room:
         self.lengths = self.lengths + 1
 
     def view(self, width: int) -> HostArray | None:
-        """[B, width, *tok], which nobody can write to. None: so much padding is not there."""
+        """[B, width, *tok], which nobody can write to. None means so much padding is not there."""
         start = self._end - width
         return None if start < 0 else self._seen[:, start : self._end]
 

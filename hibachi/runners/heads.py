@@ -61,7 +61,7 @@ class Head(Protocol):
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
         """What the outputs out [wanted, ...] come to, for the rows idx [n] of the plan, all of which emit.
 
-        of: where there are outputs of other tokens too; None: the first n are those of the rows. Raises
+        of: where there are outputs of other tokens too; None means the first n are those of the rows. Raises
         InvalidModelOutput.
         """
         ...

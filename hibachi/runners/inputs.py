@@ -67,8 +67,8 @@ class Inputs:
     ) -> StepInputs[Array]:
         """The step's inputs on the device, in fixed shapes if the backend wants them.
 
-        drawn: tokens on the device, for each row which of them is its only one, [B] (-1: the host knows its tokens),
-        and the size of the vocabulary.
+        drawn: tokens on the device, for each row which of them is its only one, [B] (-1 means the host knows its
+        tokens), and the size of the vocabulary.
         """
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())

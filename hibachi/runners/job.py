@@ -35,7 +35,7 @@ class Job:
     known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
-    pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None: tokens
+    pooling: Pooling | None = None  # a vector of its hidden states is wanted, made so; None means tokens
     unit: bool = False  # and of length 1
     kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
     kept: list[Any] | None = None  # see `Request`

@@ -100,7 +100,7 @@ class Meters:
     padding: int = 0  # of these, padding: nobody wanted them
     limit: int = 0  # rows
     block_size: int = 0  # tokens of a cache block
-    memory: tuple[int, int] | None = None  # of the device: free and total bytes; None: unknown
+    memory: tuple[int, int] | None = None  # of the device: free and total bytes; None means unknown
 
     @property
     def host_share(self) -> float:

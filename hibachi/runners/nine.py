@@ -283,7 +283,7 @@ def apart(ops: Any, out: Array, n: int) -> list[Any]:
 
 
 def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> Array:
-    """A copy of what the model returned, if it is an array of the backend and of this shape; None: any rest of it.
+    """A copy of what the model returned, if it is an array of the backend and of this shape; None means any rest of it.
 
     Raises InvalidModelOutput.
     """
@@ -303,7 +303,7 @@ def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> A
 
 
 def strange_rows(ops: Any, out: Array, n: int) -> Any:
-    """Which of n rows hold NaN, which is not equal to itself: bool [n]; None: none does."""
+    """Which of n rows hold NaN, which is not equal to itself: bool [n]; None means none does."""
     fine = ops.idx_where_all_true(ops.eq(out, out), BATCH_DIM)
     if len(fine) == n:
         return None

@@ -29,13 +29,13 @@ class Part:
     """The new tokens of n rows of a plan, from one forward pass: m of them, one row's after another's."""
 
     idx: Any  # [n] places in the plan
-    tokens: HostArray | None  # [m, *tok]; None: outputs that are no tokens (feed-forward)
-    batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None: the ints of `tokens` go
+    tokens: HostArray | None  # [m, *tok]; None means outputs that are no tokens (feed-forward)
+    batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None means the ints of `tokens` go
     stopped: Any  # bool [n]
-    bad: Any = None  # bool [n]: not finite; None: all are
+    bad: Any = None  # bool [n]: not finite; None means all are
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place among the tokens
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
-    counts: Any = None  # [n] tokens of each row, 0 only where it ends; None: one
+    counts: Any = None  # [n] tokens of each row, 0 only where it ends; None means one
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
 
     def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ class Flight:
     jobs: list[Job]  # of these; their requests may end meanwhile
     ids: Array  # [m >= n] their tokens, on the device
     read: Callable[[], list[HostArray]]  # waits: tokens [m], and which rows were finite, bool [m]
-    cache: Any = None  # to go back to if the step fails; None: it was given away
+    cache: Any = None  # to go back to if the step fails; None means it was given away
 
 
 class Runner(Protocol):
@@ -127,7 +127,7 @@ class Runner(Protocol):
 
 
 class BaseRunner:
-    """What most runners do alike. tables: of the tokens on the host; None: there are none."""
+    """What most runners do alike. tables: of the tokens on the host; None means there are none."""
 
     backend: Any
     tables: Tables | None
@@ -231,6 +231,8 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
     except StepFailed:
         raise
     except BaseException as e:
+        if is_signal(e):
+            raise
         raise_for_all(e, backend)
         failed = e  # the rows run again outside of this handler, which would keep the arrays of its frames alive
     else:

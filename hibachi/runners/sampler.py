@@ -35,7 +35,7 @@ class Drawn:
     """What was drawn for n rows."""
 
     tokens: HostArray  # int32 [n]
-    bad: Any  # bool [n]: the model's logits were not finite; None: all were
+    bad: Any  # bool [n]: the model's logits were not finite; None means all were
     logprobs: dict[int, dict[int, float]]  # by place, where asked for
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place: what else is wrong with a request
 
@@ -141,7 +141,7 @@ class RowSampler:
         return out
 
     def _list_size(self, wanted: int) -> int:
-        """How many of the most likely tokens are looked at for a row that names so many; 0: none."""
+        """How many of the most likely tokens are looked at for a row that names so many; 0 means none."""
         return min(next((s for s in LIKELY if wanted < s), LIKELY[-1]), self.vocab_size) if wanted else 0
 
     # ---- which program -----------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ CHUNK = 7  # tokens of a prompt at once, beside others
 def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     """Raises NotDeterministic with the first output that depends on the batch; returns how many were compared.
 
-    unused: nobody has used the runner yet, so its cache may be taken; otherwise one more is made for the check. 0: a
-    model that returns tokens, not logits, is not checked, as we do not know which to give it; nor is one whose cache
+    unused: nobody has used the runner yet, so its cache may be taken; otherwise one more is made for the check. 0 means
+    a model that returns tokens, not logits, is not checked, as we do not know which to give it; nor is one whose cache
     has no room for the prompts. What the model raises is raised.
     """
     if (vocab := _vocab(runner)) is None:
@@ -151,7 +151,7 @@ class _Probe:
 
 
 def _vocab(runner: CachedRunner) -> int | None:
-    """None: it returns tokens, not logits."""
+    """None means it returns tokens, not logits."""
     head = runner.main.head
     return head.sampler.vocab_size if isinstance(head, Sampled) else None
 

@@ -15,7 +15,7 @@ from hibachi.tensor.array_backend import HostArray
 class Stopper:
     """Stop rules, made ready for one token shape; `match` judges all rows of a forward pass at once.
 
-    tokens: of all rules, [n, *tok]. atol: of each, [n, ...] to be compared with its distances; 0: all are exact.
+    tokens: of all rules, [n, *tok]. atol: of each, [n, ...] to be compared with its distances; 0 means all are exact.
     where: the one predicate that there is.
     """
 

@@ -79,7 +79,7 @@ class Tables:
     """The tokens of all running rows on the host, in a table for each kind of token."""
 
     def __init__(self, rows: int, kind: Kind | None = None) -> None:
-        """kind: of all requests; None: each has its own."""
+        """kind: of all requests; None means each has its own."""
         self._rows = rows
         self._kinds = [kind] * rows
         self._tables: dict[Kind, TokenTable] = {}
@@ -175,7 +175,7 @@ class TokenTable:
     def window(self, rows: Any, lengths: Any, width: int, out: HostArray | None = None) -> HostArray:
         """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them.
 
-        out: where to; None: into a new array.
+        out: where to; None means into a new array.
         """
         if out is None and width <= self.width and not (self._long and self._before[rows].any()):
             newest: HostArray = self.values[rows, :width]

@@ -69,6 +69,8 @@ class Trials:
             try:
                 found = self._try(width)
             except BaseException as e:  # who is to blame is found out with the rows themselves
+                if is_signal(e):
+                    raise
                 log.info("a call of width %d could not be tried: %s", width, text_of(e))
                 drop_frames(e)
                 found = None
@@ -76,7 +78,7 @@ class Trials:
         return known
 
     def _try(self, width: int) -> Traceless | None:
-        """None: even in calls of one shape, a row's bits depend on the others."""
+        """None means even in calls of one shape, a row's bits depend on the others."""
         base = self._rows if self._one else min(BASE, self._rows)
         if base * width > MOST_TOKENS:
             return Traceless((1,), False)

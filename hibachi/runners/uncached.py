@@ -61,8 +61,8 @@ class WholeRunner(BaseRunner):
         grouping: Grouping,
         deterministic: bool | None,
     ) -> None:
-        """rows: most that there may be at once. deterministic: True: one row a call, unless `try_calls` finds better.
-        None: as `try_calls` finds it."""
+        """rows: most that there may be at once. deterministic: True means one row a call, unless `try_calls` finds
+        better. None means as `try_calls` finds it."""
         super().__init__(backend, tables)
         self._rows, self.sampler, self.grouping = rows, sampler, grouping
         self._asked, self._tried = bool(deterministic), deterministic is False
@@ -105,7 +105,7 @@ class WholeRunner(BaseRunner):
         return self.grouping.known is not None
 
     def selfcheck(self) -> int:
-        """`Trials.again`; 0: nothing was tried, or rows are alone."""
+        """`Trials.again`; 0 means nothing was tried, or rows are alone."""
         known = self.grouping.known
         return known.again() if isinstance(known, Trials) else 0
 
@@ -122,6 +122,8 @@ class WholeRunner(BaseRunner):
             with phase("trying whether requests can share calls"):
                 works = trials.begin()
         except BaseException as e:
+            if is_signal(e):
+                raise
             why, works = f"it failed when it was tried: {text_of(e)}", False
             drop_frames(e)
         if works:
@@ -222,7 +224,7 @@ class WholeRunner(BaseRunner):
     def _batch(
         self, rows: Any, lengths: Any, width: int, padding: HostArray | None, out: HostArray | None = None
     ) -> HostArray:
-        """[B, S, *tok], padded on the left. out: where to; None: into a new array."""
+        """[B, S, *tok], padded on the left. out: where to; None means into a new array."""
         batch = self.tables.at(rows[0]).window(rows, lengths, width, out)
         for i in np.flatnonzero(lengths != width).tolist():
             batch[i, : width - int(lengths[i])] = padding

@@ -11,7 +11,7 @@ from hibachi.web.exchange import Exchange
 
 class Gate:
     """A request counts from when its body is here, before anything of it is read, until it is answered to the end: who
-    sends a body slowly takes nobody's place. most: None: any number. It is of one event loop.
+    sends a body slowly takes nobody's place. most: None means any number. It is of one event loop.
     """
 
     def __init__(self, most: int | None) -> None:

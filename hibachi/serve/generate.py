@@ -186,7 +186,7 @@ class _Answer:
         return form.event(self._writer.came(tokens, form, scores))
 
     async def whole(self, accept: Accept, form: str | None) -> None:
-        """form: of WHOLE; None: what the model writes."""
+        """form: of WHOLE; None means what the model writes."""
         parts, size = list[HostArray](), 0
         while not self._over:
             tokens = await self._some()
@@ -319,7 +319,7 @@ def _unsupported(kind: str) -> Refused:
 
 
 def _form(accept: Accept, stream: bool, writes: bool, own: bool) -> str | None:
-    """None: what the model's own `write` makes. own: the model has read the body. Raises Refused."""
+    """None means what the model's own `write` makes. own: the model has read the body. Raises Refused."""
     ours = tuple(STREAMS) if stream else WHOLE
     if not stream and writes and (accept.prefers_another(ours) or (own and not accept.names(ours))):
         return None

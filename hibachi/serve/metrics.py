@@ -138,7 +138,7 @@ def _about(served: Served) -> dict[str, str]:
 
 
 def _resident(pid: int) -> int | None:
-    """Bytes of memory that a process holds; None: this system does not tell, or there is no such process."""
+    """Bytes of memory that a process holds; None means this system does not tell, or there is no such process."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -190,7 +190,7 @@ class RequestMeter:
         return sum(record.stream for record in list(self.open))
 
     def by_tenant(self, place: int) -> dict[tuple[str, ...], int]:
-        """0: requests, 1: prompt tokens, 2: generated tokens."""
+        """0 means requests, 1: prompt tokens, 2: generated tokens."""
         return {(name,): counts[place] for name, counts in self._tenants.items()}
 
     # ---- what records tell -------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ class Meter(Protocol):
     def begun(self, record: Record) -> None: ...
 
     def came(self, record: Record, tokens: int, now: float, since: float | None) -> None:
-        """Tokens of one continuation came together. since: when others of it last came; None: these are its first."""
+        """Tokens of one continuation came together. since: when others of it last came; None means these are its
+        first.
+        """
         ...
 
     def ended(self, record: Record) -> None: ...

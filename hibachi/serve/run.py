@@ -26,7 +26,7 @@ log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
 def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
-    """Serves until a signal comes. Returns the exit status: 0: all was brought to an end, 1: the engine was lost.
+    """Serves until a signal comes. Returns the exit status: 0 means all was brought to an end, 1: the engine was lost.
 
     Raises ConfigError for an address or settings that cannot be used, and what making the model raises.
     """

@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Series:
-    """read: the value, or values by their label values, of a `View`; None: unknown here."""
+    """read: the value, or values by their label values, of a `View`; None means unknown here."""
 
     name: str
     kind: Kind
@@ -34,10 +34,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One of our series under another project's name. change: our values to theirs; None: as they are."""
+    """One of our series under another project's name. change: our values to theirs; None means as they are."""
 
     name: str
-    labels: tuple[str, ...] | None = None  # None: ours
+    labels: tuple[str, ...] | None = None  # None means ours
     change: Callable[[Values], Values] | None = None
 
 

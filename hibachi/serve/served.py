@@ -61,10 +61,10 @@ class Served:
     """A model being served: text, or tokens of any other kind.
 
     names: that it answers to. max_model_len: most tokens of a request. max_body: most bytes of one. chat_template: the
-    name of one of the model's, or Jinja source; None: the model's own. timeout, queue_timeout: most seconds of a
-    request. arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None: what `bounds`
-    say. nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint: the same
-    where the same bits are computed, see `system_fingerprint`.
+    name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout: most seconds of a
+    request. arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None means what
+    `bounds` say. nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint:
+    the same where the same bits are computed, see `system_fingerprint`.
     """
 
     what: Texts | Tokens
@@ -263,7 +263,7 @@ class Served:
     # ---- how it is ---------------------------------------------------------------------------------------------
 
     def why_not_live(self, in_full: bool = True) -> str | None:
-        """None: all is well. in_full: with what the model or a library said, which is not for everybody."""
+        """None means all is well. in_full: with what the model or a library said, which is not for everybody."""
         health: Health = self.what.health()
         if health.ok:
             return None

@@ -40,7 +40,7 @@ def server_of(
 ) -> Server:
     """patience: seconds for running requests to end. exit_on_failure: end when the engine is lost for good.
 
-    origins: of pages that may ask. hosts: the names it answers to besides those of loopback; None: to any. Raises
+    origins: of pages that may ask. hosts: the names it answers to besides those of loopback; None means to any. Raises
     ConfigError for a root_path with which our own routes begin.
     """
     _, routes = metrics_for(served, metric_names)

@@ -82,7 +82,7 @@ def settle(
 ) -> SimpleNamespace:
     """See `hibachi.settings.settle`. tgi_flags: of TGI's launcher, by their keys; they count with `compat` only.
 
-    `tgi`: what they ask for besides settings, a `TgiAsked`; None: without `compat`. `remarks`: lines for the log.
+    `tgi`: what they ask for besides settings, a `TgiAsked`; None means without `compat`. `remarks`: lines for the log.
     Raises ConfigError.
     """
     found = _settle(flags, environment, file)

@@ -52,7 +52,7 @@ async def _whole(x: Exchange, writer: Writer, text: TextStream, record: Record, 
 async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record, headers: Headers | None) -> None:
     more = None if headers is None else headers(record)
     comments, dialect = Comments(x, more=more), writer.dialect
-    chunks: list[Any] | None = None  # None: nothing has come
+    chunks: list[Any] | None = None  # None means nothing has come
     open_ = {c.index: c for c in text.choices}
     try:
         while True:

@@ -33,7 +33,9 @@ RATIO, PATIENCE = 0.3, 20  # of --waiting-served-ratio and --max-waiting-tokens,
 
 @dataclass(frozen=True, slots=True)
 class TgiAsked:
-    """What TGI's flags ask for besides settings of ours, by the launcher's names; None: as the model or ours say."""
+    """What TGI's flags ask for besides settings of ours, by the launcher's names; None means as the model or ours
+    say.
+    """
 
     max_concurrent_requests: int = 128
     max_best_of: int = 2
@@ -62,7 +64,7 @@ class TgiAsked:
         return {name: getattr(self, name) for name in self.LIMITS}
 
     def gate(self) -> tuple[float, int] | None:
-        """Ratio and patience of the policy waiting-served; None: neither was given, and prompts need not wait."""
+        """Ratio and patience of the policy waiting-served; None means neither was given, and prompts need not wait."""
         ratio, patience = self.waiting_served_ratio, self.max_waiting_tokens
         if ratio is None and patience is None:
             return None
@@ -125,7 +127,7 @@ def _quantization(given: str) -> str:
 
 
 def _template(given: str) -> str | None:
-    """The chat template in a tokenizer_config.json; None: it has none."""
+    """The chat template in a tokenizer_config.json; None means it has none."""
     try:
         found = json.loads(Path(given).read_text())
     except (OSError, ValueError) as e:

@@ -18,10 +18,10 @@ class Feed(Protocol):
 
     @property
     def next(self) -> float:
-        """When the next one comes by itself, in picoseconds; infinity: none does."""
+        """When the next one comes by itself, in picoseconds; infinity means none does."""
 
     def take(self, clock: int, held: int) -> int | None:
-        """The next request for a scheduler that holds so many; None: none yet. clock: picoseconds."""
+        """The next request for a scheduler that holds so many; None means none yet. clock: picoseconds."""
 
 
 class Arrivals:

@@ -80,7 +80,7 @@ class Replay:
 
     def run(self, fast: bool = True, feed: Feed | None = None) -> SimOutcome:
         """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
-        feed: says which requests come when (None: as the trace does).
+        feed: says which requests come when (None means as the trace does).
 
         Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.
         """

@@ -39,12 +39,13 @@ _COUNTS = (
 class Setup:
     """What an engine has, and in which order it serves.
 
-    max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None: as many as never to be short
-    (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step. max_model_len:
-    tokens of a request; None: the trace's longest. The others are those of `hibachi.plan.limits.Limits`. cache: share
-    prefixes. each: tokens that a row gets in a step. order: None: requests come when the trace says; "file" or
-    "composed": a run offline, to which all are there at the start and which hands at most 2 x max_num_seqs to the
-    scheduler at a time, in the order of the file, or as a `Composer` takes them from a rolling window of `window`.
+    max_num_seqs: requests at once. blocks: of the cache, of block_size tokens each; None means as many as never to be
+    short (and without shared prefixes the cache is not looked at, which is faster). budget: tokens of a step.
+    max_model_len: tokens of a request; None means the trace's longest. The others are those of
+    `hibachi.plan.limits.Limits`. cache: share prefixes. each: tokens that a row gets in a step. order: None means
+    requests come when the trace says; "file" or "composed": a run offline, to which all are there at the start and
+    which hands at most 2 x max_num_seqs to the scheduler at a time, in the order of the file, or as a `Composer` takes
+    them from a rolling window of `window`.
     """
 
     scheduling_policy: str = "fcfs"

@@ -38,7 +38,7 @@ class Trace:
 
     arrival: int64 [n], picoseconds from the first. prompt, output: int64 [n], tokens. priority: int64 [n].
     tenant: names, or None. keys: for each request the identity of each block of `key_tokens` tokens of its prompt, from
-    the first one on, as far as other requests may share them; None: nothing is known about what the prompts hold.
+    the first one on, as far as other requests may share them; None means nothing is known about what the prompts hold.
     """
 
     name: str

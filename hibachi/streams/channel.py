@@ -52,7 +52,8 @@ Waiter = threading.Event | Bell | LoopFuture | LoopEvent
 class Channel(Generic[T]):
     """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it.
 
-    pause_after: how many items may lie unread; None: any number. Whoever pushes asks `full` and then calls `pause`.
+    pause_after: how many items may lie unread; None means any number. Whoever pushes asks `full` and then calls
+    `pause`.
     """
 
     __slots__ = (
@@ -86,7 +87,9 @@ class Channel(Generic[T]):
         self.finish: Finish | None = None
         self.error: BaseException | None = None
         self.tenant: Hashable = ""  # whose request it is
-        self.thread: int | None = None  # the identifier of the one that fills the buffer; None: of none that may wait
+        self.thread: int | None = (
+            None  # the identifier of the one that fills the buffer; None means of none that may wait
+        )
         self._waiters: deque[Waiter] = deque()
         self._at_end: deque[Waiter] = deque()  # who waits for the end only
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
@@ -135,8 +138,8 @@ class Channel(Generic[T]):
     def pause(self, drained: Callable[[], None]) -> bool:
         """Have `drained()` called once, when the reader has brought the buffer down to half; it comes from any thread.
 
-        False: the reader was faster, go on; `drained` is not called then. It is not called either when the stream ends
-        first, but may come late: after the end, from a reader that was about to call it.
+        False means the reader was faster, go on; `drained` is not called then. It is not called either when the stream
+        ends first, but may come late: after the end, from a reader that was about to call it.
         """
         self.drained.append(drained)
         # The other half of `eased`: a reader that came before it could not see that we paused.

@@ -11,7 +11,9 @@ CLOSE_WITHIN = 10.0  # seconds that `close` waits for what runs
 
 
 def waited(timeout: Any) -> float | None:
-    """How long to wait, as clocks take it: from 0 to a century; None: any time. Raises ConfigError for no number."""
+    """How long to wait, as clocks take it: from 0 to a century; None means any time. Raises ConfigError for no
+    number.
+    """
     if timeout is None:
         return None
     try:

@@ -34,9 +34,9 @@ class Gather(Closing):
     def add(self, key: Hashable, streams: Sequence[ItemStream[Any]], feed: Feed | None = None) -> None:
         """Watch a group until it is done.
 
-        feed: None: items stay in the streams until somebody reads them, and `wait` sleeps until an end; else `wait`
-        calls feed(i, new items of streams[i]), which may close streams[i], and passes on what it raises.
-        Raises ConfigError if the key is there already, or if a stream pauses while nobody reads it and feed is None.
+        feed: None means items stay in the streams until somebody reads them, and `wait` sleeps until an end; else
+        `wait` calls feed(i, new items of streams[i]), which may close streams[i], and passes on what it raises. Raises
+        ConfigError if the key is there already, or if a stream pauses while nobody reads it and feed is None.
         """
         if key in self._groups:
             raise ConfigError(f"Each group needs a key of its own; {shown(key)} is still there. Wait for it first.")

@@ -63,12 +63,14 @@ class ItemStream(Closing, Generic[T]):
 
     @property
     def stop_token(self) -> int | None:
-        """The token that ended it, whether it was delivered or not; None: it did not end so, or tokens are no ids."""
+        """The token that ended it, whether it was delivered or not; None means it did not end so, or tokens are no
+        ids.
+        """
         return self.channel.stop_token
 
     @property
     def started(self) -> float | None:
-        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        """When the request joined the batch, by time.monotonic(); None means it still waits."""
         return self.channel.started
 
     @property
@@ -261,7 +263,7 @@ class Item(Generic[T]):
 
     @property
     def started(self) -> float | None:
-        """When the request joined the batch, by time.monotonic(); None: it still waits."""
+        """When the request joined the batch, by time.monotonic(); None means it still waits."""
         return self._stream.started
 
     @property

@@ -34,8 +34,8 @@ class Detokenizes(Protocol):
 @dataclass(frozen=True, slots=True)
 class Stopped:
     """What ended a text before its limit. reason: the stop string, or the id of a stop token that the request named;
-    None: the model's own end. token: the id that ended it, delivered or not; None: a stop string did. logprob: of that
-    token, if log-probabilities were asked for."""
+    None means the model's own end. token: the id that ended it, delivered or not; None means a stop string did.
+    logprob: of that token, if log-probabilities were asked for."""
 
     reason: str | int | None
     token: int | None = None
@@ -51,7 +51,7 @@ class Choice:
     token_ids: list[int]
     finish_reason: Finish
     logprobs: Logprobs | None = None  # of each token, if asked for: {token id: log-probability}
-    stopped_by: Stopped | None = None  # None: its limit was reached
+    stopped_by: Stopped | None = None  # None means its limit was reached
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -149,7 +149,7 @@ class TextChoice:
 
     @property
     def stopped_by(self) -> Stopped | None:
-        """What ended the text, once it has ended; None: its limit, or an error."""
+        """What ended the text, once it has ended; None means its limit, or an error."""
         if (string := self._text.stop) is not None:
             return Stopped(string)
         if self.tokens.finish_reason is not Finish.STOP:
@@ -240,7 +240,7 @@ class TextStream(Closing):
 
     @property
     def started(self) -> float | None:
-        """When it joined the batch, by time.monotonic(); None: it still waits."""
+        """When it joined the batch, by time.monotonic(); None means it still waits."""
         return self.tokens.started
 
     def reused(self, runs: int) -> int:

@@ -60,7 +60,7 @@ class ArrayBackend(Library):
 
     @property
     def draw_rows(self) -> int | None:
-        """Rows that are drawn at once, exactly so many, as the bits of a draw may depend on it; None: any number.
+        """Rows that are drawn at once, exactly so many, as the bits of a draw may depend on it; None means any number.
         Greedy tokens do not, and are taken of all rows at once."""
         return self.shapes.sizes[0] if self.shapes.sizes else None
 
@@ -309,7 +309,7 @@ class ArrayBackend(Library):
 
     def positions(self, cache: LayerCache, blocks: Sequence[int] | None = None) -> list[HostArray]:
         """Keys and values of a paged layer by position: float32 copies [blocks, block_size, kv_heads, dim] on the host;
-        []: it is not one that `make_cache` made. blocks: only these, in this order; None: all."""
+        []: it is not one that `make_cache` made. blocks: only these, in this order; None means all."""
         if not isinstance(cache, tuple) or not all(self.owns(half) for half in cache):
             return []
         some = cache if blocks is None else [self._some_blocks(half, blocks) for half in cache]
@@ -352,8 +352,9 @@ class ArrayBackend(Library):
         """Write k and v into the paged cache at x.slot, then causal attention of q over the row's whole cache.
 
         q [T, heads, k_dim], k [T, kv_heads, k_dim], v [T, kv_heads, v_dim]; heads is a multiple of kv_heads.
-        scale: of the scores; None: k_dim ** -0.5. window: a query sees the last `window` positions, its own among
-        them; None: all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim], cache).
+        scale: of the scores; None means k_dim ** -0.5. window: a query sees the last `window` positions, its own among
+        them; None means all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim],
+        cache).
 
         The order is part of the contract: requests of one step may share blocks that are written in that step.
 
@@ -512,7 +513,7 @@ class ArrayBackend(Library):
 
     def best(self, x: Array) -> tuple[Array, Array] | None:
         """Of each row of x [n, m] where its largest number is, the first one among equals, int32 [n], and that number
-        [n], NaN if there is one in the row; None: there is no better way than to look twice."""
+        [n], NaN if there is one in the row; None means there is no better way than to look twice."""
         return None
 
     def draw(self, x: Array, how: Sequence[Array]) -> tuple[Array, Array]:
@@ -625,7 +626,7 @@ class ArrayBackend(Library):
         return ()
 
     def fuse(self, decoder: Any) -> Callable[..., Any] | None:
-        """All layers of a `hibachi.model.decoder.Decoder` as one call, or None: they run operation by operation.
+        """All layers of a `hibachi.model.decoder.Decoder` as one call; None means they run operation by operation.
 
         (h [T, hidden], which may be overwritten, turns, cache, x) -> (normalised hidden states [n_out, hidden] at
         x.last, cache), bit for bit what the operations give; turns: for each set of rotary frequencies cos and sin
@@ -672,7 +673,7 @@ class ArrayBackend(Library):
 
     def suits(self, dtype: str, arch: Any) -> bool:
         """Is this a dtype to compute such a model in where nobody names one, as it is the checkpoint's? arch: a
-        `hibachi.model.arch.Arch`; None: another kind of model. float32 always is."""
+        `hibachi.model.arch.Arch`; None means another kind of model. float32 always is."""
         return dtype == "float32"
 
     def plain(self) -> ArrayBackend:

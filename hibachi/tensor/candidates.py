@@ -35,8 +35,8 @@ class Candidate:
 
     source: a class that has its methods: of the backend's own family, of which source(device) makes an object, or a
     plain one whose methods need nothing but those of an ArrayBackend. invariant: no result depends on the batch.
-    rounds: weights lose digits, so it is taken only where that is allowed. why_not: why it cannot be had here; None: it
-    can. needs: the module of a library without which it cannot be had. bits: the name of its numerics
+    rounds: weights lose digits, so it is taken only where that is allowed. why_not: why it cannot be had here; None
+    means it can. needs: the module of a library without which it cannot be had. bits: the name of its numerics
     (`hibachi.kernels.library`): those of one name compute the same bits.
     """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -14,6 +16,10 @@ from hibachi.named import object_named
 from hibachi.tensor.array_backend import ArrayBackend
 
 GROUP = "hibachi.backends"
+VARIABLE = "HIBACHI_DEFAULT_BACKEND"
+BEST = ("torch", "jax", "numpy")  # for a model from files, the fastest first
+
+log: logging.Logger = logging.getLogger("hibachi.tensor")
 
 
 def _found() -> dict[str, EntryPoint]:
@@ -36,7 +42,7 @@ def known() -> list[str]:
 
 
 def load_backend(name: str, *, device: Any = None) -> ArrayBackend:
-    """The backend called `name`, on `device` (the library's own notation; None: its default).
+    """The backend called `name`, on `device` (the library's own notation; None means its default).
 
     Raises BackendNotFound for an unknown name, BackendNotInstalled if the library below it is missing, ConfigError if
     it does not start, for example on a device that is not there.
@@ -76,6 +82,28 @@ def _made(name: str, make: Any, device: Any) -> Any:
 def available_backends() -> list[str]:
     """Names of the backends that load on this machine."""
     return [name for name in known() if why_missing(name) is None]
+
+
+def best_backend() -> str:
+    """Name of the backend for a model from files where the caller names none. The log says which, and why."""
+    name, why = best_and_why()
+    log.info("backend=%s: %s", name, why)
+    return name
+
+
+def best_and_why() -> tuple[str, str]:
+    """The backend that the variable HIBACHI_DEFAULT_BACKEND names, else the first of `BEST` that imports; and why that
+    one.
+    """
+    if named := os.environ.get(VARIABLE):
+        return named, f"the variable {VARIABLE} names it"
+    missing = {}
+    for name in BEST:
+        if (why := why_missing(name)) is None:
+            break
+        missing[name] = why
+    others = "".join(f"; not {other}: {why}" for other, why in missing.items())
+    return name, f"the first of {', '.join(BEST)} that imports{others}"
 
 
 def why_missing(name: str) -> str | None:

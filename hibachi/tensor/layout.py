@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Paged:
     """A layer that keeps keys and values of every position, in blocks that the engine hands out.
 
-    kv_heads, k_dim, v_dim: sizes of one position. dtype: name of the stored dtype; None: the model's default.
+    kv_heads, k_dim, v_dim: sizes of one position. dtype: name of the stored dtype; None means the model's default.
     """
 
     kv_heads: int
@@ -54,5 +54,5 @@ class StepInputs(Generic[T]):
     tile_q: T  # [N, tile]  query tiles for attention: `tile` tokens of one row each (indices into T, padded with 0)
     tile_row: T  # [N]      which of the B rows a tile belongs to
     tile_of: T  # [T]       where each token stands in the flattened tiles
-    embeds: T | None = None  # [T, hidden] float32, where prompts are given as embeddings; None: no token here is
+    embeds: T | None = None  # [T, hidden] float32, where prompts are given as embeddings; None means no token here is
     embedded: T | None = None  # [T] bool: which of the tokens are

@@ -100,7 +100,7 @@ class NativeBackend(NativeLayers):
         self._run = self.library.kernels
 
     def library_threads(self) -> int | None:
-        """How many threads the library was set to use; None: it has no such number."""
+        """How many threads the library was set to use; None means it has no such number."""
         return None
 
     def follow_threads(self) -> None:

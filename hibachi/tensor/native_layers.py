@@ -54,7 +54,7 @@ class NativeLayers(HostArrays):
         return y
 
     def mixture(self, into: Sequence[Array], out: Sequence[Array], dtype: Any, activation: str, gated: bool) -> Any:
-        """What kernels are told of experts, or None: they do not compute these."""
+        """What kernels are told of experts; None means they do not compute these."""
         weights = [*into, *out]
         packed = all(isinstance(w, PackedWeight) and w.dtype == dtype for w in weights)
         if activation not in ACTIVATIONS or not weights or not packed:

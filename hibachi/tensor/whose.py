@@ -19,7 +19,7 @@ DEEPEST = 6  # of objects that hold objects
 
 
 def named_backend(backend: Any, model: Any) -> ArrayBackend | NineBackend | None:
-    """The backend that was passed, by name or as it is, else the model's own `backend`; None: there is neither.
+    """The backend that was passed, by name or as it is, else the model's own `backend`; None means there is neither.
 
     Raises BackendNotFound, BackendNotInstalled, ConfigError.
     """
@@ -32,7 +32,7 @@ def named_backend(backend: Any, model: Any) -> ArrayBackend | NineBackend | None
 
 def backend_of(backend: Any, model: Any, *arrays: Any) -> ArrayBackend | NineBackend | None:
     """`named_backend`, else the library of the model's parameters, of its buffers, of arrays that it holds, and of
-    `arrays`, in this order; None: that of the first prompt decides.
+    `arrays`, in this order; None means that of the first prompt decides.
 
     NumPy's arrays say nothing, as models of all libraries hold some. The model is settled. Raises ConfigError for
     weights without data.

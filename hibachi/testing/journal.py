@@ -39,7 +39,7 @@ class Journal:
     """A plugin of pytest, in the process that is watched.
 
     folder: of the journal. Its last line is the watcher's: {"every": seconds}, after which the stacks of a promise that
-    runs are written down, again and again; 0: never.
+    runs are written down, again and again; 0 means never.
     """
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:

@@ -29,7 +29,9 @@ CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pytest;
 
 
 def watched(arguments: Sequence[str], limit: float, *, to_stderr: bool = False) -> int:
-    """pytest's exit code for these arguments. limit: seconds for a promise; 0: none. to_stderr: what pytest prints."""
+    """pytest's exit code for these arguments. limit: seconds for a promise; 0 means none. to_stderr: what pytest
+    prints.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without the process below
     with TemporaryDirectory(prefix="hibachi-conformance-") as folder:
@@ -114,7 +116,9 @@ class _Watch:
                 self.now = {}
 
     def _over(self) -> str | None:
-        """The stacks of a promise, or of a backend that is being loaded, that hangs; None: it does not, or not yet."""
+        """The stacks of a promise, or of a backend that is being loaded, that hangs; None means it does not, or not
+        yet.
+        """
         if "start" not in self.now and "load" not in self.now:
             return None
         limit = self.limit * (LOADING if "load" in self.now else 1)

@@ -47,7 +47,7 @@ class KernelChoice:
 
 
 def seconds_of(budget: str | float | None) -> float:
-    """Seconds to measure for; None: none, or what the environment variable HIBACHI_AUTOTUNE says.
+    """Seconds to measure for; None means none, or what the environment variable HIBACHI_AUTOTUNE says.
 
     Raises ConfigError.
     """
@@ -76,12 +76,12 @@ def settle(
     file: str | Path | None = None,
     portable: bool = True,
 ) -> KernelChoice:
-    """What a model is computed with. arch: of a decoder; None: of another model, which has nothing to choose from.
+    """What a model is computed with. arch: of a decoder; None means of another model, which has nothing to choose from.
     portable: what array libraries may compute in several ways, the backend computes.
 
-    dtype: None: by the rule, or with a file the one in which steps take the least time. stored: the dtype of the
+    dtype: None means by the rule, or with a file the one in which steps take the least time. stored: the dtype of the
     checkpoint. deterministic: of those alone that do not depend on the batch. rounding: weights may lose digits.
-    budget: seconds to measure for; 0: go by the rule. file: what it says, if it is there; else it is written.
+    budget: seconds to measure for; 0 means go by the rule. file: what it says, if it is there; else it is written.
 
     Raises ConfigError for a file of another model, or whose kernels are not to be had here; UnsupportedOperation for a
     backend that has no deterministic kernels.

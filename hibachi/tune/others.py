@@ -17,8 +17,8 @@ class Watch:
         self._began = time.perf_counter(), time.process_time(), self._busy()
 
     def others(self) -> float | None:
-        """How many processors, of those that this process may use, other processes had on average; None: the system
-        does not say."""
+        """How many processors, of those that this process may use, other processes had on average; None means the
+        system does not say."""
         began, used, busy = self._began
         now, took = self._busy(), time.perf_counter() - began
         if busy is None or now is None or took <= 0:

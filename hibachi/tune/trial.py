@@ -15,8 +15,8 @@ STEP = ("linear", "attention")  # what a step is judged by
 @dataclass(slots=True)
 class KernelTrial:
     """What became of a candidate. times: milliseconds of a step's operations of this kind, by case. error: its largest
-    difference from the reference, of the largest number. why_not: why it was not taken; None: it was. note: what else
-    there is to say."""
+    difference from the reference, of the largest number. why_not: why it was not taken; None means it was. note: what
+    else there is to say."""
 
     operation: str
     name: str

@@ -30,7 +30,7 @@ class Span(NamedTuple):
     """Tokens start to end - 1 of a row, to be computed in a call.
 
     row: its name; "a#1" is another request with the tokens of "a". emit: is the output wanted? at: of which token;
-    None: of the last.
+    None means of the last.
     """
 
     row: str
@@ -79,7 +79,7 @@ class Driver:
 
 
 class WholeDriver(Driver):
-    """Levels 0 and 1: every call is shown whole sequences. vocab: size of the logits; None: tokens come out.
+    """Levels 0 and 1: every call is shown whole sequences. vocab: size of the logits; None means tokens come out.
 
     fills: tokens [1, *tok] that rows may be padded with; empty: rows of equal length go together.
     """
@@ -102,8 +102,8 @@ class WholeDriver(Driver):
         right: bool = False,
         full: bool = False,
     ) -> Outputs:
-        """extra: padding beyond what the longest row needs, with `fill` (None: the first there is); right: after the
-        tokens, where no engine puts it. full: the lengths that are told count the padding."""
+        """extra: padding beyond what the longest row needs, with `fill` (None means the first there is); right: after
+        the tokens, where no engine puts it. full: the lengths that are told count the padding."""
         lengths = np.array([p.end for p in pieces], np.int32)
         if fill is None and not self.fills and (lengths != lengths[0]).any():
             groups = [[p for p in pieces if p.end == n] for n in np.unique(lengths).tolist()]

@@ -25,8 +25,8 @@ CANDIDATES = 8  # tokens whose log-probabilities are compared
 class Engines:
     """Engines for a model, which are made when they are first asked for.
 
-    rung: 0, 1 or 2; None: feed-forward. vocab: size of the logits; None: tokens come out. prompts: (S, *tok), or inputs
-    of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be padded with.
+    rung: 0, 1 or 2; None means feed-forward. vocab: size of the logits; None means tokens come out. prompts: (S, *tok),
+    or inputs of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be padded with.
     tolerance: of log-probabilities and real values, absolute and relative.
     """
 
@@ -90,7 +90,7 @@ class Engines:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def ask(self, engine: Any, prompt: HostArray, n: int | None = None) -> Any:
-        """The stream of n new tokens (None: `self.n`); for a feed-forward model an Item."""
+        """The stream of n new tokens (None means `self.n`); for a feed-forward model an Item."""
         if self.rung is None:
             return engine.run(prompt)
         if self.vocab is None:

@@ -35,7 +35,7 @@ class SpiedCall:
 
 
 class Spy:
-    """rung: 0, 1 or 2; None: feed-forward.
+    """rung: 0, 1 or 2; None means feed-forward.
 
     before(call): called in the engine's thread before each call of the model; may raise.
     after(call, out): gives what the engine gets as the call's output.

@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     """Of one number, in one output of a row: `got` where the row alone had `want`.
 
     size: relative to the largest output of the row alone. seen: tokens that the model had seen of the row. step: which
-    new token of the request it is, from 1; 0: of a feed-forward model. place: index in the output.
+    new token of the request it is, from 1; 0 means of a feed-forward model. place: index in the output.
     """
 
     size: float
@@ -99,11 +99,11 @@ class Result:
 class Subject:
     """A model, and what it takes to try it; the arguments are those of the command.
 
-    backend: None: the one that the model names or that its arrays are of, else NumPy.
-    examples: prompts (S, *tok), or inputs of a feed-forward model; None: the model's own, else ids are drawn below
-    vocab_size. feedforward: `forward` takes one input, not a sequence; None: if the model has `example_inputs`.
-    padding: may rows be padded? padding_token: with what; None: several things, if the model is told the lengths.
-    tolerance: how large a difference may be to count as rounding, relative to the largest output; None: by dtype.
+    backend: None means the one that the model names or that its arrays are of, else NumPy.
+    examples: prompts (S, *tok), or inputs of a feed-forward model; None means the model's own, else ids are drawn below
+    vocab_size. feedforward: `forward` takes one input, not a sequence; None means if the model has `example_inputs`.
+    padding: may rows be padded? padding_token: with what; None means several things, if the model is told the lengths.
+    tolerance: how large a difference may be to count as rounding, relative to the largest output; None means by dtype.
     exact: no difference may be.
 
     Raises ConfigError.

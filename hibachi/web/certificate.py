@@ -17,7 +17,9 @@ _State = tuple[tuple[int, int, int] | None, ...]  # of each file: mtime, size, i
 
 
 class Files(NamedTuple):
-    """In PEM. key: None: it is in `cert`. authorities: who signs the clients' certificates; None: they need none."""
+    """In PEM. key: None means it is in `cert`. authorities: who signs the clients' certificates; None means they need
+    none.
+    """
 
     cert: str
     key: str | None
@@ -102,7 +104,7 @@ class Certificate(ssl.SSLContext):
 
 
 def certificate_of(settings: SimpleNamespace) -> Certificate | None:
-    """None: no TLS. Raises ConfigError for files that cannot be used."""
+    """None means no TLS. Raises ConfigError for files that cannot be used."""
     files = Files(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
     if files.cert is not None:
         return Certificate(files)

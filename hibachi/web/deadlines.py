@@ -77,7 +77,7 @@ class Left:
             self._call()
 
     def then(self, call: Callable[[], object] | None) -> None:
-        """What is called; at once, if the client has left already. None: nothing. The body must have been read."""
+        """What is called; at once, if the client has left already. None means nothing. The body must have been read."""
         self._call = call
         if call is not None and self._flow is not None:
             self._flow.resume_reading()

@@ -23,8 +23,8 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
 def hosts_for(settings: SimpleNamespace, origins: frozenset[str], public: bool) -> frozenset[str] | None:
-    """The names to answer to besides those of loopback. None: to any, as no page gains by that: other machines reach
-    this server, or no browser does, or pages of any origin may ask. public: as `bound` says.
+    """The names to answer to besides those of loopback. None means to any, as no page gains by that: other machines
+    reach this server, or no browser does, or pages of any origin may ask. public: as `bound` says.
     """
     if public or settings.uds is not None or "*" in origins:
         return None

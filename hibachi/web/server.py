@@ -35,7 +35,7 @@ TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more oft
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, with a certificate that may change. None: no TLS."""
+    """uvicorn's, with a certificate that may change. None means no TLS."""
 
     def __init__(self, app: Any, certificate: Certificate | None, **more: Any) -> None:
         super().__init__(app, **more)

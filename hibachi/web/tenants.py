@@ -14,7 +14,7 @@ from hibachi.api.errors import DENIED, LIMITED, Refused
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """priority: of its requests; they may name a worse one. max_requests: at once, each continuation and each vector
-    counted; None: any number. admin: may see what concerns others.
+    counted; None means any number. admin: may see what concerns others.
     """
 
     priority: int = 0
@@ -46,7 +46,7 @@ class Tenants:
         return self.named.get(name, NOBODY)
 
     def whose(self, header: bytes | None) -> str | None:
-        """Whose key the header Authorization holds; None: nobody's."""
+        """Whose key the header Authorization holds; None means nobody's."""
         scheme, _, key = (header or b"").partition(b" ")
         given, found = _digest(key.strip()), None
         for digest, name in self._digests:  # all of them: how long it takes must not tell which was near

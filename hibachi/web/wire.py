@@ -167,7 +167,7 @@ class Response:
 
 
 def _after_chunk(data: bytes, at: int) -> int:
-    """Where the next begins, after the end of line that follows a chunk; -1: more must come. Raises BadAnswer."""
+    """Where the next begins, after the end of line that follows a chunk; -1 means more must come. Raises BadAnswer."""
     if data.startswith((b"\r\n", b"\n"), at):
         return at + (2 if data[at] == 13 else 1)
     if at == len(data) or (at + 1 == len(data) and data[at] == 13):

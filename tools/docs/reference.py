@@ -25,13 +25,24 @@ PAGES: dict[str, tuple[str, str, list[str]]] = {  # file: (title, introduction, 
             "AutoregressiveBatcher",
             "FeedforwardBatcher",
             "Health",
+            "Stats",
+            "Meters",
         ],
     ),
-    "llm": ("Language models", "A language model from its files, with its tokenizer.", ["LLM"]),
+    "llm": (
+        "Language models",
+        "A language model from its files, with its tokenizer, and what it answers.",
+        ["LLM", "Completion", "Choice", "TextStream", "Piece", "Stopped", "Embedding", "Score"],
+    ),
     "sampling": (
         "Sampling and requests",
         "What a request may ask for. [Sampling](../docs/sampling.md) explains each parameter.",
         ["SamplingParams", "StopRule", "Terms", "Finish"],
+    ),
+    "policies": (
+        "Scheduling policies",
+        "The order in which requests are served. [Scheduling](../docs/scheduling.md) compares them.",
+        ["Policy", "Fcfs", "Priority", "Fair", "Shares", "WaitingServed"],
     ),
     "streams": ("Streams", "What a request answers, token by token.", ["ItemStream", "Item"]),
     "models": (
@@ -57,13 +68,24 @@ PAGES: dict[str, tuple[str, str, list[str]]] = {  # file: (title, introduction, 
     "backends": (
         "Backends",
         "Array libraries. [Backends](../docs/backends.md) explains how to write one.",
-        ["available", "backend_for", "load", "Backend", "ArrayBackend", "NumpyBackend", "Unsqueezable"],
+        [
+            "available_backends",
+            "backend_for",
+            "load_backend",
+            "Backend",
+            "ArrayBackend",
+            "NumpyBackend",
+            "Unsqueezable",
+            "Candidate",
+        ],
     ),
 }
 MODULES = {  # file: (title, module), all of whose public names are shown
     "offline": ("Offline runs: hibachi.offline", "hibachi.offline"),
     "prefix": ("Shared prefixes: hibachi.prefix", "hibachi.prefix"),
+    "verify": ("Safe to batch? hibachi.verify", "hibachi.verify"),
 }
+OPTIONS = "    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"
 
 
 def pages() -> dict[str, str]:
@@ -77,9 +99,7 @@ def pages() -> dict[str, str]:
         shown = "\n\n".join(f"::: hibachi.{name}" for name in names)
         found[f"{file}.md"] = f"# {title}\n\n{introduction}\n\n{shown}\n"
     for file, (title, module) in MODULES.items():
-        found[f"{file}.md"] = (
-            f"# {title}\n\n::: {module}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false\n"
-        )
+        found[f"{file}.md"] = f"# {title}\n\n::: {module}\n{OPTIONS}"
     shown = "\n\n".join(f"::: hibachi.{name}" for name in sorted(errors))
     found["errors.md"] = f"# Errors\n\n{as_markdown(module_docstring('errors'), set())}\n\n{shown}\n"
     return found
@@ -121,8 +141,8 @@ def _paragraph(text: str, names: set[str]) -> str:
         return _prose(text)
     name = f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
     # At the beginning, or where a sentence or an explanation has ended.
-    start = re.compile(rf"(?:(?<=^)|(?<=[.;])\s+)(?=`?{name}`?(?:, `?{name}`?)*: )")
-    head, *items = _split(start, text)
+    start = re.compile(rf"(?:(?<=^)|(?<=[.;]) )(?=`?{name}`?(?:, `?{name}`?)*: )")
+    head, *items = _split(start, " ".join(text.split()))
     lines = [_prose(head)] if head else []
     for item in items:
         which, _, what = item.partition(": ")
@@ -174,7 +194,7 @@ def _names(thing: Any) -> set[str]:
     if thing.is_function:
         return {p.name for p in thing.parameters}
     if thing.is_class:
-        fields = {name for name, member in thing.members.items() if member.is_attribute}
+        fields = {name for name, member in {**thing.inherited_members, **thing.members}.items() if member.is_attribute}
         return fields | (_names(thing.members["__init__"]) if "__init__" in thing.members else set())
     return set()
 

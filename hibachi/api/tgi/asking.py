@@ -29,9 +29,10 @@ REFUSED = {
 class Generation:
     """A request of TGI's. asked: as for any dialect; how many tokens are new is known once `fit` has been called.
 
-    inputs: the text. truncate: keep so many of its last tokens. wanted: new tokens; None: as many as there is room for.
+    inputs: the text. truncate: keep so many of its last tokens. wanted: new tokens; None means as many as there is room
+    for.
     details, prefill, full_text, top: what the answer tells: of its tokens, of those of the prompt, the prompt itself,
-    and how many of the likeliest tokens beside each. seed: what tokens are drawn by; None: they are not.
+    and how many of the likeliest tokens beside each. seed: what tokens are drawn by; None means they are not.
     """
 
     asked: Asked
@@ -115,7 +116,7 @@ def fit(given: Generation, ids: list[int], limits: TgiLimits, bounds: Bounds, co
 
 
 def _check(p: Parameters, runs: int, limits: TgiLimits, bounds: Bounds) -> int | None:
-    """The rules for drawing and for the end. Returns the seed; None: the likeliest tokens are taken."""
+    """The rules for drawing and for the end. Returns the seed; None means the likeliest tokens are taken."""
     filtered = any(x is not None for x in (p.top_k, p.top_p, p.typical_p))
     if runs > 1 and not (p.do_sample or filtered or p.temperature is not None):
         raise Refused("you must use sampling when `best_of` is > 1", param="best_of", code="invalid_value")

@@ -10,7 +10,7 @@ from hibachi.api.bodies import Bounds
 @dataclass(frozen=True, slots=True)
 class TgiLimits:
     """The launcher's names and defaults. max_input_tokens, max_total_tokens: of a prompt, and of a prompt with what is
-    new; None: what the context holds. max_concurrent_requests: None: any number.
+    new; None means what the context holds. max_concurrent_requests: None means any number.
     """
 
     max_best_of: int = 2

@@ -39,7 +39,7 @@ class Accept:
         return 0.0
 
     def best(self, ours: Sequence[str]) -> str | None:
-        """Of these, in order of our preference; None: none is taken."""
+        """Of these, in order of our preference; None means none is taken."""
         found = max(ours, key=self.quality)
         return found if self.quality(found) > 0 else None
 

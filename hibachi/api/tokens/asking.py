@@ -34,7 +34,7 @@ _GENERATION = ("max_tokens", "atol", "include_stop", *_SAMPLING)
 
 @dataclass(slots=True)
 class Asked:
-    """params: None where the model samples by itself. limit: of new tokens; None: any number. ids: that end it."""
+    """params: None where the model samples by itself. limit: of new tokens; None means any number. ids: that end it."""
 
     params: SamplingParams | None
     limit: int | None
@@ -57,8 +57,8 @@ def asked_of(
     eos_ids: tuple[int, ...],
     bounds: Bounds,
 ) -> Asked:
-    """stop: tokens [n, *token]. defaults: where the model gives logits; None: it samples by itself. eos_ids: of the
-    model. Raises Refused, which names the field.
+    """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
+    the model. Raises Refused, which names the field.
     """
     if feedforward:
         _none(said, _GENERATION, "gives one output for each input")

@@ -102,7 +102,7 @@ class Given:
         return self._array(raw, name, dtype)
 
     def stop(self, dtype: str | None) -> HostArray | None:
-        """Stop tokens [n, *token]; None: none were sent. Raises Refused."""
+        """Stop tokens [n, *token]; None means none were sent. Raises Refused."""
         given = self.said.stop
         return self._array(given, "stop", dtype) if _is_given(given) else None
 

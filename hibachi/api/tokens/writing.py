@@ -90,7 +90,7 @@ class Output(Opening, omit_defaults=True, kw_only=True):
 
 
 class TokenWriter:
-    """kind: shape and dtype of a token; None: that of the first. base64: lists are not wanted.
+    """kind: shape and dtype of a token; None means that of the first. base64: lists are not wanted.
 
     id: of the answer, behind a prefix.
 

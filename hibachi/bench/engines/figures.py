@@ -34,7 +34,7 @@ class Slo:
         return self.holds(a.times[0] - a.due, between)
 
     def holds(self, ttft: float, between: float | None) -> bool:
-        """between: tokens, on average; None: there was but one."""
+        """between: tokens, on average; None means there was but one."""
         return ttft <= self.ttft and (between is None or between <= self.itl)
 
 

@@ -36,9 +36,9 @@ def engines() -> list[str]:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Which engine, and how. python: the interpreter that has it; None: this one. backend: of hibachi. model: a folder,
-    or a file where the engine wants one. rows: requests at once. max_model_len: most tokens of a request. title: the
-    model's name in tables; "": that of its folder."""
+    """Which engine, and how. python: the interpreter that has it; None means this one. backend: of hibachi. model: a
+    folder, or a file where the engine wants one. rows: requests at once. max_model_len: most tokens of a request.
+    title: the model's name in tables; "": that of its folder."""
 
     engine: str
     model: str

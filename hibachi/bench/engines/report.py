@@ -20,13 +20,13 @@ def ours(s: Summary) -> bool:
 
 
 def best_peer(s: Summary, all_of_them: Iterable[Summary], name: str, *, least: bool = False) -> float | None:
-    """The best value of a peer at the same work; None: no peer did it."""
+    """The best value of a peer at the same work; None means no peer did it."""
     found = [p.values[name] for p in all_of_them if not ours(p) and p.what == s.what and name in p.values]
     return (min if least else max)(found) if found else None
 
 
 Bounds = Mapping[tuple[str, str | None, str], float]
-"""Tokens a second by model, dtype (None: not said) and work."""
+"""Tokens a second by model, dtype (None means not said) and work."""
 
 
 def bounds_of(documents: Sequence[dict[str, Any]]) -> Bounds:

@@ -28,9 +28,13 @@ _WARM_UP = 0  # the turn that is not measured; the others are 1, 2, ...
 
 @dataclass(frozen=True)
 class Session:
-    """engines: how each is set up; rows, max_model_len and enable_prefix_caching are filled in for each work. context:
-    most tokens that the model takes; None: unknown. repeat: how often each work is measured. rates: requests a second,
-    for W3 and files with arrivals. cached: files run with prefix caches. told: called with a line for each run."""
+    """How engines are measured side by side.
+
+    engines: how each is set up; rows, max_model_len and enable_prefix_caching are filled in for each work.
+    context: the longest sequence that the model takes; None means unknown.
+    repeat: how often each work is measured. rates: requests a second, for W3 and for files with arrivals.
+    cached: files run with prefix caches. told: called with a line of text for each run.
+    """
 
     engines: Sequence[EngineSetup]
     vocab_size: int

@@ -29,7 +29,9 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. due: seconds after the start; None: as soon as it may. prompt: token ids. new: tokens wanted."""
+    """One request. due: seconds after the start; None means as soon as it may. prompt: token ids. new: tokens
+    wanted.
+    """
 
     id: int
     due: float | None
@@ -41,7 +43,7 @@ class Ask:
 
 
 def arrivals(kind: str, rate: float | None, seed: int) -> Iterator[float | None]:
-    """Times in seconds, the first at 0, `rate` a second on average; rate None: no times. Raises ConfigError."""
+    """Times in seconds, the first at 0, `rate` a second on average; rate None means no times. Raises ConfigError."""
     if kind not in ARRIVALS:
         raise ConfigError(f"Arrivals must be one of {', '.join(ARRIVALS)}; got {kind!r}.")
     if rate is None:

@@ -78,7 +78,7 @@ class Source:
         return self.stored[tensor].shape
 
     def biases(self, *names: str) -> bool | None:
-        """Have these matrices of the first block, as far as they are there, biases? None: some."""
+        """Have these matrices of the first block, as far as they are there, biases? None means some."""
         there = [n for n in names if f"blk.0.{n}.weight" in self.stored]
         found = {f"blk.0.{n}.bias" in self.stored for n in there}
         return found.pop() if len(found) == 1 else None

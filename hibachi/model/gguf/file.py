@@ -85,7 +85,7 @@ class Stored:
     offset: int
 
     def read(self, dtype: npt.DTypeLike | None = None) -> HostArray:
-        """Its numbers; None: float32, or as they are if they are float16 or float64.
+        """Its numbers; None means float32, or as they are if they are float16 or float64.
 
         Raises MissingExtra for a quantized tensor without the library gguf, InvalidModelFiles for integers.
         """

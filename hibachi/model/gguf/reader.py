@@ -96,6 +96,11 @@ class GGUF(Tensors):
         array = e.change(e.stored.read())
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Does the file hold a vocabulary of texts?"""
+        return self.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
     def tokenizer(self) -> Pieces:
         """The tokenizer. Raises InvalidModelFiles, UnknownArchitecture for a kind we do not know, MissingExtra."""
         return read_tokenizer(self.path, self.metadata)
@@ -146,7 +151,7 @@ class GGUF(Tensors):
 
 
 def _unpaired(name: str, rows: int, heads: int, kv_heads: int) -> Any:
-    """Where the rows of queries and keys lie that llama.cpp stores so that it can turn neighbours; None: nowhere.
+    """Where the rows of queries and keys lie that llama.cpp stores so that it can turn neighbours; None means nowhere.
 
     Hugging Face pairs row i of a head with row i + size / 2; the file has them side by side.
     """

@@ -98,7 +98,7 @@ def read_tokenizer(file: Path, metadata: Metadata) -> Pieces:
     if build is None:
         raise UnknownArchitecture(
             f"{file} has a tokenizer of the kind {source.get('model')!r:.100}; known: gpt2 (byte-level BPE) and llama "
-            f"(SentencePiece). Encode and decode outside, and pass token ids."
+            f"(SentencePiece). hibachi.load_model(path) loads the model without it; encode and decode outside."
         )
     library = need("tokenizers", "Text")
     try:
@@ -210,7 +210,7 @@ def _byte_level(library: Any, source: _Source) -> Any:
     if cut is None:
         raise UnknownArchitecture(
             f"{source.file}: its tokenizer cuts text as for {kind!r:.100} (tokenizer.ggml.pre), which is not known; "
-            f"known: {', '.join(sorted(_CUTS))}. Encode and decode outside, and pass token ids."
+            f"known: {', '.join(sorted(_CUTS))}. hibachi.load_model(path) loads the model without it; encode and decode outside."
         )
     raw = library.Tokenizer(library.models.BPE(source.vocab, source.merges(), ignore_merges=cut.whole))
     raw.pre_tokenizer = cut.steps(library)

@@ -20,7 +20,8 @@ class _Style(NamedTuple):
     """How a kind of tokenizer differs from others with the same two files.
 
     special: names of tokens that are <|endoftext|> unless tokenizer_config.json says otherwise. words: how a text is
-    cut into words before bytes are merged; None: as GPT-2 does. nfc: the text is brought into Unicode's form C first.
+    cut into words before bytes are merged; None means as GPT-2 does. nfc: the text is brought into Unicode's form C
+    first.
     """
 
     special: tuple[str, ...] = ("bos_token", "eos_token", "unk_token")

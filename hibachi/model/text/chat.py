@@ -120,7 +120,7 @@ def _read(file: Path) -> str:
 
 
 def choose_template(templates: Mapping[str, str], wanted: str | None, *, tools: bool) -> str:
-    """The template of this name, or `wanted` itself; None: the one for tools if there are any, else the usual one.
+    """The template of this name, or `wanted` itself; None means the one for tools if there are any, else the usual one.
 
     Raises InvalidRequest if there is none.
     """

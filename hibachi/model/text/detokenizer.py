@@ -19,7 +19,8 @@ class Detokenizer:
     count.
     after: the ids in front, if the text goes on from there: at a beginning some tokenizers drop a space. If they end
     inside a character, that character comes with the token that completes it.
-    skip_special: False: special tokens are shown, as `Tokenizer.decode(ids, skip_special_tokens=False)` shows them.
+    skip_special: False means special tokens are shown, as `Tokenizer.decode(ids, skip_special_tokens=False)` shows
+    them.
     """
 
     __slots__ = ("_early", "_stops", "_text")

@@ -28,7 +28,8 @@ class Bound(NamedTuple):
 
 
 def find_bound(raw: Any, *, whole: bool = False) -> Bound | None:
-    """The bound of a `tokenizers.Tokenizer`; None: nothing can be said. Special tokens around a text are none of it.
+    """The bound of a `tokenizers.Tokenizer`; None means nothing can be said. Special tokens around a text are none of
+    it.
 
     whole: a pre-tokenizer that is not the library's own leaves nothing out.
     """
@@ -62,7 +63,7 @@ def _state(part: Any) -> Any:
 
 
 def _shrinks(content: Mapping[str, Any]) -> float | None:
-    """How many bytes of a text become one byte for the pre-tokenizer, at most; None: any number."""
+    """How many bytes of a text become one byte for the pre-tokenizer, at most; None means any number."""
     times = 1.0
     for _, rule in rules("normalizer", content):
         match rule.get("type"):
@@ -81,7 +82,7 @@ def _shrinks(content: Mapping[str, Any]) -> float | None:
 
 
 def _letters(content: Mapping[str, Any]) -> bool | None:
-    """Does the model see a letter for each byte? None: the pre-tokenizer may leave something out."""
+    """Does the model see a letter for each byte? None means the pre-tokenizer may leave something out."""
     lettered = marked = False
     for _, rule in rules("pre_tokenizer", content):
         match rule.get("type"):
@@ -112,7 +113,7 @@ def _keeps_the_text(rule: Any) -> bool:
 
 
 def _dropped(model: Any, vocab: Mapping[str, int], lettered: bool) -> set[int] | None:
-    """Bytes that the model may leave out, or join without end; None: perhaps all."""
+    """Bytes that the model may leave out, or join without end; None means perhaps all."""
     kind = type(model).__name__
     if kind == "Unigram":
         every = json.loads(model.__getstate__()).get("byte_fallback") is True

@@ -106,7 +106,13 @@ class _Silence:
 
 
 class NoTokenizer:
-    """Prompts are token ids, and so are answers: their text is empty."""
+    """Stands for the tokenizer of a model without one: prompts and answers are token ids, and every text is empty.
+
+    why: what was looked for, where the model comes from files.
+    """
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
 
     chat_templates: Mapping[str, str] = {}
     chat_template = None
@@ -116,7 +122,13 @@ class NoTokenizer:
         return 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise InvalidRequest("This model has no tokenizer, so a prompt must be a list of token ids; got a text.")
+        why, mend = "", ""
+        if self.why:
+            why = f" ({self.why})"
+            mend = " If it has one of another kind: AutoTokenizer.from_pretrained(path).save_pretrained(path)."
+        raise InvalidRequest(
+            f"This model has no tokenizer{why}, so a prompt must be a list of token ids; got a text.{mend}"
+        )
 
     def spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         return [(i, 0, 0) for i in self.encode(text)]

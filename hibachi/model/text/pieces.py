@@ -132,7 +132,7 @@ _BYTE = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>", re.ASCII)
 
 
 def _rules(steps: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], bool, tuple[str, int]] | None:
-    """Replacements, whether there are bytes, and what to strip in front; None: these steps are something else."""
+    """Replacements, whether there are bytes, and what to strip in front; None means these steps are something else."""
     left = list(steps)
     replace = []
     while left and left[0]["type"] == "Replace" and "String" in left[0]["pattern"]:

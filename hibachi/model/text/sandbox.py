@@ -49,7 +49,7 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: Any) -> Any:
-        """The answer to a job, both plain data; None: the process died of it, or was ended.
+        """The answer to a job, both plain data; None means the process died of it, or was ended.
 
         Raises MissingExtra without the library, ConfigError if no process can be started.
         """
@@ -104,7 +104,7 @@ class Sandbox:
 
 
 def try_rules(rules: Mapping[str, Any], expressions: str) -> str | None:
-    """What is wrong with the rules of a tokenizer.json, as far as trying them on some texts shows; None: nothing.
+    """What is wrong with the rules of a tokenizer.json, as far as trying them on some texts shows; None means nothing.
 
     rules: its parts normalizer, pre_tokenizer and decoder. expressions: those whose letters the texts are made of.
     """

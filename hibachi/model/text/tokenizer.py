@@ -139,7 +139,7 @@ class Tokenizer:
     @property
     def longest_token(self) -> int | None:
         """Bytes of UTF-8 that one token stands for at most, so that a text of more than `longest_token * n` bytes has
-        more than n tokens. None: there is no such number, as any amount of text may be left out."""
+        more than n tokens. None means there is no such number, as any amount of text may be left out."""
         bound = self._bound
         return None if bound is None or bound.dropped else bound.longest
 
@@ -197,13 +197,22 @@ class Tokenizer:
     ) -> str:
         """`render_chat` with this model's template and special tokens; encode it without adding special tokens.
 
-        chat_template: the name of one of the model's templates, or another template; None: "tool_use" if there are
+        chat_template: the name of one of the model's templates, or another template; None means "tool_use" if there are
         tools and it has one of that name, else "default".
         Raises InvalidRequest if the model has no such template.
         """
         template = choose_template(self.chat_templates, chat_template, tools=variables.get("tools") is not None)
         variables = {**self.special, **variables}
         return render_chat(template, messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+NAMES = "tokenizer.json, vocab.json with merges.txt, encoder.json with vocab.bpe, tokenizer.model"
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Does a folder hold a file that `Tokenizer.load` reads?"""
+    pairs = [all((path / name).exists() for name in names) for names in bytelevel.NAMES]
+    return (path / "tokenizer.json").exists() or any(pairs) or (path / "tokenizer.model").exists()
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str, str], bool]:
@@ -223,8 +232,8 @@ def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str
         model = read_sentencepiece(file)
         return model.tokenizer(dummy_prefix=prefix, every_part=legacy), file, model.names, model.keeps_all
     raise InvalidModelFiles(
-        f"{path}: tokenizer.json is missing, and so are vocab.json with merges.txt, and tokenizer.model. Models with "
-        f"another tokenizer get one from transformers: AutoTokenizer.from_pretrained(path).save_pretrained(path)."
+        f"{path} has none of {NAMES}. Models with another tokenizer get one from transformers: "
+        f"AutoTokenizer.from_pretrained(path).save_pretrained(path)."
     )
 
 

@@ -62,7 +62,7 @@ class Seen:
                 self.item.add(inner)
 
     def arrow(self) -> Any:
-        """The type that holds all of them exactly; None: there is none, JSON text must do."""
+        """The type that holds all of them exactly; None means there is none, JSON text must do."""
         pa = parquet.arrow()
         flat = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
         if not self.kinds:

@@ -11,7 +11,9 @@ _CHUNK = 1 << 20
 
 
 def rows_in(sources: Sources) -> int | None:
-    """Lines stand for rows, so blank ones and quoted line ends count as well; None: nobody knows before the end."""
+    """Lines stand for rows, so blank ones and quoted line ends count as well; None means nobody knows before the
+    end.
+    """
     total = 0
     for file in sources.files:
         n = _rows_of(file)

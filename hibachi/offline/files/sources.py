@@ -125,7 +125,7 @@ class _Enough(Exception):
 
 def _before(stop: int, skip: Callable[[int], bool] | None, ahead: int) -> Callable[[int], bool]:
     """skip, which raises _Enough at `stop`. ahead: so many rows later, as of a batch that was read whole some rows may
-    come before it; 0: as soon as none is left, before the next is read."""
+    come before it; 0 means as soon as none is left, before the next is read."""
 
     def passed(number: int) -> bool:
         if number >= stop + ahead:
@@ -163,7 +163,7 @@ class Sources:
 
     @property
     def columns(self) -> list[str] | None:
-        """Names known before rows are read, in order of first appearance; None: no row of JSON Lines told any."""
+        """Names known before rows are read, in order of first appearance; None means no row of JSON Lines told any."""
         if any(file.columns is None for file in self.files):
             return None
         return list(dict.fromkeys(name for file in self.files for name in file.columns or ()))

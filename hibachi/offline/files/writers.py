@@ -78,8 +78,8 @@ def open_writer(
 ) -> Writer:
     """A writer to `file`, a buffered binary file, which it never closes.
 
-    sources: the columns of these are carried through, before the results; None: results only. For CSV and Parquet all
-    rows of JSON Lines are read first, to learn their columns; with stop, those before the row of this number.
+    sources: the columns of these are carried through, before the results; None means results only. For CSV and Parquet
+    all rows of JSON Lines are read first, to learn their columns; with stop, those before the row of this number.
     delimiter: of CSV. Raises ConfigError, InvalidInput.
     """
     format, compression = form

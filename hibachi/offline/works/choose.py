@@ -80,7 +80,9 @@ def names_of(model: str) -> tuple[str, ...]:
 
 
 def _returns_tokens(model: str, reading: bool) -> bool | None:
-    """Does a model of one's own return tokens, not logits? With reading, a guess; None: it must be opened to know."""
+    """Does a model of one's own return tokens, not logits? With reading, a guess; None means it must be opened to
+    know.
+    """
     found = object_named(model)
     if inspect.isclass(found):
         if callable(getattr(found, "logits", None)):

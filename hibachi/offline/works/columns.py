@@ -84,7 +84,7 @@ class Columns:
         return list(dict.fromkeys([*named, *self.features, *_names(self.template or ""), *self.param_columns.values()]))
 
     def check(self, columns: Sequence[str] | None) -> None:
-        """Are they there? columns: of the input; None: not known yet. Raises ConfigError."""
+        """Are they there? columns: of the input; None means not known yet. Raises ConfigError."""
         if columns is None:
             return
         if missing := [c for c in self.wanted() if c not in columns]:
@@ -133,7 +133,9 @@ class Asked:
 
 
 class Asking:
-    """Reads rows by `Columns`. defaults: parameters of rows that do not say them; without a limit: NEW_TOKENS. Distinct sets of parameters are made once."""
+    """Reads rows by `Columns`. defaults: parameters of rows that do not say them; without a limit: NEW_TOKENS. Distinct
+    sets of parameters are made once.
+    """
 
     def __init__(self, columns: Columns, defaults: SamplingParams) -> None:
         if defaults.max_tokens is None:
@@ -238,7 +240,7 @@ def _number(value: Any, name: str) -> Any:
 
 def value_of(name: str, given: Any) -> Any:
     """Of the parameter `name`: a text is read as JSON, as CSV knows no numbers; one that must be a text only where it
-    is a list. None: there is none."""
+    is a list. None means there is none."""
     if isinstance(given, str):
         given = _read(name, given)
     if isinstance(given, Decimal):

@@ -45,7 +45,7 @@ class Lines:
             )
 
     def seen(self, row: Row) -> str | None:
-        """Where its custom_id stood before; None: nowhere."""
+        """Where its custom_id stood before; None means nowhere."""
         own = row.values.get("custom_id")
         return self._seen.add(own, row) if isinstance(own, str) else None
 

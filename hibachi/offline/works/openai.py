@@ -39,7 +39,7 @@ _ROWS = 1 << 14  # continuations of one line
 class _Ready:
     values: Mapping[str, Any]
     ids: list[list[int]]
-    writer: Writer | None  # None: vectors are wanted
+    writer: Writer | None  # None means vectors are wanted
     name: str
     packed: bool = False
     dimensions: int | None = None

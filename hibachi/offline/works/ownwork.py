@@ -32,8 +32,8 @@ class _OwnWork(Watching[Tokens]):
     params: Sequence[str] = ()  # of sampling, that have a meaning
 
     def __init__(self, columns: Columns, open_: Callable[[], Tokens], dtype: str | None = None) -> None:
-        """dtype: of what the model takes, a name that NumPy knows; None: float32 where columns are features, else as
-        the numbers are. Raises ConfigError."""
+        """dtype: of what the model takes, a name that NumPy knows; None means float32 where columns are features, else
+        as the numbers are. Raises ConfigError."""
         super().__init__()
         self._columns, self._open, self._dtype = columns, open_, _dtype(dtype, columns)
         self._asking = Asking(columns, SamplingParams())
@@ -154,7 +154,7 @@ class ForwardWork(_OwnWork):
 
 
 def numbers(given: Any, dtype: np.dtype[Any] | None = None) -> HostArray:
-    """Of numbers, or lists of them, perhaps in a text as JSON. dtype: None: int64, or float32 if any is not whole.
+    """Of numbers, or lists of them, perhaps in a text as JSON. dtype: None means int64, or float32 if any is not whole.
 
     Raises InvalidRequest.
     """

@@ -23,7 +23,7 @@ class Seen:
         self._places: Any = np.zeros((0, 2), np.int64)  # of each, its file and line
 
     def add(self, name: str, row: Row) -> str | None:
-        """Where the name stood before; None: nowhere, and it is known from now on."""
+        """Where the name stood before; None means nowhere, and it is known from now on."""
         digest = int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
         found = self._recent.get(digest)
         if found is None and len(self._digests):

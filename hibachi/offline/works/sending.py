@@ -318,7 +318,7 @@ def _cleaned(text: str, secret: str | None) -> str:
 
 
 def _seconds(after: str | None) -> float | None:
-    """Of a Retry-After: seconds, or a date; None: it says neither."""
+    """Of a Retry-After: seconds, or a date; None means it says neither."""
     if after is None:
         return None
     if after.isascii() and after.isdigit():

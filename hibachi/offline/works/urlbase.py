@@ -48,7 +48,7 @@ class Asks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to send, and as whom. model: None: the first that the server names. places: requests at a time."""
+    """Where to send, and as whom. model: None means the first that the server names. places: requests at a time."""
 
     url: Url
     model: str | None
@@ -272,7 +272,7 @@ def _answer(data: bytes) -> Answer:
 
 
 def choices_of(answer: Answer, count: int | None = None) -> list[Answer]:
-    """In their order; None: as many as there are. Raises Refused."""
+    """In their order; None means as many as there are. Raises Refused."""
     found = answer.get("choices")
     if not isinstance(found, list) or not all(isinstance(c, dict) for c in found):
         raise bad(f"expected choices; got {shown(answer.get('error', found))}")
@@ -321,7 +321,7 @@ def _vector(given: Any) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Tokens; None: the server does not say."""
+    """Tokens; None means the server does not say."""
 
     prompt: int | None
     new: int | None

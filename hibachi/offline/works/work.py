@@ -91,7 +91,7 @@ class Work(Protocol):
         ...
 
     def wrong(self, row: Row) -> str | None:
-        """Why a row cannot be computed, as far as that is known before a model is loaded; None: it can."""
+        """Why a row cannot be computed, as far as that is known before a model is loaded; None means it can."""
         ...
 
     def seen(self, row: Row) -> None:
