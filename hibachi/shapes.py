@@ -37,23 +37,28 @@ class CallShapes:
     """
 
     few: Literal["none", "decode", "all"] = "none"
-    """Steps that come in few shapes: none; those in which every row computes one token; all, and all other calls too,
-    as the library compiles a program for each."""
+    """Which steps come in few shapes: "none"; "decode", those in which every row computes one token; "all", also all
+    other calls, as the library compiles a program for each shape.
+    """
     multiple: int = 1
     """The tokens, rows and outputs of each step are multiples of this."""
     sizes: tuple[int, ...] = ()
-    """Each step has exactly so many tokens, and at most so many rows; (): any number. With several sizes, rising, the
-    engine looks when it starts whether the others give the same bits as the first with its model, and else does
-    without them."""
+    """Each step has exactly one of these numbers of tokens, and at most as many rows; empty means any number. With
+    several sizes, rising, the engine tries at its start whether the others give the same bits as the first with its
+    model, and drops those that do not.
+    """
     pieces: tuple[int, ...] = (1,)
-    """Where there are sizes: how many tokens of each of its rows a call of a model with a `State` may take, rising
-    from 1. The engine looks which give the same bits with its model."""
+    """With `sizes`: how many tokens of each of its rows a call of a model with a `State` may take, rising from 1. The
+    engine tries which of them give the same bits with its model.
+    """
     tiles: tuple[int, int] = (1, 32)
-    """Tokens in a query tile of a step of single tokens, and of one that holds longer pieces. Where steps come in any
-    shape, the latter has smaller ones if its pieces are short, see `choices`."""
+    """Tokens in a query tile: of a step of single tokens, and of a step with longer pieces. Where steps come in any
+    shape, the second may be smaller if its pieces are short, see `choices`.
+    """
     any_width: bool = False
-    """Attention takes no longer over a block table that is wider than its sequences need. All tables are as wide as
-    they may get then, and there are programs of more sizes instead."""
+    """Attention takes no longer over a block table that is wider than its sequences need. All tables then have the
+    greatest width, and there are programs of more sizes instead.
+    """
     ladder: Ladder | None = None
     """None means what suits most models, see `parts`."""
 
@@ -134,7 +139,7 @@ class CallShapes:
         return max(2 * self.tiles[1], size_bucket(n, self.parts[1]))
 
     def programs(self, rows: Iterable[int], tokens: Iterable[int]) -> int:
-        """Number of different shapes for steps of up to these many rows and tokens, at one width."""
+        """Number of different shapes for steps with these numbers of rows and of tokens, at one width."""
         return len({self.decode_rows(n) for n in rows}) + len({self.prompt_tokens(n) for n in tokens})
 
     # ---- other calls -------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The batch: who is let in, the order of a step, what is undone when it fails, and the thread that takes steps."""
+"""The batch: admission of requests, the order of a step, recovery when it fails, and the thread that takes steps."""

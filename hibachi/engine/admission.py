@@ -1,4 +1,4 @@
-"""What of a request only those can know to be wrong who know the model, and whether there is room for it."""
+"""Request checks that need to know the model, and the check for room in the queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = SamplingParams()
 
 
 def check_ids(prompt: HostArray, vocab: int) -> None:
-    """Raises InvalidRequest for ids [n] outside the vocabulary."""
+    """Raise InvalidRequest for ids [n] outside the vocabulary."""
     least, most = int(prompt.min()), int(prompt.max())
     if least < 0 or most >= vocab:
         raise InvalidRequest(
@@ -30,10 +30,10 @@ def check_ids(prompt: HostArray, vocab: int) -> None:
 
 
 def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
-    """The request with its prompt, its parameters and its limit of new tokens as the engine takes them.
+    """The request with its prompt, parameters and limit of new tokens in the form that the engine takes.
 
-    prompt: [n, *token], as its runner wants it; zeros, where embeddings are given. Raises InvalidRequest,
-    PromptTooLong or UnsupportedOperation.
+    prompt: [n, *token], as its runner wants it; zeros where embeddings are given. Raises InvalidRequest, PromptTooLong
+    or UnsupportedOperation.
     """
     params, limit, vocab = request.params, request.max_tokens, facts.vocab_size
     if request.pooling is not None:
@@ -77,7 +77,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
 
 
 def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> HostArray:
-    """Embeddings in the place of a prompt, float32 of our own. size: of the model's, or None. Raises InvalidRequest."""
+    """A float32 copy of embeddings given in place of a prompt. size: the model's, or None. Raises InvalidRequest."""
     if size is None:
         raise InvalidRequest(
             f"prompt_embeds takes a model with an attribute `embed_size` that looks at `x.embeds`; {model} has "
@@ -95,7 +95,9 @@ def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> 
 
 
 def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: bool) -> None:
-    """limit: of new tokens, or None. cached: the model is of level 2. Raises InvalidRequest."""
+    """Check sampling parameters against the model. limit: of new tokens, or None. cached: the model is of level 2.
+    Raises InvalidRequest.
+    """
     bias = dict(params.logit_bias)
     for name, ids in (("allowed_token_ids", params.allowed_token_ids or ()), ("logit_bias", bias)):
         if ids and max(ids) >= vocab:
@@ -113,7 +115,7 @@ def _check_params(params: SamplingParams, limit: Any, *, vocab: int, cached: boo
         )
 
 
-MOST_TIMES = 4  # all tenants together may hold so many times what one may that is alone
+MOST_TIMES = 4  # all tenants together may hold this many times what a single tenant may
 
 
 def check_room(
@@ -124,11 +126,11 @@ def check_room(
     max_num_queued_reqs: int | None,
     tenants: Callable[[], Iterable[Hashable]],
 ) -> None:
-    """Is there room for so many requests more? Raises QueueFull.
+    """Check that there is room for this many more requests. Raises QueueFull.
 
-    A tenant alone may have `limits.rows + max_num_queued_reqs` here. With others, it is not refused for what they have:
-    each may have its part of that, also where the queue is full already. here: requests of all; tenants: whose they
-    are, one entry for each, asked for only where it matters. max_num_queued_reqs: None means any number.
+    A tenant alone may have `limits.rows + max_num_queued_reqs` requests here. With other tenants, each may have its
+    part of that number, even where the others fill the queue. here: requests of all tenants; tenants: the tenant of
+    each of them, asked for only where it matters. max_num_queued_reqs: None means any number.
     """
     if max_num_queued_reqs is None or here + new <= (most := limits.rows + max_num_queued_reqs):
         return
@@ -145,7 +147,7 @@ def check_room(
 
 
 def check_pooling(pooling: Any, has_hidden: bool) -> None:
-    """Raises InvalidRequest for a pooling that there is not, UnsupportedOperation for a model without hidden states."""
+    """Raise InvalidRequest for an unknown pooling, UnsupportedOperation for a model without hidden states."""
     if not isinstance(pooling, str) or pooling not in get_args(Pooling):
         raise InvalidRequest(f"pooling must be 'mean', 'last' or 'cls'; got {shown(pooling)}.")
     if not has_hidden:

@@ -1,4 +1,4 @@
-"""The crate's idea: hand over a model, hand over prompts, get a stream for each."""
+"""Continuous batching of an autoregressive model: hand over prompts, get a stream for each."""
 
 from __future__ import annotations
 
@@ -186,14 +186,16 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     @property
     def deterministic(self) -> bool:
-        """Does who shares the batch change no bit? For `async def` models at level 1, known after the first step."""
+        """Whether other requests in the batch never change a bit. For `async def` models at level 1, known after the
+        first step.
+        """
         runner = None if self._built is None else self._built.runner
         return runner.deterministic if isinstance(runner, WholeRunner) else bool(self._deterministic)
 
     def _decide(self, deterministic: bool | None) -> bool | None:
-        """Is the batch to leave no trace in anybody's bits? None means that a trial decides.
+        """Whether the batch must leave no trace in a request's bits; None means that a trial decides.
 
-        Raises ConfigError, UnsupportedOperation.
+        Raises ConfigError or UnsupportedOperation.
         """
         if self._level < 2:
             if deterministic is None and getattr(self.model, "deterministic", None) is False:
@@ -214,7 +216,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return True
 
     def _check_bits(self, runner: CachedRunner) -> bool:
-        """`selfcheck` before the first request. If nobody asked for determinism, a model without it is served too."""
+        """Run `selfcheck` before the first request. Unless determinism was asked for, a model without it is served
+        too.
+        """
         if self._deterministic:
             try:
                 selfcheck(runner, unused=True)
@@ -229,9 +233,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     def selfcheck(self) -> int:
         """Compute a few prompts alone and beside others; returns how many outputs agreed in every bit.
 
-        At any time: with a cache of its own, or at levels 0 and 1 as was tried before the first step. A deterministic
-        engine does so when it is made. 0: nothing to compare: no request has come, rows are alone, or the model has a
-        cache and returns tokens, not logits. Raises NotDeterministic with the first difference.
+        It may be called at any time: it uses a cache of its own, or at levels 0 and 1 the trial from before the first
+        step. A deterministic engine runs it when it is made. 0 means there was nothing to compare: no request has come,
+        each call has one row, or the model has a cache and returns tokens, not logits. Raises NotDeterministic with the
+        first difference.
         """
         runner = None if self._built is None else self._built.runner
         if isinstance(runner, WholeRunner):
@@ -252,19 +257,21 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         prompt_embeds: Any = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
-        """Queue a prompt (seq, *tok); returns its stream at once.
+        """Queue a prompt (seq, *tok) and return its stream at once.
 
-        prompt_embeds: (seq, hidden) floats in the place of the prompt, which is None then: what the model's first layer
-        sees instead of the embeddings of tokens. For models with an attribute `embed_size`, as our decoder is one.
-        params: levels 1 and 2, how to sample; None means SamplingParams(). What needs a tokenizer (stop, bad_words) or
-        several streams (n, best_of) is refused: `hibachi.LLM` serves it. max_tokens: the limit of new tokens, before
-        params.max_tokens; None in both means up to the end of the context. stop_rule: a `StopRule`, a predicate, a
-        token or a list of token ids, beside the engine's stop_token. include_stop: deliver the token that ends the
-        stream as its last item, before params.include_stop; None in both means True.
+        prompt_embeds: (seq, hidden) floats in place of the prompt, which is None then: they replace the embeddings of
+        tokens at the model's first layer. For models with an attribute `embed_size`, as our decoder has.
+        params: how to sample (levels 1 and 2); None means SamplingParams(). Fields that need a tokenizer (stop,
+        bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them.
+        max_tokens: the limit of new tokens, which takes precedence over params.max_tokens. None in both means up to the
+        end of the context.
+        stop_rule: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's stop_token.
+        include_stop: deliver the token that ends the stream as its last item. It takes precedence over
+        params.include_stop; None in both means True.
         terms: priority, tenant, deadlines, cache salt.
 
-        Level 0 streams yield native arrays (*tok); with sampling they yield ints.
-        Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed, before anything else is touched.
+        Level 0 streams yield native arrays (*tok); with sampling they yield ints. Raises InvalidRequest, PromptTooLong,
+        QueueFull, EngineClosed or EngineFailed; after any of them, nothing was queued.
         """
         if isinstance(params, SamplingParams):
             for name in ("stop", "bad_words"):
@@ -291,11 +298,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     def embed(
         self, prompt: T | Sequence[int] | HostArray, *, pooling: Pooling = "last", terms: Terms | None = None
     ) -> Item[T]:
-        """Queue a prompt of token ids for a vector: `await` it, or call `.result()`. A native array, float32 [hidden].
+        """Queue a prompt of token ids for one vector, a native array, float32 [hidden]: `await` it, or call
+        `.result()`.
 
-        pooling: "mean" over the hidden states of all tokens, that of the "last" or of the first ("cls"). For models of
-        level 2 with `hidden(params, cache, x) -> ([n_out, hidden], cache)`, as our decoders have it. Long prompts are
-        computed in chunks, beside others and beside those that generate.
+        pooling: "mean" over the hidden states of all tokens, or the state of the "last" or of the first token ("cls").
+        For models of level 2 with `hidden(params, cache, x) -> ([n_out, hidden], cache)`, as our decoders have it. Long
+        prompts are computed in chunks, in the same steps as other requests.
 
         Raises UnsupportedOperation for a model without `hidden`, and what `run` raises.
         """
@@ -304,8 +312,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
     @property
     def facts(self) -> Facts:
-        """Of the engine, once it is built: when it is made, if `backend=`, the model or `token=` tell the library, else
-        with the first request. Raises EngineError before."""
+        """Facts about the engine, known once it is built: when it is made, if `backend=`, the model or `token=` tell
+        the library, else with the first request. Raises EngineError before.
+        """
         if self._built is None:
             raise EngineError("The engine is built with its first request, which tells the library. Send one.")
         return self._built.facts
@@ -363,7 +372,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         return self._stream(ready, self.reader(ready))
 
     def reader(self, job: Job) -> Callable[[Any], Any]:
-        """What makes an item of a request's channel into an item of its stream."""
+        """The function that converts an item of a request's channel to an item of its stream."""
         if job.pooling is not None:
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
@@ -377,7 +386,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     # ---- building ----------------------------------------------------------------------------------------------
 
     def _ready(self, prompt: Any) -> Built:
-        """The engine, which is built for the first request at the latest, on the library of its prompt."""
+        """The engine, built for the first request at the latest, on the library of its prompt."""
         if self._built is not None:
             return self._built
         if self._backend is None:

@@ -1,4 +1,4 @@
-"""An engine, wherever it runs: what is asked of one in this process, and of one in another."""
+"""The protocol of an engine, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What those must know of an engine who send it requests.
+    """What callers that send requests must know of an engine.
 
-    vocab_size: None means the model returns tokens, and any are welcome. cached: it has a cache (level 2). embed_size:
-    of the embeddings that may stand in the place of a prompt; None means none may. has_hidden: vectors can be made.
-    fingerprint: library, device and kernels. model: how errors name it. numerics: the name of the bits that come out,
-    such as "cpu-1 float32"; None means they have none. layers: what each keeps in the cache; (): there is none.
-    feedforward: one input, one output. token: shape and name of the dtype of all tokens, or of all inputs; None means
-    each request has its own. labels: of a classifier, what its outputs stand for;
-    probabilities: these are such already, and not logits. reads, writes: the model has `read`, or
-    `write`: see `BatchEngine`. quantization: of the matrices. eos_ids: of a model that returns logits, token ids that
-    end a request, unless its parameters say ignore_eos.
+    vocab_size: None means the model returns tokens, and any tokens are accepted.
+    cached: it has a cache (level 2).
+    embed_size: size of the embeddings that may be given in place of a prompt; None means none may be given.
+    has_hidden: the model gives hidden states, so vectors can be made.
+    fingerprint: library, device and kernels. model: the model's name in errors.
+    numerics: the name of the bits that come out, such as "cpu-1 float32"; None means they have no name.
+    layers: what each layer keeps in the cache; () means there is no cache.
+    feedforward: one input, one output.
+    token: shape and name of the dtype of all tokens, or of all inputs; None means each request has its own.
+    labels: of a classifier, the names of its outputs. probabilities: outputs are probabilities already, not logits.
+    reads, writes: the model has `read`, or `write`: see `BatchEngine`.
+    quantization: of the matrices.
+    eos_ids: for a model that returns logits, token ids that end a request, unless its parameters say ignore_eos.
     """
 
     vocab_size: int | None
@@ -55,10 +59,11 @@ class Facts:
 
 
 class BatchEngine(Protocol[R]):
-    """Takes requests, and fills their streams. To close a stream cancels its request; one that is not read pauses it.
+    """Takes requests and fills their streams. Closing a stream cancels its request; a stream that is not read pauses
+    it.
 
-    Three have all of it: `AutoregressiveBatchInference`, `FeedforwardBatchInference`, and `RemoteEngine` for one of
-    these in another process. R: what a request is once it was checked.
+    Three classes implement it: `AutoregressiveBatchInference`, `FeedforwardBatchInference`, and `RemoteEngine` for one
+    of these in another process. R is the type of a checked request.
     """
 
     @property
@@ -66,41 +71,46 @@ class BatchEngine(Protocol[R]):
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None means this one."""
+        """Process id of the engine's process; None means this process."""
         ...
 
     @property
     def begins_again(self) -> bool:
-        """Is a process that fails replaced by another?"""
+        """Whether a process that fails is replaced by another."""
         ...
 
     def check(self, request: Request) -> R:
-        """All that can be wrong with a request; nothing is queued yet. Raises InvalidRequest, PromptTooLong,
-        UnsupportedOperation."""
+        """Check a request completely; nothing is queued yet. Raises InvalidRequest, PromptTooLong or
+        UnsupportedOperation.
+        """
         ...
 
     def check_room(self, tenant: Hashable, new: int) -> None:
-        """Raises QueueFull if there is no room for so many requests more of this tenant."""
+        """Raise QueueFull if there is no room for this many more requests of this tenant."""
         ...
 
     def submit(self, ready: R) -> ItemStream[Any]:
-        """Queue what `check` returned. The stream has ints, where tokens are sampled; one vector on the host, where one
-        is wanted; else native arrays, or NumPy's from another process; of feed-forward, one. Raises QueueFull,
-        EngineClosed or EngineFailed."""
+        """Queue what `check` returned, and return its stream.
+
+        Items of the stream: ints, where tokens are sampled; one vector on the host, where one is wanted; otherwise
+        native arrays, or NumPy's from another process; one item for feed-forward. Raises QueueFull, EngineClosed or
+        EngineFailed.
+        """
         ...
 
     def read(self, data: bytes, kind: str) -> HostArray:
-        """A prompt, or an input, as the model's own `read(bytes, type)` makes it of a body; kind: its media type. It
-        runs where the model lives, beside the steps, and holds up the calling thread only.
+        """Convert a request body to a prompt or an input by the model's own `read(bytes, type)`; kind: its media type.
 
-        Raises InvalidRequest for what `read` refuses by a ValueError, ModelError if it fails otherwise or returns no
-        numbers, EngineFailed if it takes too long, QueueFull, and UnsupportedOperation for a model without `read`.
+        It runs where the model lives, beside the steps, and blocks the calling thread only. Raises InvalidRequest if
+        `read` raises ValueError, ModelError if it fails otherwise or returns no numbers, EngineFailed if it takes too
+        long, QueueFull, and UnsupportedOperation for a model without `read`.
         """
         ...
 
     def write(self, tokens: HostArray) -> tuple[bytes, str]:
-        """Likewise by the model's own `write(tokens)`: all that came, [n, *token], or the one output, as the bytes of
-        an answer, and their media type."""
+        """Convert all items, [n, *token], or the one output to the bytes of an answer and their media type, by the
+        model's own `write(tokens)`. Raises as `read` does.
+        """
         ...
 
     def stats(self) -> Stats: ...
@@ -112,8 +122,10 @@ class BatchEngine(Protocol[R]):
     def dump(self) -> dict[str, Any]: ...
 
     def reset_cache(self) -> None:
-        """Who comes from now on finds no prefix in the cache that was computed before; who runs goes on. Waits for the
-        end of the running step. Raises EngineClosed or EngineFailed."""
+        """Empty the prefix cache: later requests find no prefix that was computed before; running requests go on.
+
+        Waits for the end of the running step. Raises EngineClosed or EngineFailed.
+        """
         ...
 
     def drain(self, timeout: float | None = None) -> bool: ...

@@ -1,4 +1,4 @@
-"""What both faces of the engine share: a worker that is built with the first request, and its life."""
+"""Base class of the two batchers: options, lazy start of the worker, shutdown."""
 
 from __future__ import annotations
 
@@ -26,17 +26,22 @@ from hibachi.tensor.array_backend import HostArray
 
 
 class BatchInference(Closing):
-    """Owns a `Worker`.
+    """Base class of the batchers. Owns a `Worker`, which starts with the first request.
 
-    max_num_queued_reqs: requests that may wait beside `max_num_seqs` that run; with more, `run` raises QueueFull. None:
-    any number. pause_after: items of a stream that may lie unread; with more, the request computes nothing until half
-    of them are read. None means any number. restart: "on_failure": if the device is lost, make a new cache and compute
-    all requests again, up to three times without a step that succeeds in between. If the engine's own loop fails, its
-    requests raise EngineFailed, and new ones are served by a new loop, up to three times without a token in between.
-    "never" (None): all streams raise EngineFailed, and so does every later call. stall_after: seconds without a step,
-    while work waits, after which `health` says so, and the log; None means never. record: a file for all plans of the
-    scheduler, for `hibachi.recording.replay.replay`. None means only the last are kept. overlap: a step begins before
-    the tokens of the last one are read; None means where the backend is asynchronous (CUDA).
+    max_num_queued_reqs: requests that may wait besides the running ones; beyond, `run` raises QueueFull. None means any
+    number.
+    pause_after: unread items of a stream; beyond, its request pauses until half of them are read. None means any
+    number.
+    restart: "on_failure": if the device is lost, make a new cache and compute all requests again, up to three times
+    without a successful step in between. If the engine's own loop fails, its requests raise EngineFailed, and a new
+    loop serves new ones, up to three times without a token in between. "never" (None): all streams raise EngineFailed,
+    and so does every later call.
+    stall_after: seconds without a step, while work waits, after which `health` and the log report a stall; None means
+    never.
+    record: a file for all plans of the scheduler, for `hibachi.recording.replay.replay`. None means only the last plans
+    are kept, in memory.
+    overlap: begin a step before the tokens of the last one are read; None means where the backend is asynchronous
+    (CUDA).
     """
 
     def __init__(
@@ -69,21 +74,21 @@ class BatchInference(Closing):
 
     @property
     def core(self) -> Engine | None:
-        """What steps the batch, for those who measure it; None before the first request."""
+        """The engine that steps the batch, for measurements; None before the first request."""
         return None if self._worker is None else self._worker.engine
 
     @property
     def pid(self) -> None:
-        """It runs in this process."""
+        """None: the engine runs in this process."""
         return None
 
     @property
     def begins_again(self) -> bool:
-        """With another process: never."""
+        """Never: there is no other process."""
         return False
 
     def enqueue(self, job: Job) -> None:
-        """Queue what `check` returned; its channel gets the items. Raises what `submit` raises."""
+        """Queue what `check` returned; its channel receives the items. Raises what `submit` raises."""
         assert self._worker is not None
         self._worker.add(job)
 
@@ -96,7 +101,7 @@ class BatchInference(Closing):
         return self._conversions.write(tokens)
 
     def check_room(self, tenant: Hashable, new: int) -> None:
-        """Raises QueueFull if there is no room for so many requests more."""
+        """Raise QueueFull if there is no room for this many more requests."""
         if self._worker is not None:
             self._worker.check_room(tenant, new)
 
@@ -105,31 +110,31 @@ class BatchInference(Closing):
             raise EngineClosed("The engine is closed. Make a new one.")
 
     def _serve(self, scheduler: Scheduler, runner: Runner) -> Worker:
-        """A worker for these; the caller holds `_building`, has checked that we are open, and keeps it."""
+        """Start a worker. The caller holds `_building`, has checked that the batcher is open, and keeps the worker."""
         engine = Engine(scheduler, runner, restart=self._restart, record=self._record, overlap=self._overlap)
         return Worker(engine, max_num_queued_reqs=self._max_queued, stall_after=self._stall_after)
 
     def cancel(self, job: Job) -> None:
-        """A method, so that open streams keep their engine alive."""
+        """Cancel a request. It is a method so that open streams keep their engine alive."""
         if self._worker is not None:
             self._worker.cancel(job)
 
     def stats(self) -> Stats:
-        """A snapshot: waiting, running, steps, tokens, free blocks."""
+        """A snapshot of the engine's counters: waiting, running, steps, tokens, free blocks."""
         return self._worker.stats() if self._worker else Stats(max_num_seqs=self.max_num_seqs)
 
     def meters(self) -> Meters:
-        """What its steps were like since the start: histograms of rows, tokens and times; padding."""
+        """Histograms since the start: rows, tokens and times of steps; padding."""
         return self._worker.meters() if self._worker else Meters(limit=self.max_num_seqs)
 
     def health(self) -> Health:
-        """How the engine is, asked from any thread, also while a forward pass hangs."""
+        """The engine's health, callable from any thread, also while a forward pass hangs."""
         if self._worker is not None:
             return self._worker.health()
         return Health("closed", "The engine is closed.") if self._closed else Health("idle", "No request has come yet.")
 
     def dump(self) -> dict[str, Any]:
-        """The flight recorder: what the last steps computed, and for whom, to be written as JSON. It holds no tokens.
+        """The flight recorder: the plans of the last steps, which can be written as JSON. It holds no tokens.
 
         With all events since the start (`complete`), `hibachi.recording.replay.replay` plays it again.
         """
@@ -141,7 +146,7 @@ class BatchInference(Closing):
             self._worker.reset_cache()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others.
+        """Take no new requests and wait for the running and waiting ones.
 
         False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
         """
@@ -154,8 +159,8 @@ class BatchInference(Closing):
     def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
         """Finish the running step and end all streams, with the reason "closed". Closing twice is fine.
 
-        A step that takes longer than `timeout` seconds is let go: the streams end, and the log says where it stands.
-        An `async def` model is cancelled then. None waits for any time.
+        A step that takes longer than `timeout` seconds is abandoned: the streams end, and the log says where it stands;
+        an `async def` model is cancelled. None means to wait without a limit.
         """
         timeout = waited(timeout)
         with self._building:
@@ -165,7 +170,7 @@ class BatchInference(Closing):
 
     @override
     async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """`close`, without holding up the event loop while the running step ends."""
+        """`close`, without blocking the event loop while the running step ends."""
         await in_thread(partial(self.close, timeout))
 
     def __del__(self) -> None:

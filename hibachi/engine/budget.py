@@ -1,4 +1,4 @@
-"""How many tokens a step may have: fewer after memory ran out, and more again later."""
+"""The token budget of a step: halved after memory ran out, doubled again later."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROW_AFTER, MOST_GROW_AFTER = 32, 1024  # steps after which a token budget that 
 
 
 class TokenBudget:
-    """The tokens of a step. limit: tells the scheduler of another number."""
+    """The token budget of a step. limit: a function that passes a new budget to the scheduler."""
 
     def __init__(self, limits: Limits, limit: Callable[[int], None]) -> None:
         self._limits, self._limit = limits, limit
@@ -24,13 +24,14 @@ class TokenBudget:
         self._grow_after = GROW_AFTER
 
     def restart(self) -> None:
-        """The scheduler is a new one, with the whole budget."""
+        """Use a new scheduler, with the whole budget."""
         self._now, self._good = self._limits.budget, 0
 
     def halve(self, budget: int, least: int | None = None) -> None:
-        """Fewer tokens in a step, as memory ran out. Each time it takes longer until more are tried.
+        """Halve the token budget, as memory ran out. Each time it takes longer until it is doubled again.
 
-        least: None keeps room for a token of each row and as many of prompts, so that one request cannot slow down all.
+        least: the smallest budget. None keeps room for a token of each row and as many tokens of prompts, so that one
+        request cannot slow down all.
         """
         budget = max(budget, 2 * self._limits.rows if least is None else least)
         if budget < self._now:
@@ -39,7 +40,9 @@ class TokenBudget:
             self._set(budget)
 
     def slowed(self, number: int, budget: int) -> None:
-        """A request, by its number, computes fewer tokens now; if another did before, it is not one request's doing."""
+        """Note that a request, by its number, had its own budget halved. If another had before, the cause is not one
+        request.
+        """
         if self._slowed not in (0, number):
             self.halve(budget)
         self._slowed = number
@@ -48,7 +51,9 @@ class TokenBudget:
         self._set(self._limits.budget)
 
     def adapt(self, short: int) -> None:
-        """After a step that succeeded. short: its tokens, if it did so only as its rows ran apart; else 0."""
+        """Count a step that succeeded. short: its tokens, if it succeeded only after its rows were run apart; else
+        0.
+        """
         if short:
             self.halve(short // 2)
             return
@@ -70,10 +75,12 @@ class TokenBudget:
 
 
 def guilty_of(plan: StepPlan, budget: int) -> list[int]:
-    """Places in a plan of who is to blame for steps that failed as a whole, of which this plan's is the latest.
+    """Places in a plan of the requests to blame for steps that failed as a whole; this plan's step is the latest of
+    them.
 
-    Suspected is who has not come past the length of such a step since then; others have, as they computed again what
-    was lost. The only suspect is to blame, and who is suspected more often than tokens can be halved.
+    A request is suspected as long as it has not got past the length of such a step since then; others have, as they
+    computed again what was lost. A single suspect is to blame, and so is one suspected more often than the token budget
+    can be halved.
     """
     times = []
     for seq, start, end in zip(plan.seqs, plan.start.tolist(), plan.end.tolist(), strict=True):

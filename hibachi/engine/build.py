@@ -1,4 +1,4 @@
-"""An engine is put together: the scheduler, the runner and the table of tokens for one model and one kind of token."""
+"""Builds an engine: the scheduler, the runner and the table of tokens for one model and one kind of token."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from hibachi.tensor.library import Library
 from hibachi.tensor.nine import NineBackend
 
 NO_LIMIT = 2**31 - 2
-UNSTATED = 2**20  # tokens of a request, where a stop token is all that ends it
+UNSTATED = 2**20  # longest request in tokens, where only a stop token ends it
 DEFAULT_CACHE_BYTES = 2**30
 PIECES = 4, 16  # tokens of each row of such a call, besides one
 CHECKPOINTS = 2  # recurrent states kept for each row
 STATES_AT_ONCE = 64  # rows of a call of a recurrent model where calls have few sizes: each is computed in full
-CHECKPOINT_TOKENS = 256  # of a prompt, from one to the next
+CHECKPOINT_TOKENS = 256  # tokens of a prompt from one checkpoint to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How an engine is to be, as `AutoregressiveBatchInference` was asked. level: of the model, see `level_of`."""
+    """The settings of an engine, as given to `AutoregressiveBatchInference`. level: of the model, see `level_of`."""
 
     model: Any
     level: int
@@ -64,13 +64,13 @@ class Plan:
 
     @property
     def vocab_size(self) -> int | None:
-        """None means the model returns tokens."""
+        """Size of the vocabulary; None means the model returns tokens."""
         return getattr(self.model, "vocab_size", None) if self.level else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
-    """What was built. block_size: 0 means nothing is shared."""
+    """The parts of a built engine. block_size: 0 means nothing is shared."""
 
     facts: Facts
     scheduler: Scheduler
@@ -79,7 +79,7 @@ class Built:
     block_size: int
 
     def block_keys(self, prompt: HostArray, kind: Kind) -> list[Hashable]:
-        """What each full block of a prompt holds: the tokens themselves, as bytes."""
+        """The key of each full block of a prompt: its tokens, as bytes."""
         size = self.block_size * prompt[:1].nbytes
         raw = prompt.tobytes()
         return [_key(raw[at : at + size], kind) for at in range(0, len(raw) - size + 1, size)] if size else []
@@ -97,9 +97,10 @@ def build(
     check: Callable[[CachedRunner], bool],
     deterministic: bool | None,
 ) -> Built:
-    """tokens: token, stop_token, padding_token and stop, as `AutoregressiveBatchInference` was given them.
+    """Build the parts of an engine.
 
-    check: tries a new runner, and says whether it is deterministic. Raises ConfigError, and what `check` raises.
+    tokens: token, stop_token, padding_token and stop, as given to `AutoregressiveBatchInference`. check: tries a new
+    runner and says whether it is deterministic. Raises ConfigError, and what `check` raises.
     """
     if isinstance(backend, NineBackend):
         return _nine(plan, backend, policy, tokens, deterministic)
@@ -129,7 +130,7 @@ def build(
 def _nine(
     plan: Plan, backend: NineBackend, policy: Policy, tokens: dict[str, Any], deterministic: bool | None
 ) -> Built:
-    """On a backend that has the nine operations only."""
+    """Build for a backend that has the nine operations only."""
     if plan.level:
         raise ConfigError(
             f"A model with {'`step`' if plan.level == 2 else '`logits`'} (level {plan.level}) needs a "
@@ -138,7 +139,7 @@ def _nine(
         )
     prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(plan), policy)
     grouping = _grouping(plan, tokens, backend)
-    if deterministic:  # what nobody can compare, nobody can share
+    if deterministic:  # tokens that cannot be compared cannot be shared
         grouping = replace(grouping, known=Alone(), padded=grouping.padded and takes_lengths(plan.model))
     runner = NineRunner(plan.model, backend, grouping)
     facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
@@ -155,7 +156,7 @@ def _grouping(plan: Plan, tokens: dict[str, Any], backend: Library) -> Grouping:
 
 
 def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
-    """Token ids to try a model with: its own `example_prompts`, or any."""
+    """Token ids to try a model with: its own `example_prompts`, or arbitrary ones."""
     own = getattr(model, "example_prompts", None)
     if own is not None:
         return [prompts.taken(prompt)[0] for prompt in (own() if callable(own) else own)]
@@ -186,7 +187,9 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
 
 
 def _eos_ids(plan: Plan) -> tuple[int, ...]:
-    """The attribute `eos_ids` of a model that returns logits: an id, or several. Raises ConfigError."""
+    """The end-of-sequence ids of a model that returns logits, from its attribute `eos_ids`: one or several. Raises
+    ConfigError.
+    """
     own, vocab = getattr(plan.model, "eos_ids", None), plan.vocab_size
     if own is None or vocab is None:
         return ()
@@ -201,7 +204,7 @@ def _eos_ids(plan: Plan) -> tuple[int, ...]:
 def cached_runner(
     model: Any, backend: ArrayBackend, scheduler: Scheduler, tables: Tables, sampler: RowSampler | None, dtype: str
 ) -> CachedRunner:
-    """A runner for a model of level 2, with the sizes of calls that give the same bits."""
+    """A runner for a model of level 2, limited to call sizes that give the same bits."""
     tally, name = Tally(), type(model).__name__
     head: Head = Sampled(sampler, tables.of(IDS), tally, name) if sampler else Tokens(backend, tally, name)
     runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally)
@@ -211,7 +214,7 @@ def cached_runner(
 
 
 def _shapes_of_same_bits(runner: CachedRunner, rows: int) -> CallShapes:
-    """Those shapes of calls that a trial of the model allows. rows: of the batch."""
+    """The shapes of calls that a trial of the model found to give the same bits. rows: of the batch."""
     shapes, recurrent = runner.inputs.shapes, bool(runner.memory.states)
     first, *more = shapes.sizes
     if recurrent:  # no call has more rows than the batch
@@ -229,7 +232,9 @@ def _shapes_of_same_bits(runner: CachedRunner, rows: int) -> CallShapes:
 
 
 def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
-    """Blocks for a full batch of the longest requests, if the memory allows; at least for one. size: of a block."""
+    """Limits with blocks for a full batch of the longest requests, if memory allows; at least for one. size: of a
+    block.
+    """
     spec = plan.model.cache_spec()
     paged = [s for s in spec if isinstance(s, Paged)]
     blocks = 0
@@ -265,14 +270,14 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
 
 
 def _generated_key(tables: Tables, size: int, seq: Seq, n: int) -> Hashable:
-    """The same for block n of a sequence that runs, or just got a row (then the table does not have its tokens yet)."""
+    """The key of block n of a sequence that runs, or just got a row (its tokens are not in the table yet then)."""
     history, start, end = seq.owner.history, n * size, (n + 1) * size
     tokens = history.read(start, end) if end <= history.length else tables.at(seq.row).read(seq.row, start, end)
     return _key(tokens.tobytes(), seq.owner.kind)
 
 
 def _physical_memory() -> float:
-    """Bytes of this machine; infinity where it does not say."""
+    """Bytes of memory of this machine; infinity where it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -284,7 +289,7 @@ def _bytes(dtype: str) -> int:
 
 
 def level_of(model: Any) -> int:
-    """The highest rung of the ladder that the model stands on. Raises ConfigError if none."""
+    """The highest level of the ladder that the model implements. Raises ConfigError if none."""
 
     def has(name: str) -> bool:
         return callable(getattr(model, name, None))
@@ -304,5 +309,5 @@ def level_of(model: Any) -> int:
 
 
 def has_hidden(model: Any) -> bool:
-    """Does it tell its hidden states?"""
+    """Whether the model gives hidden states."""
     return all(callable(getattr(model, name, None)) for name in ("hidden", "step", "cache_spec"))

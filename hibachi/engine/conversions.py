@@ -1,4 +1,6 @@
-"""What a model's own `read` and `write` make of bodies, beside the steps; and what else a model says of itself."""
+"""Calls to a model's own `read` and `write`, which convert bodies beside the steps; and other facts that a model
+declares.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ from hibachi.errors import (
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.discover import backend_for
 
-ANSWER = 10.0  # seconds that a conversion may take, the wait for its turn included
-AT_ONCE = 4  # conversions of one engine
-CALLERS = 64  # of these, and of those that wait for their turn
+ANSWER = 10.0  # longest time of a conversion in seconds, the wait for its turn included
+AT_ONCE = 4  # conversions of one engine that run at once
+CALLERS = 64  # conversions that run or wait for their turn
 _WORD = r"[\w!#$&^.+-]{1,127}"
 _MEDIA = re.compile(rf'{_WORD}/{_WORD}( *; *{_WORD}=("[ !#-~]*"|{_WORD}))*', re.ASCII)
 
 
 def said_by(model: Any) -> dict[str, Any]:
-    """What `Facts` tells of a model's own words: labels, reads, writes."""
+    """The entries of `Facts` that a model declares itself: labels, reads, writes."""
     labels = getattr(model, "labels", ())
     fine = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
     return {
@@ -46,8 +48,9 @@ def said_by(model: Any) -> dict[str, Any]:
 
 
 def to_host(item: Any) -> HostArray:
-    """An item of any stream, or a batch of them, on the host: what is no array, as NumPy takes it. Raises
-    BackendNotFound for an array of an unknown library."""
+    """Copy an item of any stream, or a batch of items, to the host; what is no array is converted by NumPy. Raises
+    BackendNotFound for an array of an unknown library.
+    """
     if isinstance(item, (np.ndarray, np.generic)) or not hasattr(type(item), "dtype"):
         return np.asarray(item)
     if (backend := _backends.get(type(item))) is None:
@@ -60,8 +63,8 @@ _backends: WeakKeyDictionary[type, ArrayBackend] = WeakKeyDictionary()
 
 
 class Conversions:
-    """Calls `read` and `write` of one model. At most AT_ONCE run at a time, each in a thread of its own, so that one
-    that hangs is let go: it keeps its place until it ends. CALLERS may wait.
+    """Calls `read` and `write` of one model, at most AT_ONCE at a time, each in a thread of its own. A call that hangs
+    is abandoned, and keeps its place until it ends. At most CALLERS may run or wait.
     """
 
     def __init__(self, model: Any) -> None:

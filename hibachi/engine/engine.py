@@ -32,14 +32,14 @@ from hibachi.runners.runner import Flight, Launcher, Outcome, Part, Runner, Step
 from hibachi.streams.loops import Wakeups
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # what to do with which job; None means just wake up
+Command: TypeAlias = "tuple[Callable[[Job], None], Job] | None"  # a command and its job; None means just wake up
 MOST_RESTARTS = 3  # without a step that succeeds in between
 TOLD_AFTER = 3  # steps in a row in which no output was valid, before the log and `health` say so
-MEMORY_EVERY = 2.0  # seconds: the device is asked for its memory no more often
+MEMORY_EVERY = 2.0  # seconds between two questions to the device about its memory
 
 
 class Engine:
-    """Owns the scheduler and a runner. Not thread-safe: whoever steps it also adds and cancels."""
+    """Owns the scheduler and a runner. Not thread-safe: the thread that steps it also adds and cancels requests."""
 
     scheduler: Scheduler
     invalid: int
@@ -55,29 +55,29 @@ class Engine:
         record: str | Path | None = None,
         overlap: bool | None = None,
     ) -> None:
-        """restart: begin again when the device is lost. record: a file for all plans, see `Recorder`.
+        """restart: make a new cache and go on when the device is lost. record: a file for all plans, see `Recorder`.
 
-        overlap: begin a step before the tokens of the last one are read, where that can be. None means if the backend
-        is asynchronous.
+        overlap: begin a step before the tokens of the last one are read, where possible. None means if the backend is
+        asynchronous.
         """
         self.scheduler, self.runner = scheduler, runner
         self.recorder: Recorder = Recorder(scheduler, path=record)
         self.restarts = 0
         self.moved: float | None = None  # when the last step ended, by time.monotonic()
-        self.inbox: SimpleQueue[Command] = SimpleQueue()  # what other threads want done; for whoever steps
+        self.inbox: SimpleQueue[Command] = SimpleQueue()  # commands of other threads, for the thread that steps
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
-        self._pausing = False  # has anybody a consumer that is waited for?
+        self._pausing = False  # is any request paused because of a slow consumer?
         self._counts = Counts()
         limits = scheduler.limits
         self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)
-        self._worked = 0.0  # what the runner's tally said when this step began
+        self._worked = 0.0  # the runner's tally at the beginning of this step
         self._memory_at = -MEMORY_EVERY
         self._restart = restart
-        self._lost = 0  # devices, since a step last succeeded
+        self._lost = 0  # devices lost since a step last succeeded
         self.invalid = 0  # steps in a row in which no output was valid
-        self.invalid_why: str = ""  # what was wrong with the last one
+        self.invalid_why: str = ""  # the error of the last of these steps
         self._budget = TokenBudget(scheduler.limits, self._limit)
         self._policy = _copied(scheduler.policy) if restart else None  # as it is before the first request
         wanted = runner.backend.asynchronous if overlap is None else overlap
@@ -101,7 +101,7 @@ class Engine:
         )
 
     def meters(self) -> Meters:
-        """A snapshot, asked from any thread."""
+        """A snapshot of the meters; callable from any thread."""
         own, tally, backend, now = self._meters, self.runner.tally, self.runner.backend, time.monotonic()
         if now - self._memory_at >= MEMORY_EVERY:
             self._memory_at = now
@@ -118,16 +118,16 @@ class Engine:
 
     @property
     def paused(self) -> int:
-        """Requests whose consumers are behind."""
+        """Number of requests whose consumers are behind."""
         return len(self._paused)
 
     @property
     def compiles(self) -> bool:
-        """A call of the step at hand has shapes that the backend compiles a program for."""
+        """Called when a call of the running step has shapes that the backend compiles a program for."""
         return self.runner.tally.compiles
 
     def obey(self, do: Callable[[Job], None], job: Job) -> None:
-        """`do(job)`, a command; if it raises, only its own stream learns of it."""
+        """Run `do(job)`, a command. If it raises, only its own stream gets the error."""
         try:
             do(job)
         except BaseException as e:
@@ -151,7 +151,9 @@ class Engine:
             self._ended(job, Finish.CANCELLED)
 
     def drop_prefixes(self, job: Job) -> None:
-        """Who comes finds nothing of what was computed so far. job: it is no request; its channel ends with this."""
+        """Later requests find nothing of what was computed so far. job: not a request; its channel ends when this is
+        done.
+        """
         try:
             self.recorder.note("drop")
             self.scheduler.drop_prefixes()
@@ -168,21 +170,24 @@ class Engine:
             self.scheduler.unpause(job.seq)
 
     def next_deadline(self) -> float | None:
-        """When `step` has something to do, though nobody comes and nothing is to be computed; of time.monotonic()."""
+        """The time (time.monotonic()) at which `step` has something to do even if no request arrives and nothing is
+        computed.
+        """
         return self.scheduler.next_deadline()
 
     def step(self) -> bool:
-        """One step; False if there was nothing to compute."""
+        """Take one step; False if there was nothing to compute."""
         began, now = self._begin(), time.monotonic()
         self._expire(now)
-        looks = self.scheduler.shares_rows and self.scheduler.waiting  # who ended while it waited is dropped then
+        # requests that ended while they waited are dropped then
+        looks = self.scheduler.shares_rows and self.scheduler.waiting
         if (sent := self.scheduler.make_room()) or looks:
             self.recorder.note("room", sent)
             self._suspend(sent)
         if self.scheduler.shares_rows:
             self._rest(self._shares.resting(*self.scheduler.wanted()))
         plan = self._plan(now)
-        if plan is None and self.scheduler.resting:  # who was to go first could not
+        if plan is None and self.scheduler.resting:  # the request that was to start first could not
             self._rest(frozenset())
             plan = self._plan(now)
         flight, self._flight = self._flight, None
@@ -223,7 +228,7 @@ class Engine:
             self.scheduler.rest(tenants)
 
     def _admit(self, plan: StepPlan, now: float) -> list[tuple[Job, BaseException]]:
-        """Tell the runner of the requests that start; returns those for which that failed."""
+        """Tell the runner of the requests that start; returns those for which it failed."""
         refused: list[tuple[Job, BaseException]] = []
         for seq in plan.fresh:
             job: Job = seq.owner
@@ -237,7 +242,7 @@ class Engine:
         return refused
 
     def _stands(self, plan: StepPlan) -> bool:
-        """Is nobody in the plan gone, or waiting for a consumer, since it was made?"""
+        """Whether every request in the plan is still there and none waits for its consumer."""
         return bool(self.scheduler.holds(plan).all()) and not (self._paused and any(seq.paused for seq in plan.seqs))
 
     def _begin(self) -> float:
@@ -246,7 +251,7 @@ class Engine:
         return time.perf_counter()
 
     def _run(self, plan: StepPlan, began: float) -> None:
-        """A step from its beginning to its end."""
+        """Run a step from its beginning to its end."""
         self._calm = False
         try:
             self._prepare(plan)
@@ -258,9 +263,9 @@ class Engine:
         self._finish(plan, outcome, began)
 
     def _finish(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
-        """The step is computed."""
+        """Process the results of a computed step."""
         self._budget.adapt(int(plan.q.sum()) if outcome.short else 0)
-        # Counted before it is delivered: who has seen the end of its stream sees it in `stats` as well.
+        # Counted before it is delivered, so a consumer that has seen the end of its stream finds it in `stats` too.
         counts = self._counts
         counts.steps += 1
         counts.prompt_tokens += sum(s.prompt_len for s in plan.fresh if s.length == s.prompt_len)
@@ -289,7 +294,7 @@ class Engine:
     # ---- a step in flight ---------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan, before: Flight | None) -> tuple[Flight | None, StepFailed | None]:
-        """Begin a step while the one before may still run; None means it must be run by itself, or has failed as a
+        """Begin a step while the one before may still run; None means that it must run by itself, or has failed as a
         whole.
         """
         runner = self._launcher
@@ -300,13 +305,14 @@ class Engine:
             return runner.launch(plan, before), None
         except StepFailed as e:
             return None, e
-        except Exception:  # run by itself it may fail again, and there it is found out whose fault it is
+        except Exception:  # it is run again by itself, where the request at fault is found
             return None, None
 
     def _land(self, flight: Flight, plan: StepPlan | None, began: float, *, cache_lost: bool = False) -> bool:
-        """Read the tokens of a step in flight; False means it failed, and so `plan`, the one after it, did not happen.
+        """Read the tokens of a step in flight. False means that it failed, and so `plan`, the step after it, did not
+        happen.
 
-        cache_lost: by the one after it.
+        cache_lost: by the step after it.
         """
         assert self._launcher is not None
         try:
@@ -336,7 +342,7 @@ class Engine:
             self._wakeups.post()
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Put back the states that were kept. Raises StepFailed."""
+        """Restore the saved recurrent states of rows that start from one. Raises StepFailed."""
         if not plan.restores:
             return
         try:
@@ -345,7 +351,7 @@ class Engine:
             raise_for_all(e, self.runner.backend, cache_lost=True)
 
     def _save(self, kept: list[tuple[int, int]]) -> None:
-        """Keep the states of these rows."""
+        """Save the recurrent states of these rows."""
         try:
             self.runner.save(kept)
         except Exception as e:
@@ -358,7 +364,7 @@ class Engine:
             self._lost = 0
 
     def _look_at(self, plan: StepPlan, outcome: Outcome) -> None:
-        """Count the steps in a row that gave no valid output; the log hears of it once, each request of its own."""
+        """Count the steps in a row without valid output. The log gets one line for all, each request its own error."""
         faults = outcome.faults.values()
         if len(faults) < len(plan.seqs) or not all(isinstance(fault, InvalidModelOutput) for fault in faults):
             self.invalid = 0
@@ -371,7 +377,7 @@ class Engine:
     # ---- steps that failed as a whole --------------------------------------------------------------------------
 
     def _recover(self, failed: StepFailed, plan: StepPlan | None = None) -> None:
-        """Go on after a step that did not happen, if there is one. Raises EngineFailed if that is not possible."""
+        """Undo a step that did not happen, if there is one, and go on. Raises EngineFailed if that is not possible."""
         cause = failed.__cause__
         assert cause is not None
         self._meters.failed += 1
@@ -389,7 +395,7 @@ class Engine:
             self._shrink(plan, failed.alone, cause)
 
     def _lose(self, cause: BaseException) -> None:
-        """The device is lost. Raises EngineFailed unless we may begin again."""
+        """Handle a lost device. Raises EngineFailed unless the engine may restart."""
         self._lost += 1
         text = f"The device failed with {type(cause).__name__}: {cause}. "
         if not self._restart:
@@ -415,10 +421,10 @@ class Engine:
                 return
 
     def _shrink(self, plan: StepPlan, alone: int | None, cause: BaseException) -> None:
-        """Compute fewer tokens at once after an out-of-memory step: of one request if it is to blame, or of all.
+        """Halve the token budget after an out-of-memory step: of one request if it is at fault, else of all.
 
-        alone: its place in the plan, if it failed by itself; None means the cache was lost, so that nobody could be
-        tried.
+        alone: the request's place in the plan, if it failed by itself. None means that the cache was lost, so no
+        request could be tried by itself.
         """
         if alone is not None:
             self._shrink_one(plan.seqs[alone], int(plan.q[alone]), cause)
@@ -428,13 +434,13 @@ class Engine:
         for i in guilty:
             self._shrink_one(plan.seqs[i], int(plan.q[i]), cause)
         if guilty:
-            self._budget.restore()  # how many tokens a step had was not to blame
+            self._budget.restore()  # the number of tokens in a step was not the cause
         elif tokens > 1:
             log.warning("memory ran out with %d tokens in a step: %r", tokens, cause)
             self._budget.halve(tokens // 2, 1)
 
     def _shrink_one(self, seq: Seq, tokens: int, cause: BaseException) -> None:
-        """Compute fewer tokens of this request at once; if there is no memory for even one, end it."""
+        """Halve the token budget of this request; end it if there is no memory for even one token."""
         if tokens == 1:
             self._fail(seq, no_room(cause))
             self._wakeups.post()
@@ -460,11 +466,12 @@ class Engine:
                     self._give_up(seq.owner, e)
 
     def _settle(self, plan: StepPlan, outcome: Outcome, began: float) -> None:
-        """Commit the plan and hand the new tokens to their streams."""
+        """Commit the plan and deliver the new tokens to their streams."""
         # Before the commit, which vouches for the blocks of every row that is still in its place.
         for i in _writers_first(plan, outcome.faults):
             seq = plan.seqs[i]
-            if self.scheduler.holds(plan)[i]:  # otherwise it was sent back, as it had read what a guilty one wrote
+            # otherwise it was sent back, because it had read what a failed request wrote
+            if self.scheduler.holds(plan)[i]:
                 self._fail(seq, outcome.faults[i])
         stopped = np.zeros(len(plan.rows), bool)
         counts = None
@@ -488,13 +495,13 @@ class Engine:
         for seq in [s for s in committed.finished if s.owner.kept is not None]:
             self._keep(seq, plan)
         for seq in committed.finished:
-            if seq.owner is not None:  # else its keys and values could not be had
+            if seq.owner is not None:  # else its keys and values could not be copied
                 assert seq.finish is not None
                 self._ended(seq.owner, seq.finish)
         self._wakeups.post()
 
     def _keep(self, seq: Seq, plan: StepPlan) -> None:
-        """Copy the keys and values of a request that has finished in this step, before its blocks are another's."""
+        """Copy the keys and values of a request that finished in this step, before its blocks get another owner."""
         i, job = plan.seqs.index(seq), seq.owner
         try:
             job.kept += self.runner.keys_and_values(int(plan.rows[i]), int(plan.end[i]))
@@ -540,7 +547,7 @@ class Engine:
                 self._pause(job)
 
     def _pause(self, job: Job) -> None:
-        """The consumer of this request is behind: compute nothing more for it until it has caught up."""
+        """The consumer of this request is behind: compute nothing for it until the consumer has caught up."""
         # The reader's call comes by the inbox, so `resume` runs after this method, however early the reader is.
         if job.seq.finish is None and job.channel.pause(partial(self.inbox.put, (self.resume, job))):
             self._paused.add(job)
@@ -556,7 +563,7 @@ class Engine:
             self._ended(seq.owner, Finish.ERROR, fault)
 
     def _give_up(self, job: Job, error: BaseException) -> None:
-        """End a request that could not be handled, and no other."""
+        """End one request that could not be handled, without touching others."""
         fault = internal(error)
         if fault is not error:
             log.error("%s", fault)
@@ -578,7 +585,7 @@ class Engine:
         job.channel.end(reason, error, self._wakeups)
 
     def end_all(self, reason: Finish, error: Callable[[], HibachiError] | None = None) -> None:
-        """End every waiting and running request, with an error of its own each."""
+        """End every waiting and running request, each with its own copy of the error."""
         live, self._flight = list(self._live), None
         for job in live:
             self._ended(job, reason, error() if error else None)
@@ -591,7 +598,7 @@ class Engine:
         return self._policy is not None
 
     def begin_again(self) -> None:
-        """Forget the state that a failure left: an empty scheduler, a new cache. All requests must have ended."""
+        """Drop the state that a failure left: an empty scheduler, a new cache. All requests must have ended."""
         assert not self._live
         policy = _copied(self._policy)
         assert policy is not None
@@ -604,7 +611,7 @@ class Engine:
         self.restarts += 1
 
     def live(self) -> list[Job]:
-        """The requests that have not ended, asked from any thread."""
+        """The requests that have not ended; callable from any thread."""
         return list(self._live)
 
     def close(self) -> None:
@@ -613,7 +620,7 @@ class Engine:
 
 
 def _writers_first(plan: StepPlan, places: Iterable[int]) -> list[int]:
-    """Places in a plan in such an order that who wrote a shared block comes before who read it."""
+    """Places in a plan, ordered so that the writer of a shared block comes before its readers."""
     started = {seq: n for n, seq in enumerate(plan.fresh, 1)}
     return sorted(places, key=lambda i: started.get(plan.seqs[i], 0))
 

@@ -1,4 +1,4 @@
-"""The feed-forward twin: single inputs in, single outputs out, batched behind the scenes."""
+"""Batching for feed-forward models: single inputs in, single outputs out."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ T = TypeVar("T", default=Any)  # an array of the model's library
 
 
 class FeedforwardBatchInference(BatchInference, Generic[T]):
-    """Batches single inputs of a `Feedforward` model: whatever waits goes together, at most `max_batch_size` at once.
+    """Batches single inputs of a `Feedforward` model: all that wait are computed together, at most `max_batch_size` at
+    once.
 
-    There is no waiting time: a batch is what came while the one before was computed. Inputs of different shape or dtype
-    are never stacked; each kind gets its own forward pass. token: one input; all others must have its shape, and are
-    cast to its dtype. None means any. max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
+    There is no waiting time: a batch is what arrived while the one before was computed. Inputs of different shape or
+    dtype are never stacked; each kind gets its own forward pass.
+
+    token: one input; all others must have its shape and are cast to its dtype. None means any shape and dtype.
+    max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
     """
 
     @spelled
@@ -77,7 +80,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         self._facts: Facts | None = None
 
     def run(self, item: T | Sequence[Any] | HostArray, *, terms: Terms | None = None) -> Item[T]:
-        """Queue one input (*shape), without a batch dimension; returns at once: `await` it or call `.result()`.
+        """Queue one input (*shape), without a batch dimension; returns at once: `await` the result or call `.result()`.
 
         terms: priority, tenant, deadlines. Raises InvalidRequest, QueueFull, EngineClosed or EngineFailed.
         """
@@ -86,8 +89,9 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
     @property
     def facts(self) -> Facts:
-        """Known when the library is: when the engine is made, if `backend=` or the model tell it, else with the first
-        input. Raises EngineError before."""
+        """Facts about the engine, known once its library is: when it is made, if `backend=` or the model tell it, else
+        with the first input. Raises EngineError before.
+        """
         if self._facts is None:
             if self._backend is None:
                 raise EngineError("The first input tells the library that computes. Send one, or pass backend=.")
@@ -141,7 +145,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
         return ItemStream(ready.channel, partial(self.cancel, ready), self.reader(ready))
 
     def reader(self, job: Job) -> Callable[[Any], Any]:
-        """What makes an item of a request's channel into the output."""
+        """The function that converts an item of a request's channel to the output."""
         return as_it_is if isinstance(self._backend, NineBackend) else native_row
 
     def _start(self, backend: ArrayBackend | NineBackend) -> None:
@@ -158,7 +162,9 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
 
 
 def checked_plain(request: Request, model: str) -> Terms:
-    """The terms of a request for one output, which has no tokens. Raises InvalidRequest for what belongs to these."""
+    """The terms of a request for one output, which has no tokens. Raises InvalidRequest for options that need
+    tokens.
+    """
     for name in ("params", "max_tokens", "stop_rule", "embeds", "pooling", "begun", "kept"):
         if (got := getattr(request, name)) is not None:
             raise InvalidRequest(
@@ -169,7 +175,7 @@ def checked_plain(request: Request, model: str) -> Terms:
 
 
 def fitting(host: HostArray, token: tuple[tuple[int, ...], Any] | None) -> HostArray:
-    """An input of numbers, a copy, as shape and dtype of all inputs say, if they are fixed. Raises InvalidRequest."""
+    """A copy of a numeric input with the shape and dtype of all inputs, if these are fixed. Raises InvalidRequest."""
     if host.dtype.kind not in "iufbc":
         raise InvalidRequest(f"An input must hold numbers; got dtype {host.dtype}.")
     if token is None:
@@ -188,7 +194,7 @@ def fitting(host: HostArray, token: tuple[tuple[int, ...], Any] | None) -> HostA
 
 
 def _on_host(backend: ArrayBackend, item: Any, token: HostArray | None) -> tuple[HostArray, Kind]:
-    """A copy of an input, and its kind. Raises InvalidRequest."""
+    """A copy of an input on the host, and its kind. Raises InvalidRequest."""
     try:
         host = np.asarray(backend.get(item) if backend.owns(item) else item)
     except ValueError as e:

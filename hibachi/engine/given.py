@@ -1,4 +1,4 @@
-"""Keys and values that were computed elsewhere: what is wrong with them, and when they can be returned."""
+"""Keys and values that were computed elsewhere: checks of given ones, and of whether they can be returned."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hibachi.tensor.layout import Paged
 
 
 def checked_begun(request: Request, params: SamplingParams | None, n: int, end: int, facts: Facts) -> Begun | None:
-    """What a request that was begun elsewhere brings, with keys and values as copies on the host; None means it was
-    not.
+    """The `Begun` of a request, with keys and values as copies on the host; None means it was not begun elsewhere.
 
     n: tokens of its prompt. end: the length at which it ends. Raises InvalidRequest, PromptTooLong or
     UnsupportedOperation.
@@ -53,13 +52,13 @@ def checked_begun(request: Request, params: SamplingParams | None, n: int, end: 
 
 
 def checked_kept(request: Request, facts: Facts) -> None:
-    """Raises UnsupportedOperation where there are no keys and values to return."""
+    """Raise UnsupportedOperation where there are no keys and values to return."""
     if request.kept is not None:
         check_paged(facts, "Keys and values cannot be returned")
 
 
 def check_paged(facts: Facts, what: str) -> None:
-    """what: is not possible where there is a layer without keys and values. Raises UnsupportedOperation."""
+    """Raise UnsupportedOperation if a layer has no keys and values. what: the feature, for the message."""
     others = [i for i, layer in enumerate(facts.layers) if not isinstance(layer, Paged)]
     if not facts.layers:
         raise UnsupportedOperation(f"{what}: {facts.model} keeps no cache. Give it `cache_spec` and `step` (level 2).")
@@ -71,7 +70,7 @@ def check_paged(facts: Facts, what: str) -> None:
 
 
 def on_host(array: Any, what: str) -> HostArray:
-    """Floats of any library, on the host. Raises InvalidRequest."""
+    """Copy floats of any library to the host. Raises InvalidRequest."""
     try:
         host = array
         if not isinstance(array, (np.ndarray, list, tuple)):

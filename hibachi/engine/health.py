@@ -1,4 +1,4 @@
-"""Is the engine alive? What it says when asked, and the thread that asks while requests are being served."""
+"""Health of an engine: its state, and the thread that watches for stalls while requests are served."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STALL_AFTER = 30.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How an engine is.
+    """State of an engine.
 
     state: "idle" (nothing to compute), "running", "stalled" (work waits, and no step has ended for `stall_after`
-    seconds), "failed", "closed". message: the same for people.
+    seconds), "failed", "closed". message: the same in words.
     """
 
     state: State
@@ -28,7 +28,7 @@ class Health:
     waiting: int = 0
     running: int = 0
     paused: int = 0  # requests whose consumers are behind
-    restarts: int = 0  # times that the device was lost and the engine began again
+    restarts: int = 0  # restarts after a lost device
 
     @property
     def ok(self) -> bool:
@@ -36,7 +36,8 @@ class Health:
 
 
 class Watchdog:
-    """Calls `look` now and then while there is work. Sleeps while there is none; no engine's thread needs to be well.
+    """Calls `look` at intervals while there is work; sleeps while there is none. It does not depend on any engine's
+    thread.
 
     `work` may be called again and again; `rest` when all work is done; `stop` once.
     """
@@ -67,6 +68,6 @@ class Watchdog:
 
 
 def where(thread: threading.Thread | None) -> str:
-    """What a thread is doing: the innermost lines of its stack, or nothing if it is not running."""
+    """Where a thread stands: the innermost lines of its stack; empty if it is not running."""
     frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
     return "".join(traceback.format_stack(frame)[-6:]) if frame is not None else "(its thread is not running)"

@@ -1,4 +1,4 @@
-"""The options of an engine, spelled out once more for type checkers: where one passes on what another takes."""
+"""The options of an engine as typed dictionaries, for functions that pass them on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hibachi.tensor.protocol import Backend
 
 
 class EngineOptions(TypedDict, total=False):
-    """See `AutoregressiveBatchInference`."""
+    """Options of an engine; see `AutoregressiveBatchInference`."""
 
     max_model_len: int | None
     max_num_seqs: int
@@ -31,7 +31,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class BatchOptions(EngineOptions, total=False):
-    """All of `AutoregressiveBatchInference`."""
+    """All options of `AutoregressiveBatchInference`."""
 
     stop_token: Any
     stop_rule: Any

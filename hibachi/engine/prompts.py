@@ -1,4 +1,4 @@
-"""Prompts as a runner takes them, and what belongs to their kind of token: stop tokens and padding."""
+"""Conversion of prompts to the runner's form, and the stop and padding tokens of each kind of token."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ MOST_KINDS = 64  # that are remembered
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """What the engine has for one kind of token. stop: of every request, or None. padding: see `Job.padding`."""
+    """The engine's stop rule and padding for one kind of token. stop: for every request, or None. padding: see
+    `Job.padding`.
+    """
 
     stop: Any
     padding: Any
 
 
 class Prompts(Protocol):
-    """How requests come in. kind: of all tokens, if that is fixed."""
+    """Converts prompts of requests. kind: the kind of all tokens, if it is fixed."""
 
     kind: Kind | None
 
@@ -40,17 +42,19 @@ class Prompts(Protocol):
         ...
 
     def fitted(self, kind: Kind) -> Fitted:
-        """Raises InvalidRequest if the engine's own tokens do not fit this kind."""
+        """The engine's own tokens for this kind. Raises InvalidRequest if they do not fit it."""
         ...
 
     def stop(self, kind: Kind, stop: Any, params: SamplingParams | None) -> Any:
-        """The engine's own rule, or that and a request's. Raises InvalidRequest."""
+        """The engine's own rule, combined with the request's. Raises InvalidRequest."""
         ...
 
 
 def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
-    """own: the kind of all tokens, vocab: how many ids there are, if these are fixed. Raises InvalidRequest for what is
-    no prompt of such tokens."""
+    """Check that a prompt consists of tokens of this kind. Raises InvalidRequest.
+
+    own: the kind of all tokens, if it is fixed. vocab: the number of token ids, if it is fixed.
+    """
     if host.ndim == 0:
         raise InvalidRequest(
             f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {shown(host[()])}."
@@ -77,11 +81,10 @@ _MENDS["c"] = "Send real and imaginary parts as numbers of their own: z.view(flo
 
 
 class HostPrompts:
-    """Arrays of any library, lists and numbers become arrays on the host.
+    """Converts arrays of any library, lists and numbers to arrays on the host.
 
-    token: one of the kind that all requests have, a number or an array (*tok); None means each request has its own
-    kind.
-    vocab_size: prompts are token ids below it; None means any numbers. stop: a rule for all requests.
+    token: a token of the kind that all requests have, a number or an array (*tok); None means each request has its own
+    kind. vocab_size: prompts are token ids below it; None means any numbers. stop: a rule for all requests.
     """
 
     kind: Kind | None
@@ -129,7 +132,7 @@ class HostPrompts:
         return tokens, own, len(tokens)
 
     def _kept(self, dtype: Any) -> Any:
-        """What the library makes of a dtype: some have no integers of 64 bits."""
+        """The dtype that the library makes of this one; some have no 64-bit integers."""
         if (found := self._dtypes.get(dtype)) is None:
             try:
                 found = self._dtypes[dtype] = self._backend.get(self._backend.put(np.zeros(1, dtype))).dtype
@@ -140,7 +143,7 @@ class HostPrompts:
         return found
 
     def host(self, value: Any) -> HostArray:
-        """Any array or list on the host. Raises InvalidRequest."""
+        """Convert any array or list to an array on the host. Raises InvalidRequest."""
         if self._backend.owns(value):
             return self._backend.get(value)
         if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
@@ -193,7 +196,7 @@ class HostPrompts:
         return Stopper(StopRule([self.host(t) for t in (*rule.tokens, *own)], rule.where, rule.atol), *kind, engines)
 
     def _either(self, *wheres: Any) -> Any:
-        """A predicate that is true where one of these is. Each gets a copy that it may write into."""
+        """A predicate that is true where one of these is. Each gets its own copy, which it may write into."""
 
         def where(batch: Any) -> HostArray:
             said: HostArray = np.logical_or.reduce([self.host(each(self._backend.copy(batch))) for each in wheres])
@@ -203,7 +206,7 @@ class HostPrompts:
 
 
 class NinePrompts:
-    """A backend's own arrays, which stay where they are."""
+    """Takes the backend's own arrays and leaves them where they are."""
 
     kind: Kind | None
 
@@ -311,7 +314,7 @@ def _dtype(array: Any) -> str:
 
 
 def padding_checked(backend: ArrayBackend | NineBackend | None, given: Any) -> None:
-    """Raises ConfigError for a padding token that is none, whatever the tokens are."""
+    """Check a padding token. Raises ConfigError for one that fits no kind of token."""
     if given is None or isinstance(given, (int, float)):
         return  # a plain number stands for a scalar token
     try:

@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""Statistics of an engine."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of an engine. Counters run from its start."""
+    """A snapshot of an engine's figures. Counters run from its start."""
 
     waiting: int = 0  # requests in the queue
     running: int = 0  # requests that hold a row
     max_num_seqs: int = 0  # rows
     steps: int = 0
     step_seconds: float = 0.0  # time spent in steps
-    prompt_tokens: int = 0  # of requests admitted
+    prompt_tokens: int = 0  # prompt tokens of admitted requests
     new_tokens: int = 0  # delivered
-    finished: int = 0  # requests that ended, for whatever reason
+    finished: int = 0  # requests that ended, for any reason
     failed: int = 0  # of these, with an error
     blocks: int = 0  # cache blocks; 0 means the model keeps no cache
-    free_blocks: int = 0  # that can be had, those with contents that may serve again among them
+    free_blocks: int = 0  # available blocks, including those whose contents may be found again
     cached_blocks: int = 0  # of these, with such contents
-    prefix_queries: int = 0  # tokens of requests that started and might have shared
+    prefix_queries: int = 0  # prompt tokens of started requests that were allowed to share
     prefix_hits: int = 0  # of these, tokens that were found in the cache
-    evictions: int = 0  # blocks with such contents that were taken for something else
-    preemptions: int = 0  # times that a request lost its row, to compute again later
+    evictions: int = 0  # cached blocks that were reused for other contents
+    preemptions: int = 0  # times that a request lost its row and had to compute its tokens again
 
     @property
     def mean_batch_size(self) -> float:
-        """New tokens a step."""
+        """New tokens per step."""
         return self.new_tokens / self.steps if self.steps else 0.0
 
 

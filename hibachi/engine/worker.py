@@ -1,4 +1,4 @@
-"""The thread that steps an engine. It alone touches the engine; everybody else leaves commands in its inbox."""
+"""The thread that steps an engine. No other thread touches the engine: they leave commands in its inbox."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import CLOSE_WITHIN
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-MOST_PATIENCE = 3600.0  # seconds that the thread sleeps at most; longer ones overflow some clocks
+MOST_PATIENCE = 3600.0  # longest sleep of the thread in seconds; longer ones overflow some clocks
 LOOK = 0.5  # seconds from one look at a draining engine's health to the next
 AFTER_INTERRUPT = 1.0  # seconds, likewise, once its `async def` model was cancelled
 COMPILING = 20  # a step that compiles a program may take this many times as long as another before it counts as stalled
 
 
 class Worker:
-    """Steps `engine` while there is work, sleeps while there is none (no polling). Its death reaches every stream.
+    """Steps `engine` while there is work and sleeps while there is none (no polling). If its thread dies, every stream
+    ends.
 
-    Streams that are dropped cancel, wherever the garbage collector finds them: perhaps in a thread that is in the midst
-    of a method of ours. So the inbox is a SimpleQueue, whose `put` may be entered twice, and the lock is reentrant.
+    A dropped stream cancels its request wherever the garbage collector runs, perhaps in a thread that is inside one of
+    these methods. So the inbox is a SimpleQueue, whose `put` may be entered twice, and the lock is reentrant.
     """
 
     def __init__(
@@ -47,15 +48,17 @@ class Worker:
         """max_num_queued_reqs: requests accepted beyond those that run at once. stall_after: seconds, see `Health`."""
         self.engine = engine
         self._max_waiting = max_num_queued_reqs
-        self._comers: list[Channel[Any]] = []  # of requests that came; those that have ended are dropped now and then
+        self._comers: list[Channel[Any]] = []  # of requests that were added; ended ones are dropped now and then
         self._stall_after = stall_after
         self._watchdog: Watchdog | None = None
-        self._woke = 0.0  # when there was something to do again
-        self._told = -1  # the step after which we said that the engine is stalled
+        self._woke = 0.0  # when the thread last woke up to work
+        self._told = -1  # number of the step after which the stall was logged
         self._inbox = engine.inbox
         self._changed = threading.Condition(threading.RLock())
-        self._failures, self._tokens = 0, 0  # loops that failed in a row; new tokens when the last one did
-        self._accepted = self._served = 0  # requests that came, and that had ended when the engine last came to rest
+        # loops that failed in a row; counter of new tokens when the last one failed
+        self._failures, self._tokens = 0, 0
+        # requests that were added, and that had ended, when the engine last came to rest
+        self._accepted = self._served = 0
         self._refusal: Callable[[], HibachiError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -93,7 +96,7 @@ class Worker:
             self._inbox.put((self.engine.add, job))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
-        """Raises QueueFull if there is no room for so many requests more."""
+        """Raise QueueFull if there is no room for this many more requests."""
         here = self._accepted - self.engine.finished
         check_room(tenant, new, here, self.engine.scheduler.limits, self._max_waiting, self._tenants)
 
@@ -132,9 +135,11 @@ class Worker:
             return
 
     def _begin_again(self, cause: BaseException) -> bool:
-        """End the requests of a loop that failed, and go on with new ones; False if that is not wanted or possible."""
+        """End the requests of a loop that failed, and serve new ones; False if restarts are not wanted or not
+        possible.
+        """
         engine = self.engine
-        # EngineFailed is the engine's own verdict: it may not begin again, or has tried often enough (`Engine._lose`).
+        # EngineFailed is the engine's own verdict: restarts are off, or were tried often enough (`Engine._lose`).
         if self._closing or isinstance(cause, EngineFailed) or not engine.can_begin_again():
             return False
         tokens = engine.stats().new_tokens
@@ -161,7 +166,7 @@ class Worker:
                 try:
                     self._obey(inbox.get(timeout=patience))  # sleeps while there is nothing to do
                 except Empty:
-                    break  # somebody's time is over
+                    break  # a request's time is over
                 busy = True
             if self._closing:
                 return
@@ -170,7 +175,7 @@ class Worker:
                 self._rest()
 
     def _patience(self) -> float | None:
-        """Seconds until the engine must look after a deadline, though nobody comes; None means for ever."""
+        """Seconds until the engine must look after a deadline, even if no request arrives; None means for ever."""
         deadline = self.engine.next_deadline()
         return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), MOST_PATIENCE)
 
@@ -204,7 +209,9 @@ class Worker:
         return self.engine.recorder.dump()
 
     def health(self) -> Health:
-        """How the engine is, asked from any thread, also while its own hangs. The first to find it stalled logs it."""
+        """The engine's health, callable from any thread, also while the engine's own thread hangs. The first call that
+        finds it stalled logs that.
+        """
         engine, refusal, now = self.engine, self._refusal, time.monotonic()
         steps, running, paused = engine.stats().steps, engine.scheduler.running, engine.paused
         pending = self._accepted - engine.finished
@@ -269,10 +276,10 @@ class Worker:
             self._inbox.put(None)
 
     def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """`stop`, and wait for it, but no longer than `timeout` seconds (None means any time). Closing twice is fine.
+        """`stop`, then wait for the thread, at most `timeout` seconds (None means no limit). Closing twice is fine.
 
-        A model that hangs is let go then: its `async def` call is cancelled, and all streams end. Where the thread
-        stands is logged.
+        After the timeout a model that hangs is abandoned: its `async def` call is cancelled, all streams end, and the
+        log says where the thread stands.
         """
         self.stop()
         thread = self._thread
@@ -289,7 +296,9 @@ class Worker:
         thread.join(AFTER_INTERRUPT)
 
     def _channels(self) -> list[Channel[Any]]:
-        """Those of all requests, for another thread than the engine's, which hangs or is gone. Empties the inbox."""
+        """The channels of all requests, for a thread other than the engine's, which hangs or is gone. Empties the
+        inbox.
+        """
         jobs = self.engine.live()
         while not self._inbox.empty():  # requests that the thread has not seen
             with suppress(Empty):
@@ -298,10 +307,11 @@ class Worker:
         return [job.channel for job in jobs]
 
     def forked(self) -> None:
-        """This process is a fork of the one that the thread runs in: end all that waits for it here."""
+        """Called in a fork of the process that owns the thread: end everything that waits for the thread here."""
         if self._thread is None:
             return
-        self._changed = threading.Condition(threading.RLock())  # the other may have been held by a thread that is gone
+        # the old lock may have been held by a thread that does not exist here
+        self._changed = threading.Condition(threading.RLock())
         self._refusal, self._closing = _forked, True
         for channel in self._channels():
             channel.renew()

@@ -1,1 +1,3 @@
-"""Who runs next, on which blocks: integers only, no array of a library, no clock, no thread."""
+"""The scheduler: which requests run next, on which blocks. Integers only: no array of a library, no clock, no
+thread.
+"""

@@ -1,12 +1,12 @@
-"""The pool of cache blocks. Block 0 is the trash block that padding writes to; nobody owns it.
+"""The pool of cache blocks. Block 0 is the trash block, which padding writes to; no sequence owns it.
 
-A block is free, held (perhaps by several sequences), or idle: held by nobody, with contents that may serve again. What
-a full block holds is published in a trie, a dictionary from (its predecessor, its own tokens) to the block. The
+A block is free, held (perhaps by several sequences), or idle: held by none, with contents that may be found again. The
+contents of a full block are published in a trie, a dictionary from (its predecessor, its own tokens) to the block. The
 predecessor is named by a number that is never given twice, and tokens are compared as they are: no hash is trusted. The
-root is the sequence's salt, so what was published under one salt is not found under another.
+root is the sequence's salt, so blocks published under one salt are not found under another.
 
-Idle blocks are taken in the order in which they were left. A sequence leaves its last block first, so tails go before
-the heads that they hang on.
+Idle blocks are reused in the order in which they became idle. A sequence releases its last block first, so tails go
+before the heads that they hang on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from itertools import islice
 class BlockPool:
     """Blocks 1 to total - 1. Free ones are handed out last in, first out, so that warm memory is reused.
 
-    A block is sound once an output that was computed over it was finite. Those of a failed request that are not must
-    not serve again. A block is not cleared for its next owner: see `ArrayBackend.storable`.
+    A block is sound once an output that was computed over it was finite. Blocks of a failed request that are not sound
+    must not be found again. A block is not cleared for its next owner: see `ArrayBackend.storable`.
     """
 
     total: int
@@ -29,12 +29,12 @@ class BlockPool:
 
     def __init__(self, total: int, block_size: int) -> None:
         self.total, self.block_size = total, block_size
-        self.evictions = 0  # idle blocks that were taken for something else
+        self.evictions = 0  # idle blocks that were reused for other contents
         self._free = list(range(total - 1, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the one left first comes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order in which they became idle
         self._held: set[int] = set()
         self._shared: dict[int, int] = {}  # held blocks with several holders: how many more than one
-        self._unsound: set[int] = set()  # held and idle blocks that nobody vouched for
+        self._unsound: set[int] = set()  # held and idle blocks that are not known to be sound
         self._trie: dict[tuple[Hashable, Hashable], int] = {}
         self._place: dict[int, tuple[Hashable, Hashable]] = {}  # where in the trie; of published blocks
         self._node = [0] * total  # the number of what is published
@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be had, idle ones among them."""
+        """Number of blocks that can be allocated, idle ones included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -54,13 +54,13 @@ class BlockPool:
         return len(self._idle)
 
     def blocks_for(self, positions: int) -> int:
-        """How many blocks hold this many positions."""
+        """Number of blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
     # ---- hold and leave ----------------------------------------------------------------------------------------
 
     def alloc(self, n: int) -> list[int] | None:
-        """`n` blocks, or None (and nothing taken) if there are fewer."""
+        """Allocate `n` blocks; None, and nothing allocated, if there are fewer."""
         if n > len(self._free) + len(self._idle):
             return None
         for _ in range(n - len(self._free)):
@@ -78,7 +78,7 @@ class BlockPool:
         return taken[::-1]
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for published blocks."""
+        """Add a holder to published blocks."""
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -87,9 +87,9 @@ class BlockPool:
                 self._shared[block] = self._shared.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int], *, sound: int) -> None:
-        """One holder less. sound: how many of them are (see the class), the first ones.
+        """Remove a holder. sound: how many of the blocks, counted from the first, are sound (see the class).
 
-        Raises ValueError, and changes nothing, for a block that nobody holds.
+        Raises ValueError, and changes nothing, for a block that no sequence holds.
         """
         if not self._held.issuperset(blocks):
             raise ValueError(f"Blocks {sorted({*blocks} - self._held)} are not held: somebody gives them back twice.")
@@ -110,7 +110,7 @@ class BlockPool:
                 self._give_back([block])
 
     def vouch(self, blocks: Iterable[int]) -> None:
-        """They are sound."""
+        """Mark these blocks as sound."""
         self._unsound.difference_update(blocks)
 
     def unsound(self, blocks: Iterable[int]) -> list[int]:
@@ -139,7 +139,7 @@ class BlockPool:
         return found, node
 
     def publish(self, block: int, parent: Hashable, key: Hashable) -> Hashable:
-        """Make a full block known; returns its node: of what is known already, if it is the same."""
+        """Publish a full block; returns its node, or the node of equal contents that are published already."""
         place = parent, key
         known = self._trie.get(place)
         if known is not None:
@@ -152,7 +152,7 @@ class BlockPool:
         return self._nodes
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Nobody finds them any more, nor what was published behind them."""
+        """Unpublish these blocks, and all that was published behind them."""
         for block in blocks:
             self._withdraw(block)
             if block in self._idle:
@@ -160,7 +160,7 @@ class BlockPool:
                 self._give_back([block])
 
     def withdraw_nodes(self, published: Iterable[tuple[int, Hashable]]) -> None:
-        """`withdraw` for (block, node), but of blocks that hold something else by now."""
+        """`withdraw` for (block, node) pairs, except blocks that hold other contents by now."""
         self.withdraw(block for block, node in published if self._node[block] == node)
 
     def _withdraw(self, block: int) -> None:
@@ -169,7 +169,7 @@ class BlockPool:
             del self._trie[place]
 
     def drop(self) -> None:
-        """Nobody finds what is published now; idle blocks become free, and who holds some keeps them."""
+        """Unpublish everything; idle blocks become free, and held ones stay with their holders."""
         self.withdraw(list(self._trie.values()))
 
     def reset(self) -> bool:
@@ -182,7 +182,7 @@ class BlockPool:
     # ---- invariants --------------------------------------------------------------------------------------------
 
     def check(self, held: list[int]) -> None:
-        """Assert that blocks are free, idle, or held as often as `held` names them, and that the trie is right."""
+        """Assert that every block is free, idle, or held as often as `held` names it, and that the trie is right."""
         holders = Counter(held)
         where = sorted([*self._free, *self._idle, *holders])
         assert where == list(range(1, self.total)), "a block is lost, or held and free at once"

@@ -1,7 +1,7 @@
 """Recurrent states kept by prefix: unlike keys and values they cannot be put together from blocks.
 
 A checkpoint is the state of all layers after a prefix of full blocks. It can be found once the sequence that made it
-has brought a token: until then nobody knows that it is finite. The least recently used one gives way.
+has sampled a token: only then is it known to be finite. The least recently used checkpoint is replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoints:
         """Where the next checkpoint of `length` known tokens is to be made when `start` are computed; None means
         nowhere.
 
-        At the last full block that another prompt could share, and now and then before.
+        At the last full block that another prompt could share, and at intervals before it.
         """
         last = (length - 1) // block_size
         step = self.every * block_size
@@ -63,11 +63,11 @@ class Checkpoints:
         return slot
 
     def release(self, slot: int) -> None:
-        """What was written to a reserved slot is not wanted."""
+        """Give back a reserved slot whose contents are not wanted."""
         self._free.append(slot)
 
     def publish(self, salt: Hashable, keys: Sequence[Hashable], n: int, slot: int) -> None:
-        """The state after the first n blocks is in this slot, and finite."""
+        """Publish the state after the first n blocks, which is in this slot and finite."""
         prefix = (salt, *keys[:n])
         if prefix in self._found:
             self.release(slot)

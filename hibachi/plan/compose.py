@@ -1,10 +1,12 @@
-"""The order in which rows of a batch start: those that share a prefix together, the longest first where nothing is.
+"""The order in which rows of a batch start: rows that share a prefix together, the longest first where nothing is
+shared.
 
-The rows that may start next stand in a radix tree of their prompts' blocks, and the walk through it is depth first: the
-next row is one of those that share most with the last, as that is what the cache still holds, whether they were there
-before or have joined meanwhile. Where nothing more is shared, the child of a node with the longest row goes first: this
-keeps all places of the engine busy until the end (LPT scheduling). Only where some children are groups and rows still
-join, the child with the oldest row does: each group has had the longest time to gather before it is called up.
+The rows that may start next stand in a radix tree of their prompts' blocks, which is walked depth first. So the next
+row is one of those that share most with the last, because that is what the cache still holds; it does not matter
+whether a row was there before or has joined meanwhile. Where nothing more is shared, the child of a node with the
+longest row goes first: this keeps all places of the engine busy until the end (LPT scheduling). Only where some
+children are groups and rows still join does the child with the oldest row go first: each group has then had the longest
+time to gather before its turn.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ RUN = 64  # rows between two that leave a subtree unfinished, so what it shares 
 def blocks_of(ids: Sequence[int] | np.ndarray[Any, Any], size: int) -> tuple[bytes, ...]:
     """The whole blocks of `size` token ids that a prompt begins with, as a key for `Composer.add`.
 
-    (): ids that are none, as no int32 holds them: such a prompt is refused when it starts.
+    () for ids that no int32 holds: such a prompt is refused when it starts.
     """
     whole = len(ids) // size * size
     part = ids[:whole]
@@ -60,7 +62,7 @@ class _Node:
         return False
 
     def push(self, child: _Node) -> None:
-        """Say what the best of a child is now."""
+        """Record the new best row of a child."""
         assert self.children is not None
         if len(self.heap) > 2 * len(self.children) + 8:  # more false entries than true ones
             self.heap = [(c.best, c) for c in self.children.values()]
@@ -82,12 +84,12 @@ class Composer:
     block: items of a key that make one block, as prefixes are shared in whole blocks: 1 where each item is a block, 16
     for token ids as they are, 64 for the bytes of 16 int32.
 
-    Nobody waits for ever: once `patience` younger rows went before a row, or as many as the window ever held if that is
-    more, it goes next. For this a subtree that still has rows is left at most every 64th time, so that groups stay
+    No row waits for ever: once `patience` younger rows went before a row (or as many as the window ever held, if that
+    is more), it goes next. For this a subtree that still has rows is left at most every 64th time, so that groups stay
     together all the same. A row that finds k others is taken with at most patience + 65 (k + 1) takes, whatever joins;
     with 2 k + patience + 1 where nothing is shared.
 
-    What it does depends on the calls made alone. Memory: at most two nodes a row, however long the keys are.
+    The result depends only on the calls. Memory: at most two nodes a row, however long the keys are.
     """
 
     def __init__(self, block: int = 1, *, patience: int = PATIENCE) -> None:
@@ -110,8 +112,8 @@ class Composer:
     def add(self, number: int, key: Sequence[Hashable] | bytes, longest: int) -> None:
         """Let a row join.
 
-        number: its own, which none of the rows here has. key: what its prompt begins with. longest: tokens of prompt
-        and answer at most. Raises ValueError if there is such a number.
+        number: unique among the rows here. key: what its prompt begins with. longest: tokens of prompt and answer at
+        most. Raises ValueError if the number is taken.
         """
         if number in self._rows:
             raise ValueError(f"Row {number} is here already: expected each number once.")
@@ -141,7 +143,7 @@ class Composer:
             node, below = node.parent, node
 
     def _agree(self, a: Key, b: Key, at: int, end: int) -> int:
-        """How many items two keys have in common, in whole blocks; `at` of them are known, `end` is the most."""
+        """Number of items that two keys have in common, in whole blocks; `at` of them are known, `end` is the most."""
         width = self._block
         while at < end:
             stop = min(at + width, end)
@@ -170,7 +172,7 @@ class Composer:
     # ---- out ---------------------------------------------------------------------------------------------------
 
     def take(self) -> int:
-        """The number of the row to start next, which is no longer here. Raises IndexError if there is none."""
+        """Remove the row to start next, and return its number. Raises IndexError if there is none."""
         if not self._rows:
             raise IndexError("No row is left to take.")
         node = self._nearest()
@@ -188,7 +190,7 @@ class Composer:
         return row.best[1]
 
     def _nearest(self) -> _Node:
-        """What has the rows that share most with the last row taken."""
+        """The subtree with the rows that share most with the last row taken."""
         key, size, block = self._last, len(self._last), self._block
         node, at = self._root, 0
         while node.children is not None and at == node.end < size:

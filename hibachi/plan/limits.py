@@ -9,7 +9,7 @@ from hibachi.errors import PromptTooLong
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step and the memory can hold."""
+    """Capacity of a step and of the memory."""
 
     rows: int  # sequences that run at once
     budget: int  # tokens computed in one step, over all rows; at least `rows`
@@ -17,9 +17,10 @@ class Limits:
     max_model_len: int  # tokens of one sequence, prompt included
     blocks: int = 0  # cache blocks, with the trash block; 0 means the model keeps no cache
     block_size: int = 16
-    max_num_queued_reqs: int | None = None  # sequences in the queue; None means any number
+    max_num_queued_reqs: int | None = None  # longest queue, in sequences; None means any number
     prefill: int | None = None  # tokens of prompts in one step; None means as many as the budget allows
-    reserve_all: bool = False  # blocks for all that it may generate when it starts: nobody is ever preempted
+    # reserve blocks for all that a sequence may generate when it starts; then none is ever preempted
+    reserve_all: bool = False
     checkpoints: int = 0  # recurrent states kept for prompts to come; 0 means the model has none, or nothing is shared
     checkpoint_every: int = 16  # blocks from one to the next
 
@@ -36,7 +37,7 @@ class Limits:
                 f"{prompt_len}. Shorten it, or raise max_model_len (now {longest})."
             )
         end = longest if max_new is None else min(prompt_len + max_new, longest)
-        positions = (self.blocks - 1) * self.block_size  # one block is for what nobody reads
+        positions = (self.blocks - 1) * self.block_size  # one block is the trash block
         if self.blocks and end - 1 > positions:
             raise PromptTooLong(
                 f"The cache has {positions} positions; this request may need {end - 1}: ask for fewer new tokens, or "

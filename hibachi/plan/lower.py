@@ -1,4 +1,4 @@
-"""From a plan to packed index arrays, once a step for every backend."""
+"""Lowers a plan to packed index arrays, once per step for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies by name: those that ship, and those that others installed (entry-point group `hibachi.policies`)."""
+"""Scheduling policies by name: built-in ones, and installed ones (entry-point group `hibachi.policies`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _METHODS = ("rank", "push", "peek", "pop", "left", "opens", "settled", "ahead")
 
 
 def policy_of(given: Any) -> Policy:
-    """A policy from its name, or as it is; None means by priority. Each engine needs one of its own.
+    """A policy from its name; an object is returned as it is; None means by priority. Each engine needs one of its own.
 
-    Raises ConfigError for a name that nobody has, or an object that is no policy.
+    Raises ConfigError for an unknown name, or an object that is no policy.
     """
     if given is None:
         return Priority()

@@ -1,12 +1,13 @@
-"""Who is served next. A policy owns the queue; the scheduler asks it, and nobody overtakes who is next.
+"""Scheduling policies: which request starts next. A policy owns the queue; no request overtakes the one that it names.
+
 
     Fcfs           first come, first served
-    Priority       by class, in a class first come, first served; with ageing, nobody waits for ever
+    Priority       by class, in a class first come, first served; with ageing, no request waits for ever
     Fair           in a class, tenants by turns, so that each gets as many tokens
-    Shares         in a class, tenants by rows: who holds more than its share gives rows back when another waits
+    Shares         in a class, tenants by rows: one with more than its share gives rows back when another waits
     WaitingServed  a gate before any of these: prompts start together (for models that cannot mix)
 
-A policy of one's own has these methods; the entry-point group `hibachi.policies` gives it a name.
+A policy of your own has these methods; the entry-point group `hibachi.policies` gives it a name.
 """
 
 from __future__ import annotations
@@ -27,44 +28,50 @@ _NEVER = 2**62  # later than any start
 class Policy(Protocol):
     """The order of service. All methods are called by the scheduler, from one thread.
 
-    One that takes rows back has methods `displaced()` and `weight(tenant)` besides: see `Shares`.
+    A policy that takes rows back also has the methods `displaced()` and `weight(tenant)`: see `Shares`.
     """
 
     def rank(self, seq: Seq) -> Any:
-        """Its place among those who run, asked once: the last is preempted first. Smaller is better."""
+        """The rank of a starting sequence, asked once. Smaller is better; the running sequence with the worst is
+        preempted first.
+        """
         ...
 
     def push(self, seq: Seq) -> None:
-        """It waits. seq.started: it ran before, and was preempted."""
+        """Add a sequence to the queue. seq.started: it ran before, and was preempted."""
         ...
 
     def peek(self) -> Seq | None:
-        """Who is next; None if nobody waits. Those who ended while they waited (seq.finish) are passed over."""
+        """The next sequence to start; None if none waits. Sequences that ended while they waited (seq.finish) are
+        passed over.
+        """
         ...
 
     def pop(self, seq: Seq) -> None:
-        """The one that `peek` named starts."""
+        """The sequence that `peek` named starts."""
         ...
 
     def left(self, seq: Seq, tokens: int) -> None:
-        """It ended, having started, at a length of `tokens`."""
+        """A sequence that had started has ended, at a length of `tokens`."""
         ...
 
     def opens(self, waiting: int, running: int, step: int) -> bool:
-        """May somebody start in this step (its number)? Asked when somebody waits and a row is free."""
+        """May waiting requests start in step number `step`? Asked when one waits and a row is free."""
         ...
 
     def settled(self, seq: Seq) -> float:
-        """The time after which nobody who comes can be served before it; infinity if there is none."""
+        """From this time on no newly arriving request can overtake it; infinity if there is no such time."""
         ...
 
     def ahead(self, seq: Seq) -> int | None:
-        """From `settled` on: most tokens of others that can be started before it. None means no bound."""
+        """From `settled` on: most tokens of other sequences that can start before it. None means no bound."""
         ...
 
 
 class RankQueue:
-    """A heap by rank. Who ended while waiting is dropped when it comes to the front, or when half of it is such."""
+    """A heap by rank. A sequence that ended while waiting is dropped when it comes to the front, or when half of the
+    heap has ended.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, Seq]] = []
@@ -87,7 +94,7 @@ class RankQueue:
         return heapq.heappop(self._heap)[1]
 
     def count(self, most: int) -> int:
-        """How many wait in it, as far as `most`."""
+        """Number of sequences that wait in it, counted up to `most`."""
         return sum(1 for _ in islice(self, most))
 
     def __iter__(self) -> Iterator[Seq]:
@@ -95,7 +102,7 @@ class RankQueue:
 
 
 def _weights(given: dict[Hashable, float] | None) -> dict[Hashable, float]:
-    """Raises ConfigError."""
+    """Check the weights of tenants. Raises ConfigError."""
     for tenant, weight in (given or {}).items():
         if not weight > 0:
             raise ConfigError(f"A tenant's weight must be > 0; got {weight!r} for {tenant!r}.")
@@ -103,17 +110,17 @@ def _weights(given: dict[Hashable, float] | None) -> dict[Hashable, float]:
 
 
 def most_tokens(seqs: Iterable[Seq]) -> int:
-    """How many tokens these come to at most, prompts included."""
+    """Most tokens that these sequences can have at their end, prompts included."""
     return sum(seq.end for seq in seqs)
 
 
 class Priority:
     """By `priority`, smaller first; in a class, by arrival. As in vLLM.
 
-    age: seconds of waiting that make up for one class. A request of class p is passed by nobody who comes more than
-    age * (p - best) after it. None means classes are absolute, and a lower one may starve.
-    best: the best class that anybody uses; only the bounds rely on it.
-    Bound: from then on it starts after at most as many steps as those ranked before it have tokens.
+    age: seconds of waiting that make up for one class. A request of class p is not overtaken by one that arrives more
+    than age * (p - best) seconds later. None means that classes are absolute, and a lower one may starve.
+    best: the best class in use; only the bounds rely on it. Bound: from that time on a request starts after at most as
+    many steps as the requests ranked before it have tokens.
     """
 
     age: float | None
@@ -177,41 +184,42 @@ class Fair:
     In each class a tenant has a virtual token counter (after Sheng et al. 2024): a request is charged its prompt and
     its limit of new tokens when it starts, over the tenant's weight, and what it did not use is given back when it
     ends. Charging at the start instead of token by token keeps the counters of tenants that wait in one class within
-    two requests of the largest size (over the smallest weight) of each other, whatever the number of rows; credit that
+    two requests of the largest size (over the smallest weight) of each other, whatever the number of rows. Credit that
     would break this lapses, so a tenant whose requests end far before their limits can get less than its share. A
-    tenant that comes (back) stands behind all who wait: nobody saves up turns, and nobody gets ahead by a new name.
+    tenant that returns joins at the end of the queue: no tenant saves up turns, or gets ahead under a new name.
 
     Deficit round robin would give the same bound, but a tenant with small requests would send a whole quantum of them
-    at a time, and the quantum must be as large as the largest request; here turns are as fine as requests are, and
-    there is nothing to set. Who starts first is preempted last, whatever its tenant.
+    at a time, and the quantum must be as large as the largest request. Here turns are as fine as requests are, and
+    there is nothing to set. The request that starts first is preempted last, whatever its tenant.
 
     Bound: the first of its tenant's requests starts after at most as many steps as there are tokens in the running
-    requests and in as much of each other tenant's as the counters allow, provided that nobody asks for more than
-    `largest`, and nobody for a better class than `best`. Later requests of a tenant wait for their turns: how long
-    depends on the tenants that come meanwhile.
+    requests and in as much of each other tenant's as the counters allow, provided that no request asks for more than
+    `largest` or for a better class than `best`. Later requests of a tenant wait for their turns: how long depends on
+    the tenants that arrive meanwhile.
     """
 
     largest: int
     best: int
 
     def __init__(self, weights: dict[Hashable, float] | None = None, best: int = 0, largest: int = 1) -> None:
-        """weights: what a tenant's share counts (1 if not named): with 2 it gets twice the tokens.
+        """weights: a tenant's share (1 if not named); a tenant with weight 2 gets twice the tokens.
 
-        best: the best class that anybody uses. largest: tokens of the largest request, if known; it grows with those
-        that come.
+        best: the best class in use. largest: tokens of the largest request, if known; it grows with the requests that
+        come.
         """
         self._weights = _weights(weights)
         self.best, self.largest = best, largest
-        self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # those who have not started, by class and tenant
-        self._back = RankQueue()  # those who were preempted: they were charged, and go before new ones of their class
-        self._used: dict[tuple[int, Hashable], float] = {}  # the counters of those who wait or run
+        self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # sequences that have not started, by class and tenant
+        self._back = RankQueue()  # preempted sequences: they were charged, and go before new ones of their class
+        self._used: dict[tuple[int, Hashable], float] = {}  # the counters of tenants with waiting or running requests
         self._running: dict[tuple[int, Hashable], int] = {}  # tokens that their running requests were charged
-        self._level: dict[int, float] = {}  # the counter of who was served last in a class, before it was charged
+        # the counter of the tenant that was served last in a class, before it was charged
+        self._level: dict[int, float] = {}
         self._started = 0
         self._ripe = 64  # counters at which all queues are looked through
 
     def used(self, tenant: Hashable, priority: int = 0) -> float:
-        """Tokens that a tenant was charged in a class, over its weight, on top of the level at which it came."""
+        """Tokens that a tenant was charged in a class, over its weight, on top of the level at which it joined."""
         return self._used.get((priority, tenant), 0.0)
 
     def rank(self, seq: Seq) -> Any:
@@ -222,7 +230,7 @@ class Fair:
         if seq.started:
             self._back.push(seq)
             return
-        if len(self._used) >= self._ripe:  # queues in which all have ended, and at which nobody looked
+        if len(self._used) >= self._ripe:  # queues in which all sequences have ended and that were not looked at since
             for priority in list(self._queues):
                 self._heads(priority)
             self._ripe = max(64, 2 * len(self._used))
@@ -254,7 +262,7 @@ class Fair:
         self._used[key] += self._cost(seq.tenant, seq.end)
         self._running[key] = self._running.get(key, 0) + seq.end
         self._started += 1
-        seq.rank = seq.priority, self._started  # among those who have started: nobody who starts later comes before it
+        seq.rank = seq.priority, self._started  # it has started: no sequence that starts later comes before it
         if queue.peek() is None:
             self._drop(*key)
 
@@ -273,7 +281,7 @@ class Fair:
         if seq.priority > self.best:
             return math.inf
         first = seq.started or self._queues[seq.priority][seq.tenant].peek() is seq
-        return seq.arrival if first else math.inf  # what those who are here may still bring is in `ahead`
+        return seq.arrival if first else math.inf  # later requests of the tenants that are here are counted in `ahead`
 
     def ahead(self, seq: Seq) -> int | None:
         priority = seq.priority
@@ -296,7 +304,7 @@ class Fair:
         return math.ceil(tokens)
 
     def _heads(self, priority: int) -> list[Seq]:
-        """The first of each tenant in a class; where all have ended, the queue is dropped."""
+        """The first sequence of each tenant in a class; a queue in which all have ended is dropped."""
         heads = []
         for tenant, queue in list(self._queues[priority].items()):
             head = queue.peek()
@@ -316,14 +324,14 @@ class Fair:
                 yield from queue
 
     def _drop(self, priority: int, tenant: Hashable) -> None:
-        """Nobody of this tenant waits in this class."""
+        """Drop the empty queue of this tenant in this class."""
         del self._queues[priority][tenant]
         if not self._queues[priority]:
             del self._queues[priority]
         self._forget((priority, tenant))
 
     def _forget(self, key: tuple[int, Hashable]) -> None:
-        """Drop the counter of a tenant that has nothing here any more."""
+        """Drop the counter of a tenant that has no request here any more."""
         priority, tenant = key
         if not self._running.get(key) and tenant not in self._queues.get(priority, {}):
             self._running.pop(key, None)
@@ -336,19 +344,19 @@ class Shares:
     """Tenants by rows: the next request is of the tenant that holds the fewest, over its weight. Classes come first.
 
     When another tenant waits and all rows are taken, the one with the most gives some back (`displaced`), until both
-    hold as many: the last of its requests that started, never its first, go back to the queue and compute the end of
-    their tokens again. So a tenant that comes waits a step where another holds more than one row, however much others
-    have asked for. A class gives rows to its own tenants and to better ones.
+    hold as many. The last of its requests that started, never its first, go back to the queue and compute the end of
+    their tokens again. So a new tenant waits one step where another holds more than one row, however much others have
+    asked for. A class gives rows to its own tenants and to better classes.
 
-    `Fair` counts tokens, and takes nobody's row: who comes while all rows are taken waits until a request ends. Here no
-    bound is given: how soon the requests of a tenant after its first start depends on who comes meanwhile.
+    `Fair` counts tokens and takes no row back: a request that arrives while all rows are taken waits until one ends.
+    Here no bound is given: how soon the requests of a tenant after its first start depends on later arrivals.
     """
 
     def __init__(self, weights: dict[Hashable, float] | None = None) -> None:
-        """weights: what a tenant's share counts (1 if not named): with 2 it may hold twice the rows."""
+        """weights: a tenant's share (1 if not named); a tenant with weight 2 may hold twice the rows."""
         self._weights = _weights(weights)
         self._queues: dict[int, dict[Hashable, RankQueue]] = {}  # by class and tenant
-        self._holders: set[Seq] = set()  # who started and has not ended, also where it was paused and lost its row
+        self._holders: set[Seq] = set()  # sequences that started and have not ended, even if paused and without a row
         self._served: dict[Hashable, int] = {}  # when each tenant that is here was last served
         self._started = 0
         self._ripe = 64  # classes at which all are looked through
@@ -358,7 +366,8 @@ class Shares:
 
     def push(self, seq: Seq) -> None:
         self._holders.discard(seq)
-        if len(self._queues) >= self._ripe:  # classes in which all have ended, and at which nobody looked
+        # classes in which all sequences have ended and that were not looked at since
+        if len(self._queues) >= self._ripe:
             for priority in list(self._queues):
                 self._living(priority)
             self._ripe = max(64, 2 * len(self._queues))
@@ -378,7 +387,7 @@ class Shares:
         self._started += 1
         self._served[seq.tenant] = self._started
         if not seq.started:
-            seq.rank = seq.priority, self._started, 0.0, 0  # nobody who starts later comes before it
+            seq.rank = seq.priority, self._started, 0.0, 0  # no sequence that starts later comes before it
 
     def left(self, seq: Seq, tokens: int) -> None:
         self._holders.discard(seq)
@@ -391,7 +400,9 @@ class Shares:
         return self._weights.get(tenant, 1.0)
 
     def displaced(self) -> list[Seq]:
-        """Who must give back its row, as another tenant waits that holds fewer; asked when no row is free."""
+        """The sequence that must give back its row, because a tenant with fewer rows waits; asked when no row is
+        free.
+        """
         heads = self._heads()
         if not heads:
             return []
@@ -423,11 +434,11 @@ class Shares:
         return None
 
     def _heads(self) -> dict[Hashable, Seq]:
-        """The first of each tenant, in the best class in which anybody waits."""
+        """The first sequence of each tenant, in the best class in which any waits."""
         return next((heads for priority in sorted(self._queues) if (heads := self._living(priority))), {})
 
     def _living(self, priority: int) -> dict[Hashable, Seq]:
-        """The first of each tenant in a class. Where all have ended, nothing is left of it."""
+        """The first sequence of each tenant in a class. Nothing is kept of a class in which all have ended."""
         queues, heads = self._queues[priority], {}
         for tenant, queue in list(queues.items()):
             if (head := queue.peek()) is None:
@@ -443,11 +454,11 @@ class Shares:
         return Counter(seq.tenant for seq in self._holders if seq.row >= 0)
 
     def _load(self, rows: Counter[Hashable], tenant: Hashable, more: int) -> float:
-        """What a tenant would hold with so many rows more, over its weight."""
+        """The rows that a tenant would hold with this many more, over its weight."""
         return (rows[tenant] + more) / self.weight(tenant)
 
     def _forget(self, tenant: Hashable) -> None:
-        """A tenant that has nothing here any more leaves nothing behind."""
+        """Drop all that is kept of a tenant that has no request here any more."""
         if not any(tenant in queues for queues in self._queues.values()) and not any(
             seq.tenant == tenant for seq in self._holders
         ):
@@ -455,10 +466,11 @@ class Shares:
 
 
 class WaitingServed:
-    """Lets prompts in when enough of them wait, or when they have waited long enough. As TGI's router does.
+    """Lets prompts start when enough of them wait, or when they have waited long enough. As TGI's router does.
 
-    For models that cannot compute prompts beside tokens, where each prompt makes everybody wait. ratio: how many must
-    wait for each that runs. patience: steps after which one that waits is enough. order: who is next (default: Fcfs).
+    For models that cannot compute prompts beside tokens, where each prompt makes all requests wait. ratio: how many
+    must wait for each running one. patience: steps after which a single waiting one is enough. order: the policy that
+    orders them (default: Fcfs).
     """
 
     ratio: float
@@ -474,7 +486,7 @@ class WaitingServed:
         self.ratio, self.patience = ratio, patience
         self.order: Policy = Fcfs() if order is None else order
         self.rank, self.push, self.peek, self.left = self.order.rank, self.order.push, self.order.peek, self.order.left
-        self._step = self._last = 0  # the step at hand, and that in which somebody started last
+        self._step = self._last = 0  # the current step, and the last one in which a request started
 
     def pop(self, seq: Seq) -> None:
         self._last = self._step

@@ -1,4 +1,4 @@
-"""What is known of each row: arrays over all rows, which a step reads and writes for many at once."""
+"""State of each row: arrays over all rows, so that a step reads and writes many rows at once."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ NEVER = 2**30  # blocks; more than any sequence has
 
 
 class RowTable:
-    """The counters of the sequence that holds each row; [rows], int32. What they mean is nobody's who holds none."""
+    """The counters of the sequence that holds each row; [rows], int32. Entries of rows that no sequence holds have no
+    meaning.
+    """
 
     def __init__(self, rows: int) -> None:
-        self.known: Ints = np.zeros(rows, np.int32)  # tokens whose place is decided
-        self.computed: Ints = np.zeros(rows, np.int32)  # tokens that the model was given, or is given in a planned step
+        self.known: Ints = np.zeros(rows, np.int32)  # tokens with a position, placeholders included
+        # tokens that the model has computed, or computes in a planned step
+        self.computed: Ints = np.zeros(rows, np.int32)
         self.done: Ints = np.zeros(rows, np.int32)  # tokens whose value is committed; known - done are placeholders
         self.gained: Ints = np.ones(
             rows, np.int32
         )  # tokens that the last committed step brought: these are not computed
-        self.settled: Ints = np.zeros(
-            rows, np.int32
-        )  # computed by committed steps, as far as they had chunks of prompts
+        self.settled: Ints = np.zeros(rows, np.int32)  # tokens computed by committed steps that had chunks of prompts
         self.end: Ints = np.zeros(rows, np.int32)  # length at which it finishes
         self.capacity: Ints = np.zeros(rows, np.int32)  # positions that its blocks hold
-        self.published: Ints = np.zeros(rows, np.int32)  # blocks; NEVER: no more will be
-        self.emitted: Bools = np.zeros(rows, bool)  # it has brought a token since it got its row
-        self.generation: Ints = np.zeros(rows, np.int32)  # how often the row was given back
+        self.published: Ints = np.zeros(rows, np.int32)  # published blocks; NEVER means no more will be published
+        self.emitted: Bools = np.zeros(rows, bool)  # it has sampled a token since it got its row
+        self.generation: Ints = np.zeros(rows, np.int32)  # how often the row was given back (its generation)
 
     def enter(self, row: int, length: int, computed: int, end: int) -> None:
-        """A sequence of `length` tokens, of which some were found computed, has this row now."""
+        """Give a sequence of `length` tokens, some of them found computed, this row."""
         self.known[row] = self.done[row] = length
         self.computed[row] = self.settled[row] = computed
         self.end[row] = end
         self.emitted[row] = False
 
     def advance(self, rows: Index, end: Ints, emit: Bools) -> None:
-        """A step is planned that computes up to `end`, and leaves a placeholder where a new token is wanted."""
+        """Plan a step that computes up to `end`, and leaves a placeholder where a new token is sampled."""
         self.computed[rows] = end
         self.known[rows] += emit
 
     def take_back(self, rows: Index, start: Ints, emit: Bools) -> None:
-        """That step did not happen."""
+        """Undo `advance`: that step did not happen."""
         self.computed[rows] = start
         self.known[rows] -= emit
 
     def gain(self, rows: Index, end: Ints, counts: Ints | None) -> Ints:
-        """A step brought tokens behind `end`; None means one for each row. Returns the lengths."""
+        """Record the tokens that a step sampled behind `end`; None means one for each row. Returns the lengths."""
         if counts is None:
             self.gained[rows] = 1
             self.done[rows] = length = end + np.int32(1)

@@ -1,13 +1,13 @@
-"""The scheduler: who computes how many tokens in the next step, on which blocks.
+"""The scheduler: which sequences compute how many tokens in the next step, on which blocks.
 
 One rule: a sequence has `known` tokens and `computed` tokens, and every step moves `computed` towards `known`. Whole
 prefill, chunked prefill, decode, and computing again after a preemption differ only in how many tokens that takes.
 
-`schedule()` is optimistic: it advances both counters at once, leaving a placeholder for the token that the step will
-sample, and it publishes the blocks that the step will fill, so that those who start in the same step can share them
-(every layer writes before it reads, and the writer stands before its sharers; with recurrent states, where a step is
-several calls, they start in the next one). `commit()` says which sequences stopped; `rollback()` says that the step did
-not happen. Rows that were given to somebody else in between are recognised by their generation and ignored.
+`schedule()` is optimistic: it advances both counters at once and leaves a placeholder for the token that the step will
+sample. It also publishes the blocks that the step will fill, so that sequences that start in the same step can share
+them (every layer writes before it reads, and the writer stands before its sharers; with recurrent states, where a step
+is several calls, they start in the next one). `commit()` says which sequences stopped; `rollback()` says that the step
+did not happen. Rows that got another sequence in between are recognised by their generation and ignored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from hibachi.request import Finish
 
 
 class Scheduler:
-    """Runs sequences in the order of a policy, sharing what they have in common, and preempts when blocks run out.
+    """Runs sequences in the order of a policy, shares common prefixes, and preempts when blocks run out.
 
-    policy: who is next (None means first come, first served). key_of: the identity of the full block number n of a
-    running sequence (n beyond the keys that it came with), from its tokens; None means what is generated is not shared.
+    policy: which sequence starts next (None means first come, first served). key_of: the key of the full block number n
+    of a running sequence (n beyond the keys that it came with), from its tokens; None means generated tokens are not
+    shared.
     """
 
     steps: int
@@ -60,20 +61,20 @@ class Scheduler:
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.order: list[Seq] = []  # in the order of service
         self.rows: Index = np.zeros(0, np.intp)  # their rows
-        self.stale: bool = False  # `rows` and `order` have somebody who left
+        self.stale: bool = False  # `rows` and `order` hold a sequence that has left
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
-        self._parked: set[Seq] = set()  # those who were preempted while paused
+        self._parked: set[Seq] = set()  # sequences that were preempted while paused
         self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
-        self._held_back: Seq | None = None  # who was to start in the last step and could not
+        self._held_back: Seq | None = None  # the sequence that was to start in the last step and could not
         self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
         self._deadlines: list[tuple[float, int, Seq]] = []
         self._ripe = 64  # length at which they are looked through
-        self.preempted: Sent = []  # who lost its row in the last `schedule`, also where no plan came of it
-        self._stuck: tuple[Seq, int] | None = None  # who found too few blocks, and how many there were
+        self.preempted: Sent = []  # sequences that lost their row in the last `schedule`, also if it returned no plan
+        self._stuck: tuple[Seq, int] | None = None  # the sequence that found too few blocks, and how many there were
         self._numbers = 0
         self.steps = 0
-        self.waiting = 0  # without those who were cancelled in the queue
+        self.waiting = 0  # without sequences that were cancelled in the queue
 
     def fresh(self, policy: Policy) -> Scheduler:
         """An empty scheduler of the same limits, whose counters go on."""
@@ -96,7 +97,7 @@ class Scheduler:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def add(self, seq: Seq, now: float = 0.0) -> None:
-        """Queue a sequence. Raises PromptTooLong if it can never be served, QueueFull."""
+        """Queue a sequence. Raises QueueFull, or PromptTooLong if it can never be served."""
         seq.end = self.limits.fit(seq.prompt_len, seq.max_new)
         if self.limits.max_num_queued_reqs is not None and self.waiting >= self.limits.max_num_queued_reqs:
             raise QueueFull(
@@ -110,7 +111,7 @@ class Scheduler:
         for time in (seq.start_by, seq.deadline):
             if time is not None:
                 heapq.heappush(self._deadlines, (time, seq.number, seq))
-        if len(self._deadlines) > self._ripe:  # who ended in time would stay until then
+        if len(self._deadlines) > self._ripe:  # sequences that ended in time would stay until then
             self._deadlines = [item for item in self._deadlines if item[2].finish is None]
             heapq.heapify(self._deadlines)
             self._ripe = max(64, 2 * len(self._deadlines))
@@ -130,7 +131,7 @@ class Scheduler:
         return True
 
     def expire(self, now: float) -> list[Seq]:
-        """End the sequences whose time is over, and those that should have started; returns them."""
+        """End the sequences whose deadline has passed, or that should have started by now; returns them."""
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
             time, _, seq = heapq.heappop(self._deadlines)
@@ -140,7 +141,7 @@ class Scheduler:
         return ended
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do next, at the earliest."""
+        """The earliest time at which `expire` has something to do."""
         while self._deadlines and self._deadlines[0][2].finish is not None:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -163,7 +164,8 @@ class Scheduler:
                 self.policy.push(seq)
 
     def make_room(self) -> Sent:
-        """Who loses its row where somebody waits who could not start otherwise: the paused, then whom the policy names.
+        """Sequences that lose their row because another could not start otherwise: paused ones, then those that the
+        policy names.
 
         Asked before each step.
         """
@@ -177,14 +179,14 @@ class Scheduler:
             paused = [seq for seq in self.order if seq.row >= 0 and seq.paused]
             others_run = len(paused) < self.running
             if not (self.free_rows and others_run):
-                # One row is enough while others go on; where nobody does, blocks may be what is missing.
+                # One row is enough while others go on; where none does, blocks may be what is missing.
                 return [self._preempt(seq) for seq in (paused[-1:] if others_run else paused)]
         if self.displaced is None or (self.free_rows and not self.short(next_)):
             return []
         return [self._preempt(seq) for seq in self.displaced()]
 
     def short(self, seq: Seq) -> bool:
-        """Did it find too few blocks, and has none become free since?"""
+        """Whether it found too few blocks, and none has become free since."""
         return bool(self.pool and self._stuck and self._stuck[0] is seq and self.pool.free <= self._stuck[1])
 
     @property
@@ -192,17 +194,17 @@ class Scheduler:
         return self.displaced is not None
 
     def rest(self, tenants: frozenset[Hashable]) -> None:
-        """Compute nothing of these until told otherwise; they keep their rows."""
+        """Compute nothing of these tenants until told otherwise; they keep their rows."""
         self.resting = tenants
 
     def _comes(self) -> Seq | None:
-        """Who is the next to start, unless it has just found that it cannot yet."""
+        """The next sequence to start, unless it has just found that it cannot yet."""
         seq = self.policy.peek() if self.waiting and self.free_rows else None
         return None if seq is None or seq is self._held_back or self.short(seq) else seq
 
     def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
-        """Of each tenant, with who is the next to start: tokens that it would compute in the next step, and its best
-        class.
+        """For each tenant, the next sequence to start included: tokens that it would compute in the next step, and its
+        best class.
         """
         tokens: dict[Hashable, int] = {}
         best: dict[Hashable, int] = {}
@@ -218,28 +220,28 @@ class Scheduler:
         return tokens, best
 
     def limit(self, budget: int) -> None:
-        """At most so many tokens in a step from now on, also if that is fewer than rows."""
+        """Set the token budget of a step, also to fewer tokens than rows."""
         self.budget = max(1, budget)
 
     def slow(self, seq: Seq, tokens: int) -> None:
-        """At most `tokens` of this sequence in a step from now on."""
+        """Compute at most `tokens` of this sequence in a step from now on."""
         seq.most = max(1, tokens)
         self._slow = True
 
     def prefilling(self, seq: Seq) -> bool:
-        """Does it hold a row, and has nothing been sampled from it since it got it?"""
+        """Whether it holds a row and has sampled no token since it got it."""
         return seq.row >= 0 and not self.table.emitted[seq.row]
 
     def known(self, seq: Seq) -> int:
-        """How many of its tokens have a value."""
+        """Number of its tokens that have a value."""
         return int(self.table.done[seq.row]) if seq.row >= 0 else seq.length
 
     def starts_within(self, seq: Seq) -> int | None:
-        """A waiting sequence starts at most so many steps after `policy.settled(seq)`; None means no bound.
+        """Most steps from `policy.settled(seq)` until a waiting sequence starts; None means no bound.
 
         The first in the order of service moves on by a token in every step, and is not preempted. So those before it
         are through after as many steps as they have tokens, twice as many if they must compute some of them again.
-        Steps that fail do not count, and nobody must be paused.
+        Steps that fail do not count, and no sequence may be paused.
         """
         ahead = self.policy.ahead(seq)
         if ahead is None:
@@ -251,7 +253,7 @@ class Scheduler:
     def fail(self, seq: Seq) -> Sent:
         """End a sequence whose step failed, and forget what it computed since its last token.
 
-        Others that share such blocks are sent back to the queue, to compute them again.
+        Other sequences that share such blocks go back to the queue, to compute them again.
         """
         if seq.finish is not None or seq.row < 0:
             self.cancel(seq, Finish.ERROR)
@@ -272,7 +274,7 @@ class Scheduler:
         return sent
 
     def rollback(self, plan: StepPlan) -> Sent:
-        """The step did not happen: who had started with it is back in the queue, and the others where they were."""
+        """The step did not happen: sequences that started with it are back in the queue, the others where they were."""
         for seq, before, node, new in reversed(plan.published):
             if self.pool:
                 self.pool.withdraw_nodes(new)
@@ -289,7 +291,9 @@ class Scheduler:
         return [self._preempt(seq) for seq in plan.fresh if seq.row >= 0]
 
     def forget(self) -> Sent:
-        """The contents of the cache are lost: all who run go back to the queue, to compute their tokens again."""
+        """The contents of the cache are lost: all running sequences go back to the queue, to compute their tokens
+        again.
+        """
         sent = [self._preempt(seq) for seq in self.order if seq.row >= 0]
         if self.pool:
             self.pool.reset()
@@ -298,7 +302,7 @@ class Scheduler:
         return sent
 
     def drop_prefixes(self) -> None:
-        """Who comes finds nothing of what was computed so far; those who run go on."""
+        """Sequences that start later find nothing of what was computed so far; running ones go on."""
         if self.pool:
             self.pool.drop()
         if self.checkpoints:
@@ -307,7 +311,7 @@ class Scheduler:
     # ---- one step ----------------------------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. now: of the clock that `add` was given."""
+        """Plan the next step; None if there is nothing to compute. now: time of the clock that `add` was given."""
         table = self.table
         self.steps += 1
         self.preempted = []
@@ -352,7 +356,7 @@ class Scheduler:
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
-        # Where a row was just preempted blocks are short, so nobody starts: it would mostly be the same request again.
+        # Where a row was just preempted blocks are short, so none starts: it would mostly be the same request again.
         if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
             fresh = self._admit(tokens_left, at_work, published, restores)
@@ -393,7 +397,7 @@ class Scheduler:
         self.stale = False
 
     def _enter(self, fresh: list[Seq]) -> None:
-        """Take those who start among the running, in the order of service."""
+        """Put the starting sequences among the running ones, in the order of service."""
         running = self.order + fresh
         if len(fresh) > 1 or (self.order and fresh[0].rank < self.order[-1].rank):
             running.sort(key=_rank)
@@ -403,7 +407,8 @@ class Scheduler:
     def _share(self, want: Ints, seqs: list[Seq]) -> tuple[Ints, int]:
         """Hand out the token budget: first one token to each decode row, then chunks in the order of service.
 
-        Where tenants share rows, each gets as much for its chunks, and who waits to start finds its part left.
+        Where tenants share rows, each gets an equal part for its chunks, and a waiting sequence that is next to start
+        finds its part left.
         """
         # `want` is in the order of service. Fewer tokens than rows (after memory ran out) go to the first of them.
         single = np.flatnonzero(want == 1)[: self.budget]
@@ -434,9 +439,10 @@ class Scheduler:
     # ---- blocks ------------------------------------------------------------------------------------------------
 
     def _grow(self, seqs: list[Seq], rows: Index, end: Ints, capacity: Ints) -> Sent:
-        """Blocks for the rows that have come to the end of theirs, taken from the last in the order if none are left.
+        """Allocate blocks for rows at the end of theirs; if none are left, take them from the last in the order of
+        service.
 
-        Returns who lost its row.
+        Returns the sequences that lost their row.
         """
         assert self.pool
         sent: Sent = []
@@ -473,10 +479,10 @@ class Scheduler:
         return next(seq for seq in reversed(self.order) if seq.row >= 0)
 
     def _publish(self, seq: Seq, end: int, done: int, sound: int, log: list[Published]) -> int:
-        """Make the full blocks among the first `end` tokens known, which a step computes now.
+        """Publish the full blocks among the first `end` tokens, which a step computes now.
 
-        done: tokens that have a value. sound: tokens that a step computed which brought one and succeeded; -1 means
-        none. Returns how many are known; NEVER if no more will be.
+        done: tokens that have a value. sound: tokens that a step computed which sampled one and succeeded; -1 means
+        none. Returns how many blocks are published; NEVER if no more will be.
         """
         pool, keys, bs, before = self.pool, seq.keys, self.limits.block_size, seq.published
         assert pool and keys is not None
@@ -504,9 +510,10 @@ class Scheduler:
         published: list[Published],
         restores: list[tuple[int, int]],
     ) -> list[tuple[Seq, int, int]]:
-        """Give rows and blocks to waiting sequences while the budget lasts: (who, tokens it found computed, its share).
+        """Give rows and blocks to waiting sequences while the budget lasts: (sequence, tokens it found computed, its
+        share).
 
-        at_work: those who have more of their prompt to compute after this step.
+        at_work: sequences that have more of their prompt to compute after this step.
         """
         started: list[tuple[Seq, int, int]] = []
         policy, pool, limits = self.policy, self.pool, self.limits
@@ -517,7 +524,7 @@ class Scheduler:
             if self.short(seq) or seq.tenant in self.resting:
                 break
             found = self._reserve(seq, at_work, published)
-            if found is None:  # nobody overtakes: the next in order gets the next blocks
+            if found is None:  # no sequence overtakes: the next in order gets the next blocks
                 self._held_back = seq
                 break
             known, slot = found
@@ -588,7 +595,7 @@ class Scheduler:
             ):
                 return None  # another computes the same in its next step
         need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(found)
-        spare = 0  # blocks to be left for those who run, so that they do not preempt it at once
+        spare = 0  # blocks to be left for running sequences, so that they do not preempt it at once
         if self.running and not limits.reserve_all:
             spare = max(pool.usable // 100, self.running if seq.started else 0)
         # Held before `alloc`, and before `free` is read: blocks that were found may be idle, and would be taken or
@@ -606,7 +613,7 @@ class Scheduler:
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def _to_marks(self, seqs: list[Seq], rows: Any, start: Ints, want: Ints) -> Ints:
-        """Tokens wanted, where prompts go no further than to their next checkpoint."""
+        """Limit wanted tokens so that prompts go no further than to their next checkpoint."""
         assert self.checkpoints
         if np.count_nonzero(self.table.emitted[rows]) == len(rows):
             return want
@@ -618,7 +625,7 @@ class Scheduler:
         return want
 
     def _to_come(self, seq: Seq, most: int, started: list[Seq]) -> int:
-        """Blocks of the longest prefix of a sequence for which somebody is about to make a checkpoint."""
+        """Blocks of the longest prefix of a sequence for which another sequence is about to make a checkpoint."""
         assert self.checkpoints and seq.keys is not None
         best = 0
         running = [s for s in self.order if s.row >= 0 and not s.paused and not self.table.emitted[s.row]]
@@ -658,10 +665,10 @@ class Scheduler:
         return held
 
     def commit(self, plan: StepPlan, stopped: Bools, counts: Ints | None = None) -> Committed:
-        """The step is done. stopped [emitting rows]: the last new token ends its sequence.
+        """Commit a step. stopped [emitting rows]: the last new token ends its sequence.
 
         counts [emitting rows]: how many tokens each got, no more than it may have, and 0 only where it ends; None means
-        one. With others than one no later step may have been planned. Sequences that left since `schedule()`
+        one. With counts other than one no later step may have been planned. Sequences that left since `schedule()`
         (cancelled, failed, sent back) are passed over.
         """
         table = self.table
@@ -706,7 +713,9 @@ class Scheduler:
         self.waiting += 1
 
     def _preempt(self, seq: Seq) -> tuple[Seq, int]:
-        """Back to the queue, in its place; what it published stays known. Returns it, and the row that it had."""
+        """Send a sequence back to its place in the queue; its published blocks stay known. Returns it, and the row that
+        it had.
+        """
         row = seq.row
         seq.length = int(self.table.done[row])
         self._vacate(seq)
@@ -728,7 +737,7 @@ class Scheduler:
                 settled = max(settled, int(self.table.done[row] - self.table.gained[row]))
             full = settled // self.limits.block_size
             # Withdrawn before they are released: a block that is still published then would become idle, and be found.
-            if seq.published > full:  # what a step in flight computes: nobody will hear how it went
+            if seq.published > full:  # blocks that a step in flight computes: its result will not be known
                 self.pool.withdraw(seq.blocks[full : seq.published])
             self.pool.release(seq.blocks, sound=full if emitted else 0)
         if self.checkpoints:

@@ -1,4 +1,4 @@
-"""The one record of a sequence that the scheduler and its policy share."""
+"""The record of a sequence that the scheduler and its policy share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hibachi.request import Finish
 
 @dataclass(slots=True, eq=False)
 class Seq:
-    """One sequence. What a caller says of it comes first, with `owner` for the caller's own data."""
+    """One sequence. Fields that a caller sets come first, with `owner` for the caller's own data."""
 
     prompt_len: int
     max_new: int | None  # None means up to the end of the context
     owner: Any = None
     priority: int = 0  # smaller is served first
-    tenant: Hashable = ""  # whose it is, where tenants are treated fairly
-    deadline: float | None = None  # when it must have ended
-    start_by: float | None = None  # when it must have started
+    tenant: Hashable = ""  # its tenant, for policies that are fair to tenants
+    deadline: float | None = None  # time at which it must have ended
+    start_by: float | None = None  # time at which it must have started
     arrival: float = 0.0
     # What it may share with others: the identity of each full block of its tokens, such as their bytes, and what they
     # must have in common besides. None means nothing. The list grows with what is generated.
@@ -34,11 +34,11 @@ class Seq:
     end: int = 0  # length at which it finishes
     length: int = 0  # tokens when it got its row: the prompt, and what it generated before it was preempted
     row: int = -1
-    started: bool = False  # had a row before
+    started: bool = False  # has had a row before
     paused: bool = False
     most: int = 0  # tokens in a step; 0 means that it has no limit of its own
     blocks: list[int] = field(default_factory=list)
-    published: int = 0  # of its first blocks: those that are in the trie, or found there
-    node: Hashable = None  # of the last of them
+    published: int = 0  # number of its first blocks that are in the trie
+    node: Hashable = None  # trie node of the last of them
     reused: int = 0  # tokens that it found computed when it got its row
     finish: Finish | None = None

@@ -1,7 +1,7 @@
-"""Uneventful stretches: many steps in which every row gets one token and nobody comes, done at once.
+"""Uneventful stretches: many steps in which every row gets one token and no request arrives, computed at once.
 
-For simulations, where a step costs nothing but its planning. What a stretch leaves behind is what the same number of
-`schedule` and `commit` would, down to the numbers of the blocks.
+For simulations, where a step costs nothing but its planning. A stretch leaves the same state as the same number of
+calls of `schedule` and `commit`, down to the numbers of the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stretch:
     positions: int
 
     def run(self, steps: int) -> list[Seq]:
-        """Do the first `steps` of them; returns who has reached its length with the last. All else goes on."""
+        """Take the first `steps` of them; returns the sequences that reached their length with the last."""
         scheduler, rows = self.scheduler, self.rows
         assert 0 < steps <= self.steps
         if scheduler.pool:
@@ -45,10 +45,10 @@ class Stretch:
 
 
 def look_ahead(scheduler: Scheduler) -> Stretch | None:
-    """The uneventful steps ahead, if nobody is added, cancelled or paused meanwhile; None means ask `schedule`.
+    """The uneventful steps ahead, if no sequence is added, cancelled or paused meanwhile; None means to call
+    `schedule`.
 
-    Deadlines are the caller's business, as is the time that the steps take. The policy's `opens` is asked for steps to
-    come.
+    Deadlines and the duration of steps are the caller's business. The policy's `opens` is asked for steps to come.
     """
     if scheduler.stale:
         scheduler.refresh()
@@ -78,7 +78,7 @@ def look_ahead(scheduler: Scheduler) -> Stretch | None:
 
 
 def _closed(scheduler: Scheduler) -> int | None:
-    """For how many steps none of those who wait can start, though a row is free; None means for as long as nothing
+    """Number of steps for which no waiting request can start although a row is free; None means until a running one
     ends.
     """
     policy = scheduler.policy
@@ -93,7 +93,7 @@ def _closed(scheduler: Scheduler) -> int | None:
 
 
 def _affordable(scheduler: Scheduler, rows: Index, known: Ints, steps: int) -> int:
-    """As many of the steps as there are blocks for."""
+    """The number of these steps that there are blocks for."""
     assert scheduler.pool
     free, size = scheduler.pool.free, scheduler.limits.block_size
     if len(rows) * (steps // size + 1) <= free:
@@ -113,7 +113,7 @@ def _affordable(scheduler: Scheduler, rows: Index, known: Ints, steps: int) -> i
 
 
 def _grow(scheduler: Scheduler, rows: Index, steps: int) -> None:
-    """The blocks that these steps take, in the order in which they would take them."""
+    """Allocate the blocks that these steps need, in the order in which the steps would."""
     assert scheduler.pool
     size = scheduler.limits.block_size
     room = scheduler.table.capacity[rows] - scheduler.table.computed[rows]  # steps until a row needs a block

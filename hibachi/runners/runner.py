@@ -13,7 +13,7 @@ from hibachi.errors import HibachiError, InvalidModelOutput, NonFiniteOutput, te
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds, mend_shape
+from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
 from hibachi.runners.job import Job, stopped
 from hibachi.runners.meters import Tally
 from hibachi.runners.sampler import Drawn

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hibachi.errors import NotDeterministic, text_of
-from hibachi.runners.faults import drop_frames
+from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.groups import Grouping, Traceless
 from hibachi.tensor.array_backend import HostArray
 

@@ -18,7 +18,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
-from hibachi.runners.faults import drop_frames
+from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.groups import Alone, Call, Grouping
 from hibachi.runners.grown import WORTH, Grown, Rooms
 from hibachi.runners.runner import (

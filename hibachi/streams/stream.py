@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Generic
 
-from hibachi.errors import EngineClosed, RequestError
+from hibachi.errors import EngineClosed, InvalidRequest, RequestError, shown
 from hibachi.request import Finish
 from hibachi.streams.channel import Channel, T
 from hibachi.streams.closeable import Closing
@@ -21,12 +21,15 @@ from hibachi.streams.loops import give_way, in_trio
 class ItemStream(Closing, Generic[T]):
     """The tokens of one request, as they come. Iterate with `for` or `async for`; leaving the loop cancels the request.
 
+    `next(stream)` and `stream.take(n)` read a part and leave the request running.
+
     Closing (`close`, `with`, leaving a loop early, dropping the last reference) cancels at once: the request leaves the
     batch at the next step. A failed request raises its error from the iteration, after the tokens before it.
     """
 
     channel: Channel[Any]
     read: Callable[[Any], T]
+    left: bool = False  # a loop over it ended before the stream did
 
     def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
         self.channel, self.read = channel, read
@@ -115,21 +118,52 @@ class ItemStream(Closing, Generic[T]):
             return False
         channel.buffer = deque(maxlen=0)  # the engine may not know yet that we closed: nothing comes after the end
         self._cancel = None
+        if self.left:
+            raise closed(self)
         if channel.error is not None:
             # Without its traceback, which would grow with each raise.
             raise channel.error.with_traceback(None) from channel.error.__cause__
         return True
 
     def __iter__(self) -> Iterator[T]:
+        return _Loop(self)
+
+    def take(self, n: int) -> list[T]:
+        """The next n items, waiting for them; fewer at the end. The request runs on.
+
+        Raises the request's error once all items before it were read, and InvalidRequest for a wrong n.
+        """
+        items: list[T] = []
+        for _ in range(checked_number(n)):
+            try:
+                items.append(next(self))
+            except StopIteration:
+                break
+            except Exception:
+                if not items:
+                    raise
+                break  # the next read raises it again
+        return items
+
+    async def atake(self, n: int) -> list[T]:
+        """`take` for a task. Cancelling it does not cancel the request, and loses no item."""
+        channel, raw = self.channel, deque[Any]()
+        wanted, trio = checked_number(n), in_trio()
         try:
-            while True:
-                try:
-                    item = next(self)
-                except StopIteration:
-                    return
-                yield item
-        finally:
-            self.close()
+            await give_way()
+            while len(raw) < wanted:
+                if channel.buffer:
+                    raw.append(channel.buffer.popleft())
+                    if channel.drained:
+                        channel.eased()
+                elif (raw and channel.finish is not None) or self.over():
+                    break
+                else:
+                    await channel.wait_async(trio)
+        except BaseException:
+            channel.buffer.extendleft(reversed(raw))
+            raise
+        return [self.read(item) for item in raw]
 
     async def __anext__(self) -> T:
         trio = in_trio()
@@ -184,13 +218,51 @@ class ItemStream(Closing, Generic[T]):
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
-        if self.channel.end(Finish.CANCELLED) and (cancel := self._cancel) is not None:
+        self._end()
+
+    def leave(self) -> None:
+        """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
+        if self._end():
+            self.left, self.channel.buffer = True, deque(maxlen=0)
+
+    def _end(self) -> bool:
+        """Was the request cancelled by this?"""
+        ended = self.channel.end(Finish.CANCELLED)
+        if ended and (cancel := self._cancel) is not None:
             cancel()
             self._cancel = None
+        return ended
 
     def __del__(self) -> None:
         if hasattr(self, "channel"):
             self.close()
+
+
+def checked_number(n: int) -> int:
+    """How many items to take. Raises InvalidRequest."""
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        raise InvalidRequest(f"take(n) takes a number of items, an integer >= 0; got {shown(n)}.")
+    return n
+
+
+class _Loop(Generic[T]):
+    """What `for` holds. Dropping it, as `break` does, cancels the request; a generator that never ran would not."""
+
+    def __init__(self, stream: ItemStream[T]) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> _Loop[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return next(self._stream)
+        except BaseException:  # Ctrl-C: its traceback would keep this object for a while
+            self._stream.leave()
+            raise
+
+    def __del__(self) -> None:
+        self._stream.leave()
 
 
 class _Cursor(Generic[T]):
@@ -212,11 +284,11 @@ class _Cursor(Generic[T]):
                     await trio.checkpoint()
             return await self._stream.coming(trio)
         except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
-            self._stream.close()
+            self._stream.leave()
             raise
 
     def __del__(self) -> None:
-        self._stream.close()
+        self._stream.leave()
 
 
 class Item(Generic[T]):
@@ -290,4 +362,9 @@ def closed(stream: ItemStream[Any]) -> Exception:
     """The error for one who wanted a whole answer from a stream that ended before it was complete."""
     if stream.finish_reason == Finish.CLOSED:
         return EngineClosed("The engine was closed before this request was done. Make a new one.")
+    if stream.left:
+        return RequestError(
+            "The request was cancelled, as a loop over its stream ended early. To read a part and then go on, use "
+            "next(stream) or stream.take(n)."
+        )
     return RequestError("The request was cancelled before it was done.")

@@ -11,7 +11,7 @@ from hibachi.request import Finish, Prompt
 from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import await_any, wait_any
-from hibachi.streams.stream import ItemStream, closed
+from hibachi.streams.stream import ItemStream, checked_number, closed
 
 Logprobs = list[dict[int, float] | None]
 
@@ -231,7 +231,8 @@ class TextStream(Closing):
     def __init__(self, prompt: Prompt, prompt_ids: list[int], choices: Sequence[TextChoice], n: int) -> None:
         self.prompt, self.prompt_token_ids, self.choices = prompt, prompt_ids, list(choices)
         self._n = n
-        self._cursor: _Pieces | None = None
+        self._pieces = _Pieces(self.choices)
+        self._left = False
 
     @property
     def tokens(self) -> ItemStream[int]:
@@ -271,21 +272,63 @@ class TextStream(Closing):
             choices = [replace(choices[i], index=rank) for rank, i in enumerate(order[: self._n])]
         return Completion(self.prompt, self.prompt_token_ids, choices, self.tokens.prompt_logprobs)
 
+    def __next__(self) -> Piece:
+        """The next piece, waiting for it. Does not cancel anything."""
+        self._check_left()
+        pieces = self._pieces
+        while (piece := pieces.poll()) is None:
+            if not pieces.active:
+                raise StopIteration
+            wait_any([c.tokens for c in pieces.active])
+        return piece
+
     def __iter__(self) -> Iterator[Piece]:
-        pieces = _Pieces(self)
-        try:
-            while True:
-                if (piece := pieces.poll()) is not None:
-                    yield piece
-                elif not pieces.active:
-                    return
-                else:
-                    wait_any([c.tokens for c in pieces.active])
-        finally:
-            self.close()
+        return _Loop(self)
+
+    async def __anext__(self) -> Piece:
+        """The next piece. Does not cancel anything."""
+        self._check_left()
+        await give_way()
+        pieces = self._pieces
+        while (piece := pieces.poll()) is None:
+            if not pieces.active:
+                raise StopAsyncIteration
+            await await_any([c.tokens for c in pieces.active])
+        return piece
 
     def __aiter__(self) -> AsyncIterator[Piece]:
-        return _Pieces(self)
+        return _Loop(self)
+
+    def take(self, n: int) -> list[Piece]:
+        """The next n pieces, waiting for them; fewer at the end. The request runs on.
+
+        Raises the request's error once all pieces before it were read, and InvalidRequest for a wrong n.
+        """
+        pieces: list[Piece] = []
+        for _ in range(checked_number(n)):
+            try:
+                pieces.append(next(self))
+            except StopIteration:
+                break
+            except Exception:
+                if not pieces:
+                    raise
+                break  # the next read raises it again
+        return pieces
+
+    async def atake(self, n: int) -> list[Piece]:
+        """`take` for a task. Cancelling it does not cancel the request, and loses no piece."""
+        pieces: list[Piece] = []
+        try:
+            for _ in range(checked_number(n)):
+                pieces.append(await anext(self))
+        except StopAsyncIteration:
+            pass
+        except BaseException as e:
+            if not (pieces and isinstance(e, Exception)):
+                self._pieces.put_back(pieces)
+                raise
+        return pieces
 
     async def come(self, *, each: bool = False) -> list[Piece]:
         """All pieces that have come since it was last asked, one for each continuation that has any; waits for some.
@@ -293,26 +336,74 @@ class TextStream(Closing):
 
         Raises the error of a continuation after its pieces.
         """
-        if self._cursor is None:
-            self._cursor = _Pieces(self, hold=False, each=each)
-        return await self._cursor.some()
+        self._pieces.each(each)
+        return await self._pieces.some()
 
     def close(self) -> None:
         """Cancel the request unless it has ended."""
         for choice in self.choices:
             choice.tokens.close()
 
+    def leave(self) -> None:
+        """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
+        if self._pieces.active:
+            self._left = True
+        for choice in self.choices:
+            choice.tokens.leave()
+
+    def _check_left(self) -> None:
+        if self._left:
+            raise closed(next((c.tokens for c in self.choices if c.tokens.left), self.tokens))
+
+
+class _Loop:
+    """What `for` and `async for` hold: dropping it, as `break` does, cancels the request at once."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __next__(self) -> Piece:
+        try:
+            return next(self._stream)
+        except BaseException:  # Ctrl-C: its traceback would keep this object for a while
+            self._stream.leave()
+            raise
+
+    def __aiter__(self) -> _Loop:
+        return self
+
+    async def __anext__(self) -> Piece:
+        try:
+            return await anext(self._stream)
+        except BaseException:  # a cancelled task or a timeout: likewise
+            self._stream.leave()
+            raise
+
+    def __del__(self) -> None:
+        self._stream.leave()
+
 
 class _Pieces:
-    """What has come of a stream; what `async for` holds, and dropped with the loop, so that `break` cancels at once."""
+    """The pieces that have come of a stream."""
 
-    def __init__(self, stream: TextStream, *, hold: bool = True, each: bool = False) -> None:
-        """hold: dropping this drops the stream. each: a piece for each token."""
-        self._stream, self._each = stream if hold else None, each
-        for choice in stream.choices:
-            choice.each = each
-        self.active = list(stream.choices)
+    def __init__(self, choices: Sequence[TextChoice]) -> None:
+        self.active = list(choices)
+        self._each = False
         self._ready: deque[Piece] = deque()
+
+    def each(self, wanted: bool) -> None:
+        """Is there to be a piece for each token?"""
+        if wanted is not self._each:
+            self._each = wanted
+            for choice in self.active:
+                choice.each = wanted
+
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Pieces that were taken, and that nobody got."""
+        self._ready.extendleft(reversed(pieces))
 
     def poll(self) -> Piece | None:
         """The next piece, if there is one. Raises the error of a continuation after its pieces."""
@@ -329,21 +420,6 @@ class _Pieces:
                     self._ready.append(piece)
         return self._ready.popleft() if self._ready else None
 
-    def __aiter__(self) -> _Pieces:
-        return self
-
-    async def __anext__(self) -> Piece:
-        try:
-            await give_way()
-            while (piece := self.poll()) is None:
-                if not self.active:
-                    raise StopAsyncIteration
-                await await_any([c.tokens for c in self.active])
-        except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
-            self._close()
-            raise
-        return piece
-
     async def some(self) -> list[Piece]:
         """See `TextStream.come`."""
         await give_way()
@@ -354,13 +430,6 @@ class _Pieces:
         found = [piece, *self._ready]
         self._ready.clear()
         return _joined(found) if len(found) > 1 and not self._each else found
-
-    def _close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def __del__(self) -> None:
-        self._close()
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
