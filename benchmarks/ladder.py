@@ -145,10 +145,12 @@ def main():
         rungs = {"forward(tokens)": Tokens, "logits(...)": Logits, "step(...)": cached}
         for name, make in rungs.items():
             with hibachi.AutoregressiveBatchInference(make(model.eval()), backend=backend, max_model_len=256) as engine:
+                # Level 0 returns tokens and has nothing to sample.
+                greedy = hibachi.SamplingParams(temperature=0, max_tokens=NEW)
+                asked = {"max_tokens": NEW} if make is Tokens else {"params": greedy}
 
-                def at_once(engine=engine, greedy=name != "forward(tokens)"):
-                    params = hibachi.SamplingParams(temperature=0, max_tokens=NEW) if greedy else None
-                    streams = [engine.run(prompt, params, **({} if params else {"max_tokens": NEW})) for prompt in prompts]
+                def at_once(engine=engine, asked=asked):
+                    streams = [engine.run(prompt, **asked) for prompt in prompts]
                     return [[int(token) for token in stream.collect()] for stream in streams]
 
                 at_once()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Self, TextIO
 
 INTERRUPTED = 130  # exit status, as shells report a program that Ctrl-C ended
-SHOW_AFTER = 1.0  # seconds of work until its phase is shown: what ends before does not flicker
+SHOW_AFTER = 0.6  # seconds of work until its phase is shown: what ends before does not flicker
 _TICK = 0.2  # seconds from one drawing of a phase to the next
 _PAUSE = 0.5  # a phase that begins so soon after another belongs to the same piece of work
 

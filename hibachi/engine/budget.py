@@ -19,7 +19,7 @@ class TokenBudget:
     def __init__(self, limits: Limits, limit: Callable[[int], None]) -> None:
         self._limits, self._limit = limits, limit
         self._now = limits.budget
-        self._slowed = 0  # number of the last request that had to compute fewer tokens in a step; 0 means none had
+        self._slowed = 0  # number of the last request whose own budget was halved; 0 means none
         self._good = 0  # steps that succeeded since the budget last changed
         self._grow_after = GROW_AFTER
 

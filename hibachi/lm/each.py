@@ -1,4 +1,4 @@
-"""One completion after another, for any number of prompts: a window of requests moves over them."""
+"""`Texts.each`: one completion after another for any number of prompts, by a moving window of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hibachi.streams.gather import Gather
 from hibachi.streams.loops import give_way
 from hibachi.streams.textstream import Completion, TextStream
 
-LOOK = 0.005  # seconds: while results lie ready, it is looked for others no more often
+LOOK = 0.005  # seconds between two looks for further results while some lie ready
 AGAIN = 0.05  # seconds until a request that found the queue full is tried again
 IN_VAIN = 2.0  # seconds that an engine which has nothing to do may refuse a request; its figures come late
 ERRORS = ("raise", "return")
@@ -31,7 +31,7 @@ OneOrEach: TypeAlias = T | Iterable[T] | None
 
 
 class _Texts(Protocol):
-    """What is asked of `hibachi.lm.texts.Texts` here."""
+    """The methods of `hibachi.lm.texts.Texts` that are used here."""
 
     @property
     def engine(self) -> BatchEngine[Any]: ...
@@ -45,9 +45,9 @@ class _Texts(Protocol):
 
 
 class Window:
-    """The requests that run and the results that nobody has read; nothing here waits.
+    """The running requests and the unread results; nothing here waits.
 
-    ahead: at most so many of both together. ordered, errors: see `Texts.each`.
+    ahead: the most of both together. ordered, errors: see `Texts.each`.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class Window:
         self._live: dict[int, TextStream] = {}
         self._requests = 0  # that they are
         self._held: Given | None = None  # did not find room in the engine
-        self._results: dict[int, Completion | Exception] = {}  # that nobody has read, in the order of their end
+        self._results: dict[int, Completion | Exception] = {}  # unread results, in the order of their end
         self._broken: dict[int, Exception] = {}  # whose text could not be made; they run still
         self._begun = self._read = 0
         self._last: BaseException | None = None  # the error that comes after all results
         self._full = self._closed = False
         self._looked = 0.0
-        self._alone: float | None = None  # since when nobody else was seen in a queue that is full
+        self._alone: float | None = None  # since when the engine was idle and still refused a request
 
     @property
     def patience(self) -> float | None:
-        """Seconds until it must be tried again, though nothing ends; None means any time."""
+        """Seconds until a refused request must be tried again even if nothing ends; None means any time."""
         return None if self._held is None else AGAIN
 
     def look(self) -> bool:
-        """Is it time to ask for what has ended, though there is something to read?"""
+        """Whether it is time to look for ended requests although results lie unread."""
         now = time.monotonic()
         if self._has_next() and now - self._looked < LOOK:
             return False
@@ -86,7 +86,7 @@ class Window:
         return True
 
     def took(self, keys: Iterable[Any]) -> None:
-        """These have ended: their results can be read."""
+        """These requests have ended: their results can be read."""
         for key in keys:
             stream = self._live.pop(key)
             self._requests -= len(stream.choices)
@@ -94,7 +94,7 @@ class Window:
             self._keep(key, _result(stream) if broken is None else broken)
 
     def fill(self) -> None:
-        """Queue what there is room for."""
+        """Queue as many requests as there is room for."""
         while not (self._full or self._closed):
             room = self._ahead - (self._begun - self._read)
             if room <= 0 or self._requests >= self._most:
@@ -107,7 +107,7 @@ class Window:
             self._held = None
 
     def _start(self, prompt: Prompt, params: SamplingParams | None, terms: Terms | None) -> bool:
-        """Queue one, or keep the error that it is refused with; False means there is no room for it yet."""
+        """Queue one request, or keep the error that it is refused with; False means there is no room for it yet."""
         texts, key = self._texts, self._begun
         try:
             own = as_params(params, texts.default_params)
@@ -118,7 +118,7 @@ class Window:
             if not self._in_vain():
                 return False
             self._keep(key, e)
-        except EngineError as e:  # it takes nobody's requests any more
+        except EngineError as e:  # it takes no requests any more
             self._last, self._full = e, True
             return True
         except Exception as e:
@@ -134,7 +134,7 @@ class Window:
         return True
 
     def _in_vain(self) -> bool:
-        """Is a request refused though nobody has been there for a while, so that it would never fit?"""
+        """Whether a request is refused although the engine has been idle for a while, so that it would never fit."""
         stats, now = self._texts.engine.stats(), time.monotonic()
         if self._live or stats.waiting or stats.running or self._alone is None:
             self._alone = now
@@ -155,9 +155,9 @@ class Window:
         return (self._read in self._results) if self._ordered else bool(self._results)
 
     def next(self) -> tuple[int, Completion | Exception] | None:
-        """The next result, with its place among the prompts; None means wait for it. Raises StopIteration at the end,
-        the error of a prompt at its place if that is to be raised, and that of the iterable of prompts after all
-        results.
+        """The next result, with the index of its prompt; None means it must be waited for. Raises StopIteration at the
+        end, the error of a prompt at its place if errors are to be raised, and the error of the iterable of prompts
+        after all results.
         """
         if self._closed:
             raise StopIteration
@@ -185,7 +185,9 @@ class Window:
 
 
 class Each(Closing, Generic[T]):
-    """What `Texts.each` gives: iterate with `for` or `next`. Leaving the loop cancels what runs, as `close` does."""
+    """The iterator that `Texts.each` returns, for `for` or `next`. Leaving the loop cancels what runs, as `close`
+    does.
+    """
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -288,7 +290,7 @@ class _AsyncCursor(Generic[T]):
 
 
 def _result(stream: TextStream) -> Completion | Exception:
-    """What became of a prompt whose requests have ended."""
+    """The result of a prompt whose requests have ended."""
     try:
         for choice in stream.choices:
             choice.feed(choice.tokens.come())
@@ -350,7 +352,9 @@ class _Along:
 
 
 def _in_step(given: Any, kind: type, what: str) -> Iterator[Any]:
-    """One for all, or one after another. Raises InvalidRequest."""
+    """An iterable of values in step with the prompts, from one value for all or from an iterable. Raises
+    InvalidRequest.
+    """
     if given is None or isinstance(given, kind):
         return repeat(given)
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):

@@ -1,4 +1,4 @@
-"""Who holds an engine: its life, and how it is."""
+"""Base class of objects that hold an engine: its life cycle, health and figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hibachi.streams.loops import in_thread
 
 
 class Holding(Closing):
-    """What a model is asked through, whatever its tokens are. engine: here, or in another process."""
+    """Base class of models by kind of token. engine: in this process or another."""
 
     engine: BatchEngine[Any]
 
@@ -25,28 +25,28 @@ class Holding(Closing):
         return self.engine.stats()
 
     def meters(self) -> Meters:
-        """What the engine's steps were like since the start: histograms of rows, tokens and times; padding."""
+        """Histograms of the engine's steps since its start: rows, tokens and times; padding."""
         return self.engine.meters()
 
     def health(self) -> Health:
-        """How the engine is, asked from any thread, also while a forward pass hangs."""
+        """The engine's health, callable from any thread, also while a forward pass hangs."""
         return self.engine.health()
 
     def dump(self) -> dict[str, Any]:
-        """The flight recorder: what the last steps computed, and for whom, as JSON could hold it. No tokens."""
+        """The flight recorder: the plans of the last steps, in a form that JSON can hold. It holds no tokens."""
         return self.engine.dump()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests and wait for the others.
+        """Take no new requests and wait for the running and waiting ones.
 
         False if `timeout` seconds were not enough, or if the engine stalled or failed meanwhile.
         """
         return self.engine.drain(timeout)
 
     def close(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """End all streams; a step that takes longer than `timeout` seconds is let go. Closing twice is fine."""
+        """End all streams; a step that takes longer than `timeout` seconds is abandoned. Closing twice is fine."""
         self.engine.close(timeout)
 
     async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:
-        """`close`, without holding up the event loop while the running step ends."""
+        """`close`, without blocking the event loop while the running step ends."""
         await in_thread(partial(self.close, timeout))

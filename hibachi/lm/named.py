@@ -32,13 +32,13 @@ from hibachi.tensor.discover import resolve
 
 
 def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
-    """The model called `spec`, an object on some rung of the ladder.
+    """The model called `spec`, an object that implements some level of the ladder.
 
-    A class is instantiated and a function called: with `backend=` (None: NumPy) if it has a parameter of that name,
-    else without arguments. Any other object is used as it is.
+    A class is instantiated and a function called: with `backend=` (None means NumPy) if it has a parameter of that
+    name, else without arguments. Any other object is used as it is.
 
     Raises ConfigError if there is no such name, if making the model raises (the original is in `__cause__`), or if it
-    has the methods of no rung; BackendNotFound or BackendNotInstalled.
+    has the methods of no level; BackendNotFound or BackendNotInstalled.
     """
     found = object_named(spec)
     if inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, partial):
@@ -48,8 +48,7 @@ def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
 
 
 def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
-    """What ends every request of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None means it has
-    neither.
+    """The stop rules of a model: its attributes `stop_rule` and, with eos, `eos_ids`; None means it has neither.
 
     Raises ConfigError.
     """
@@ -64,7 +63,9 @@ def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
 
 
 def own_params(model: Any) -> SamplingParams:
-    """How to sample where a request does not say it: the attribute `default_params`. Raises ConfigError."""
+    """The sampling parameters of requests that bring none: the model's attribute `default_params`. Raises
+    ConfigError.
+    """
     try:
         return as_params(getattr(model, "default_params", None), SamplingParams())
     except InvalidRequest as e:

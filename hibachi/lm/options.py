@@ -1,4 +1,4 @@
-"""The options that reach an engine for texts, whatever the model, here or in another process."""
+"""Options of an engine for texts, whatever the model, in this process or another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hibachi.tensor.array_backend import ArrayBackend
 
 
 class ModelOptions(TypedDict, total=False):
-    """See `LLM`. A model of one's own takes `backend`, `dtype` and `deterministic` only."""
+    """Options of `LLM`. A user's own model takes `backend`, `dtype` and `deterministic` only."""
 
     backend: str | ArrayBackend | None
     dtype: str | None
@@ -22,7 +22,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class TextOptions(EngineOptions, ModelOptions, total=False):
-    """All of them."""
+    """All options of `LLM` and its engine."""
 
 
 OPTIONS = [*ModelOptions.__annotations__, *EngineOptions.__annotations__]

@@ -1,4 +1,4 @@
-"""A model by its name, whatever it is: files, or a class of the user's own."""
+"""Opens a model by its name: model files, or a class of the user's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _KIND = ("token", "stop_token", "padding_token")  # attributes of a model that i
 
 
 def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
-    """model: as for `LLM`, or the name of a class, a function or a model (`hibachi.lm.named`): see `open_own`."""
+    """Open a model. model: as for `LLM`, or the name of a class, a function or an object (`hibachi.lm.named`): see
+    `open_own`.
+    """
     with phase(f"opening {model}"):
         if is_own(model):
             return open_own(model, feedforward=feedforward, **options)
@@ -41,17 +43,17 @@ def open_model(model: str, *, feedforward: bool = False, **options: Unpack[TextO
 
 
 def open_texts(model: str, **options: Unpack[TextOptions]) -> Texts:
-    """Likewise, of a model that makes text. Raises ConfigError for another."""
+    """`open_model` for models that make text. Raises ConfigError for another."""
     return OwnTexts(model, **options) if is_own(model) else LLM(model, **options)
 
 
 def is_own(model: str) -> bool:
-    """Does this name a model of one's own? A folder or file of that name is taken for one."""
+    """Whether this names a user's own model. An existing folder or file of that name is not one."""
     return is_named(model)
 
 
 def open_own(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
-    """A model of one's own: `OwnTexts` if its engine samples, else `Tokens`, of tokens or of one output an input.
+    """Open a user's own model: `OwnTexts` if its engine samples, else `Tokens`, of tokens or of one output per input.
 
     feedforward: True means `forward` takes single inputs; else as the class says (`hibachi.lm.named`). Raises
     ConfigError.
@@ -66,7 +68,7 @@ def open_own(model: str, *, feedforward: bool = False, **options: Unpack[TextOpt
 
 
 def is_feedforward(made: Any) -> bool:
-    """Does a model say so of itself? Raises ConfigError for labels that are none."""
+    """Whether a model declares itself feed-forward. Raises ConfigError for labels that are no list of texts."""
     said, labels = getattr(made, "feedforward", None), getattr(made, "labels", None)
     if labels is None or said is False:
         return said is True
@@ -76,11 +78,11 @@ def is_feedforward(made: Any) -> bool:
 
 
 class OwnTexts(Texts):
-    """A model of one's own whose engine samples: of level 1, or of level 2 with logits (docs/models.md).
+    """A user's own model whose engine samples: of level 1, or of level 2 with logits (docs/models.md).
 
     Its attribute `tokenizer` has encode(text) -> ids and decode(ids) -> text, and perhaps a `chat_template`; without
     one, prompts are token ids. `eos_ids`: tokens that end a text. `default_params`: a SamplingParams for requests that
-    bring none. made: the model, if it was made already.
+    bring none. made: the model object, if it exists already.
 
     Raises ConfigError.
     """
@@ -104,7 +106,7 @@ class OwnTexts(Texts):
 
 
 def no_text(model: str, got: str) -> str:
-    """Why this model makes no text."""
+    """Why this model makes no text, for a message."""
     return (
         f"Text takes a model that returns logits: expected `logits(tokens, lengths)` or `step(params, cache, x)` with "
         f"`vocab_size`; {model} {got}."
@@ -119,7 +121,9 @@ def _made(model: str, options: TextOptions) -> Any:
 
 
 def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInference[Any, Any]:
-    """Of a model that returns tokens. Where nothing says how long a request may be, it may be very long."""
+    """The engine of a model that returns tokens. Where nothing limits the length of a request, the limit is very
+    large.
+    """
     longest = options.get("max_model_len")
     if longest is None and getattr(made, "max_model_len", None) is None:
         longest = UNSTATED
@@ -156,7 +160,7 @@ def _library(made: Any, options: TextOptions) -> Any:
 
 
 def _warm(tokens: Tokens, made: Any) -> Tokens:
-    """What is made with the first call is made now, on one of the model's own `example_prompts`, if it has any."""
+    """Run one of the model's `example_prompts`, if it has any, so that work of the first call is done now."""
     examples = getattr(made, "example_prompts", None)
     try:
         for prompt in list(examples() if callable(examples) else examples or ())[:1]:

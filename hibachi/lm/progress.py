@@ -1,4 +1,4 @@
-"""How far many requests have come, shown while they run."""
+"""Shows how many requests have ended while they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def watch(streams: Sequence[TextStream]) -> None:
-    """Take all tokens of these until they have ended. Raises the first error."""
+    """Read all tokens of these streams until they have ended. Raises the first error."""
     began, tokens, done = time.perf_counter(), 0, 0
 
     def feed(stream: TextStream, i: int, ids: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ def watch(streams: Sequence[TextStream]) -> None:
 
 
 def counted(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What these give, one after the other."""
+    """Yield the items of an iterable and count them."""
     with shown(len(calls), "texts") as bar:
         out = []
         for call in calls:

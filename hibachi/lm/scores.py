@@ -1,4 +1,4 @@
-"""What a language model says about texts without writing any: vectors and likelihoods."""
+"""Vectors and likelihoods of given texts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is after a prompt.
+    """The likelihood of a continuation after a prompt.
 
     token_ids: of the continuation. logprobs: the natural log-probability of each. logprob: their sum, the
-    log-likelihood of the continuation. greedy: each of them is the most likely token.
+    log-likelihood of the continuation. greedy: whether each of them is the most likely token.
     """
 
     prompt: Prompt

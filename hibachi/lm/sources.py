@@ -1,4 +1,4 @@
-"""Where prompts come from: read no further ahead than asked, and one that lets us wait holds nobody up."""
+"""Sources of prompts: read no further ahead than asked, and never block the engine on a slow one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ S = TypeVar("S")
 
 
 class Source(Protocol[T]):
-    """Gives items one by one. error: what reading them raised, after the items before it."""
+    """Gives items one by one. error: the exception that reading them raised, after the items before it."""
 
     error: BaseException | None
 
     @property
     def over(self) -> bool:
-        """Nothing comes any more, and all was taken."""
+        """Whether the source is exhausted and all its items were taken."""
         ...
 
     def ask(self, most: int) -> None:
-        """Read on until so many items lie ready."""
+        """Read ahead until this many items are ready."""
         ...
 
     def take(self) -> T | None:
@@ -36,12 +36,12 @@ class Source(Protocol[T]):
         ...
 
     def close(self) -> None:
-        """Read no more. From any thread."""
+        """Stop reading. Callable from any thread."""
         ...
 
 
 class Listed(Generic[S]):
-    """Items that are there already."""
+    """A source whose items are all there already."""
 
     def __init__(self, items: Iterator[S]) -> None:
         self._items, self.over = items, False
@@ -65,7 +65,7 @@ class Listed(Generic[S]):
 
 
 class _Ahead(Generic[S]):
-    """What is read by somebody else, who calls `wake` after each item and at the end."""
+    """A source that a thread or task reads, which calls `wake` after each item and at the end."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -85,7 +85,7 @@ class _Ahead(Generic[S]):
         return self._came.popleft()
 
     def _more(self, most: int) -> int:
-        """How many more to read for so many to lie ready."""
+        """Number of items still to read until this many are ready."""
         more = max(0, most - (self._asked - self._taken))
         self._asked += more
         return more
@@ -129,7 +129,7 @@ class Threaded(_Ahead[S]):
 
 
 class Tasked(_Ahead[S]):
-    """An asynchronous iterator, read by a task of its own. along: makes an item of what it gives."""
+    """An asynchronous iterator, read by a task of its own. along: converts each thing read to an item."""
 
     def __init__(self, items: AsyncIterator[Any], along: Callable[[Any], S], wake: Callable[[], None]) -> None:
         super().__init__(wake)
@@ -138,7 +138,7 @@ class Tasked(_Ahead[S]):
         self._cancel: Callable[[], object] = _nothing
 
     def ask(self, most: int) -> None:
-        """In the loop that is to read."""
+        """Call this in the loop that reads."""
         more = self._more(most)
         if self._room is None:
             self._begin()
@@ -172,7 +172,9 @@ class Tasked(_Ahead[S]):
             await self._finish()
 
     async def _finish(self) -> None:
-        """An asynchronous generator is closed in its own loop; nobody else can know when we are done with it."""
+        """Close an asynchronous generator in its own loop, which cannot know otherwise that it is not needed any
+        more.
+        """
         if isinstance(self._items, AsyncGenerator):
             with suppress(Exception):
                 await self._items.aclose()

@@ -1,4 +1,4 @@
-"""Text in, text out, by a tokenizer and an engine that may be anywhere."""
+"""Text in, text out, by a tokenizer and an engine in any process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hibachi.tensor.array_backend import HostArray
 
 
 class Texts(Holding):
-    """What can be asked of a language model.
+    """The methods of a language model: generate, stream, chat, embed, score.
 
-    engine: here, or in another process. eos_ids: tokens that end a text.
-    vocab_size: None means any id is one. default_params: of a request that brings none.
+    engine: in this process or another. eos_ids: tokens that end a text. vocab_size: None means any id is valid.
+    default_params: for requests that bring none.
     """
 
     tokenizer: Any
@@ -52,10 +52,10 @@ class Texts(Holding):
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
-        """The text as it comes, piece by piece: iterate with `for` or `async for`. params: None means `default_params`.
-        terms: priority, tenant, deadlines, cache salt.
+        """Stream the text of one prompt piece by piece: iterate with `for` or `async for`.
 
-        Raises InvalidRequest or PromptTooLong, also for best_of > n: which are the best is known only at the end.
+        params: None means `default_params`. terms: priority, tenant, deadlines, cache salt. Raises InvalidRequest or
+        PromptTooLong, also for best_of > n: which continuations are best is known only at the end.
         """
         params = as_params(params, self.default_params)
         if params.runs > params.n:
@@ -72,7 +72,7 @@ class Texts(Holding):
         *,
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[TextStream]:
-        """Queue all prompts, after all have been checked; a stream for each. See `generate`.
+        """Queue all prompts, after all have been checked, and return a stream for each. See `generate`.
 
         Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed; then nothing is queued.
         """
@@ -86,10 +86,12 @@ class Texts(Holding):
         terms: Terms | Sequence[Terms] | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Complete all prompts together; results in their order. params, terms: one for all, or one for each; None:
-        `default_params`, and plain terms. A prompt is a text, a list of token ids, or {"prompt_embeds": floats
-        (sequence, hidden)}, which the first layer sees instead of the embeddings of tokens. progress: show on standard
-        error how far it is, by tqdm where that is installed.
+        """Complete all prompts together; results come in their order.
+
+        prompts: each a text, a list of token ids, or {"prompt_embeds": floats (sequence, hidden)}, which replace the
+        embeddings of tokens at the first layer.
+        params, terms: one for all, or one for each; None means `default_params`, and plain terms.
+        progress: show progress on standard error, by tqdm where that is installed.
 
         Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
         """
@@ -149,17 +151,19 @@ class Texts(Holding):
         ahead: int | None = None,
         errors: str = "raise",
     ) -> Each[Any]:
-        """A Completion for each prompt of any iterable, also an endless one: `for c in llm.each(prompts)`.
+        """Yield a Completion for each prompt of any iterable, also an endless one: `for c in llm.each(prompts)`.
 
-        At most 2 x max_num_seqs requests are in the engine at a time. params, terms: one for all, or an iterable in
-        step with the prompts. ordered: in the order of the prompts; False means as they end, (place of the prompt, its
-        Completion). ahead: at most so many prompts run or have results that you have not read, so that memory is
-        bounded where the first takes long; None: 2 x max_num_seqs.
-        errors: "raise": the error of a prompt is raised at its place, and the rest is cancelled; "return": it stands in
-        the place of the Completion. What reading the prompts raises comes after all results.
+        At most 2 x max_num_seqs requests are in the engine at a time.
 
-        Leaving the loop cancels what runs. An iterable that is no sequence is read in a thread of its own, as far
-        ahead as said, so that one that blocks holds nobody up. Raises InvalidRequest, ConfigError; EngineClosed or
+        params, terms: one for all, or an iterable in step with the prompts.
+        ordered: yield in the order of the prompts; False means as they end, as (index of the prompt, its Completion).
+        ahead: at most this many prompts run or have unread results, so that memory is bounded where the first takes
+        long; None means 2 x max_num_seqs.
+        errors: "raise": the error of a prompt is raised at its place, and the rest is cancelled; "return": the error
+        takes the place of the Completion. An error from the iterable of prompts comes after all results.
+
+        Leaving the loop cancels what runs. An iterable that is no sequence is read in a thread of its own, as far ahead
+        as said, so one that blocks delays no other request. Raises InvalidRequest, ConfigError; EngineClosed or
         EngineFailed after the results that there are.
         """
         return Each(window_of(self, prompts, params, terms, ordered=ordered, ahead=ahead, errors=errors))
@@ -198,8 +202,8 @@ class Texts(Holding):
         ahead: int | None = None,
         errors: str = "raise",
     ) -> AsyncEach[Any]:
-        """`each` for asyncio and trio: `async for c in llm.aeach(prompts)`. prompts: also an asynchronous iterable,
-        which a task of its own reads.
+        """`each` for asyncio and trio: `async for c in llm.aeach(prompts)`. prompts may also be an asynchronous
+        iterable, which is read by its own task.
         """
         window = window_of(self, prompts, params, terms, ordered=ordered, ahead=ahead, errors=errors, tasks=True)
         return AsyncEach(window)
@@ -213,10 +217,11 @@ class Texts(Holding):
         progress: bool = False,
         **variables: Any,
     ) -> list[Completion]:
-        """Answer a conversation, or several: lists of {"role": ..., "content": ...}, in the model's chat template.
+        """Answer one conversation or several: lists of {"role": ..., "content": ...}, rendered by the model's chat
+        template.
 
-        progress: see `generate`. variables: further ones for the template, such as tools. Raises InvalidRequest if the
-        model has no template.
+        progress: see `generate`. variables: further variables of the template, such as tools. Raises InvalidRequest if
+        the model has no template.
         """
         texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
@@ -234,9 +239,8 @@ class Texts(Holding):
         """A vector for each text, from the model's last hidden states.
 
         pooling: "mean" of all tokens, the "last" or the first ("cls"); None means what the model's files say, else the
-        last.
-        normalize: to length 1; None means likewise. progress: see `generate`. Raises InvalidRequest, PromptTooLong,
-        QueueFull, UnsupportedOperation for a model whose hidden states cannot be had.
+        last. normalize: scale to length 1; None means what the model's files say. progress: see `generate`. Raises
+        InvalidRequest, PromptTooLong, QueueFull, or UnsupportedOperation for a model without hidden states.
         """
         prompts = listed(prompts)
         ids = [self.prompts.encode(p) for p in prompts]
@@ -256,8 +260,8 @@ class Texts(Holding):
         normalize: bool | None = None,
         terms: Terms | Sequence[Terms] | None = None,
     ) -> list[Item[HostArray]]:
-        """Queue prompts of token ids for vectors, after all have been checked: see `embed`. Each item gives float32
-        [hidden] on the host: `await` it, or call `.result()`.
+        """Queue prompts of token ids for vectors, after all have been checked: see `embed`. Each returned item gives
+        float32 [hidden] on the host: `await` it, or call `.result()`.
         """
         own, to_one = self._pooling(pooling)
         served = [as_terms(t) for t in _for_each(terms, ids, "Terms")]
@@ -270,10 +274,10 @@ class Texts(Holding):
         return [Item(self.engine.submit(each)) for each in ready]
 
     def score(self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]) -> list[Score]:
-        """The log-likelihood of each continuation after its prompt; one prompt may stand for all.
+        """The log-likelihood of each continuation after its prompt; one prompt may serve all continuations.
 
-        Two texts are tokenized together, as the tokenizer may join what stands at the border; the continuation's
-        tokens are those after as many as the prompt alone has. Raises InvalidRequest, PromptTooLong.
+        Two texts are tokenized together, as the tokenizer may join characters at the border. The continuation's tokens
+        are those that follow as many tokens as the prompt alone has. Raises InvalidRequest, PromptTooLong.
         """
         pairs = paired(listed(prompts), listed(continuations))
         split = [self.prompts.joined(p, c) for p, c in pairs]
@@ -282,11 +286,11 @@ class Texts(Holding):
         return [score_of(p, c, out, len(after)) for (p, c), (_, after), out in each]
 
     def _pooling(self, asked: Pooling | None) -> tuple[Pooling, bool]:
-        """How vectors are made, and whether they get the length 1, if nobody says so: as sentence-transformers does."""
+        """The default pooling, and whether vectors are scaled to length 1: as sentence-transformers does it."""
         return asked or "last", True
 
     def _check_room(self, wanted: Mapping[Hashable, int]) -> None:
-        """Raises QueueFull if there is no room for so many requests of each tenant."""
+        """Raise QueueFull if there is no room for this many requests of each tenant."""
         for tenant, n in wanted.items():
             self.engine.check_room(tenant, n)
 
@@ -322,7 +326,7 @@ class Texts(Holding):
         ]
 
     def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms) -> list[Any]:
-        """What the engine has to do for one prompt, checked: a request for each continuation."""
+        """The checked requests for one prompt: one for each continuation."""
         run = p
         if p.stop or p.bad_words or p.runs > 1:
             run = run.with_(stop=(), bad_words=(), n=1, best_of=None)
@@ -354,7 +358,7 @@ class Texts(Holding):
 
 
 def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
-    """One for all prompts, or one for each, as a list."""
+    """A list with one value for each prompt, from one value for all or one for each."""
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidRequest(f"Expected one {what}, or one for each of {len(prompts)} prompts; got {len(each)}.")
@@ -362,7 +366,7 @@ def _for_each(given: Any, prompts: Sequence[Prompt], what: str) -> list[Any]:
 
 
 def _finish(streams: list[TextStream], progress: bool = False) -> list[Completion]:
-    """What becomes of all of them. Whatever happens, no request outlives the call."""
+    """The results of all streams. Whatever happens, no request outlives the call."""
     try:
         if progress:
             watch(streams)

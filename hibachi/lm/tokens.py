@@ -1,4 +1,4 @@
-"""Tokens in, tokens out, of any kind: a model that makes no text, wherever its engine is."""
+"""Models that generate tokens of any kind, without text; the engine may be in any process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST_BYTES = 2**28  # of a prompt or an input
 
 
 class Tokens(Holding):
-    """A model on any rung: arrays in, a stream of arrays out; of a feed-forward one, a stream of one output.
+    """A model on any level: arrays in, a stream of arrays out; for a feed-forward model, a stream of one output.
 
-    model: its name. default_params: of a request that brings none, where the engine samples.
+    model: its name. default_params: for requests that bring none, where the engine samples.
     """
 
     model: str
@@ -42,13 +42,16 @@ class Tokens(Holding):
     ) -> ItemStream[Any]:
         """Queue a prompt [n, *token], or one input of any shape; returns its stream at once.
 
-        params: how to sample, where the engine does. max_tokens: before params.max_tokens; None with a model that
-        samples by itself: up to the end of the context. stop_rule: a `StopRule`, a predicate, a token or a list of
-        them, on top of the model's own. include_stop: deliver the token that ends it (None means yes). terms: priority,
-        tenant, deadlines, cache salt. Items: `host` makes arrays of them.
+        params: how to sample, where the engine does.
+        max_tokens: takes precedence over params.max_tokens. None with a model that samples by itself means up to the
+        end of the context.
+        stop_rule: a `StopRule`, a predicate, a token or a list of them, in addition to the model's own.
+        include_stop: deliver the token that ends it (None means yes).
+        terms: priority, tenant, deadlines, cache salt.
 
-        Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or EngineFailed. In another process more may be
-        found wrong with a request than here: then its stream raises InvalidRequest, before any item.
+        Items: `host` converts them to arrays. Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or
+        EngineFailed. An engine in another process may refuse a request later: then its stream raises InvalidRequest,
+        before any item.
         """
         facts = self.engine.facts
         given = asked(prompt, MOST_BYTES)
@@ -62,7 +65,7 @@ class Tokens(Holding):
         return self.engine.submit(self.engine.check(request))
 
     def host(self, item: Any) -> HostArray:
-        """An item of a stream, on the host: [*token], or an output. Raises ModelError for what is no array."""
+        """An item of a stream as an array on the host: [*token], or an output. Raises ModelError if it is no array."""
         try:
             return to_host(item)
         except HibachiError as e:
@@ -70,7 +73,7 @@ class Tokens(Holding):
 
 
 def asked(prompt: Any, most: int) -> HostArray:
-    """A prompt or an input on the host, not copied; at most so many bytes. Raises InvalidRequest."""
+    """A prompt or an input on the host, not copied. Raises InvalidRequest if it has more than this many bytes."""
     try:
         found = prompt if isinstance(prompt, np.ndarray) else to_host(prompt)
     except (HibachiError, ValueError, TypeError, OverflowError) as e:

@@ -203,8 +203,9 @@ class Scheduler:
         return None if seq is None or seq is self._held_back or self.short(seq) else seq
 
     def wanted(self) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
-        """For each tenant, the next sequence to start included: tokens that it would compute in the next step, and its
-        best class.
+        """By tenant: the tokens that its running sequences would compute in the next step, and its best class.
+
+        The sequence that is next to start is counted too.
         """
         tokens: dict[Hashable, int] = {}
         best: dict[Hashable, int] = {}

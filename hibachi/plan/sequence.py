@@ -21,8 +21,8 @@ class Seq:
     deadline: float | None = None  # time at which it must have ended
     start_by: float | None = None  # time at which it must have started
     arrival: float = 0.0
-    # What it may share with others: the identity of each full block of its tokens, such as their bytes, and what they
-    # must have in common besides. None means nothing. The list grows with what is generated.
+    # What it may share with other sequences: the key of each full block of its tokens, such as their bytes, and below
+    # it the salt that they must have in common. None means nothing. The list grows with the generated tokens.
     keys: list[Hashable] | None = None
     salt: Hashable = None
     # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.

@@ -1,1 +1,1 @@
-"""Plans meet arrays: what each step computes, and what becomes of it."""
+"""Runners turn plans into calls of the model: inputs, sampling, faults."""

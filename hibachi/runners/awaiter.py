@@ -11,7 +11,7 @@ from hibachi.errors import EngineClosed
 
 
 class Awaiter:
-    """Runs `async def forward` to its end, on an event loop of the engine's own thread."""
+    """Runs an `async def` method of a model to its end, on an event loop of the engine's own thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.Runner | None = None
@@ -37,7 +37,7 @@ class Awaiter:
         return await awaitable
 
     def interrupt(self) -> None:
-        """Cancel what is awaited, and await nothing more. Called from any thread."""
+        """Cancel the awaited call and accept no more. Callable from any thread."""
         self._over = True
         if (task := self._task) is not None:
             with suppress(RuntimeError):  # the loop has just been closed

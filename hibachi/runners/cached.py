@@ -1,4 +1,6 @@
-"""The runner for models with a cache (level 2): which rows go into which call, and what is kept of a failed one."""
+"""The runner for models with a cache (level 2): which rows go into which call, and recovery of the cache after a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class Call:
         self.compile()
 
     def compile(self) -> None:
-        """Anew: what was compiled may hold on to a cache."""
+        """Compile anew: the old program may hold on to a cache."""
         memory, step = self._memory, self._checked
         whole = RecurrentStep(step, self._backend, tuple(memory.spec)) if memory.states else step
         self.step: Callable[..., Any] = self._backend.compile(whole, donate=(1,) if memory.donating else ())
@@ -66,8 +68,8 @@ class Call:
 class CachedRunner(BaseRunner):
     """Runs `model.step` over the packed new tokens of a plan.
 
-    head: of the requests that want tokens; those that want a vector have one of their own, and are called apart, on the
-    same cache. tally: of the calls; the head has the same. memory: None means a new one.
+    head: of requests that want tokens. Requests that want a vector have a head of their own, and are called apart, on
+    the same cache. tally: of the calls; the head has the same. memory: None means a new one.
     """
 
     model: Any
@@ -137,7 +139,7 @@ class CachedRunner(BaseRunner):
         return outcome
 
     def _groups(self, plan: StepPlan, idx: Any) -> list[tuple[Any, Call]]:
-        """The rows `idx` apart: those that want vectors, and those of each kind of token. In each their order stays."""
+        """The rows `idx` apart: requests that want vectors, and each kind of token. In each group their order stays."""
         if self._vectors is None and not self.tables.several:
             return [(idx, self.main)]
         found: dict[tuple[bool, Kind | None], list[int]] = {}
@@ -148,7 +150,7 @@ class CachedRunner(BaseRunner):
         return [(np.array(some), calls[vectors]) for (vectors, _), some in sorted(found.items(), key=lambda f: f[0][0])]
 
     def _run(self, plan: StepPlan, idx: Any, call: Call) -> Outcome:
-        """`run` for some rows of a plan: places in it, who writes a block before those who share it."""
+        """`run` for some rows of a plan: places in it, the writer of a block before the rows that share it."""
         self.advanced = False
         try:
             return isolate(lambda idx: self._forward(plan, idx, call), idx, self.backend, self.theirs)
@@ -160,7 +162,7 @@ class CachedRunner(BaseRunner):
     # ---- a step that nobody waits for ---------------------------------------------------------------------------
 
     def can_launch(self, plan: StepPlan) -> bool:
-        """Can `launch` begin this step? It must need nothing that the host learns from the step before."""
+        """Whether `launch` can begin this step: it must need nothing that the host learns from the step before."""
         head, inputs = self.main.head, self.inputs
         if not isinstance(head, Sampled) or self.memory.states or inputs.shapes.sizes or inputs.embeds:
             return False
@@ -176,7 +178,7 @@ class CachedRunner(BaseRunner):
         return head.sampler.plain(jobs, plan.rows[idx], plan.end[idx])
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight:
-        """Begin a step; what the one `before` draws are inputs of this one.
+        """Begin a step; the tokens drawn by the step `before` are inputs of this one.
 
         Raises what the model raises, and StepFailed if that cost the cache.
         """
@@ -273,7 +275,7 @@ class CachedRunner(BaseRunner):
         return out
 
     def _sizes(self, call: Call) -> tuple[int, ...]:
-        """Tokens of a call; of others than the main one, which sizes give the same bits was not tried."""
+        """The allowed numbers of tokens of a call. Only for the main call was tried which sizes give the same bits."""
         return self.inputs.shapes.sizes if call is self.main else self.inputs.shapes.sizes[:1]
 
     def _outputs(self, idx: Any, rows: Any, start: Any, q: Any, last: Any) -> Outputs:
@@ -309,7 +311,7 @@ class CachedRunner(BaseRunner):
         return joined(parts, idx[:0], self.backend)
 
     def calls(self, rows: Any, start: Any, q: Any, sizes: tuple[int, ...]) -> Iterator[tuple[Any, Any, Any]]:
-        """A step cut into calls of the sizes that there are: (places among `rows`, start, tokens) of each call.
+        """A step cut into calls of the allowed sizes: (places among `rows`, start, tokens) of each call.
 
         Prompts that are given as embeddings take other inputs, so their tokens are in calls of their own.
         """
@@ -351,9 +353,9 @@ class CachedRunner(BaseRunner):
     def _recurrent(self, plan: StepPlan, call: Call, idx: Any, rows: Any, start: Any, q: Any, emit: Any) -> Part:
         """Like `_paged`, for models with a `State`: a copy of the rows' states is stepped, and kept on success.
 
-        A state cannot skip padding, so chunks are cut into powers of two and rows with the same piece go together:
-        at most log2(chunk) + 1 calls, each with equally many tokens a row (more where outputs of whole prompts are
-        wanted, as logits take much memory).
+        A state cannot skip padding, so chunks are cut into powers of two and rows with the same piece go together. That
+        makes at most log2(chunk) + 1 calls, each with equally many tokens a row (more where outputs of whole prompts
+        are wanted, as logits take much memory).
         """
         n, trash, memory = len(idx), self.limits.rows, self.memory
         sizes, pieces = self._sizes(call), self.inputs.shapes.pieces
@@ -403,7 +405,8 @@ class CachedRunner(BaseRunner):
 
 def _drawn(plan: StepPlan, before: Flight | None, vocab: int) -> tuple[Array, Any, int] | None:
     """The tokens of the step before, and for each row of a plan which of them it computes, [B]; -1 means none. vocab:
-    how many tokens there are."""
+    size of the vocabulary.
+    """
     if before is None or not len(before.idx):
         return None
     rows, generation = before.plan.rows[before.idx], before.plan.generation[before.idx]

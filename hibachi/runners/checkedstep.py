@@ -1,4 +1,4 @@
-"""`model.step`, with a look at the cache that it returns."""
+"""`model.step` with a check of the cache that it returns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hibachi.tensor.layout import StepInputs
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """`model.step` with a look at the cache that it returns; equal for one model, so that it is compiled once.
+    """`model.step` with a check of the cache that it returns. Wrappers of one model are equal, so that it is compiled
+    once.
 
-    Raises InvalidModelOutput. Only types and shapes are looked at, and of what is compiled no more than once, when it
-    is traced. Lists are copied both ways: the model may keep and change those that it has.
+    Raises InvalidModelOutput. Only types and shapes are checked; a compiled step is checked once, when it is traced.
+    Lists are copied both ways: the model may keep and change its own.
     """
 
     step: Callable[..., Any]
@@ -42,7 +43,7 @@ class CheckedStep:
         ]
 
     def _alike(self, old: LayerCache, new: LayerCache) -> bool:
-        """Says quickly of nearly all layers that they are fine: pairs of arrays of the same types and shapes."""
+        """Quick check that accepts nearly all layers: pairs of arrays of the same types and shapes."""
         if type(new) is not tuple or type(old) is not tuple or len(new) != 2 or len(old) != 2:
             return False
         (a, b), (c, d), unfit = new, old, self.backend.unfit
@@ -54,7 +55,7 @@ class CheckedStep:
             return False
 
     def _like(self, old: LayerCache, new: LayerCache, i: int) -> LayerCache:
-        """`new`, if it is of the kind and the shape of `old`, in the same kind of tuple."""
+        """Check that `new` has the kind and shape of `old`, and return it in the same kind of tuple."""
         if isinstance(old, (tuple, list)):
             if not isinstance(new, (tuple, list)) or len(new) != len(old):
                 raise self._wrong(f"layer {i} of the cache as {len(old)} arrays, as it was given", new)

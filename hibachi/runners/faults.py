@@ -1,4 +1,4 @@
-"""What went wrong, as a typed error that keeps words and no arrays."""
+"""Turns exceptions into typed errors that keep their text and no arrays."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MOST_TEXT = 4000  # characters of a traceback that are kept
 
 
 class Theirs:
-    """`with theirs:` around a call of the model notes what it raised, so that it is told from a defect of ours.
+    """`with theirs:` around a call of the model records what it raised, to tell it from a defect of hibachi.
 
-    warned: the log has a warning that rows which fail together succeed apart; one is enough.
+    warned: the log already has the warning that rows which fail together succeed apart.
     """
 
     __slots__ = ("raised", "warned")
@@ -43,17 +43,17 @@ class Theirs:
 
 
 def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ...]) -> str:
-    """What to do about an output of this shape, in a sentence."""
+    """How to mend an output of this shape, in a sentence."""
     if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and shape[0] == expected[0]:
         return (
-            "If these are logits, rename the method `logits` and set `vocab_size`: then the engine draws the token. "
-            "`forward` returns the next token of each row."
+            "If these are logits, call the method `logits(self, tokens, lengths)` and set `vocab_size`: then the engine "
+            "draws the token. `forward` returns the next token of each row."
         )
     return "Return one row for each input row."
 
 
 def holds(judge: Callable[[BaseException], bool], error: BaseException) -> bool:
-    """What a backend says of an error; False if it cannot read it."""
+    """The backend's answer to a question about an error; False if it cannot read it."""
     try:
         return judge(error)
     except BaseException:
@@ -67,7 +67,8 @@ def is_signal(error: BaseException) -> bool:
 
 def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
     """The error that ends a request of which one call raised `error`. theirs: what the model raised last."""
-    if isinstance(error, (ModelFault, InvalidRequest, BackendError)):  # ours, about what is somebody else's
+    # raised by hibachi about a fault of the model or library
+    if isinstance(error, (ModelFault, InvalidRequest, BackendError)):
         drop_frames(error)
         return error
     if theirs.raised is not error and _ended_in_ours(error):
@@ -76,7 +77,7 @@ def as_fault(error: BaseException, theirs: Theirs) -> HibachiError:
 
 
 def internal(error: BaseException) -> HibachiError:
-    """The error that ends a request which the engine could not handle: `error` itself if it is typed."""
+    """The error that ends a request which the engine could not handle: `error` itself if it has a type of hibachi's."""
     if isinstance(error, HibachiError):
         return error
     if isinstance(error, MemoryError):
@@ -88,7 +89,7 @@ def internal(error: BaseException) -> HibachiError:
 
 
 def _because(fault: HibachiError, error: BaseException) -> HibachiError:
-    """`fault` with its cause: the words of its traceback are kept, its frames are not."""
+    """`fault` with its cause, as text: the traceback's words are kept, its frames are not."""
     fault.__cause__ = error
     fault.add_note(_where(error))
     drop_frames(error)
@@ -109,7 +110,7 @@ def drop_frames(error: BaseException | None) -> None:
 
 
 def _ended_in_ours(error: BaseException) -> bool:
-    """Was it raised by the code of these floors, rather than by a library or a model below them?"""
+    """Whether an exception was raised by hibachi's own code rather than by a library or a model below it."""
     trace = error.__traceback__
     if trace is None:
         return False

@@ -1,4 +1,4 @@
-"""Which rows share a call, where a model is shown whole sequences, and of which shape the call is."""
+"""Grouping of rows into calls, where a model is shown whole sequences, and the shape of each call."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ STEP = 16  # positions: widths are multiples of it, from 256 on of an eighth of 
 
 
 def bucket(length: int) -> int:
-    """The width of a row of so many tokens where its width must not depend on who else is there."""
+    """The width of a row of this many tokens where its width must not depend on the other rows."""
     step = max(STEP, (1 << (length - 1).bit_length()) >> 4)
     return -(-length // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """idx [n]: places in the plan. width: positions that each row is shown. rows: >= n, of which the last are fill."""
+    """A forward pass. idx [n]: places in the plan. width: positions that each row is shown. rows: >= n; the rows after
+    n are filler.
+    """
 
     idx: Any
     width: int
@@ -30,21 +32,22 @@ class Call:
 
 
 class Traceless(NamedTuple):
-    """Calls of one width in which nobody's company changes a bit. sizes: the numbers of rows that they may have,
-    ascending. joined: rows for which a smaller width would do get the same bits with this one."""
+    """Calls of one width in which the other rows change no bit of a row. sizes: the numbers of rows that they may have,
+    ascending. joined: rows for which a smaller width would do get the same bits with this one.
+    """
 
     sizes: tuple[int, ...]
     joined: bool
 
 
 class Known(Protocol):
-    """What is known of the calls of a model."""
+    """Knowledge about which calls of a model leave a row's bits unchanged."""
 
     def of(self, width: int) -> Traceless: ...
 
 
 class Alone:
-    """Of a model of which nothing is known: one row a call, of a width of its own, is right whatever it does."""
+    """The grouping for a model of which nothing is known: one row a call, of its own width, is always right."""
 
     def of(self, width: int) -> Traceless:
         return Traceless((1,), False)
@@ -52,9 +55,12 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """padded: rows of different lengths may share a call. longest: the widest that there is. known: calls leave no
-    trace in anybody's bits; None means they are as large as can be, and as wide as the longest row. bucket: the width
-    for a length, where a row's width must be its own."""
+    """How rows are grouped into calls.
+
+    padded: rows of different lengths may share a call. longest: the greatest width. known: calls in which no row
+    changes another's bits; None means calls are as large as possible, and as wide as the longest row. bucket: the width
+    for a length, where a row's width must be its own.
+    """
 
     padded: bool = False
     longest: int = 2**31
@@ -62,11 +68,11 @@ class Grouping:
     bucket: Callable[[int], int] = bucket
 
     def width(self, length: int) -> int:
-        """Of a row of so many tokens, where its width must be its own."""
+        """The width of a row of this many tokens, where its width must be its own."""
         return min(self.bucket(length), self.longest)
 
     def calls(self, plan: StepPlan, *, kinds: bool) -> list[Call]:
-        """The calls of a step. kinds: tokens may be of several."""
+        """The calls of a step. kinds: tokens may be of several kinds."""
         wanted = np.flatnonzero(plan.emit)  # the others have no new token yet, and no cache to fill
         if not len(wanted):
             return []

@@ -1,4 +1,4 @@
-"""What level 0 showed its model last, kept where the model computes: the next step adds a token to it."""
+"""The inputs that level 0 showed its model last, kept where the model computes: the next step adds a token to them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 log: logging.Logger = logging.getLogger("hibachi.engine")
 WORTH = 2**16  # bytes of a call from which on rooms are kept: less is copied as fast
 LEAST_ROOM = 16  # tokens
-MOST_CAUSES = 8  # of an error, which are looked at
+MOST_CAUSES = 8  # characters of an error that are looked at
 
 
 class Shown(NamedTuple):
-    """tokens: [B, S + 1, *tok], of our own: what a call was shown and what it returned. lengths [B]: before that."""
+    """The tokens of a call and its result: [B, S + 1, *tok], in our own memory. lengths [B]: before the call."""
 
     tokens: Array
     lengths: Any
 
 
 class Grown:
-    """Spares copies from the host, where the device has memory of its own and calls of any width.
+    """Saves copies from the host, where the device has its own memory and takes calls of any width.
 
-    The host keeps all tokens as well, for stop tokens, and for rows that come, go or compute again. Memory: that of the
+    The host keeps all tokens as well, for stop tokens, and for rows that join, leave or compute again. Memory: the
     inputs of one step, as long as the engine lives.
     """
 
@@ -43,17 +43,17 @@ class Grown:
         self._now: dict[tuple[int, ...], Shown] = {}
 
     def begin(self) -> None:
-        """A step begins: what is older than the last one is dropped."""
+        """Begin a step: inputs older than the last step are dropped."""
         self._last, self._now = self._now, {}
 
     def clear(self) -> None:
-        """The device lost what it held, or other requests have the same numbers."""
+        """Drop everything: the device lost its memory, or other requests have the same numbers."""
         self._last, self._now = {}, {}
 
     def tokens(self, seqs: list[Seq], lengths: Any, width: int) -> Array | None:
-        """[B, width, *tok], padded on the left, to be read only. None means the host must put them together.
+        """The tokens [B, width, *tok], padded on the left, read-only. None means the host must assemble them.
 
-        seqs: of the first rows; the others are fill. lengths [B]: with the new token.
+        seqs: of the first rows; the others are filler. lengths [B]: with the new token.
         """
         last = self._last.get(_key(seqs))
         if last is None or len(last.lengths) != len(lengths) or (lengths != last.lengths + 1).any():
@@ -64,16 +64,18 @@ class Grown:
         return last.tokens[:, extra:, ...] if extra else last.tokens
 
     def keep(self, seqs: list[Seq], shown: Array, out: Array, lengths: Any) -> None:
-        """The model has answered. shown [B, S, *tok]: a copy that it had no access to; out: [B, *tok]."""
+        """Keep the inputs of a call and the model's answer. shown [B, S, *tok]: a copy that the model had no access to;
+        out: [B, *tok].
+        """
         if self.useful and out.dtype == shown.dtype:
             tokens = self._backend.cat([shown, self._backend.unsqueeze(out, 1)], 1)
             self._now[_key(seqs)] = Shown(tokens, lengths)
 
 
 class Room:
-    """The tokens of the rows of one call, on the host, with room on their right to grow into.
+    """The tokens of the rows of one call, on the host, with free columns on their right.
 
-    A place that a model has been shown is never written to again, so that it may keep what it gets.
+    A place that a model has been shown is never written to again, so the model may keep what it gets.
     """
 
     lengths: Any
@@ -101,27 +103,26 @@ class Room:
         self.lengths = self.lengths + 1
 
     def view(self, width: int) -> HostArray | None:
-        """[B, width, *tok], which nobody can write to. None means so much padding is not there."""
+        """[B, width, *tok], read-only. None means there is not that much padding on the left."""
         start = self._end - width
         return None if start < 0 else self._seen[:, start : self._end]
 
     def _make(self, shape: tuple[int, ...], dtype: Any, most: int) -> None:
         rows, used, *tok = shape
         self._array: HostArray = np.empty((rows, used + min(max(used, LEAST_ROOM), most), *tok), dtype)
-        # Through a read-only buffer: the flag of a mere view could be set again by whoever has it.
+        # Through a read-only buffer: the model could set the flag of a mere view again.
         seen = np.frombuffer(self._array.reshape(-1).view(np.uint8).data.toreadonly(), dtype)
         self._seen: HostArray = seen.reshape(self._array.shape)
 
 
 class Rooms:
-    """Spares copies on the host: a call of the rows of the last step is shown a view of what that step was shown.
+    """Saves copies on the host: a call of the rows of the last step is shown a view of what that step was shown.
 
-    Views cannot be written to, and rows of them do not follow one another in memory. Not every model can do with that:
-    its first call is made with an array in one piece, and again with one that lies in memory as a view does, both its
-    own. If it writes into one, or gives other bits with the second, or fails, it gets arrays of its own for good, as it
-    does once a view raises an error.
-    Memory: at most twice the inputs of the last step, and while one runs of two; of a call, until one of its rows has
-    ended.
+    Views are read-only, and rows of them do not follow one another in memory. Not every model can work with that. So
+    its first call is made twice, with an array in one piece and with one that lies in memory as a view does, both its
+    own. If the model writes into one, gives other bits with the second, or fails, it gets arrays of its own for good,
+    as it does once a view raises an error. Memory: at most twice the inputs of the last step, and while a step runs of
+    two; the memory of a call is kept until one of its rows has ended.
     """
 
     def __init__(self, backend: ArrayBackend, name: str, *, useful: bool) -> None:
@@ -134,16 +135,16 @@ class Rooms:
         self._now: dict[tuple[int, ...], Room] = {}
 
     def begin(self) -> None:
-        """A step begins: what is older than the last one is dropped."""
+        """Begin a step: inputs older than the last step are dropped."""
         if self._last or self._now:
             self._last, self._now = self._now, {}
 
     def end(self) -> None:
-        """It is over: what it did not go on with is dropped."""
+        """End a step: inputs that it did not use are dropped."""
         self._last = {}
 
     def clear(self) -> None:
-        """Other requests have the same numbers."""
+        """Drop everything: other requests have the same numbers."""
         self._last, self._now = {}, {}
 
     def tokens(
@@ -155,9 +156,9 @@ class Rooms:
         newest: Callable[[], HostArray],
         fill: Callable[[HostArray], object],
     ) -> HostArray:
-        """[B, width, *tok], padded on the left, to be read only. lengths [B]: with the new token.
+        """The tokens [B, width, *tok], padded on the left, read-only. lengths [B]: with the new token.
 
-        seqs: of the first rows; the others are fill. newest: the last tokens [B, *tok]. fill: writes all tokens.
+        seqs: of the first rows; the others are filler. newest: the last tokens [B, *tok]. fill: writes all tokens.
         """
         key, most = _key(seqs), max(0, max(seq.end for seq in seqs) - int(lengths.max()))
         room = self._last.get(key)
@@ -174,12 +175,12 @@ class Rooms:
         return view
 
     def ended(self, seqs: list[Seq], over: Any) -> None:
-        """The model has answered. over: bool [n], whose requests end with it: these rows share no call again."""
+        """The model has answered. over: bool [n], which requests end with it: these rows share no call again."""
         if over.any():
             self._now.pop(_key(seqs), None)
 
     def ask(self, view: HostArray, call: Callable[[HostArray], Any]) -> Any:
-        """`call` of the tokens [B, S, *tok]; of a copy of them, where the model cannot do with a view."""
+        """Call the model with the tokens [B, S, *tok], or with a copy of them where it cannot work with a view."""
         contiguous = view.flags.c_contiguous
         if contiguous not in self._tried:
             own = view.copy()
@@ -200,7 +201,9 @@ class Rooms:
         return out
 
     def _agrees(self, out: Array, view: HostArray, call: Callable[[HostArray], Any]) -> bool:
-        """Does `call` of these tokens, as they lie in the view, give the same bits and leave them as they are?"""
+        """Whether the call gives the same bits for these tokens in a view's memory layout, and leaves them
+        unchanged.
+        """
         apart = _apart(view)
         try:
             again = call(apart)
@@ -220,7 +223,7 @@ _NEEDS_OWN = re.compile(r"read-?only|write?able|contiguous", re.IGNORECASE)
 
 
 def wants_own(error: BaseException | None) -> bool:
-    """Is it, or what it came from, the error of who writes into a view, or needs it in one piece?"""
+    """Whether an error, or its cause, says that the model writes into a view or needs it in one piece."""
     for _ in range(MOST_CAUSES):
         if error is None:
             break
@@ -235,14 +238,14 @@ def _apart(view: HostArray) -> HostArray:
     rows, width, *tok = view.shape
     columns = width + (not view.flags.c_contiguous)
     size = view[0, 0].nbytes
-    # What lies between is like no token, so that who reads it is found out.
+    # The memory between rows differs from every token, so that a model that reads it is found out.
     array = np.full(rows * columns * size, 0xA5, np.uint8).view(view.dtype).reshape(rows, columns, *tok)
     array[:, :width] = view
     return array[:, :width]
 
 
 def _equal(a: HostArray, b: HostArray) -> bool:
-    """In every bit."""
+    """Whether two arrays agree in every bit."""
     if a.shape != b.shape:
         return False
     if a.dtype.itemsize in (1, 2, 4, 8):  # without copies of them

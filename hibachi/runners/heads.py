@@ -1,8 +1,8 @@
-"""What becomes of the outputs of a call: tokens that are sampled, tokens that the model returned, vectors.
+"""Heads turn the outputs of a call into results: sampled tokens, tokens that the model returned, or vectors.
 
 A runner calls the model, and hands the outputs to the head of the rows that it has called it for. A head turns the
-outputs of n rows into a `Part`: for each of them any number of new tokens, whether it ends, and its faults. What comes
-after it (commit, table, streams, recording) takes as many tokens a row as there are.
+outputs of n rows into a `Part`: for each row any number of new tokens, whether it ends, and its faults. Later stages
+(commit, table, streams, recording) take as many tokens a row as there are.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOGITS_BYTES = 2**26  # of a call where the outputs of whole prompts are wanted
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """Of which tokens of a call of n rows there are outputs: of the last `before` before the end, and of the last one.
+    """Which tokens of a call of n rows have outputs: the last `before` before the end, and the last one.
 
     idx [n]: places in the plan. start [n]: tokens computed before. before [n]: outputs of tokens that are not the last
-    known. last [n]: whether that one is among them; it is what a new token is drawn from.
+    known. last [n]: whether the last known token has one; a new token is drawn from it.
     """
 
     idx: Any
@@ -41,34 +41,35 @@ class Outputs:
 
 
 class Head(Protocol):
-    """For the rows of one kind of request. name: of the call, for errors."""
+    """Processes outputs for the rows of one kind of request. name: of the call, for errors."""
 
     name: str
 
     def step(self, model: Any) -> Callable[..., Any]:
-        """The method that is called."""
+        """The model's method to call."""
         ...
 
     def admit(self, job: Job) -> int:
-        """A request has a row. Returns how many of its first tokens must have their outputs looked at, the last known
-        one apart."""
+        """A request has got a row. Returns how many of its first tokens need their outputs looked at, besides the last
+        known one.
+        """
         ...
 
     def most_outputs(self) -> int:
-        """How many a call may have where outputs of whole prompts are wanted."""
+        """Most outputs of a call where outputs of whole prompts are wanted."""
         ...
 
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
-        """What the outputs out [wanted, ...] come to, for the rows idx [n] of the plan, all of which emit.
+        """Process the outputs out [wanted, ...] for the rows idx [n] of the plan, all of which emit.
 
-        of: where there are outputs of other tokens too; None means the first n are those of the rows. Raises
+        of: which outputs there are, if other tokens have some too; None means the first n are those of the rows. Raises
         InvalidModelOutput.
         """
         ...
 
 
 class Sampled:
-    """Logits, of which one token a row is drawn; log-probabilities of prompts."""
+    """Logits: one token a row is sampled from them, and log-probabilities of prompts are computed."""
 
     sampler: RowSampler
     name: str
@@ -103,7 +104,7 @@ class Sampled:
         return part
 
     def _score(self, plan: StepPlan, out: Array, of: Outputs) -> tuple[Array, dict[int, HibachiError]]:
-        """Note the log-probabilities of the prompt's tokens; returns the outputs that are to be sampled, and errors."""
+        """Note the log-probabilities of the prompt's tokens; returns the outputs to sample from, and errors."""
         idx, start, emit, score = of.idx, of.start, of.last, of.before
         rows, jobs = plan.rows[idx], jobs_of(plan, idx)
         ends = np.cumsum(score + emit)
@@ -155,7 +156,7 @@ class Tokens:
 
 
 class Pooled:
-    """A vector of the hidden states of each whole text. A request ends with it."""
+    """Vectors: the pooled hidden states of each whole text. A request ends with its vector."""
 
     name: str
 
@@ -213,6 +214,6 @@ class Pooled:
 
 
 def unit(vector: HostArray) -> HostArray:
-    """Of length 1, unless it is zero."""
+    """Scale to length 1, unless it is zero."""
     out: HostArray = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return out

@@ -1,4 +1,4 @@
-"""What a call of the model is given: the new tokens of some rows, packed, in as few shapes as the backend asks for."""
+"""Inputs of a call of the model: the new tokens of some rows, packed, in as few shapes as the backend wants."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hibachi.tensor.layout import StepInputs
 class Inputs:
     """Packs rows for `model.step`.
 
-    shapes: what the backend wants, as far as it is right for the model.
-    unscored: first tokens of each row whose outputs are looked at, [rows].
+    shapes: the call shapes that the backend wants, as far as they are right for the model. unscored: first tokens of
+    each row whose outputs are looked at, [rows].
     """
 
     backend: ArrayBackend
@@ -59,7 +59,7 @@ class Inputs:
             self.embeds[row] = job
 
     def scores(self, rows: Any, start: Any) -> Any:
-        """Of which rows outputs of more than the last token are looked at, from here on: bool [n]."""
+        """Which rows need outputs of more than the last token, from here on: bool [n]."""
         return self.unscored[rows] > start
 
     def packed(
@@ -67,8 +67,8 @@ class Inputs:
     ) -> StepInputs[Array]:
         """The step's inputs on the device, in fixed shapes if the backend wants them.
 
-        drawn: tokens on the device, for each row which of them is its only one, [B] (-1 means the host knows its
-        tokens), and the size of the vocabulary.
+        drawn: tokens on the device; for each row, which of them is its only token, [B] (-1 means the host knows its
+        tokens); and the size of the vocabulary.
         """
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())
@@ -113,7 +113,7 @@ class Inputs:
         return xp.where(here > 0, xp.astype(drawn, tok.dtype), tok)
 
     def _with_embeds(self, x: StepInputs[Array], rows: Any, start: Any, q: Any) -> StepInputs[Array]:
-        """The same with the embeddings of prompts that are given so, if this step computes some of them."""
+        """The same with the embeddings of prompts that are given as embeddings, if this step computes some of them."""
         jobs = [(i, self.embeds.get(row)) for i, row in enumerate(rows.tolist())]
         mine = [(i, job.embeds) for i, job in jobs if job is not None and job.embeds is not None]
         mine = [(i, e) for i, e in mine if start[i] < len(e)]

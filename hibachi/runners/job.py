@@ -19,19 +19,19 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Job:
-    """What the engine keeps of a request, beside the scheduler's `Seq`."""
+    """The engine's record of a request, beside the scheduler's `Seq`."""
 
     seq: Seq
     channel: Channel[Any]
     prompt: Any  # host array [n, *tok]; a feed-forward input
-    stop: Any = None  # a `Stopper`, or what the runner has in its place
+    stop: Any = None  # a `Stopper`, or the runner's own kind of stop rule
     include_stop: bool = True
     params: SamplingParams | None = None
     seed: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not come one after another
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that may not occur
     embeds: HostArray | None = None  # [n, hidden] float32: what the prompt is, if it has no tokens
     kind: Kind | None = None  # of its tokens; of feed-forward, of its input
-    padding: Any = None  # a token of its kind that shorter rows are filled with: on the host [*tok], natively [1, *tok]
+    padding: Any = None  # the padding token of its kind: on the host [*tok], native [1, *tok]
     known: Any = None  # see `history`; of a runner that keeps tokens natively, where they are
     changes: Any = None  # to its logits: see `RowEdits`
     scores: list[dict[int, float] | None] | None = None  # log-probabilities of the prompt's tokens, if asked for
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def history(self) -> History:
-        """Its tokens as far as its row of the table does not hold them: when it gets one, all."""
+        """The tokens that its row of the table does not hold: when it gets a row, all of them."""
         if self.known is None:
             self.known = History(self.prompt)
         assert isinstance(self.known, History)
@@ -57,14 +57,14 @@ class Job:
 
     @property
     def unscored(self) -> int:
-        """How many of the first tokens must have their output looked at: all but the last of the prompt."""
+        """Number of first tokens whose output must be looked at: all but the last of the prompt."""
         return 0 if self.scores is None else self.seq.prompt_len - 1
 
 
 def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: ArrayBackend, positions: Any = None) -> Any:
-    """Which requests end with their new token: bool [n]. tokens [n, *tok] on the host; batch: natively, or None.
+    """Which requests end with their new token: bool [n]. tokens [n, *tok]: on the host; batch: native, or None.
 
-    positions [n]: where the tokens stand, if they were sampled: before its min_tokens no request ends.
+    positions [n]: of the tokens, if they were sampled: no request ends before its min_tokens.
     """
     groups: dict[Stopper, list[int]] = {}
     for i, job in enumerate(jobs):
@@ -88,7 +88,7 @@ def stopped(jobs: Sequence[Job], tokens: HostArray, batch: Array, backend: Array
 
 
 def _ask(where: Callable[[Any], Any], batch: Array, n: int, backend: ArrayBackend) -> Any:
-    """What a stop predicate says of n rows, on the host: bool [n]."""
+    """The answer of a stop predicate for n rows, on the host: bool [n]."""
     try:
         hit = where(batch)
         hit = backend.get(hit) if backend.owns(hit) else np.asarray(hit)

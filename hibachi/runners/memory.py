@@ -1,4 +1,4 @@
-"""The memory of a model with a cache: keys and values in blocks, states by row, and states that were kept."""
+"""The memory of a model with a cache: keys and values in blocks, states by row, and checkpoints of states."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from hibachi.tensor.layout import CacheSpec, Paged, State, StepInputs
 
 
 class Memory:
-    """cache: what `model.step` is given, a list of layers. kept: the checkpoints of each layer with a state.
+    """The cache of a model. cache: a list of layers, the input of `model.step`. kept: the checkpoints of each layer
+    with a state.
 
-    donating: a compiled call is given the cache for good. It stays so until that has cost a cache.
+    donating: a compiled call gets the cache for good, which is fast; it is switched off once a failed call has lost the
+    cache so.
     """
 
     kept: list[Any]
@@ -56,21 +58,21 @@ class Memory:
         ]
 
     def another(self, limits: Limits) -> Memory:
-        """A second one, of these limits and without checkpoints, for the same compiled calls."""
+        """A second memory of these limits, without checkpoints, for the same compiled calls."""
         new = Memory(self.spec, self.backend, replace(limits, checkpoints=0), self._dtype)
         if not self.donating:
             new.compile(donate=False)
         return new
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
-        """(row, checkpoint): the state of each row is the one kept in the checkpoint."""
+        """For each (row, checkpoint): set the state of the row to the one kept in the checkpoint."""
         rows, slots = self._places(pairs)
         with self.backend.guard():
             for i, kept in zip(self.states, self.kept, strict=True):
                 self.cache[i] = self._copy(self.cache[i], rows, kept, slots)
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        """(row, checkpoint): keep the state of each row."""
+        """For each (row, checkpoint): keep the state of the row."""
         rows, slots = self._places(pairs)
         with self.backend.guard():
             self.kept = [
@@ -91,10 +93,10 @@ class Memory:
     # ---- keys and values that come from elsewhere, and go there -------------------------------------------------
 
     def write(self, blocks: Sequence[int], kv: Sequence[tuple[HostArray, HostArray]]) -> None:
-        """Keys and values of each layer, [kv_heads, n, dim], into the first of these blocks.
+        """Write keys and values of each layer, [kv_heads, n, dim], into the first of these blocks.
 
-        `attend` is what writes to a cache, whatever a backend has for one. Each block is given to it as a sequence of
-        its own, which costs next to nothing, and blocks come in few shapes.
+        They are written by `attend`, so that any backend's kind of cache works. Each block is given to it as a sequence
+        of its own, which costs next to nothing, and blocks come in few shapes.
         """
         b, size = self.backend, self.limits.block_size
         n = kv[0][0].shape[1]
@@ -146,12 +148,12 @@ class Memory:
     # ---- states of a step, which are stepped as a copy and kept on success ---------------------------------------
 
     def with_states(self, work: list[Array]) -> list[Any]:
-        """The cache, with these states in the place of its own."""
+        """The cache, with these states in place of its own."""
         given = iter(work)
         return [c if isinstance(s, Paged) else next(given) for c, s in zip(self.cache, self.spec, strict=True)]
 
     def keep_blocks(self, caches: list[Any]) -> None:
-        """Take the keys and values of a call, and leave the states as they were."""
+        """Take over the keys and values of a call, and leave the states as they were."""
         self.cache = [
             c if isinstance(s, Paged) else old for c, s, old in zip(caches, self.spec, self.cache, strict=True)
         ]
@@ -176,7 +178,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class RecurrentStep:
-    """One call of the model on some of the working states; equal for one model, so that it is compiled once."""
+    """One call of the model on some of the working states. Wrappers of one model are equal, so that it is compiled
+    once.
+    """
 
     step: Any  # a `CheckedStep`
     backend: ArrayBackend
@@ -187,7 +191,7 @@ class RecurrentStep:
         return "step"
 
     def __call__(self, params: Any, cache: list[Any], place: Array, x: Any) -> tuple[Array, list[Any]]:
-        """place: of each row of the call its place among the working states. Returns all working states."""
+        """place: for each row of the call its index among the working states. Returns all working states."""
         b = self.backend
         given = [b.take(c, place) if isinstance(s, State) else c for c, s in zip(cache, self.spec, strict=True)]
         out, new = self.step(params, given, x)
@@ -199,7 +203,7 @@ class RecurrentStep:
 
 
 def _positions(half: HostArray, start: int, count: int) -> HostArray:
-    """[heads, n, dim] -> so many positions from `start` on, [count, heads, dim]; those beyond n are zeros."""
+    """[heads, n, dim] -> this many positions from `start` on, [count, heads, dim]; positions beyond n are zeros."""
     part = half[:, start : start + count]
     out = np.zeros((count, half.shape[0], half.shape[2]), half.dtype)
     out[: part.shape[1]] = part.transpose(1, 0, 2)

@@ -1,6 +1,7 @@
-"""What an engine counts as it steps: histograms and counters, in plain numbers that can be pickled.
+"""Meters of an engine's steps: histograms and counters, in plain numbers that can be pickled.
 
-One thread writes, without locks. Others may read at any time: they see every number as it is or was a moment ago.
+One thread writes, without locks. Other threads may read at any time: they see every number as it is or was a moment
+ago.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def decades(first: float, last: float, steps: Sequence[float] = (1, 2, 3, 5, 7))
 
 
 class Histogram:
-    """How many values were at most each of `bounds`, and above the one before; the last count is of those above all."""
+    """Counts of values by bounds: value <= bound and above the bound before; the last count is of values above all
+    bounds.
+    """
 
     sum: float
     bounds: tuple[float, ...]
@@ -43,7 +46,7 @@ class Histogram:
         return other
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Of the same bounds: the values of both."""
+        """The values of both histograms, which have the same bounds."""
         both = Histogram(self.bounds)
         both.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         both.sum = self.sum + other.sum
@@ -57,7 +60,7 @@ STEP_TIME = decades(5e-5, 10)
 
 
 class Steps:
-    """Of the steps of one phase. Times are in seconds."""
+    """Meters of the steps of one phase. Times are in seconds."""
 
     __slots__ = ("host", "model", "occupancy", "rows", "seconds", "tokens")
 
@@ -86,18 +89,19 @@ class Steps:
 
 @dataclass(slots=True)
 class Meters:
-    """prefill: steps with tokens of prompts (perhaps beside others); decode: steps of one new token for each row.
+    """Meters of all steps. prefill: steps with tokens of prompts (perhaps beside others); decode: steps of one new
+    token for each row.
 
-    Where the backend is asynchronous (CUDA, JAX), `model` is how long the engine was busy launching the model and
-    waiting for its tokens. With overlapping steps, what the host does meanwhile is hidden behind the device: `host` is
+    Where the backend is asynchronous (CUDA, JAX), `model` is the time that the engine spent launching the model and
+    waiting for its tokens. With overlapping steps, the host's work meanwhile is hidden behind the device: `host` is
     then how long the host worked, and less than that was lost.
     """
 
     prefill: Steps = field(default_factory=Steps)
     decode: Steps = field(default_factory=Steps)
     failed: int = 0  # steps that did not happen
-    computed: int = 0  # tokens that the model was given, padding among them
-    padding: int = 0  # of these, padding: nobody wanted them
+    computed: int = 0  # tokens that the model computed, padding included
+    padding: int = 0  # of these, padding
     limit: int = 0  # rows
     block_size: int = 0  # tokens of a cache block
     memory: tuple[int, int] | None = None  # of the device: free and total bytes; None means unknown
@@ -115,7 +119,7 @@ class Meters:
 
 
 class Tally:
-    """What a runner notes of its calls: `with tally:` around the model and the sampler."""
+    """Times of a runner's calls in one step: `with tally:` around the model and the sampler."""
 
     seconds: float
     computed: int
@@ -135,7 +139,7 @@ class Tally:
         self.seconds += perf_counter() - self._began
 
     def call(self, tokens: int, wanted: int, shapes: Hashable = None) -> None:
-        """A call of the model with `tokens` tokens, of which `wanted` are no padding.
+        """Note a call of the model with `tokens` tokens, of which `wanted` are no padding.
 
         shapes: of its inputs, if the backend compiles a program for each (`CallShapes.compiled`); else None.
         """

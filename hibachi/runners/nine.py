@@ -1,9 +1,9 @@
 """Runners over the nine operations alone: level 0 and feed-forward as the Rust crate has them.
 
-The tokens of a request never leave its library. What a call is shown grows out of what the call before was shown: `cat`
-and `unsqueeze` add the new tokens, `repeat` and `cat` pad a row in front, `slice` trims what nobody needs any more,
-`pop` or slices take out the rows of who has left, `eq` and `idx_where_all_true` find stop tokens and NaN, and
-`vectorize_dim` gives each stream its own.
+The tokens of a request never leave its library. The inputs of a call grow out of the inputs of the call before: `cat`
+and `unsqueeze` add the new tokens, `repeat` and `cat` pad a row in front, `slice` trims positions that no row needs any
+more, `pop` or slices remove rows of requests that have left, `eq` and `idx_where_all_true` find stop tokens and NaN,
+and `vectorize_dim` gives each stream its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = Any
 
 @dataclass(slots=True, eq=False)
 class NineStops:
-    """When a request ends: tokens [1, *tok], one of which is equal in all elements, and a predicate."""
+    """Stop rule of a request: tokens [1, *tok], one of which must be equal in all elements, and a predicate."""
 
     tokens: list[Array]
     where: Callable[[Any], Any] | None
@@ -50,26 +50,26 @@ class NineStops:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """Sequences of equal width [n, width, *tok], and the tokens [n, *tok] that come next if the step is committed.
+    """Sequences of equal width [n, width, *tok], and the tokens [n, *tok] that follow if the step is committed.
 
     A job's `known` says where its row is: (kept, place).
     """
 
     array: Array
     jobs: list[Job]
-    lengths: list[int]  # tokens of each; what stands before them is padding
+    lengths: list[int]  # tokens of each; positions before them are padding
     next: Array = None
-    grown: Array = None  # both together, once somebody asked
+    grown: Array = None  # both together, once asked for
 
 
 class NineRunner(BaseRunner):
-    """Level 0 on a backend that has no more than the nine operations."""
+    """Level 0 on a backend that has the nine operations only."""
 
     backend: NineBackend
     grouping: Grouping
 
     def __init__(self, model: Any, backend: NineBackend, grouping: Grouping) -> None:
-        """Raises ConfigError for a model that is told lengths, if the backend cannot make an array of them."""
+        """Raises ConfigError for a model whose `forward` takes lengths, if the backend cannot make an array of them."""
         super().__init__(backend, None)
         self._ops, self.grouping = backend.ops, grouping
         self._kinds: set[Kind | None] = set()  # that there were
@@ -136,7 +136,7 @@ class NineRunner(BaseRunner):
     # ---- what a call is shown ----------------------------------------------------------------------------------
 
     def _gathered(self, ends: dict[Job, int], width: int) -> Kept:
-        """Jobs with so many tokens each, side by side in any order, padded to a width."""
+        """Jobs of this many tokens each, side by side in any order, padded to a width."""
         parts = dict[tuple[Kept, bool], list[int]]()  # where the rows are now, and whether their next tokens count
         for job, end in ends.items():
             kept, place = job.known
@@ -163,7 +163,7 @@ class NineRunner(BaseRunner):
         return kept.grown
 
     def _leave(self, parts: dict[tuple[Kept, bool], list[int]]) -> None:
-        """Who stays behind where others have left keeps its own row, and no more."""
+        """Copy the remaining rows after others have left, so that no more memory than theirs is held."""
         gone = dict[Kept, list[int]]()
         for (kept, _), places in parts.items():
             gone.setdefault(kept, []).extend(places)
@@ -182,7 +182,7 @@ class NineRunner(BaseRunner):
                 job.known = rest, i
 
     def _wide(self, rows: Array, width: int, job: Job) -> Array:
-        """Rows with exactly so many positions: the newest, or more padding before them."""
+        """Rows with exactly this many positions: the newest, or more padding before them."""
         ops = self._ops
         n, now = ops.shape(rows)[:2]
         if now > width:
@@ -198,7 +198,7 @@ class NineRunner(BaseRunner):
 
 
 class NineFeedforwardRunner(BaseRunner):
-    """Feed-forward on a backend that has no more than the nine operations."""
+    """Feed-forward on a backend that has the nine operations only."""
 
     backend: NineBackend
 
@@ -252,7 +252,7 @@ def taken(ops: Any, array: Array, places: Sequence[int], n: int) -> Array:
 
 
 def blamed(theirs: Theirs, name: str, call: Callable[[Any], Part], idx: Any) -> Part:
-    """`call(idx)`; what an operation raises is an error of the backend, and not of the model or ours."""
+    """Run `call(idx)`; an error of an operation is one of the backend, not of the model or of hibachi."""
     try:
         return call(idx)
     except MemoryError:
@@ -283,7 +283,8 @@ def apart(ops: Any, out: Array, n: int) -> list[Any]:
 
 
 def copied(ops: Any, out: Any, expected: tuple[int | None, ...], call: str) -> Array:
-    """A copy of what the model returned, if it is an array of the backend and of this shape; None means any rest of it.
+    """A copy of the model's output, if it is an array of the backend and of this shape; None means any shape after the
+    first dimension.
 
     Raises InvalidModelOutput.
     """
@@ -330,7 +331,7 @@ def stopped_rows(ops: Any, out: Array, jobs: list[Job]) -> Any:
 
 
 def _asked(ops: Any, where: Callable[[Any], Any], out: Array, n: int) -> Any:
-    """What a stop predicate says of n rows: bool [n]."""
+    """The answer of a stop predicate for n rows: bool [n]."""
     hits = np.zeros(n, bool)
     try:
         said = where(ops.repeat(out, BATCH_DIM, 1))

@@ -1,6 +1,6 @@
-"""What some requests want changed in their logits before the draw: the records on the host, and the change of a step.
+"""Changes to logits before the draw, as some requests want them: records on the host, and the change of a step.
 
-The order is that of `SamplingParams`. Rows that want nothing are never looked at.
+The order is that of `SamplingParams`. Rows that want no change are never looked at.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TokenList:
 
 def _side_by_side(lists: Sequence[TokenList], rows: int, shapes: CallShapes) -> tuple[HostArray, HostArray]:
     """Ids and numbers of the lists, [rows, W]: shorter lists repeat their first token, and rows beyond the lists are
-    like the last. shapes: which W there may be."""
+    like the last. shapes: the allowed W.
+    """
     parts = [each.read() for each in lists]
     size = np.array([len(ids) for ids, _ in parts])
     width = int(size.max())
@@ -65,7 +66,7 @@ def _side_by_side(lists: Sequence[TokenList], rows: int, shapes: CallShapes) -> 
 
 
 class Changes:
-    """What a request wants changed. It is kept by the request, as a vocabulary may be long."""
+    """The changes that a request wants. The request keeps them, as a vocabulary may be long."""
 
     bias: TokenList
     counts: TokenList
@@ -79,7 +80,7 @@ class Changes:
 
 
 class RowEdits:
-    """By row: biases and bans, penalties, the mask of allowed tokens, processors."""
+    """Logit changes by row: biases and bans, penalties, the mask of allowed tokens, processors."""
 
     backend: ArrayBackend
     vocab_size: int
@@ -125,9 +126,9 @@ class RowEdits:
     def apply(
         self, logits: Array, at: Any, jobs: Sequence[Job], rows: Any, positions: Any
     ) -> tuple[Array, Array, dict[int, HibachiError]]:
-        """The changed logits of n jobs, which are rows `at` [m] of `logits` (m >= n, those beyond are padding).
+        """The changed logits of n jobs, which are rows `at` [m] of `logits` (m >= n; rows beyond n are padding).
 
-        rows [m], positions [n]. Returns float32 [m, V]; were the rows finite before, bool [m]; errors by place.
+        rows [m], positions [n]. Returns float32 [m, V]; whether the rows were finite before, bool [m]; errors by place.
         """
         put, shapes = self.backend.put, self.backend.shapes
         x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
@@ -159,13 +160,13 @@ class RowEdits:
         return x, finite, faults
 
     def _stop_tokens(self, job: Job) -> list[int]:
-        """Those that min_tokens forbids."""
+        """The stop tokens that min_tokens forbids."""
         if job.sampling.min_tokens == 0 or job.stop is None or job.stop.tokens is None:
             return []
         return [i for i in job.stop.tokens.tolist() if 0 <= i < self.vocab_size]
 
     def _ban(self, job: Job, bias: HostArray, ids: HostArray, position: int) -> None:
-        """-inf for the tokens that may not come at this position. bias, ids [W]: the row's list."""
+        """Set tokens that may not come at this position to -inf. bias, ids [W]: the row's list."""
         row, start = job.seq.row, job.seq.prompt_len
         banned = self._stop_tokens(job) if position < self._until[row] else []
         if job.bad_words:

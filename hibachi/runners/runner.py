@@ -1,4 +1,4 @@
-"""What every runner shares: the outcome of a step, the check of a model's output, and finding who is guilty."""
+"""Base of all runners: the outcome of a step, the check of a model's output, and the search for rows at fault."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part:
 
     idx: Any  # [n] places in the plan
     tokens: HostArray | None  # [m, *tok]; None means outputs that are no tokens (feed-forward)
-    batch: Array  # the same natively, in memory of our own; rows of it go to the streams. None means the ints of `tokens` go
+    batch: Array  # the same, native, in our own memory; its rows go to the streams. None means the ints of `tokens` do
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None means all are
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place among the tokens
@@ -39,7 +39,7 @@ class Part:
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
 
     def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
-        """(counts, places): of these rows [k] how many tokens each has, at most `most` [k], and where they lie."""
+        """(counts, places): how many tokens each of these rows [k] has, at most `most` [k], and where they lie."""
         if self.counts is None:
             return np.ones(len(rows), np.intp), rows
         first = (np.cumsum(self.counts) - self.counts)[rows]
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What a step came to. Rows of the plan in neither list get nothing this time."""
+    """The result of a step. Rows of the plan in neither list get no token this time."""
 
     parts: list[Part]
     faults: dict[int, HibachiError]  # by place in the plan
@@ -76,58 +76,64 @@ class Flight:
 
 
 class Runner(Protocol):
-    """Turns plans into tokens, for one rung of the ladder."""
+    """Turns plans into tokens, for one level of the ladder."""
 
     backend: Any  # a `Library`
     tally: Tally
 
     def adopt(self, scheduler: Scheduler) -> None:
-        """Go on with another scheduler, of the same limits, under which nothing has run yet."""
+        """Go on with another scheduler of the same limits, under which nothing has run yet."""
         ...
 
     def admit(self, seq: Seq) -> None:
-        """The sequence has a row now."""
+        """The sequence has got a row."""
         ...
 
     def run(self, plan: StepPlan) -> Outcome:
-        """Raises StepFailed; errors of single rows are in the outcome."""
+        """Compute a step. Raises StepFailed; errors of single rows are in the outcome."""
         ...
 
     def rebuild(self, *, keep: bool) -> None:
-        """The contents of the cache are lost: make a new one. keep: from now on a failed step may not take it along."""
+        """Make a new cache, as the contents of the old one are lost. keep: from now on a failed step may not take the
+        cache along.
+        """
         ...
 
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """These tokens [m, *tok], of one kind, are decided: remember them, each for its row and at its position."""
+        """Remember these decided tokens [m, *tok], of one kind, each for its row and position."""
         ...
 
     def suspend(self, seq: Seq, row: int) -> None:
-        """The sequence has lost its row; keep its first `seq.length` tokens for when it gets another."""
+        """The sequence has lost its row; keep its first `seq.length` tokens until it gets another."""
         ...
 
     def keys_and_values(self, row: int, tokens: int) -> list[tuple[HostArray, HostArray]]:
-        """Of each layer, of the first tokens of a row: copies, float32 [kv_heads, tokens, dim]."""
+        """Copies of the keys and values of each layer, for the first tokens of a row: float32 [kv_heads, tokens,
+        dim].
+        """
         ...
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
-        """(row, checkpoint): the recurrent state of each row is the one kept in the checkpoint."""
+        """Restore recurrent states: for each (row, checkpoint), the row's state becomes the one kept in the
+        checkpoint.
+        """
         ...
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
-        """(row, checkpoint): keep the recurrent state of each row."""
+        """Save recurrent states: for each (row, checkpoint), the row's state is kept in the checkpoint."""
         ...
 
     def interrupt(self) -> None:
-        """End an `async def` call of the model, and begin no other. Called from any thread."""
+        """Cancel an `async def` call of the model, and begin no other. Callable from any thread."""
         ...
 
     def close(self) -> None:
-        """Called once, in the engine's thread."""
+        """Release resources. Called once, in the engine's thread."""
         ...
 
 
 class BaseRunner:
-    """What most runners do alike. tables: of the tokens on the host; None means there are none."""
+    """Defaults that most runners share. tables: of the tokens on the host; None means there are none."""
 
     backend: Any
     tables: Tables | None
@@ -170,7 +176,7 @@ class BaseRunner:
         """Nothing is awaited."""
 
     def close(self) -> None:
-        """Nothing is to be closed."""
+        """There is nothing to close."""
 
 
 @runtime_checkable
@@ -182,16 +188,16 @@ class Launcher(Protocol):
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight: ...
 
     def land(self, flight: Flight) -> Outcome:
-        """Raises StepFailed."""
+        """Wait for a launched step. Raises StepFailed."""
         ...
 
 
 class StepFailed(Exception):
-    """The step did not happen, and no single row is to blame; the library's error is `__cause__`.
+    """A step failed as a whole and did not happen, and no single row is to blame; the library's error is `__cause__`.
 
-    why: "memory" ran out, the "device" is lost, or just the "cache", which was given away to a call that failed.
-    cache_lost: re-running rows would compute on nothing. alone: for "memory", the place in the plan of the row for
-    which there was none when it ran by itself.
+    why: "memory" ran out, the "device" is lost, or only the "cache" is, which was given away to a call that failed.
+    cache_lost: re-running rows would read lost data. alone: for "memory", the place in the plan of a row that ran out
+    of memory even when it ran by itself.
     """
 
     cache_lost: bool
@@ -216,15 +222,15 @@ def raise_for_all(e: BaseException, backend: Library, *, cache_lost: bool = Fals
 
 
 def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: Theirs, tries: int = 2) -> Outcome:
-    """`call(idx)`; if it raises, halves of `idx` on their own until the guilty rows stand alone. Raises StepFailed.
+    """Run `call(idx)`; if it raises, run halves of `idx` until the rows at fault stand alone. Raises StepFailed.
 
-    Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe.
-    A row is guilty if it fails twice, the second time alone: a model that fails once harms no request. g guilty rows of
-    n cost at most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is guilty. Where memory
-    runs out, halves need less of it; a row that has none by itself fails the step.
+    Steps are idempotent (they write at fixed positions, or commit only on success), so running rows again is safe. A
+    row is at fault if it fails twice, the second time alone: a model that fails once harms no request. g such rows of n
+    cost at most 2 g log2(n) + 1 calls, a single row 2. If every row fails alone, every row is at fault. Where memory
+    runs out, halves need less of it; a row that runs out of memory by itself fails the step.
 
-    The model may raise anything, SystemExit and CancelledError as well: no signal comes to the engine's thread.
-    theirs: what the model raised last. Halves keep the order of `idx`; a call gets its rows in the plan's.
+    The model may raise anything, SystemExit and CancelledError as well: no signal comes to the engine's thread. theirs:
+    what the model raised last. Halves keep the order of `idx`; a call gets its rows in the plan's order.
     """
     try:
         part = call(np.sort(idx))
@@ -261,7 +267,8 @@ def isolate(call: Callable[[Any], Part], idx: Any, backend: Library, theirs: The
 
 
 def writers_first(plan: StepPlan) -> Any:
-    """[B] places in the plan, such that who computes a block comes before those who share it in this same step.
+    """[B] places in the plan, ordered so that the row that computes a block comes before rows that share it in this
+    same step.
 
     Only rows that have just started can share so, and they do it in the order in which they started.
     """
@@ -293,11 +300,12 @@ _KINDS: dict[str | None, tuple[str, str | tuple[str, ...]]] = {  # by letter: in
 def check_output(
     out: Any, backend: ArrayBackend, expected: tuple[int | None, ...], call: str, *, kind: str | None = None
 ) -> Array:
-    """The model's output, if it is a dense array of the backend, of numbers and of the expected shape.
+    """Check that the model's output is a dense numeric array of the backend with the expected shape, and return it.
 
     expected: None stands for any size. kind: "logits" (real numbers), or NumPy's letter of the dtype of the prompts:
-    tokens must be integers, floats or bools as these are. None means any numbers, bools among them. Raises
-    InvalidModelOutput. Looks at nothing that the device would have to be asked for. Logits are in row-major order.
+    tokens must be integers, floats or bools as these are. None means any numbers, bools included. Raises
+    InvalidModelOutput. Only metadata is read, so the device need not be waited for. Logits are returned in row-major
+    order.
     """
     if not backend.owns(out) or (why := backend.unfit(out)) is not None:
         got = f"{type(out).__module__}.{type(out).__qualname__}"
@@ -343,9 +351,9 @@ def _is_kind(xp: Any, dtype: Any, kind: str | tuple[str, ...]) -> bool:
 def token_part(
     idx: Any, out: Array, jobs: list[Job], dtype: Any, backend: ArrayBackend, tally: Tally, call: str
 ) -> Part:
-    """The part of tokens that a model has returned itself. out [m, *tok], m >= n: those beyond the n rows are padding.
+    """The part of a step whose tokens the model returned itself. out [m, *tok], m >= n: rows beyond n are padding.
 
-    dtype: of the history, to which tokens are cast. One that it cannot hold ends its request, and no other.
+    dtype: of the history, to which tokens are cast. A token that it cannot hold ends its own request only.
     """
     n = len(idx)
     with tally:
@@ -372,14 +380,14 @@ def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
 
 
 def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend: ArrayBackend) -> Part:
-    """The part of sampled tokens: rows `idx` of the plan, their tokens at `positions`."""
+    """The part of a step with sampled tokens: rows `idx` of the plan, their tokens at `positions`."""
     stop = stopped(jobs, drawn.tokens, None, backend, positions)
     faults = {int(idx[i]): fault for i, fault in drawn.faults.items()}
     return Part(idx, drawn.tokens, None, stop, drawn.bad, drawn.logprobs, faults)
 
 
 def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
-    """The parts of one call's pieces as one part."""
+    """Join the parts of the pieces of one call."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

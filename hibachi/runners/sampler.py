@@ -1,7 +1,7 @@
-"""From logits to token ids for the rows of a step: the parameters of each row, and few batched draws.
+"""Samples token ids from logits for the rows of a step: the parameters of each row, and few batched draws.
 
-Which program draws for a row is decided by its own parameters and logits, never by its neighbours': programs differ in
-rounding, and a request must get the same tokens whoever shares the batch.
+The program that draws for a row depends on the row's own parameters and logits, never on its neighbours: programs
+differ in rounding, and a request must get the same tokens whatever shares the batch.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 PLAIN, NEAR, FAR, FULL = range(4)
 MASS, TYPICAL = 4, 8
 CANDIDATES = {NEAR: 64, FAR: 1024}  # tokens looked at
-WORTH = 4  # with fewer tokens in the vocabulary than so many times the candidates, a row is sorted as soon
+WORTH = 4  # below this ratio of vocabulary to candidates, sorting the whole row takes no longer
 LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilities; for longer ones, the whole row
 
 
 @dataclass(slots=True)
 class Drawn:
-    """What was drawn for n rows."""
+    """Result of a draw for n rows."""
 
     tokens: HostArray  # int32 [n]
     bad: Any  # bool [n]: the model's logits were not finite; None means all were
-    logprobs: dict[int, dict[int, float]]  # by place, where asked for
-    faults: dict[int, HibachiError] = field(default_factory=dict)  # by place: what else is wrong with a request
+    logprobs: dict[int, dict[int, float]]  # log-probabilities by place, where asked for
+    faults: dict[int, HibachiError] = field(default_factory=dict)  # other errors of requests, by place
 
 
 class RowSampler:
@@ -86,7 +86,7 @@ class RowSampler:
         return Drawn(tokens, None if ok.all() else ~ok, found, faults)
 
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
-        """Can `begin` draw for these? Not where the host must see logits or tokens before the draw is over."""
+        """Whether `begin` can draw for these: not where the host must see logits or tokens before the draw is over."""
         return (
             (self.backend.draws or not (self._path[rows] != PLAIN).any())
             and not self._edits.wanted(rows, np.asarray(positions)).any()
@@ -141,7 +141,7 @@ class RowSampler:
         return out
 
     def _list_size(self, wanted: int) -> int:
-        """How many of the most likely tokens are looked at for a row that names so many; 0 means none."""
+        """Length of the list of most likely tokens for a row that asks for this many; 0 means none."""
         return min(next((s for s in LIKELY if wanted < s), LIKELY[-1]), self.vocab_size) if wanted else 0
 
     # ---- which program -----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class RowSampler:
     def _choose_changed(
         self, logits: Array, at: Any, jobs: Sequence[Job], rows: Any, positions: Any
     ) -> tuple[HostArray, HostArray, dict[int, HibachiError]]:
-        """`_choose` for rows `at` of the logits, after the changes that they want; and errors by place in `jobs`."""
+        """`_choose` for rows `at` of the logits, after their logit changes; and errors by place in `jobs`."""
         padded = self._padded(at)
         fill = len(padded) - len(at)
         changed, before, faults = self._edits.apply(
@@ -176,7 +176,7 @@ class RowSampler:
         return tokens, ok
 
     def _run(self, path: int, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
-        """`_choose` for rows of one path; those for which it was too short go on to the next."""
+        """Draw for rows of one path. Rows whose candidate list was too short are drawn again from a longer one."""
         n = len(rows)
         if path == PLAIN and not self._temperature[rows].any():
             tokens, ok = self.backend.fetch(self._greedy(logits))()
@@ -208,7 +208,7 @@ class RowSampler:
         return sampling.How(*(self.backend.put(np.pad(c, (0, fill), mode="edge") if fill else c) for c in columns))
 
     def rows(self, logits: Array, at: Any) -> Array:
-        """Rows `at` of the logits; more, if the backend wants few shapes."""
+        """Rows `at` of the logits; padded with more rows if the backend wants few shapes."""
         return self.backend.take(logits, self.backend.put(self._padded(at).astype(np.int32)))
 
     def _padded(self, at: Any) -> Any:
@@ -226,7 +226,7 @@ _NOTHING_LEFT = (
 
 
 def path_of(params: SamplingParams, vocab_size: int) -> int:
-    """The program for a row with these parameters, to begin with."""
+    """The program that first draws for a row with these parameters."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     typical = TYPICAL if params.typical_p < 1 else 0
     if params.temperature == 0:

@@ -1,4 +1,5 @@
-"""Does who shares the batch change a bit? Asked of the loaded model, with random tokens, in steps of the engine's kind.
+"""Self-check of determinism: whether other rows in the batch change a bit, tried on the loaded model with random tokens
+in steps of the engine's kind.
 
 A few prompts are computed alone, each in one piece; then beside others, in chunks, in other rows. All outputs must
 agree in every bit.
@@ -38,11 +39,11 @@ CHUNK = 7  # tokens of a prompt at once, beside others
 
 
 def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
-    """Raises NotDeterministic with the first output that depends on the batch; returns how many were compared.
+    """Raise NotDeterministic with the first output that depends on the batch; returns how many outputs were compared.
 
-    unused: nobody has used the runner yet, so its cache may be taken; otherwise one more is made for the check. 0 means
-    a model that returns tokens, not logits, is not checked, as we do not know which to give it; nor is one whose cache
-    has no room for the prompts. What the model raises is raised.
+    unused: the runner is new, so its cache may be used; otherwise a second one is made for the check. 0 means nothing
+    was compared: the model returns tokens, not logits (it is unknown which tokens to give it), or its cache has no room
+    for the prompts. Errors of the model are raised.
     """
     if (vocab := _vocab(runner)) is None:
         return 0
@@ -121,7 +122,8 @@ class _Probe:
 
     def __init__(self, runner: CachedRunner, vocab: int, *, take_cache: bool) -> None:
         limits, self._vocab, self._runner = runner.limits, vocab, runner
-        if not (take_cache or runner.backend.shapes.compiled):  # who compiles for the shape of the cache needs the same
+        # a library that compiles for the shape of the cache needs the same
+        if not (take_cache or runner.backend.shapes.compiled):
             most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
             limits = replace(limits, blocks=min(limits.blocks, most))
         self._limits = replace(limits, checkpoints=0, max_num_queued_reqs=None, prefill=None)
@@ -151,7 +153,7 @@ class _Probe:
 
 
 def _vocab(runner: CachedRunner) -> int | None:
-    """None means it returns tokens, not logits."""
+    """Size of the vocabulary; None means the model returns tokens, not logits."""
     head = runner.main.head
     return head.sampler.vocab_size if isinstance(head, Sampled) else None
 
@@ -160,12 +162,12 @@ def _vocab(runner: CachedRunner) -> int | None:
 
 
 def same_bits(runner: CachedRunner, few: CallShapes, many: CallShapes) -> bool:
-    """Do calls of the largest size of `many` come to what calls of the first size of `few` come to, in all outputs and
-    in all that is cached?
+    """Whether calls of the largest size of `many` give the same bits as calls of the first size of `few`, in all
+    outputs and in all that is cached.
 
-    If so, both programs are compiled now. No for a model that returns tokens itself, as we do not know which to give
-    it, and for one that fails. Of a model with states, what is kept shows in the outputs of later tokens. Overwrites
-    row 0 and the cache.
+    If so, both programs are compiled now. False for a model that returns tokens itself (it is unknown which tokens to
+    give it), and for one that fails. With recurrent states, the kept state shows in the outputs of later tokens.
+    Overwrites row 0 and the cache.
     """
     limits, vocab, inputs = runner.limits, _vocab(runner), runner.inputs
     room, size = min(limits.max_model_len - 1, (limits.blocks - 1) * limits.block_size), many.sizes[-1]
@@ -200,7 +202,7 @@ def _said(shapes: CallShapes) -> str:
 
 
 def _stepped(runner: CachedRunner, vocab: int, shapes: CallShapes) -> list[HostArray]:
-    """The outputs of some texts that are stepped together, in calls of one shape."""
+    """The outputs of texts that are stepped together, in calls of one shape."""
     runner.inputs.shapes = shapes
     texts = _texts(runner.limits, vocab, IN_PIECES)
     found = _Probe(runner, vocab, take_cache=True).outputs(texts, runner.limits.budget)

@@ -1,4 +1,4 @@
-"""Stop rules, made ready for one shape of tokens."""
+"""Stop rules compiled for one shape of tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hibachi.tensor.array_backend import HostArray
 
 
 class Stopper:
-    """Stop rules, made ready for one token shape; `match` judges all rows of a forward pass at once.
+    """Stop rules for one token shape; `match` judges all rows of a forward pass at once.
 
-    tokens: of all rules, [n, *tok]. atol: of each, [n, ...] to be compared with its distances; 0 means all are exact.
-    where: the one predicate that there is.
+    tokens: of all rules, [n, *tok]. atol: of each, [n, ...], compared with its distances; 0 means all are exact. where:
+    the only predicate.
     """
 
     atol: Any
     where: Callable[[Any], Any] | None
 
     def __init__(self, rule: StopRule, shape: tuple[int, ...], dtype: Any, own: StopRule | None = None) -> None:
-        """own: the engine's, with tolerances of its own; at most one of the two has a predicate."""
+        """own: the engine's rule, with its own tolerances; at most one of the two rules has a predicate."""
         rules = [rule] if own is None else [rule, own]
         tokens = [as_token(t, shape, dtype, "stop token") for r in rules for t in r.tokens]
         self.tokens: HostArray | None = np.stack(tokens) if tokens else None

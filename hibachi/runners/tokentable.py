@@ -1,4 +1,4 @@
-"""The host's table of tokens, and what it leaves to each request."""
+"""The host's table of tokens, and the history of each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def misfits(values: HostArray, cast: HostArray) -> list[tuple[int, Any]]:
 
 
 class History:
-    """Tokens of a request, from its first: [length, *tok] on the host, in pieces that nobody writes to."""
+    """Tokens of a request, from its first: [length, *tok] on the host, in pieces that are never written to."""
 
     length: int
 
@@ -41,7 +41,7 @@ class History:
         self.length += len(piece)
 
     def read(self, start: int, end: int) -> HostArray:
-        """Tokens `start` to `end` - 1, to be read only."""
+        """Tokens `start` to `end` - 1, read-only."""
         if end <= len(self._pieces[0]):
             return self._pieces[0][start:end]
         out = np.empty((end - start, *self._pieces[0].shape[1:]), self._pieces[0].dtype)
@@ -59,14 +59,14 @@ class History:
 
 
 class Kind(NamedTuple):
-    """Of the tokens of a request: their shape and dtype. Requests of different kinds never share a call."""
+    """Shape and dtype of the tokens of a request. Requests of different kinds never share a call."""
 
     shape: tuple[int, ...]
     dtype: Any  # NumPy's, of what the host keeps; of a backend that has the nine operations only, the library's name
 
     @property
     def nbytes(self) -> int:
-        """Of a token on the host."""
+        """Bytes of a token on the host."""
         size: int = self.dtype.itemsize
         return size * math.prod(self.shape)
 
@@ -88,7 +88,7 @@ class Tables:
 
     @property
     def several(self) -> bool:
-        """May the rows be of several kinds?"""
+        """Whether rows may be of several kinds."""
         return len(self._tables) > 1
 
     def of(self, kind: Kind) -> TokenTable:
@@ -111,10 +111,10 @@ class Tables:
 
 
 class TokenTable:
-    """The tokens of all running rows, on the host: what is fed to the model and compared with stop tokens.
+    """The tokens of all running rows, on the host: fed to the model, and compared with stop tokens.
 
-    The newest of each row lie side by side in `values`, where a step reads and writes those of all rows at once. A row
-    that is longer has the others in the history of its request, which goes when the request goes: the table never
+    The newest tokens of each row lie side by side in `values`, where a step reads and writes those of all rows at once.
+    The older tokens of a long row are in the history of its request, which is freed with the request: the table never
     grows.
     """
 
@@ -133,7 +133,7 @@ class TokenTable:
         self._long = False  # a row has tokens that are not in `values`
 
     def fill(self, row: int, history: History) -> None:
-        """The row is that of another request; its tokens so far are its history, which the caller keeps."""
+        """Give a row to another request; its tokens so far are its history, which the caller keeps."""
         n = history.length
         if n <= self.width:
             history.copy(0, self.values[row, :n])
@@ -142,12 +142,12 @@ class TokenTable:
         self._long = bool(self._before.any())
 
     def leave(self, row: int, history: History, length: int) -> None:
-        """The request loses its row: add to its history what that lacks of its first `length` tokens."""
+        """The request loses its row: append to its history what it lacks of its first `length` tokens."""
         if history.length < length:
             history.append(self.read(row, history.length, length).copy())
 
     def read(self, row: int, start: int, end: int) -> HostArray:
-        """Tokens `start` to `end` - 1 of a row, to be read only."""
+        """Tokens `start` to `end` - 1 of a row, read-only."""
         before = int(self._before[row])
         if start >= before:
             return self.values[row, start - before : end - before]
@@ -156,9 +156,10 @@ class TokenTable:
         return out
 
     def packed(self, rows: Any, start: Any, n: Any, of: Any, positions: Any) -> HostArray:
-        """The tokens of a step, [T, *tok]: of each of `rows` the `n` from `start` on.
+        """The tokens of a step, [T, *tok]: of each of `rows` the `n` tokens from `start` on.
 
-        of, positions [T]: of each token its place in `rows` and its position, which may be one beyond the last token.
+        of, positions [T]: for each token, the index of its row in `rows`, and its position, which may be one beyond the
+        last token.
         """
         row = rows[of]
         if not self._long:
@@ -173,9 +174,10 @@ class TokenTable:
         return tokens
 
     def window(self, rows: Any, lengths: Any, width: int, out: HostArray | None = None) -> HostArray:
-        """The first `lengths` tokens of each of `rows`, at the right end of [n, width, *tok]; anything left of them.
+        """The first `lengths` tokens of each of `rows`, right-aligned in [n, width, *tok]; the content left of them is
+        arbitrary.
 
-        out: where to; None means into a new array.
+        out: the array to write to; None means a new one.
         """
         if out is None and width <= self.width and not (self._long and self._before[rows].any()):
             newest: HostArray = self.values[rows, :width]
@@ -189,9 +191,9 @@ class TokenTable:
         return out
 
     def write(self, rows: Any, positions: Any, tokens: HostArray) -> None:
-        """A new token [m, *tok] for each of `rows` [m], at its position, which is one beyond its last.
+        """Write new tokens [m, *tok] for `rows` [m], each at its position, which is one beyond its last.
 
-        A row that is named several times has its tokens one after another.
+        A row that is named several times gets its tokens one after another.
         """
         if not len(rows):
             return
@@ -208,7 +210,7 @@ class TokenTable:
         self.values[rows, at] = tokens
 
     def _shift(self, row: int) -> None:
-        """Move what `values` holds of a row to its history."""
+        """Move the tokens of a row from `values` to its history."""
         history, before = self._history(row), int(self._before[row])
         if (known := history.length - before) < self.width:
             history.append(self.values[row, known : self.width].copy())

@@ -1,8 +1,9 @@
-"""Which calls give each row the same bits whoever shares them: tried on a model that is shown whole sequences.
+"""Trials of calls: which calls give each row the same bits whatever other rows share them, for models that are shown
+whole sequences.
 
-Libraries choose their code by the shape of a call. Where shapes are equal, a row hardly ever depends on the other rows;
-so a row has a width of its own, and calls have one of a few numbers of rows: those between which no bit differs. Where
-the width changes no bit either, rows of all lengths go together.
+Libraries choose their code by the shape of a call. Where shapes are equal, a row hardly ever depends on the other rows.
+So a row has a width of its own, and calls have one of a few numbers of rows: those between which no bit differs. Where
+the width changes no bit either, rows of all lengths share calls.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ BASE = 8  # rows of a call that others are compared with
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 FIRST = 13, 45  # tokens of the longest row of the first trials
 MOST_ROWS = 32  # texts of a trial
-MOST_TOKENS = 2**15  # of a call that is tried: others wait meanwhile. Longer rows are alone
+MOST_TOKENS = 2**15  # tokens of a call that is tried, as others wait meanwhile. Longer rows are alone
 
 Ask = Callable[[list[HostArray], int, int], HostArray]
-"""(prompts [length, *tok], width, rows) -> an output [n, ...] for each prompt, from one call with so many rows."""
+"""(prompts [length, *tok], width, rows) -> an output [n, ...] for each prompt, from one call with this many rows."""
 
 
 class Trials:
-    """What is known of the calls of a model, by their width; each width is tried when it is first used.
+    """Results of trials by the width of calls; each width is tried when it is first used.
 
-    prompts: tokens of the model, to make rows of. grouping: says how wide rows are, and whether they may be padded.
-    rows: most that there may be. one: calls have `rows` rows and their own width only, as each shape would be compiled.
+    prompts: tokens of the model, to make rows of. grouping: the width of rows, and whether they may be padded. rows:
+    the most there may be. one: calls have `rows` rows and their own width only, as each shape would be compiled.
     """
 
     def __init__(self, ask: Ask, prompts: Sequence[HostArray], grouping: Grouping, rows: int, *, one: bool) -> None:
@@ -41,7 +42,7 @@ class Trials:
         self.compared = 0  # outputs
 
     def begin(self) -> bool:
-        """The first trials: does it work at all? Raises what the model raises."""
+        """Run the first trials: does sharing calls work at all? Raises what the model raises."""
         for length in FIRST[:1] if self._one else FIRST:
             width = self._grouping.width(min(length, self._grouping.longest))
             if width not in self._known:
@@ -52,7 +53,7 @@ class Trials:
         return True
 
     def again(self) -> int:
-        """The first trials once more, on nothing that is known; returns how many outputs were compared.
+        """Run the first trials once more, from scratch; returns how many outputs were compared.
 
         Raises NotDeterministic, and what the model raises.
         """
@@ -68,7 +69,7 @@ class Trials:
         if (known := self._known.get(width)) is None:
             try:
                 found = self._try(width)
-            except BaseException as e:  # who is to blame is found out with the rows themselves
+            except BaseException as e:  # the row at fault is found when the rows themselves run
                 if is_signal(e):
                     raise
                 log.info("a call of width %d could not be tried: %s", width, text_of(e))
@@ -78,7 +79,7 @@ class Trials:
         return known
 
     def _try(self, width: int) -> Traceless | None:
-        """None means even in calls of one shape, a row's bits depend on the others."""
+        """Try a width. None means that even in calls of one shape a row's bits depend on the others."""
         base = self._rows if self._one else min(BASE, self._rows)
         if base * width > MOST_TOKENS:
             return Traceless((1,), False)
@@ -106,7 +107,7 @@ class Trials:
         return Traceless(same, together)
 
     def _outputs(self, texts: list[HostArray], width: int, rows: int, turn: int) -> HostArray:
-        """The output of each text, in calls of so many rows that begin with text number `turn`."""
+        """The output of each text, in calls of this many rows that begin with text number `turn`."""
         order = [(i + turn) % len(texts) for i in range(len(texts))]
         parts = [self._ask([texts[i] for i in order[at : at + rows]], width, rows) for at in range(0, len(order), rows)]
         out = np.concatenate(parts)

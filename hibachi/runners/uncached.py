@@ -40,7 +40,7 @@ log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 class WholeRunner(BaseRunner):
-    """Feeds the whole sequence of every row in every step, as the crate does.
+    """Feeds the whole sequence of every row in every step.
 
     Without a padding token, rows of equal length go together and nothing is ever padded; with one, rows are padded on
     the left, so that the newest token is always last.
@@ -61,8 +61,9 @@ class WholeRunner(BaseRunner):
         grouping: Grouping,
         deterministic: bool | None,
     ) -> None:
-        """rows: most that there may be at once. deterministic: True means one row a call, unless `try_calls` finds
-        better. None means as `try_calls` finds it."""
+        """rows: the most there may be at once. deterministic: True means one row a call, unless `try_calls` finds
+        better. None means as `try_calls` finds it.
+        """
         super().__init__(backend, tables)
         self._rows, self.sampler, self.grouping = rows, sampler, grouping
         self._asked, self._tried = bool(deterministic), deterministic is False
@@ -101,16 +102,16 @@ class WholeRunner(BaseRunner):
 
     @property
     def deterministic(self) -> bool:
-        """Does nobody's company change a bit?"""
+        """Whether other rows change no bit of a row."""
         return self.grouping.known is not None
 
     def selfcheck(self) -> int:
-        """`Trials.again`; 0 means nothing was tried, or rows are alone."""
+        """`Trials.again`; 0 means nothing was tried, or each call has one row."""
         known = self.grouping.known
         return known.again() if isinstance(known, Trials) else 0
 
     def try_calls(self, prompts: Sequence[HostArray], padding: HostArray | None) -> None:
-        """Try on tokens like these whether rows can share calls without a trace, and do so from now on."""
+        """Try on tokens like these whether rows can share calls without changing bits, and do so from now on."""
         self._tried = True
         compiled = self.backend.shapes.compiled
         if self._rows == 1:
@@ -208,9 +209,10 @@ class WholeRunner(BaseRunner):
         return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
 
     def _shape(self, rows: Any, lengths: Any, call: Call) -> tuple[Any, Any, int]:
-        """What the model is shown: the rows as they are, or, where every new shape would be compiled, padded to few.
+        """The inputs of a call: the rows as they are, or, where every new shape would be compiled, padded to few
+        shapes.
 
-        Only a model that is told the lengths can pass over more padding than its batch needs.
+        Only a model that takes lengths can skip more padding than its batch needs.
         """
         width, size = int(lengths.max()), len(rows)
         if self.grouping.known is not None:
@@ -241,7 +243,7 @@ class WholeRunner(BaseRunner):
 
 
 def takes_lengths(model: Any) -> bool:
-    """Is `forward` told how many tokens of a row are its own?"""
+    """Whether `forward` takes the number of real tokens of each row."""
     return "lengths" in inspect.signature(model.forward).parameters
 
 

@@ -1,1 +1,1 @@
-"""How a token gets from the engine to who waits for it, in any thread or event loop."""
+"""How a token gets from the engine to its consumer, in any thread or event loop."""

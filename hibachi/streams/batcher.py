@@ -1,4 +1,4 @@
-"""What an engine is to whoever has prompts: single ones in, streams out."""
+"""Protocols of the batchers: single prompts or inputs in, streams out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Out = TypeVar("Out")
 
 
 class AutoregressiveBatcher(Protocol[In, Out]):
-    """Something that takes single prompts and streams their tokens, batching them behind the scenes."""
+    """Takes single prompts and streams their tokens; batches them internally."""
 
     def run(self, prompt: In, /) -> ItemStream[Out]:
-        """Returns at once."""
+        """Queue a prompt; returns its stream at once."""
         ...
 
 
 class FeedforwardBatcher(Protocol[In, Out]):
-    """Something that takes single inputs and returns each one's output, batching them behind the scenes."""
+    """Takes single inputs and returns the output of each; batches them internally."""
 
     def run(self, item: In, /) -> Item[Out]:
-        """Returns at once: await what it returns, or call its `result()`."""
+        """Queue an input; returns at once: `await` the result, or call its `result()`."""
         ...

@@ -1,7 +1,7 @@
 """The engine's end of a stream: a buffer, and how it ended.
 
-Nothing here takes a lock on the way of a token: a consumer first registers that it waits and then looks at the buffer
-once more, the engine first fills the buffer and then looks who waits.
+No lock is taken on the way of a token: a consumer first registers that it waits and then looks at the buffer once more;
+the engine first fills the buffer and then looks for waiting consumers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Bell:
-    """An event for one thread that may be set from anywhere, also by a signal's handler in the midst of its `wait`,
-    where a threading.Event deadlocks.
+    """An event for one thread that any thread may set, even a signal's handler in the midst of its `wait`, where a
+    threading.Event deadlocks.
     """
 
     __slots__ = ("_silent",)
@@ -50,10 +50,10 @@ Waiter = threading.Event | Bell | LoopFuture | LoopEvent
 
 
 class Channel(Generic[T]):
-    """The engine's end of a stream: a buffer, and the way it ended. Any number of threads and tasks may wait on it.
+    """The engine's end of a stream: a buffer, and how it ended. Any number of threads and tasks may wait on it.
 
-    pause_after: how many items may lie unread; None means any number. Whoever pushes asks `full` and then calls
-    `pause`.
+    pause_after: how many items may lie unread; None means any number. The thread that pushes asks `full`, and then
+    calls `pause`.
     """
 
     __slots__ = (
@@ -80,22 +80,21 @@ class Channel(Generic[T]):
         self.pause_after: int | None = pause_after
         self.logprobs: list[dict[int, float] | None] = []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
-        self.stop_logprob: float = 0.0  # of a stop token that was not delivered, if log-probabilities were asked for
-        self.stop_token: int | None = None  # that ended it, delivered or not, where tokens are drawn from logits
+        self.stop_logprob: float = 0.0  # log-probability of a stop token that was not delivered, if asked for
+        # the token that ended it, delivered or not, where tokens are drawn from logits
+        self.stop_token: int | None = None
         self.started: float | None = None  # when it joined the batch, by time.monotonic()
         self.reused: int = 0  # tokens of the prompt that were found in the cache then
         self.finish: Finish | None = None
         self.error: BaseException | None = None
-        self.tenant: Hashable = ""  # whose request it is
-        self.thread: int | None = (
-            None  # the identifier of the one that fills the buffer; None means of none that may wait
-        )
+        self.tenant: Hashable = ""  # the tenant of the request
+        self.thread: int | None = None  # the identifier of the thread that fills the buffer, which may not wait on it
         self._waiters: deque[Waiter] = deque()
-        self._at_end: deque[Waiter] = deque()  # who waits for the end only
+        self._at_end: deque[Waiter] = deque()  # waiters for the end only
         self._ending = threading.RLock()  # reentrant: the garbage collector may drop the stream in the midst of `end`
         self.drained: deque[Callable[[], None]] = (
             deque()
-        )  # while paused, the one call to make; whoever pops it makes it
+        )  # while paused, the one call to make; the thread that pops it makes it
 
     def push(self, item: T, wakeups: Wakeups) -> None:
         self.buffer.append(item)
@@ -103,7 +102,7 @@ class Channel(Generic[T]):
             self._wake(wakeups)
 
     def end(self, reason: Finish, error: BaseException | None = None, wakeups: Wakeups | None = None) -> bool:
-        """End once; False if it had ended. Items pushed before stay readable."""
+        """End the stream; False if it had ended. Items pushed before stay readable."""
         with self._ending:
             if self.finish is not None:
                 return False
@@ -119,16 +118,16 @@ class Channel(Generic[T]):
         return True
 
     def renew(self) -> None:
-        """After a fork, where the thread that held the lock may be gone."""
+        """Make new locks after a fork, where the thread that held the old ones may be gone."""
         self._ending = threading.RLock()
 
     @property
     def full(self) -> bool:
-        """As much lies unread as may, and nobody has paused yet."""
+        """Whether as many items lie unread as may, and it is not paused yet."""
         return self.pause_after is not None and len(self.buffer) >= self.pause_after and not self.drained
 
     def takes(self, n: int) -> bool:
-        """May n more items come before the engine must ask whether we are `full`?"""
+        """Whether n more items may come before the engine must ask `full`."""
         return self.pause_after is None or len(self.buffer) + n <= self.pause_after
 
     @property
@@ -136,10 +135,10 @@ class Channel(Generic[T]):
         return bool(self.drained)
 
     def pause(self, drained: Callable[[], None]) -> bool:
-        """Have `drained()` called once, when the reader has brought the buffer down to half; it comes from any thread.
+        """Have `drained()` called once when the reader has emptied the buffer to half; any thread may make the call.
 
-        False means the reader was faster, go on; `drained` is not called then. It is not called either when the stream
-        ends first, but may come late: after the end, from a reader that was about to call it.
+        False means that the reader was faster: go on, `drained` is not called. Nor is it called when the stream ends
+        first. It may come late: after the end, from a reader that was about to call it.
         """
         self.drained.append(drained)
         # The other half of `eased`: a reader that came before it could not see that we paused.
@@ -155,14 +154,14 @@ class Channel(Generic[T]):
         return self.pause_after is None or len(self.buffer) <= self.pause_after // 2
 
     def _take(self) -> Callable[[], None] | None:
-        """`drained`, for one of all who ask: taking an item from a deque is atomic."""
+        """`drained`, for only one of the threads that ask: taking an item from a deque is atomic."""
         try:
             return self.drained.pop()
         except IndexError:
             return None
 
     def _wake(self, wakeups: Wakeups) -> None:
-        """Wake everybody: they look for themselves whether there is something left for them."""
+        """Wake all waiters: each looks for itself whether there is something left for it."""
         while self._waiters:
             try:
                 waiter = self._waiters.popleft()
@@ -175,11 +174,11 @@ class Channel(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """There is an item, or the end."""
+        """Whether there is an item, or the stream has ended."""
         return bool(self.buffer) or self.finish is not None
 
     def listen(self, waiter: Waiter, *, end: bool = False) -> None:
-        """Wake `waiter` at the next item or the end; whoever calls this must look at `ready` once more.
+        """Wake `waiter` at the next item or the end. After this call the caller must look at `ready` once more.
 
         end: at the end only; then look at `finish`.
         """
@@ -194,7 +193,7 @@ class Channel(Generic[T]):
                     waiters.remove(waiter)
 
     def wait_end(self) -> None:
-        """Block this thread until the end, however many items come. Only where nobody is paused by unread ones.
+        """Block this thread until the end, however many items come. Only for streams that unread items do not pause.
 
         Raises EngineError in the engine's own thread.
         """

@@ -1,4 +1,4 @@
-"""What can be closed is a context manager, sync and async."""
+"""Base class of objects that `with` and `async with` close."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLOSE_WITHIN = 10.0  # seconds that `close` waits for what runs
 
 
 def waited(timeout: Any) -> float | None:
-    """How long to wait, as clocks take it: from 0 to a century; None means any time. Raises ConfigError for no
+    """A timeout in seconds as clocks take it: from 0 to a century; None means no limit. Raises ConfigError for no
     number.
     """
     if timeout is None:
@@ -25,7 +25,9 @@ def waited(timeout: Any) -> float | None:
 
 
 class Closing:
-    """Leaving a `with` or `async with` block closes. Subclasses bring `close`, and `aclose` if that takes a while."""
+    """Leaving a `with` or `async with` block closes. Subclasses define `close`, and `aclose` if closing takes a
+    while.
+    """
 
     def close(self) -> None:
         raise NotImplementedError

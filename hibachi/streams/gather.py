@@ -1,4 +1,4 @@
-"""Many streams that come and go, of which one wants to know which have ended."""
+"""Watches many streams that come and go, and says which have ended."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Feed = Callable[[int, list[Any]], object]
 
 
 class Gather(Closing):
-    """Groups of streams, each under a key; `wait` says which groups are done: all of their streams have ended.
+    """Groups of streams, each under a key; `wait` says which groups are done, that is, all of their streams have ended.
 
     A group may be added at any time. Errors of streams are not raised here: ask the streams. `wake` may be called from
-    anywhere; all else is for one thread, or one task.
+    any thread; everything else from one thread or one task.
     """
 
     def __init__(self) -> None:
@@ -28,15 +28,15 @@ class Gather(Closing):
         self._woken = False
 
     def __len__(self) -> int:
-        """Groups that are not known to be done."""
+        """Number of groups that are not known to be done."""
         return len(self._groups)
 
     def add(self, key: Hashable, streams: Sequence[ItemStream[Any]], feed: Feed | None = None) -> None:
         """Watch a group until it is done.
 
-        feed: None means items stay in the streams until somebody reads them, and `wait` sleeps until an end; else
+        feed: None means that items stay in the streams until they are read, and `wait` sleeps until an end. Otherwise
         `wait` calls feed(i, new items of streams[i]), which may close streams[i], and passes on what it raises. Raises
-        ConfigError if the key is there already, or if a stream pauses while nobody reads it and feed is None.
+        ConfigError if the key is taken, or if feed is None and a stream would pause because nothing reads it.
         """
         if key in self._groups:
             raise ConfigError(f"Each group needs a key of its own; {shown(key)} is still there. Wait for it first.")
@@ -47,15 +47,16 @@ class Gather(Closing):
             group.listen(self._bell)
 
     def discard(self, key: Hashable) -> None:
-        """Forget a group, if it is there. Its streams go on for whoever else holds them."""
+        """Forget a group, if it is there. Its streams go on for their other holders."""
         group = self._groups.pop(key, None)
         if group is not None and self._bell is not None:
             group.unlisten(self._bell)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Block this thread until a group is done; the keys of all that are, each once, in the order of their `add`.
+        """Block this thread until a group is done. Returns the keys of all that are, each once, in the order of their
+        `add`.
 
-        []: `timeout` seconds have passed, or somebody called `wake`; without any group it waits for these.
+        [] means that `timeout` seconds have passed, or that `wake` was called; without any group it waits for these.
         Raises EngineError in the thread of an engine whose streams these are.
         """
         bell, deadline = self._bell, None if timeout is None else time.monotonic() + timeout
@@ -87,13 +88,13 @@ class Gather(Closing):
             await bell.wait()
 
     def poll(self) -> list[Any]:
-        """What `wait` would say, without waiting."""
+        """The keys that `wait` would return, without waiting."""
         if self._bell is None:
             self._listen(Bell())
         return self._look()
 
     def wake(self) -> None:
-        """Let the `wait` that runs, or else the next, return. From any thread, or the handler of a signal."""
+        """Let the running `wait` return, or else the next one. Callable from any thread or signal handler."""
         self._woken = True
         if isinstance(bell := self._bell, LoopEvent):
             wakeups = Wakeups()
@@ -103,7 +104,7 @@ class Gather(Closing):
             bell.set()
 
     def close(self) -> None:
-        """Cancel what still runs, and forget all groups."""
+        """Cancel all groups that still run, and forget them."""
         while self._groups:
             key, group = next(iter(self._groups.items()))
             self.discard(key)
@@ -111,7 +112,7 @@ class Gather(Closing):
                 stream.close()
 
     def _look(self) -> list[Any]:
-        """The keys of the groups that are done, which are forgotten."""
+        """The keys of the groups that are done; these are forgotten."""
         bell = self._bell
         assert bell is not None
         done = [key for key, group in list(self._groups.items()) if group.done(bell)]
@@ -120,7 +121,7 @@ class Gather(Closing):
         return done
 
     def _told(self) -> bool:
-        """Has somebody called `wake`? Raises EngineError if this thread would wait for itself."""
+        """Whether `wake` was called. Raises EngineError if this thread would wait for itself."""
         if self._woken:
             self._woken = False
             return True
@@ -129,7 +130,7 @@ class Gather(Closing):
         return False
 
     def _listen(self, bell: Bell | LoopEvent) -> None:
-        """From now on all streams ring this one."""
+        """Let all streams ring this bell from now on."""
         before, self._bell = self._bell, bell
         for group in self._groups.values():
             if before is not None:
@@ -163,7 +164,7 @@ class _Group:
         return not active
 
     def _fed(self, i: int, feed: Feed, bell: Bell | LoopEvent) -> bool:
-        """Pass on what has come; has all of it?"""
+        """Pass on new items; returns whether the group is done."""
         stream = self.streams[i]
         stream.channel.listen(bell)  # again each time, as a waiter that was woken is forgotten
         while True:

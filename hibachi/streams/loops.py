@@ -1,6 +1,6 @@
 """The event loops that consumers wait on, asyncio's and trio's, and how another thread wakes them.
 
-trio is no dependency and is never imported here: who waits in a trio task has imported it.
+trio is not a dependency and is never imported here: a program that waits in a trio task has imported it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def in_trio() -> Any:
 
 
 class TrioFuture:
-    """What an asyncio future is to asyncio, as far as we need it: set in the loop's own thread, awaited once."""
+    """The part of an asyncio future that is needed here, for trio: set in the loop's own thread, awaited once."""
 
     __slots__ = ("_event", "_token")
 
@@ -52,12 +52,12 @@ LoopFuture = asyncio.Future[None] | TrioFuture
 
 
 def loop_future(trio: Any) -> LoopFuture:
-    """Something to await in the running loop; trio: what `in_trio` says. Raises RuntimeError if there is no loop."""
+    """A future to await in the running loop; trio: what `in_trio` says. Raises RuntimeError if there is no loop."""
     return asyncio.get_running_loop().create_future() if trio is None else TrioFuture(trio)
 
 
 async def give_way() -> None:
-    """In trio: let others run, and notice a cancellation. It expects that of all that is awaited; asyncio does not."""
+    """In trio: let other tasks run, and notice a cancellation, as trio expects of every await; asyncio does not."""
     if (lowlevel := in_trio()) is not None:
         await lowlevel.checkpoint()
 

@@ -1,4 +1,4 @@
-"""Several streams read as one, in whatever order their items come."""
+"""Reads several streams as one, in the order in which their items come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hibachi.streams.stream import ItemStream
 
 
 def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
-    """(which stream, its new items) as they come from any of them, until all have ended. Raises the first error."""
+    """Yield (index of a stream, its new items) as they come, until all streams have ended. Raises the first error."""
     event = threading.Event()
     for came in _merged(streams, event):
         if came is None:
@@ -63,7 +63,7 @@ def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
 
 
 async def amerge(streams: Sequence[ItemStream[T]], take: Callable[[int, list[T]], object]) -> None:
-    """`merge` for asyncio and trio: calls take(which stream, its new items).
+    """`merge` for asyncio and trio: calls take(index of a stream, its new items).
 
     Not an async generator, which would outlive an exception until its loop finds the time to close it.
     """

@@ -1,8 +1,8 @@
-"""Where tokens leave the engine: a stream a request, iterated from any thread, from asyncio or trio.
+"""Streams of tokens: one for each request, iterated from any thread, from asyncio or trio.
 
 The engine's side is a `Channel` (push, end); the user's side is an `ItemStream`. The engine holds no reference to the
-stream, so dropping it cancels the request. Nothing here takes a lock on the way of a token: a consumer first registers
-that it waits and then looks at the buffer once more, the engine first fills the buffer and then looks who waits.
+stream, so dropping it cancels the request. No lock is taken on the way of a token: a consumer first registers that it
+waits and then looks at the buffer once more; the engine first fills the buffer and then looks for waiting consumers.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class ItemStream(Closing, Generic[T]):
 
     @property
     def stop_logprob(self) -> float:
-        """Log-probability of a stop token that was not delivered; 0 if there was none, or they were not asked for."""
+        """Log-probability of a stop token that was not delivered; 0 if there was none, or none were asked for."""
         return self.channel.stop_logprob
 
     @property
     def stop_token(self) -> int | None:
-        """The token that ended it, whether it was delivered or not; None means it did not end so, or tokens are no
-        ids.
+        """The id of the token that ended it, delivered or not; None means that something else ended it, or tokens are
+        no ids.
         """
         return self.channel.stop_token
 
@@ -82,11 +82,11 @@ class ItemStream(Closing, Generic[T]):
         return self.channel.reused
 
     def logprobs_from(self, start: int, end: int) -> list[dict[int, float] | None]:
-        """Part of `logprobs`, without a copy of the whole."""
+        """The part of `logprobs` from an index on, without copying the whole."""
         return self.channel.logprobs[start:end]
 
     def come(self) -> list[T]:
-        """The items that have come and were not read, without waiting."""
+        """The items that have come and were not read yet, without waiting."""
         channel, buffer = self.channel, self.channel.buffer
         items = [self.read(buffer.popleft()) for _ in range(len(buffer))]
         if channel.drained:
@@ -112,7 +112,7 @@ class ItemStream(Closing, Generic[T]):
                 return self.read(item)
 
     def over(self) -> bool:
-        """Has everything been read? Raises the request's error."""
+        """Whether everything has been read. Raises the request's error."""
         channel = self.channel
         if channel.finish is None or channel.buffer:
             return False
@@ -200,7 +200,7 @@ class ItemStream(Closing, Generic[T]):
                     channel.eased()
                 if self.over():
                     return [read(item) for item in items]
-                if channel.pause_after is None:  # nobody need be woken for each item
+                if channel.pause_after is None:  # the reader need not be woken for each item
                     channel.wait_end()
                 else:
                     channel.wait()
@@ -226,7 +226,7 @@ class ItemStream(Closing, Generic[T]):
             self.left, self.channel.buffer = True, deque(maxlen=0)
 
     def _end(self) -> bool:
-        """Was the request cancelled by this?"""
+        """Cancel the request; returns whether this call did it."""
         ended = self.channel.end(Finish.CANCELLED)
         if ended and (cancel := self._cancel) is not None:
             cancel()
@@ -239,7 +239,7 @@ class ItemStream(Closing, Generic[T]):
 
 
 def checked_number(n: int) -> int:
-    """How many items to take. Raises InvalidRequest."""
+    """Check how many items to take. Raises InvalidRequest."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise InvalidRequest(f"take(n) takes a number of items, an integer >= 0; got {shown(n)}.")
     return n
@@ -280,7 +280,7 @@ class _Cursor(Generic[T]):
             if (trio := self._trio) is not None:
                 if trio is ...:
                     trio = self._trio = in_trio()
-                if trio is not None and self._stream.channel.ready:  # who has to wait gives way anyhow
+                if trio is not None and self._stream.channel.ready:  # a task that has to wait gives way anyhow
                     await trio.checkpoint()
             return await self._stream.coming(trio)
         except BaseException:  # a cancelled task or a timeout: their traceback would keep this object for a while
@@ -302,7 +302,7 @@ class Item(Generic[T]):
 
     @property
     def stream(self) -> ItemStream[T]:
-        """That brings it, for those who watch many."""
+        """The stream that delivers it, for code that watches many streams."""
         return self._stream
 
     def done(self) -> bool:
@@ -348,18 +348,18 @@ class Item(Generic[T]):
 
 
 def native_row(item: Any) -> Any:
-    """Reads an item that is a place in a native batch. Only now, so that what nobody reads costs no slice."""
+    """Convert a place in a native batch to its row, only when it is read: unread items cost no slice."""
     batch, i = item
     return batch[i, ...]
 
 
 def as_it_is(item: Any) -> Any:
-    """Reads an item that is what the reader gets."""
+    """Return an item unchanged."""
     return item
 
 
 def closed(stream: ItemStream[Any]) -> Exception:
-    """The error for one who wanted a whole answer from a stream that ended before it was complete."""
+    """The error for a caller that wanted a whole answer from a stream that ended before it was complete."""
     if stream.finish_reason == Finish.CLOSED:
         return EngineClosed("The engine was closed before this request was done. Make a new one.")
     if stream.left:

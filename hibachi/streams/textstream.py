@@ -33,9 +33,12 @@ class Detokenizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What ended a text before its limit. reason: the stop string, or the id of a stop token that the request named;
-    None means the model's own end. token: the id that ended it, delivered or not; None means a stop string did.
-    logprob: of that token, if log-probabilities were asked for."""
+    """The cause that ended a text before its limit.
+
+    reason: the stop string, or the id of a stop token that the request named; None means the model's own end. token:
+    the id that ended it, delivered or not; None means a stop string did. logprob: of that token, if log-probabilities
+    were asked for.
+    """
 
     reason: str | int | None
     token: int | None = None
@@ -66,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of one prompt: `choices`, and for short the fields of the first."""
+    """The result of one prompt: `choices`, and for short the fields of the first."""
 
     prompt: Prompt
     prompt_token_ids: list[int]
@@ -96,7 +99,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next piece of a text. All pieces of an index together are its whole text, and all its token ids."""
+    """The next piece of a text. All pieces of an index together are its whole text and all its token ids."""
 
     text: str
     token_ids: list[int]
@@ -105,8 +108,10 @@ class Piece:
 
 
 class TextChoice:
-    """One continuation while it is being written. ends: ids that are the model's own ends. delivers: the token that
-    ends it is delivered. each: every token has a piece of its own, also one without text; to be set before it is read.
+    """One continuation while it is being generated.
+
+    ends: ids that are the model's own ends. delivers: the token that ends it is delivered. each: every token has a
+    piece of its own, also one without text; to be set before it is read.
     """
 
     index: int
@@ -134,7 +139,7 @@ class TextChoice:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens so far."""
+        """The token ids so far."""
         return self._ids
 
     @property
@@ -144,12 +149,12 @@ class TextChoice:
 
     @property
     def stopped(self) -> bool:
-        """Has a stop string ended the text?"""
+        """Whether a stop string has ended the text."""
         return self._text.stopped
 
     @property
     def stopped_by(self) -> Stopped | None:
-        """What ended the text, once it has ended; None means its limit, or an error."""
+        """The cause that ended the text, once it has ended; None means its limit, or an error."""
         if (string := self._text.stop) is not None:
             return Stopped(string)
         if self.tokens.finish_reason is not Finish.STOP:
@@ -186,7 +191,7 @@ class TextChoice:
         return self._cut(text, before)
 
     def rest(self) -> Piece | None:
-        """What was held back, at the end."""
+        """The text that was held back, at the end."""
         before = len(self._ids) - self._held
         self._held = 0
         text = self._flush()
@@ -204,7 +209,7 @@ class TextChoice:
         return text
 
     def choice(self) -> Choice:
-        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off."""
+        """The finished continuation. Raises EngineClosed or RequestError if it was cut off."""
         if self.finish_reason in (None, Finish.CLOSED, Finish.CANCELLED):
             raise closed(self.tokens)
         self._flush()
@@ -214,14 +219,15 @@ class TextChoice:
         return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs, self.stopped_by)
 
     def likelihood(self) -> float:
-        """Log-probability of all that was drawn, the token that ended it included."""
+        """Log-probability of all drawn tokens, the token that ended it included."""
         return _sum(self._ids, self.tokens.logprobs_from(0, len(self._ids))) + self.tokens.stop_logprob
 
 
 class TextStream(Closing):
     """The text of one request, as it comes: `for piece in stream` or `async for`. Leaving the loop cancels it.
 
-    With n > 1 the pieces of all continuations come as they are written; `piece.index` says whose they are.
+    With n > 1 the pieces of all continuations come as they are generated; `piece.index` is the number of the
+    continuation.
     """
 
     prompt: str | Sequence[int] | Mapping[str, Any]
@@ -245,7 +251,7 @@ class TextStream(Closing):
         return self.tokens.started
 
     def reused(self, runs: int) -> int:
-        """Tokens of its prompts that were found in the cache. runs: continuations of each."""
+        """Tokens of its prompt that were found in the cache, summed over `runs`, its continuations."""
         return sum(c.tokens.reused for c in self.choices[::runs])
 
     @property
@@ -258,13 +264,15 @@ class TextStream(Closing):
         return [c.finish_reason for c in self.choices]
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take new tokens of the first continuation, for those who read `tokens`; returns the text they complete."""
+        """Take new tokens of the first continuation, for callers that read `tokens`; returns the text that they
+        complete.
+        """
         return self.choices[0].feed(ids)
 
     def completion(self) -> Completion:
-        """The whole, after the end. Raises EngineClosed or RequestError if it was cut off.
+        """The whole result, after the end. Raises EngineClosed or RequestError if it was cut off.
 
-        Of more continuations than were asked for (best_of), those with the largest log-probability, best first.
+        With best_of, it holds the n continuations with the largest log-probability, best first.
         """
         choices = [c.choice() for c in self.choices]
         if len(choices) > self._n:
@@ -331,9 +339,10 @@ class TextStream(Closing):
         return pieces
 
     async def come(self, *, each: bool = False) -> list[Piece]:
-        """All pieces that have come since it was last asked, one for each continuation that has any; waits for some.
-        [] at the end. each: one for each token instead, also for one without text; asked so from the beginning on.
+        """All pieces that have come since the last call, one for each continuation that has any; waits for some. [] at
+        the end.
 
+        each: one piece for each token instead, also for a token without text; must be passed from the first call on.
         Raises the error of a continuation after its pieces.
         """
         self._pieces.each(each)
@@ -387,7 +396,7 @@ class _Loop:
 
 
 class _Pieces:
-    """The pieces that have come of a stream."""
+    """The unread pieces of a stream."""
 
     def __init__(self, choices: Sequence[TextChoice]) -> None:
         self.active = list(choices)
@@ -395,7 +404,7 @@ class _Pieces:
         self._ready: deque[Piece] = deque()
 
     def each(self, wanted: bool) -> None:
-        """Is there to be a piece for each token?"""
+        """Whether there is a piece for each token."""
         if wanted is not self._each:
             self._each = wanted
             for choice in self.active:

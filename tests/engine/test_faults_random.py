@@ -70,7 +70,8 @@ def right(prompt, n):
 def test_whatever_happens_each_gets_its_own_tokens(serve, toy, seed):
     engine = serve(
         troubled(toy, seed), backend=Trouble(), max_num_seqs=6, max_num_batched_tokens=24, block_size=4,
-        kv_cache_memory_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_num_queued_reqs=200, scheduling_policy="fair",
+        kv_cache_memory_bytes=12 * 4 * 18, pause_after=5, restart="on_failure", max_num_queued_reqs=200,
+        scheduling_policy="fair",
     )  # fmt: skip
     ended, n = [], 60
 

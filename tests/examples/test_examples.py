@@ -30,6 +30,7 @@ COVERED = {
     "recurrent_state",
     "served_letters",
     "time_series",
+    "verify_rwkv",
 }
 SERVED = {"served_client", "served_flowers", "served_phonemes", "served_string"}  # test_served.py runs them
 
@@ -143,7 +144,7 @@ def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tm
     file, readme = EXAMPLES / "served_letters.py", (EXAMPLES.parent / "README.md").read_text()
     assert f"```python\n{file.read_text()}```" in readme
     assert len(file.read_text().splitlines()) <= 30
-    body = re.search(r"served_letters.py:Letters\ncurl -N \S+/v1/completions --json '(.*)'", readme)[1]
+    body = re.search(r"served_letters.py:Letters\ncurl -N \S+/v1/completions -H .* \\\n  -d '(.*)'", readme)[1]
     command = [sys.executable, "-m", "hibachi", "serve", f"{file}:Letters", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -162,3 +163,15 @@ def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tm
         finally:
             server.terminate()
             assert server.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_verify_finds_what_the_readme_says_of_rwkv():
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    shown = re.search(r"verify_rwkv.py:Rwkv --backend torch\n```\n\n```text\n(.*?)```", readme, re.S)[1]
+    command = ["verify", "--model", str(EXAMPLES / "verify_rwkv.py:Rwkv"), "--backend", "torch"]
+    done = subprocess.run([sys.executable, "-m", "hibachi", *command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1, done.stderr
+    said = [line[:49].rstrip() for line in done.stdout.splitlines()]  # without the size of a difference
+    for line in shown.splitlines():
+        assert line[:49].rstrip() in said or re.match(r"      \d rows", line), line

@@ -16,8 +16,8 @@ GREEDY = f"""
 import sys, hibachi
 prompts = {PROMPTS}
 for library in ("numpy", "torch"):
-    model = hibachi.load_model(sys.argv[1], hibachi.load_backend(library))
-    with hibachi.AutoregressiveBatchInference(model, max_model_len=64, max_num_batched_tokens=8, backend=library) as engine:
+    model = hibachi.load_model(sys.argv[1], library, max_model_len=64)
+    with hibachi.AutoregressiveBatchInference(model, max_num_batched_tokens=8) as engine:
         params = hibachi.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         print([stream.collect() for stream in [engine.run(p, params) for p in prompts]])
 """

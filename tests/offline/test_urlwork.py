@@ -955,8 +955,8 @@ def test_a_server_that_is_loading_is_waited_for():
 
 
 def test_parameters_know_which_were_named():
-    said = Said().with_(temperature=0.5).with_(top_k=-1, seed=4)
-    assert said.named == {"temperature", "top_k", "seed"} and said.seed == 4
+    said = Said().with_(temperature=0.5, max_tokens=16).with_(top_k=-1, seed=4)
+    assert said.named == {"temperature", "max_tokens", "top_k", "seed"} and said.seed == 4
     assert said.as_body() == {"max_tokens": 16, "temperature": 0.5, "top_k": -1}
 
 

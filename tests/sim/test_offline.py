@@ -147,7 +147,7 @@ def test_feeds():
     "wrong, message",
     [
         ({"order": "best"}, "order must be one of file, composed, or None; got 'best'"),
-        ({"order": "file", "scheduling_policy": "fair"}, "expected scheduling_policy='fcfs' with order='file'; got 'fair'"),
+        ({"order": "file", "scheduling_policy": "fair"}, "scheduling_policy='fcfs' with order='file'; got 'fair'"),
         (
             {"order": "composed", "max_num_queued_reqs": 5},
             "expected no max_num_queued_reqs with order='composed'; got 5",

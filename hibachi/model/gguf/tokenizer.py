@@ -210,7 +210,8 @@ def _byte_level(library: Any, source: _Source) -> Any:
     if cut is None:
         raise UnknownArchitecture(
             f"{source.file}: its tokenizer cuts text as for {kind!r:.100} (tokenizer.ggml.pre), which is not known; "
-            f"known: {', '.join(sorted(_CUTS))}. hibachi.load_model(path) loads the model without it; encode and decode outside."
+            f"known: {', '.join(sorted(_CUTS))}. hibachi.load_model(path) loads the model without it; encode and "
+            f"decode outside."
         )
     raw = library.Tokenizer(library.models.BPE(source.vocab, source.merges(), ignore_merges=cut.whole))
     raw.pre_tokenizer = cut.steps(library)

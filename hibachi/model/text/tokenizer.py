@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -211,8 +212,8 @@ NAMES = "tokenizer.json, vocab.json with merges.txt, encoder.json with vocab.bpe
 
 def has_tokenizer(path: Path) -> bool:
     """Does a folder hold a file that `Tokenizer.load` reads?"""
-    pairs = [all((path / name).exists() for name in names) for names in bytelevel.NAMES]
-    return (path / "tokenizer.json").exists() or any(pairs) or (path / "tokenizer.model").exists()
+    sets = (("tokenizer.json",), *bytelevel.NAMES, ("tokenizer.model",))
+    return any(all(os.path.lexists(path / name) for name in names) for names in sets)  # a link to nothing is damage
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> tuple[Any, Path, Mapping[str, str], bool]:

@@ -68,7 +68,7 @@ def test_results_of_a_measurement_are_shown_though_their_file_is_full(monkeypatc
     monkeypatch.setattr(bench.Session, "run", lambda *_: runs)
     monkeypatch.setattr(bench, "_show", lambda documents, _: print("shown", documents[0]["runs"]))
     command = ["bench", "throughput", "--work", "W1", "--no-bound", "--out", "/dev/full"]
-    assert main([*command, "--rows", "2", "--requests", "2"]) == 1
+    assert main([*command, "--max-num-seqs", "2", "--requests", "2"]) == 1
     out, err = capsys.readouterr()
     assert "shown" in out and err == "hibachi: the results are not in /dev/full: [Errno 28] No space left on device\n"
 

@@ -114,7 +114,7 @@ def test_kernels_are_had_once_there_is_room_again(kernels, found, own_home, smal
 def test_a_compiler_that_fails_is_asked_once(kernels, monkeypatch):
     (kernels / "one.cpp").write_text("nothing;")
     calls, run = [], build.run
-    monkeypatch.setattr(build, "run", lambda commands: calls.append(1) or run(commands))
+    monkeypatch.setattr(build, "run", lambda *args: calls.append(1) or run(*args))
     why = library.why_missing()
     before = len(calls)
     assert "do not compile" in why and library.why_missing() == why and len(calls) == before

@@ -551,7 +551,7 @@ def test_where_a_gguf_file_is(tmp_path):
     (tmp_path / "x.gguf").touch()
     assert find_gguf(tmp_path) == tmp_path / "x.gguf"
     (tmp_path / "y.gguf").touch()
-    with pytest.raises(InvalidModelFiles, match=r"holds 2 GGUF files: x\.gguf, y\.gguf\. Name one"):
+    with pytest.raises(InvalidModelFiles, match=r"holds 2 GGUF files: x\.gguf, y\.gguf\. Pass one of these"):
         find_gguf(tmp_path)
     (tmp_path / "config.json").touch()
     assert find_gguf(tmp_path) is None

@@ -256,7 +256,7 @@ def test_sentencepiece_with_merges_takes_those():
     [
         ({"model": "t5"}, UnknownArchitecture, "tokenizer of the kind 't5'; known: gpt2 .byte-level BPE. and llama"),
         ({"model": None}, UnknownArchitecture, "of the kind None"),
-        ({"pre": "viking"}, UnknownArchitecture, "cuts text as for 'viking'.*known: dbrx.*pass token ids"),
+        ({"pre": "viking"}, UnknownArchitecture, "cuts text as for 'viking'.*known: dbrx.*load_model"),
         ({"pre": "default"}, UnknownArchitecture, "cuts text as for 'default'"),
         ({"tokens": None}, InvalidModelFiles, "tokens must be a list of strings; got no such entry"),
         ({"tokens": ["a", "b", "a"], "token_type": None}, InvalidModelFiles, "all different; got 'a' as 0 and 2"),
