@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -408,3 +409,34 @@ def _some_phases(i):
     for n in range(20):
         with phase(f"thread {i}", 20) as p:
             p.update(n)
+
+
+ENDS = """
+import os, signal, threading
+from hibachi.phases import ending_at_once, showing_phases
+
+threading.Thread(target=threading.Event().wait).start()  # nothing ends it
+with {}:
+    try:
+        with ending_at_once():
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(5)
+    except KeyboardInterrupt:
+        os._exit(7)
+os._exit(8)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no such signals")
+@pytest.mark.parametrize(
+    "where, handler, status",
+    [
+        ("showing_phases()", "default_int_handler", 130),  # a command
+        ("open(os.devnull)", "default_int_handler", 7),  # a program of the user's
+        ("showing_phases()", "SIG_IGN", 8),  # in the background of a shell, Ctrl-C is not for it
+    ],
+)
+def test_ctrl_c_ends_a_command_whose_threads_go_on(where, handler, status):
+    program = f"import signal; signal.signal(signal.SIGINT, signal.{handler})" + ENDS.format(where)
+    program = program.replace("wait(5)", "wait(0.1)") if status == 8 else program
+    assert subprocess.run([sys.executable, "-c", program], timeout=30).returncode == status

@@ -97,7 +97,7 @@ def _throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _session_arguments(parser)
     add = parser.add_argument
     works = f"any of {', '.join(n for n in work.NAMES if n != 'W3')} and FILE (of `hibachi bench work`), all at once"
-    add("--work", nargs="+", metavar="WORK", help=f"{works} (default: W1 W2 W4, where they fit)")
+    add("--work", nargs="+", metavar="WORK", help=f"works to run: {works} (default: W1 W2 W4, where they fit)")
     _profile_argument(parser)
     parser.set_defaults(rates=[])
 
@@ -114,7 +114,9 @@ def latency(args: argparse.Namespace) -> int:
 def _latency_arguments(parser: argparse.ArgumentParser) -> None:
     _session_arguments(parser)
     _rates_arguments(parser)
-    parser.add_argument("--work", nargs="+", default=["W3"], metavar="WORK", help="W3 or FILE (default: W3)")
+    parser.add_argument(
+        "--work", nargs="+", default=["W3"], metavar="WORK", help="work to run: W3 or FILE (default: W3)"
+    )
     _profile_argument(parser)
 
 
@@ -134,7 +136,9 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="JSON", help="written by throughput, latency or compare --out")
+    parser.add_argument(
+        "files", nargs="*", metavar="JSON", help="results written by throughput, latency or compare --out"
+    )
     parser.add_argument("--results", metavar="FILE", help="write the tables as a page, such as RESULTS.md")
     _session_arguments(parser)
     _rates_arguments(parser)
@@ -144,22 +148,42 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _session_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     add = parser.add_argument
-    add("--max-num-seqs", type=int, default=64, metavar="N", help="requests at once (default: 64)")
-    add("--requests", type=int, default=64, metavar="N", help="of W1, W2 and W3 (default: 64)")
+    add("--max-num-seqs", type=int, default=64, metavar="N", help="most requests that run at once (default: 64)")
+    add("--requests", type=int, default=64, metavar="N", help="requests of W1, W2 and W3 (default: 64)")
     add("--repeat", type=int, default=3, metavar="N", help="how often each work is measured (default: 3)")
-    add("--threads", type=int, default=cores(), metavar="N", help="of each engine (default: all cores)")
-    add("--seed", type=int, default=0, metavar="N", help="of the works (default: 0)")
-    add("--enable-prefix-caching", action="store_true", help="for works that are files")
-    add("--option", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hibachi.LLM, as JSON")
+    add("--threads", type=int, default=cores(), metavar="N", help="threads of each engine (default: all cores)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the works (default: 0)")
+    add("--enable-prefix-caching", action="store_true", help="use prefix caches for works that are files")
+    add(
+        "--option",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="option of hibachi.LLM, as JSON",
+    )
     peers = parser.add_argument_group(
         "peers",
         f"All compute in --dtype, float32 unless you say so. Engines: {', '.join(e for e in engines() if e != OURS)}.",
     )
     add = peers.add_argument
-    add("--peer", action="append", default=[], metavar="ENGINE[=PYTHON]", help="and the interpreter that has it")
-    add("--peer-model", action="append", default=[], metavar="ENGINE=PATH", help="the model in its own format")
-    add("--peer-option", nargs=3, action="append", default=[], metavar=("ENGINE", "NAME", "VALUE"), help="as JSON")
-    add("--no-hibachi", action="store_true", help="the peers only")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="ENGINE[=PYTHON]",
+        help="engine to compare with, and the interpreter that has it",
+    )
+    add("--peer-model", action="append", default=[], metavar="ENGINE=PATH", help="the model in this peer's own format")
+    add(
+        "--peer-option",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("ENGINE", "NAME", "VALUE"),
+        help="its option, as JSON",
+    )
+    add("--no-hibachi", action="store_true", help="measure the peers only")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an engine (default: 600)")
     add = parser.add_argument_group("output").add_argument
     add("--out", metavar="FILE", help="write all results as JSON")
@@ -169,9 +193,16 @@ def _session_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rates_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rates", nargs="+", type=float, default=[1.0, 2.0, 4.0], metavar="R", help="requests/s (default: 1 2 4)")
-    add("--slo-ttft", type=float, default=500.0, metavar="MS", help="to the first token (default: 500)")
-    add("--slo-itl", type=float, default=50.0, metavar="MS", help="between tokens (default: 50)")
+    add(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=[1.0, 2.0, 4.0],
+        metavar="R",
+        help="requests a second (default: 1 2 4)",
+    )
+    add("--slo-ttft", type=float, default=500.0, metavar="MS", help="longest time to the first token (default: 500)")
+    add("--slo-itl", type=float, default=50.0, metavar="MS", help="longest mean time between tokens (default: 50)")
 
 
 def _profile_argument(parser: argparse.ArgumentParser) -> None:
@@ -377,11 +408,11 @@ def _point(p: growth.Point) -> None:
 def _growth_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     add = parser.add_argument
-    add("--full", action="store_true", help="all that --rows, --contexts and --rounds leave open, and slowly")
-    add("--rows", nargs="+", type=int, metavar="N", help="(default: 1 to 128)")
-    add("--contexts", nargs="+", type=int, metavar="N", help="(default: 128 to 2048)")
-    add("--rounds", type=int, metavar="N", help="the best of so many counts (default: 1)")
-    add("--kv-cache-memory-bytes", type=size().read, default="4G", metavar="BYTES", help="at most (default: 4G)")
+    add("--full", action="store_true", help="use larger defaults for --rows, --contexts and --rounds; slow")
+    add("--rows", nargs="+", type=int, metavar="N", help="numbers of rows (default: 1 to 128)")
+    add("--contexts", nargs="+", type=int, metavar="N", help="context lengths in tokens (default: 128 to 2048)")
+    add("--rounds", type=int, metavar="N", help="repeats of which the best counts (default: 1)")
+    add("--kv-cache-memory-bytes", type=size().read, default="4G", metavar="BYTES", help="largest cache (default: 4G)")
     add("--out", metavar="FILE", help="write all points as JSON")
     add("--plot", metavar="FILE", help="draw them, as .png or .svg")
 
@@ -430,9 +461,29 @@ def fit(args: argparse.Namespace) -> int:
 def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     model_arguments(parser)
     add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], metavar="N", help="requests at once")
-    add("--contexts", nargs="+", type=int, default=[16, 64, 128, 256, 448], metavar="N", help="tokens of a prompt")
-    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
+    add(
+        "--rows",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8, 16, 32],
+        metavar="N",
+        help="requests at once (default: 1 to 32)",
+    )
+    add(
+        "--contexts",
+        nargs="+",
+        type=int,
+        default=[16, 64, 128, 256, 448],
+        metavar="N",
+        help="tokens of a prompt (default: 16 to 448)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="most tokens computed in a step (default: 2048)",
+    )
     add("--rounds", type=int, default=2, metavar="N", help="how often everything is measured (default: 2)")
     add("--out", metavar="FILE", help="write the step time as JSON")
 
@@ -449,8 +500,8 @@ def model(args: argparse.Namespace) -> int:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", metavar="OUT", help="a folder that holds no model yet")
-    add("--shape", choices=list(SHAPES), default="135m", help="135m: of SmolLM2-135M (default); 8b: of Llama 3 8B")
+    add("folder", metavar="OUT", help="folder for the model, which holds none yet")
+    add("--shape", choices=list(SHAPES), default="135m", help="135m: SmolLM2-135M; 8b: Llama 3 8B (default: 135m)")
     add("--seed", type=int, default=0, metavar="N")
 
 
@@ -469,8 +520,8 @@ def write_work(args: argparse.Namespace) -> int:
 
 def _work_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", choices=work.NAMES, metavar="NAME", help=", ".join(work.NAMES))
+    add("name", choices=work.NAMES, metavar="NAME", help=f"work to write: {', '.join(work.NAMES)}")
     add("file", metavar="FILE")
-    add("--vocab-size", type=int, required=True, metavar="N", help="of the model")
-    add("--requests", type=int, default=64, metavar="N", help="(default: 64)")
+    add("--vocab-size", type=int, required=True, metavar="N", help="vocabulary size of the model")
+    add("--requests", type=int, default=64, metavar="N", help="requests of the work (default: 64)")
     add("--seed", type=int, default=0, metavar="N")

@@ -28,37 +28,56 @@ _LONGEST_RANDOM = 100  # requests, where nothing says how many
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the server").add_argument
-    add("--url", required=True, metavar="URL", help="such as http://127.0.0.1:8000")
-    add("--model", metavar="NAME", help="(default: the first that the server names)")
-    add("--api-key", metavar="KEY", help=f"(default: the environment variable {KEY}, which no list of processes shows)")
-    add("--endpoint", choices=list(traffic.PATHS), default=traffic.COMPLETIONS, help="(default: completions)")
+    add("--url", required=True, metavar="URL", help="server to load, such as http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="model to ask for (default: the first that the server names)")
+    add("--api-key", metavar="KEY", help=f"key to send (default: the variable {KEY}, which no list of processes shows)")
+    add(
+        "--endpoint",
+        choices=list(traffic.PATHS),
+        default=traffic.COMPLETIONS,
+        help="route to load (default: completions)",
+    )
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for a request (default: 600)")
     when = parser.add_argument_group("when requests are sent (default: all at once)").add_argument
-    when("--rate", type=float, metavar="R", help="R a second on average; times count from when a request was due")
-    when("--arrivals", choices=traffic.ARRIVALS, help="poisson (default) or constant, with --rate")
-    when("--concurrency", type=int, metavar="N", help="at most N at a time")
-    when("--requests", type=int, metavar="N", help="how many (default: all of a file, else 100)")
-    when("--duration", type=float, metavar="S", help="none is sent after S seconds; without --requests as many as go")
-    when("--warmup", type=int, default=1, metavar="N", help="requests before, one by one, not counted (default: 1)")
+    when(
+        "--rate", type=float, metavar="R", help="requests a second on average; times count from when a request was due"
+    )
+    when("--arrivals", choices=traffic.ARRIVALS, help="arrivals with --rate: poisson or constant (default: poisson)")
+    when("--concurrency", type=int, metavar="N", help="most requests at a time")
+    when("--requests", type=int, metavar="N", help="requests to send (default: all of a file, else 100)")
+    when(
+        "--duration", type=float, metavar="S", help="send none after S seconds; without --requests as many as possible"
+    )
+    when("--warmup", type=int, default=1, metavar="N", help="uncounted requests before, one by one (default: 1)")
     group = parser.add_argument_group("what they ask (default: random tokens)")
     source = group.add_mutually_exclusive_group().add_argument
-    source("--work", metavar="FILE", help="of `hibachi bench work`; its arrivals count with --rate")
+    source("--work", metavar="FILE", help="work of `hibachi bench work`; its arrivals count with --rate")
     source("--trace", metavar="FILE", help="lengths and times of a trace, as `hibachi sim` reads it (Azure, Mooncake)")
     what = group.add_argument
-    what("--speed", type=float, default=1.0, metavar="X", help="a trace's requests come X times as fast")
+    what("--speed", type=float, default=1.0, metavar="X", help="send a trace's requests X times as fast (default: 1)")
     what("--input-len", type=int, metavar="N", help="tokens of a prompt (default: 128); of a trace: cut to N")
     what("--output-len", type=int, metavar="N", help="tokens to generate (default: 64); of a trace: at most N")
-    what("--range-ratio", type=float, default=0.0, metavar="R", help="random lengths within this share (default: 0)")
-    what("--prefix-len", type=int, default=0, metavar="N", help="tokens with which all random prompts begin")
-    what("--vocab-size", type=int, default=1000, metavar="N", help="random ids are below it (default: 1000)")
-    what("--words", action="store_true", help="prompts as words, one for each token (always so for chat)")
-    what("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
-    what("--no-stream", action="store_true", help="whole answers: only the time of the whole is known")
-    what("--no-ignore-eos", action="store_true", help="for servers that do not know this field of vLLM's")
-    what("--body", type=_fields, default={}, metavar="JSON", help="further fields, such as '{\"temperature\": 0.7}'")
+    what(
+        "--range-ratio", type=float, default=0.0, metavar="R", help="spread of random lengths, as a share (default: 0)"
+    )
+    what(
+        "--prefix-len", type=int, default=0, metavar="N", help="tokens that all random prompts begin with (default: 0)"
+    )
+    what("--vocab-size", type=int, default=1000, metavar="N", help="bound of random token ids (default: 1000)")
+    what("--words", action="store_true", help="send prompts as words, one for each token (always so for chat)")
+    what("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
+    what("--no-stream", action="store_true", help="ask for whole answers; only their total time is measured")
+    what("--no-ignore-eos", action="store_true", help="leave out ignore_eos, for servers that do not know it")
+    what(
+        "--body",
+        type=_fields,
+        default={},
+        metavar="JSON",
+        help="further fields of each request, such as '{\"temperature\": 0.7}'",
+    )
     add = parser.add_argument_group("output").add_argument
-    add("--slo-ttft", type=float, default=500.0, metavar="MS", help="promised to the first token (default: 500)")
-    add("--slo-itl", type=float, default=50.0, metavar="MS", help="promised between tokens, on average (default: 50)")
+    add("--slo-ttft", type=float, default=500.0, metavar="MS", help="promised time to the first token (default: 500)")
+    add("--slo-itl", type=float, default=50.0, metavar="MS", help="promised mean time between tokens (default: 50)")
     add("--out", metavar="FILE", help="write all figures, and all times of each request, as JSON")
     add("--plot", metavar="FILE", help="draw them, as .png or .svg")
 

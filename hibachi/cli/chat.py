@@ -27,7 +27,7 @@ FETCHED = ".smollm2"
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model_arguments(parser, default=None)
-    add("--system", metavar="TEXT", help="a system message to begin with")
+    add("--system", metavar="TEXT", help="system message to begin with")
     sampling_arguments(parser, max_tokens=512, temperature="what is known to suit it, or 0.7, with --top-p 0.9")
 
 

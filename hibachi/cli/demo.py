@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help=BACKEND)
     deterministic_argument(parser)
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="new tokens of each text (default: 96)")
-    parser.add_argument("--plain", action="store_true", help="no live view, as when the output is piped")
+    parser.add_argument("--plain", action="store_true", help="write plain lines, as when the output is piped")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,13 +42,13 @@ _EXTRAS = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="MODEL", help="say which kernels a model gets, and why: their times on its shapes")
+    add("--model", metavar="MODEL", help="show which kernels a model gets, and their times on its shapes")
     add("--backend", metavar="NAME", help="with --model (default: the first of torch, jax, numpy that imports)")
-    add("--device", metavar="NAME", help="with --model")
-    add("--dtype", metavar="NAME", help="with --model (default: the checkpoint's)")
-    add("--autotune", metavar="S", default="full", help="with --model: seconds to measure (default: full, 20 seconds)")
-    add("--kernels", metavar="FILE", help="with --model: time kernels of any bits, and write the fastest to a file")
-    add("--quantization", choices=QUANTIZATIONS, help="with --model; auto: int8 is a candidate")
+    add("--device", metavar="NAME", help="device for --model (default: the backend's)")
+    add("--dtype", metavar="NAME", help="dtype for --model (default: the checkpoint's)")
+    add("--autotune", metavar="S", default="full", help="seconds to measure for --model (default: full, 20 seconds)")
+    add("--kernels", metavar="FILE", help="time kernels of any bits for --model, and write the fastest to a file")
+    add("--quantization", choices=QUANTIZATIONS, help="quantization for --model; auto: int8 is a candidate")
     deterministic_argument(parser)
 
 

@@ -27,7 +27,7 @@ from hibachi.streams.stream import ItemStream
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model_arguments(parser)
-    add("--prompt", metavar="TEXT", help="what to go on from (default: standard input)")
+    add("--prompt", metavar="TEXT", help="text to complete (default: standard input)")
     add("--echo", action="store_true", help="write the prompt first")
     sampling_arguments(parser, max_tokens=128)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")

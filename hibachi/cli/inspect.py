@@ -28,7 +28,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="write JSON, for programs")
 
 
 def run(args: argparse.Namespace) -> int:

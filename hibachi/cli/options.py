@@ -10,12 +10,14 @@ from hibachi.lm.llm import LLM, QUANTIZATIONS
 from hibachi.phases import phase
 
 T = TypeVar("T")
-BACKEND = "numpy, torch, jax, mlx or another (default: the first of torch, jax, numpy that imports)"
+BACKEND = (
+    "array library: numpy, torch, jax, mlx or an installed one (default: the first of torch, jax, numpy that imports)"
+)
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
 
 
 def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
-    """default: None means the command finds a model itself."""
+    """Add the options that name a model. default: None means the command finds a model itself."""
     add = parser.add_argument
     tiny = "tiny, which ships (default)" if default else "tiny, which ships (default: what `make chat` fetched)"
     add(
@@ -25,15 +27,15 @@ def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny
         help=f"a folder in Hugging Face layout, a .gguf file, org/name on the Hub, or {tiny}",
     )
     add("--backend", metavar="NAME", help=BACKEND)
-    add("--device", metavar="NAME", help="in the backend's own notation, for example cuda:0")
-    add("--dtype", metavar="NAME", help="to compute in (default: the checkpoint's, else float32)")
+    add("--device", metavar="NAME", help="device in the backend's own notation, for example cuda:0")
+    add("--dtype", metavar="NAME", help="dtype to compute in (default: the checkpoint's, else float32)")
     quantization_argument(parser)
     add(
         "--autotune",
         metavar="S",
-        help="seconds to time kernels of the same bits, or with --kernels of any: 1s, full, off (default: off)",
+        help="seconds to time kernels that give the same bits, with --kernels any: 1s, full, off (default: off)",
     )
-    add("--kernels", metavar="FILE", help="take the kernels and the dtype that a file names; with --autotune: write it")
+    add("--kernels", metavar="FILE", help="use the kernels and dtype that a file names; with --autotune: write it")
     deterministic_argument(parser)
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
 
@@ -57,7 +59,7 @@ def quantization_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="matrices in eight bits: less memory and time; auto: where it is faster here (default: none)",
+        help="store matrices in eight bits: less memory and time; auto: where it is faster here (default: none)",
     )
 
 
@@ -65,25 +67,35 @@ def deterministic_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
-        help="the same bits whoever shares the batch (default: where that costs little)",
+        help="give each request the same bits whatever shares the batch (default: where that costs little)",
     )
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int, temperature: str = "1") -> None:
-    """Parameters of the model's generation_config.json hold where none is given. temperature: and if it gives none."""
+    """Add sampling options; those not given are the model's own. temperature: the default where the model names none."""
     add = parser.add_argument
     limit = f"limit of new tokens (default: {max_tokens})"
     add("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)
-    add("--temperature", type=float, metavar="T", help=f"0 is greedy (default: the model's, or {temperature})")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    add("--top-p", type=float, metavar="P", help="draw from this share of the mass")
-    add("--min-p", type=float, metavar="P", help="drop what has less than this share of the likeliest")
-    add("--repetition-penalty", type=float, metavar="R", help="above 1: less of what was there before")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"sampling temperature; 0 means greedy (default: the model's, or {temperature})",
+    )
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="draw from the most likely tokens with this share of the probability")
+    add("--min-p", type=float, metavar="P", help="drop tokens below this share of the most likely one's probability")
+    add(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="penalty for tokens that occurred before; above 1 means fewer repeats",
+    )
+    add("--seed", type=int, metavar="N", help="random seed; the same seed gives the same text")
 
 
 def told(stream: Iterable[T]) -> Iterator[T]:
-    """What comes from a stream. A terminal shows for how long the first item is being computed."""
+    """The items of a stream. A terminal shows how long the first item takes."""
     items = iter(stream)
     with phase("computing the prompt"):
         first = next(items, None)
@@ -93,5 +105,5 @@ def told(stream: Iterable[T]) -> Iterator[T]:
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The parameters that were given."""
+    """The sampling parameters that the arguments give."""
     return {name: value for name in _PARAMETERS if (value := getattr(args, name)) is not None}

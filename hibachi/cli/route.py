@@ -22,8 +22,8 @@ _PACKAGES = ("aiohttp", "msgspec", "prometheus_client", "uvicorn")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hibachi route [options] [UPSTREAM ...]"
-    parser.add_argument("places", nargs="*", metavar="UPSTREAM", help="as --upstream")
-    parser.add_argument("--status", metavar="URL", help="show the upstreams of a router that runs there, and end")
+    parser.add_argument("places", nargs="*", metavar="UPSTREAM", help="server with OpenAI's API, as --upstream")
+    parser.add_argument("--status", metavar="URL", help="show the upstreams of the router at this URL, and exit")
     settings_arguments(parser, GROUPS)
 
 

@@ -43,53 +43,85 @@ SOME_FAILED, LOST, INTERRUPTED, TERMINATED = 3, 1, 130, 143
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hibachi run-batch [options] -i IN [IN ...] -o OUT"
     add = parser.add_argument_group("files").add_argument
-    add("-i", "--input", nargs="+", required=True, metavar="IN", help="files, globs, folders; -: standard input")
-    add("-o", "--output", required=True, metavar="OUT", help="a file; -: standard output")
-    add("--format", metavar="F", help="of OUT: jsonl, csv, tsv, parquet, jsonl.gz, csv.zst ... (default: by its name)")
-    add("--delimiter", metavar="C", help="in CSV that is read (default: a comma; of .tsv a tab)")
-    add("--encoding", metavar="NAME", help="of CSV that is read (default: utf-8)")
-    add("--limit", type=int, metavar="N", help="only the first N rows")
-    add("--shard", type=_shard, default=(1, 1), metavar="I/N", help="every N-th row from the I-th: 1/4, 2/4, 3/4, 4/4")
-    add("--errors", metavar="FILE", help="the rows that failed, as JSON Lines; they are in OUT as well")
-    add("--result-prefix", default="", metavar="P", help="in front of the names of the results' columns")
+    add(
+        "-i",
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="IN",
+        help="files, globs or folders to read; - means standard input",
+    )
+    add("-o", "--output", required=True, metavar="OUT", help="file to write; - means standard output")
+    add(
+        "--format",
+        metavar="F",
+        help="format of OUT: jsonl, csv, tsv, parquet, jsonl.gz, csv.zst ... (default: by its name)",
+    )
+    add("--delimiter", metavar="C", help="delimiter of CSV input (default: a comma; for .tsv a tab)")
+    add("--encoding", metavar="NAME", help="encoding of CSV input (default: utf-8)")
+    add("--limit", type=int, metavar="N", help="read only the first N rows")
+    add(
+        "--shard",
+        type=_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="take every N-th row from the I-th: 1/4, 2/4, 3/4, 4/4",
+    )
+    add("--errors", metavar="FILE", help="write rows that failed as JSON Lines; they are in OUT as well")
+    add("--result-prefix", default="", metavar="P", help="prefix of the names of result columns")
     add = parser.add_argument_group("what rows say").add_argument
-    add("--task", choices=TASKS, default="generate", help="forward: for a feed-forward model (default: generate)")
-    add("--openai", action=argparse.BooleanOptionalAction, help="OpenAI's batch lines (default: if they look so)")
-    add("--served-model-name", nargs="+", action="extend", metavar="NAME", help="what such lines may call the model")
-    add("--prompt-column", metavar="C", help="texts, or token ids (default: prompt, else text)")
-    add("--messages-column", metavar="C", help="conversations, for the model's chat template")
-    add("--tokens-column", metavar="C", help="token ids, or lists of what a model of your own takes")
-    add("--feature-columns", type=_names, default=(), metavar="C,C", help="numbers that together are one input")
-    add("--template", metavar="TEXT", help='a prompt with columns in braces: "Summarise: {text}"')
-    add("--system", metavar="TEXT", help="a system message; the prompt is the user's")
-    add("--chat", action="store_true", help="the prompt is a user's message, with no system message")
-    add("--token-ids", action="store_true", help="results tell the ids of new tokens")
+    add(
+        "--task",
+        choices=TASKS,
+        default="generate",
+        help="work to do; forward is for a feed-forward model (default: generate)",
+    )
+    add("--openai", action=argparse.BooleanOptionalAction, help="read OpenAI's batch lines (default: if they look so)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names by which such lines may call the model",
+    )
+    add("--prompt-column", metavar="C", help="column of texts or token ids (default: prompt, else text)")
+    add("--messages-column", metavar="C", help="column of conversations, for the model's chat template")
+    add("--tokens-column", metavar="C", help="column of token ids, or of lists of your own model's tokens")
+    add(
+        "--feature-columns",
+        type=_names,
+        default=(),
+        metavar="C,C",
+        help="columns of numbers that together are one input",
+    )
+    add("--template", metavar="TEXT", help='prompt with columns in braces: "Summarise: {text}"')
+    add("--system", metavar="TEXT", help="system message; the prompt becomes the user's message")
+    add("--chat", action="store_true", help="send the prompt as a user's message, without a system message")
+    add("--token-ids", action="store_true", help="write the ids of new tokens to the results")
     add = parser.add_argument_group("how to sample (default: as the model's files say)").add_argument
     add("--max-tokens", type=int, metavar="N", help="most new tokens of a row (default: 16)")
-    add("--temperature", type=float, metavar="T", help="0: the likeliest token, always")
+    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 means greedy (default: the model's)")
     pairs: dict[str, Any] = {"action": "append", "type": _pair, "default": []}
-    add("--param", **pairs, metavar="NAME=VALUE", help="any parameter: top_p=0.9; repeatable")
-    add("--param-column", **pairs, metavar="NAME=C", help="a parameter from a column; repeatable")
-    add("--seed", type=int, default=0, metavar="N", help="of the run, for rows that bring none (default: 0)")
+    add("--param", **pairs, metavar="NAME=VALUE", help="set any sampling parameter: top_p=0.9; repeatable")
+    add("--param-column", **pairs, metavar="NAME=C", help="take a parameter from a column; repeatable")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the run, for rows without one (default: 0)")
     add = parser.add_argument_group("the run").add_argument
-    add("--plan", action="store_true", help="tell tokens, expected hits and time; compute nothing")
-    add("--validate", action="store_true", help="read all rows first, and begin only if none is wrong")
+    add("--plan", action="store_true", help="show tokens, expected cache hits and time; compute nothing")
+    add("--validate", action="store_true", help="check all rows first, and begin only if none is wrong")
     add("--fail-fast", action="store_true", help="end at the first row that fails")
-    add("--retry-errors", action="store_true", help="compute rows again that failed before")
-    add("--overwrite", action="store_true", help="replace an output of others; begin anew what differs")
-    add("--accept-changes", action="store_true", help="go on though something differs; rows then say what")
-    add("--verify-weights", action="store_true", help="know the model by all bytes of its weights, not by samples")
-    add(
-        "--report", metavar="FILE", help="how the run went, as JSON; with --plan: of an earlier run, to take rates from"
-    )
-    add("--plot", metavar="FILE", help="the same, drawn as .png or .svg (extra: plot)")
-    add("--step-time", metavar="FILE", help="for --plan: from `hibachi bench fit`")
-    add("--plain", action="store_true", help="no live view, as when the output is piped")
+    add("--retry-errors", action="store_true", help="compute rows that failed before again")
+    add("--overwrite", action="store_true", help="replace another run's output, or begin anew where something differs")
+    add("--accept-changes", action="store_true", help="go on although something differs; rows then say what")
+    add("--verify-weights", action="store_true", help="identify the model by all bytes of its weights, not by samples")
+    add("--report", metavar="FILE", help="write how the run went, as JSON; with --plan: read rates of an earlier run")
+    add("--plot", metavar="FILE", help="draw the same as .png or .svg (extra: plot)")
+    add("--step-time", metavar="FILE", help="step times for --plan, from `hibachi bench fit`")
+    add("--plain", action="store_true", help="write plain lines, as when the output is piped")
     add = parser.add_argument_group("a server in place of a model").add_argument
-    add("--url", metavar="URL", help="of a server or router with OpenAI's API, such as http://127.0.0.1:8000")
-    add("--url-model", metavar="NAME", help="(default: the first that the server names)")
-    add("--api-key", metavar="KEY", help=f"(default: {KEY} in the environment, where no list of processes shows it)")
-    add("--concurrency", type=int, default=64, metavar="N", help="requests at a time (default: 64)")
+    add("--url", metavar="URL", help="server or router with OpenAI's API, such as http://127.0.0.1:8000")
+    add("--url-model", metavar="NAME", help="model to ask for (default: the first that the server names)")
+    add("--api-key", metavar="KEY", help=f"key to send (default: the variable {KEY}, which no list of processes shows)")
+    add("--concurrency", type=int, default=64, metavar="N", help="most requests at a time (default: 64)")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
     settings_arguments(parser, GROUPS)
 

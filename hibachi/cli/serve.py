@@ -26,7 +26,7 @@ _WITH_VALUE = ("sharded",)  # switches that the launcher wants a value of
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hibachi serve [options] [MODEL]"
-    parser.add_argument("place", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("place", nargs="?", metavar="MODEL", help="model to serve, as --model")
     settings_arguments(parser, GROUPS)
     for flag in FLAGS:
         _add(parser, flag)

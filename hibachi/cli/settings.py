@@ -9,7 +9,7 @@ from hibachi.settings.settle import Groups
 
 
 def settings_arguments(parser: argparse.ArgumentParser, groups: Groups) -> None:
-    parser.add_argument("--config", metavar="FILE", help="settings in TOML")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     for title, settings in groups.items():
         group = parser.add_argument_group(title)
         for s in settings:

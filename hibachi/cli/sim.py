@@ -52,47 +52,74 @@ _COLUMNS = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", nargs="?", metavar="TRACE", help="a .csv or .jsonl file")
+    add("trace", nargs="?", metavar="TRACE", help="trace to replay, a .csv or .jsonl file")
     made = parser.add_argument_group("a made-up trace")
-    made.add_argument("--synthetic", type=int, metavar="N", help="make up N requests instead")
+    made.add_argument("--synthetic", type=int, metavar="N", help="generate N random requests instead")
     made.add_argument("--rate", type=float, default=5.0, metavar="R", help="requests a second (default: 5)")
-    made.add_argument("--bursts", type=float, default=1.0, metavar="B", help="they come in groups of B (default: 1)")
-    made.add_argument("--shared", type=float, default=0.5, metavar="S", help="begin with a common text (default: 0.5)")
+    made.add_argument(
+        "--bursts", type=float, default=1.0, metavar="B", help="requests that arrive together (default: 1)"
+    )
+    made.add_argument(
+        "--shared",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="share of requests that begin with a common text (default: 0.5)",
+    )
     change = parser.add_argument_group("changes to the trace")
-    change.add_argument("--requests", type=int, metavar="N", help="only the first N")
-    change.add_argument("--repeat", type=int, default=1, metavar="N", help="N times in a row")
-    change.add_argument("--speed", type=float, default=1.0, metavar="X", help="requests come X times as fast")
-    change.add_argument("--tenants", type=int, metavar="N", help="hand them out to N tenants, some busier than others")
-    change.add_argument("--priorities", type=int, metavar="N", help="hand out priorities from 0 to N-1")
-    change.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (default: 0)")
+    change.add_argument("--requests", type=int, metavar="N", help="replay only the first N requests")
+    change.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="replay the trace N times in a row (default: 1)"
+    )
+    change.add_argument("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast (default: 1)")
+    change.add_argument(
+        "--tenants", type=int, metavar="N", help="assign requests to N tenants, some busier than others"
+    )
+    change.add_argument("--priorities", type=int, metavar="N", help="assign priorities from 0 to N-1")
+    change.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
     group = parser.add_argument_group(
         "the engine (policy, --max-num-seqs and --num-blocks may have several values)"
     ).add_argument
     names = ", ".join(SHIPPED)
     text = f"{names}; or with options: priority:age=30 (default: fcfs)"
     group("--scheduling-policy", nargs="+", default=["fcfs"], metavar="NAME", help=text)
-    group("--max-num-seqs", nargs="+", type=int, default=[64], metavar="N", help="requests at once (default: 64)")
+    group(
+        "--max-num-seqs",
+        nargs="+",
+        type=int,
+        default=[64],
+        metavar="N",
+        help="most requests that run at once (default: 64)",
+    )
     group(
         "--num-blocks",
         nargs="+",
         type=int,
         default=[None],
         metavar="N",
-        help="blocks of the cache (default: enough for all)",
+        help="blocks in the cache (default: enough for all)",
     )
-    group("--block-size", type=int, metavar="N", help="tokens of a block (default: 16, or the trace's)")
-    group("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of a step (default: 2048)")
-    group("--max-prefill-tokens", type=int, metavar="N", help="of these, tokens of prompts (default: all)")
-    group("--max-model-len", type=int, metavar="N", help="tokens of a request (default: the trace's longest)")
-    group("--max-num-queued-reqs", type=int, metavar="N", help="requests in the queue (default: any number)")
-    group("--reserve-all", action="store_true", help="blocks for prompt and answer from the start")
-    text = "requests share prefixes (default: on)"
+    group("--block-size", type=int, metavar="N", help="tokens in a block (default: 16, or the trace's)")
+    group(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="most tokens computed in a step (default: 2048)",
+    )
+    group("--max-prefill-tokens", type=int, metavar="N", help="most prompt tokens in a step (default: all)")
+    group("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the trace's longest)")
+    group("--max-num-queued-reqs", type=int, metavar="N", help="requests that may wait (default: any number)")
+    group("--reserve-all", action="store_true", help="reserve blocks for prompt and answer from the start")
+    text = "let requests that begin alike share blocks (default: on)"
     group("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help=text)
-    group("--step-time", metavar="FILE", help="from `hibachi bench fit` (default: an 8B model on a large GPU)")
+    group(
+        "--step-time", metavar="FILE", help="step times from `hibachi bench fit` (default: an 8B model on a large GPU)"
+    )
     group = parser.add_argument_group("a run offline").add_argument
-    group("--order", choices=ORDERS, help="all requests are there at the start, and start in this order")
-    group("--window", type=int, metavar="N", help=f"composed out of the next N (default: {WINDOW:,})")
-    add("--json", metavar="FILE", help="write all figures")
+    group("--order", choices=ORDERS, help="put all requests in the queue at the start, in this order")
+    group("--window", type=int, metavar="N", help=f"compose the order out of the next N (default: {WINDOW:,})")
+    add("--json", metavar="FILE", help="write all figures as JSON")
     add("--plot", metavar="FILE", help="draw a picture, .png or .svg (extra: plot)")
 
 

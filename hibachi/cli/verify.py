@@ -35,29 +35,53 @@ USAGE = 2
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", required=True, metavar="MODEL", help="pkg:Class, file.py:Class, a folder, a file, or tiny")
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="model to judge: pkg:Class, file.py:Class, a folder, a file, or tiny",
+    )
     add("--backend", metavar="NAME", help=f"{BACKEND[:-1]}; for your own class: its own, else numpy)")
-    add("--deterministic", action="store_true", help="make the model on deterministic kernels; rounding is a fault")
-    add("--exact", action="store_true", help="a difference by rounding is a fault, too")
-    add("--tolerance", type=float, metavar="X", help="what is rounding, relative to the largest output (by dtype)")
-    add("--json", action="store_true", help="for programs")
-    add("--prompt", action="append", default=[], metavar="IDS", help="token ids to try it on, as 1,2,3; repeatable")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="make the model on deterministic kernels and treat rounding as a fault",
+    )
+    add("--exact", action="store_true", help="treat a difference by rounding as a fault, too")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest rounding, relative to the largest output (default: by dtype)",
+    )
+    add("--json", action="store_true", help="write JSON, for programs")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help="token ids to try the model on, as 1,2,3; repeatable",
+    )
     add(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="the same from a file, a line for each; JSON lists for other tokens",
+        help="file of such prompts, one a line; JSON lists for other tokens",
     )
-    add("--examples", metavar="NAME", help="prompts or inputs of other kinds: module:NAME of a list or function")
+    add("--examples", metavar="NAME", help="module:NAME of a list or function of other prompts or inputs")
     add("--vocab-size", type=int, metavar="N", help="draw ids below N (default: the model's vocab_size)")
-    add("--feedforward", action="store_true", help="forward takes one input, not a sequence of tokens")
-    add("--padding-token", metavar="TOKEN", help="pad with this only (default: several, if the model takes lengths)")
-    add("--no-padding", action="store_true", help="rows are never padded")
+    add(
+        "--feedforward",
+        action="store_true",
+        help="treat the model as feed-forward: one input, not a sequence of tokens",
+    )
+    add("--padding-token", metavar="TOKEN", help="pad with this token (default: several, if the model takes lengths)")
+    add("--no-padding", action="store_true", help="never pad rows")
     add("--batch", type=numbers, default=SIZES, metavar="N,...", help=f"rows in a batch (default: {shown(SIZES)})")
-    add("--chunks", type=numbers, default=CHUNKS, metavar="N,...", help=f"tokens of chunks (default: {shown(CHUNKS)})")
+    add("--chunks", type=numbers, default=CHUNKS, metavar="N,...", help=f"tokens in a chunk (default: {shown(CHUNKS)})")
     add("--max-model-len", type=int, metavar="N", help="most tokens of a request (default: the model's)")
-    add("--dtype", metavar="NAME", help="to compute in, where a folder or file is loaded (default: float32)")
-    add("--seed", type=int, default=0, metavar="N", help="of the ids that are drawn (default: 0)")
+    add("--dtype", metavar="NAME", help="dtype to compute in, for a folder or file (default: float32)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the ids that are drawn (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:

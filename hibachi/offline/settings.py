@@ -11,9 +11,14 @@ from hibachi.settings.kinds import Setting, choice, seconds
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": MODEL,
     "engine": (
-        Setting("engine", choice("child", "own"), "child", "where it runs: a process of its own, or this one"),
+        Setting("engine", choice("child", "own"), "child", "process of the engine: its own, or this one"),
         *ENGINE,
-        Setting("stall-after", seconds(), 120.0, "without a step, after which the engine is taken for lost; 0: never"),
+        Setting(
+            "stall-after",
+            seconds(),
+            120.0,
+            "seconds without a step after which the engine counts as lost; 0 means never",
+        ),
     ),
 }
 SETTINGS = shared.by_key(GROUPS)

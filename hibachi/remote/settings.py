@@ -10,26 +10,28 @@ from hibachi.settings.kinds import SWITCH, Setting, choice, integer, size, text
 
 MODEL: tuple[Setting, ...] = (
     Setting("model", text("MODEL"), "tiny", "a folder, a .gguf file, org/name on the Hub, tiny, or pkg:Class"),
-    Setting("backend", text("NAME"), None, "numpy, torch, jax, mlx or another",
+    Setting("backend", text("NAME"), None, "array library: numpy, torch, jax, mlx or an installed one",
             "the first of torch, jax, numpy that imports; of your own class numpy"),
-    Setting("device", text("NAME"), None, "in the backend's own notation, for example cuda:0", "the backend's"),
-    Setting("dtype", text("NAME"), None, "to compute in", "the checkpoint's, else float32"),
-    Setting("quantization", choice(*QUANTIZATIONS), None, "matrices in eight bits", "none"),
-    Setting("autotune", text("S"), None, "seconds to time kernels of the same bits, with --kernels of any: 1s, full,"
-            " off", "off"),
-    Setting("kernels", text("FILE"), None, "take the kernels that a file names; with --autotune: write it", "by rule"),
-    Setting("deterministic", SWITCH, None, "the same bits whoever shares the batch", "wherever kernels load"),
+    Setting("device", text("NAME"), None, "device in the backend's own notation, for example cuda:0", "the backend's"),
+    Setting("dtype", text("NAME"), None, "dtype to compute in", "the checkpoint's, else float32"),
+    Setting("quantization", choice(*QUANTIZATIONS), None, "store matrices in eight bits; auto: where it was measured"
+            " to be faster", "none"),
+    Setting("autotune", text("S"), None, "seconds to time kernels that give the same bits, with --kernels any: 1s,"
+            " full, off", "off"),
+    Setting("kernels", text("FILE"), None, "use the kernels that a file names; with --autotune: write it", "by rule"),
+    Setting("deterministic", SWITCH, None, "give each request the same bits whatever shares the batch", "wherever"
+            " kernels load"),
     Setting("max-model-len", integer(2), None, "most tokens of a request, prompt included", "the model's"),
-    Setting("generation-config", text("auto|vllm|PATH"), "auto", "defaults of sampling: the model's, none, or of"
-            " another folder"),
-    Setting("chat-template", text("T"), None, "a file, the name of one of the model's, or Jinja source",
+    Setting("generation-config", text("auto|vllm|PATH"), "auto", "sampling defaults: the model's (auto), none (vllm),"
+            " or those of another folder"),
+    Setting("chat-template", text("T"), None, "chat template: a file, the name of one of the model's, or Jinja source",
             "the model's"),
 )  # fmt: skip
 
 ENGINE: tuple[Setting, ...] = (
-    Setting("max-num-seqs", integer(1), 64, "requests that run at once"),
-    Setting("max-num-batched-tokens", integer(1), 2048, "tokens computed in a step"),
+    Setting("max-num-seqs", integer(1), 64, "most requests that run at once"),
+    Setting("max-num-batched-tokens", integer(1), 2048, "most tokens computed in a step"),
     Setting("block-size", integer(1), None, "positions in a cache block", "what suits the backend"),
     Setting("kv-cache-memory-bytes", size(), None, "memory for keys and values", "for a full batch, at most 1G"),
-    Setting("enable-prefix-caching", SWITCH, True, "requests share what they have in common at the beginning"),
+    Setting("enable-prefix-caching", SWITCH, True, "let requests that begin alike share keys and values"),
 )

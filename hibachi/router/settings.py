@@ -19,41 +19,45 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
     "upstreams": (
         Setting("upstream", texts("URL"), None, "servers with OpenAI's API, such as http://10.0.0.5:8000",
                 "those of --config and UPSTREAMS"),
-        Setting("max-connections", integer(1), None, "requests of an upstream at once, of all its models",
+        Setting("max-connections", integer(1), None, "most requests of an upstream at once, over all its models",
                 f"{LIMIT}, or {TIBS_LIMIT} with UPSTREAMS"),
-        Setting("upstream-key", text("KEY"), None, "for checks of upstreams, and for requests where --api-key is given;"
-                " --config has one for each"),
-        Setting("policy", text("NAME"), "least-connection", "least-connection, least-latency, round-robin,"
-                " power-of-two, least-load, prefix-affine, sticky, or another"),
-        Setting("sticky-header", text("NAME"), "X-Session-Id", "requests with the same value go to the same upstream,"
-                " with the policy sticky and where a path names an object"),
-        Setting("check-interval", seconds(0.01), 10.0, "from one check of an upstream to the next"),
-        Setting("check-timeout", seconds(0.01), 5.0, "for a check"),
-        Setting("fall", integer(1), 2, "failed checks in a row after which an upstream is ill"),
-        Setting("rise", integer(1), 1, "good checks in a row after which it is tried again"),
-        Setting("resolve-interval", seconds(), 30.0, "from one look at the addresses of names to the next; 0: only"
-                " once"),
+        Setting("upstream-key", text("KEY"), None, "key to send in checks of upstreams, and in requests where"
+                " --api-key is"
+                " given; --config can hold one for each upstream"),
+        Setting("policy", text("NAME"), "least-connection", "how an upstream is chosen: least-connection,"
+                " least-latency,"
+                " round-robin, power-of-two, least-load, prefix-affine, sticky, or an installed one"),
+        Setting("sticky-header", text("NAME"), "X-Session-Id", "header whose value decides the upstream, with the"
+                " policy"
+                " sticky and where a path names an object"),
+        Setting("check-interval", seconds(0.01), 10.0, "seconds from one check of an upstream to the next"),
+        Setting("check-timeout", seconds(0.01), 5.0, "seconds for a check"),
+        Setting("fall", integer(1), 2, "failed checks in a row after which an upstream gets no requests"),
+        Setting("rise", integer(1), 1, "good checks in a row after which it gets requests again"),
+        Setting("resolve-interval", seconds(), 30.0, "seconds from one look-up of the upstreams' addresses to the next;"
+                " 0 means only once"),
     ),
     "waiting": (
-        Setting("timeout", seconds(0.01), 600.0, "until an upstream is free, and again until the first byte of its"
-                " answer"),
-        Setting("idle-timeout", seconds(), 300.0, "between two bytes of an answer; 0: any time"),
-        Setting("connect-timeout", seconds(0.01), 5.0, "to open a connection to an upstream"),
-        Setting("wait-for", seconds(), 5.0, "for an upstream to be ready, where none is"),
-        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
-        Setting("max-body-size", size(), "256M", "of a request; what is above 1 MiB goes through a file"),
-        Setting("max-bodies-size", size(), "2G", "of all bodies in files together; further ones get 503"),
-        Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
-        Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
+        Setting("timeout", seconds(0.01), 600.0, "seconds to wait for a free upstream, and again for the first byte of"
+                " its answer"),
+        Setting("idle-timeout", seconds(), 300.0, "seconds between two bytes of an answer; 0 means no limit"),
+        Setting("connect-timeout", seconds(0.01), 5.0, "seconds to open a connection to an upstream"),
+        Setting("wait-for", seconds(), 5.0, "seconds to wait for a ready upstream, where none is ready"),
+        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; beyond that they get 429"),
+        Setting("max-body-size", size(), "256M", "largest body of a request; what is above 1 MiB goes through a file"),
+        Setting("max-bodies-size", size(), "2G", "all bodies in files together; beyond that requests get 503"),
+        Setting("arrival-timeout", seconds(), 60.0, "seconds to wait for a request's headers and body; 0 means no"
+                " limit"),
+        Setting("drain-timeout", seconds(), 25.0, "seconds for running requests to end after SIGTERM"),
     ),
     "address": ADDRESS,
     "doors": (
-        Setting("pass", texts("PATH"), None, "further paths that pass; with * at the end: all that begin so"),
-        Setting("api-key", texts("KEY"), None, "who sends one may ask", "whoever the upstream takes"),
-        Setting("api-keys", text("FILE"), None, "a TOML file of tenants and their keys"),
-        Setting("allowed-origins", texts("ORIGIN"), None, "pages of these origins may ask; *: any",
+        Setting("pass", texts("PATH"), None, "further paths to pass on; * at the end means all that begin so"),
+        Setting("api-key", texts("KEY"), None, "accept only requests with one of these keys", "the upstream decides"),
+        Setting("api-keys", text("FILE"), None, "TOML file of tenants and their keys"),
+        Setting("allowed-origins", texts("ORIGIN"), None, "let web pages of these origins send requests; * means any",
                 "as the upstreams say; any with UPSTREAMS"),
-        Setting("origin-header", SWITCH, True, "answers tell their upstream, in X-Upstream-Origin"),
+        Setting("origin-header", SWITCH, True, "name the upstream of an answer in its header X-Upstream-Origin"),
     ),
     "reports": LOG,
 }  # fmt: skip

@@ -22,49 +22,59 @@ _MODEL, *_OTHERS = MODEL
 GROUPS: dict[str, tuple[Setting, ...]] = {
     "model": (
         _MODEL,
-        Setting("served-model-name", texts("NAME"), None, "names that requests may call it", "as --model says"),
+        Setting("served-model-name", texts("NAME"), None, "names by which requests may call the model", "as --model"
+                " says"),
         *_OTHERS,
-        Setting("seed", integer(0), None, "of requests that bring none", "random"),
+        Setting("seed", integer(0), None, "seed of requests without one", "random"),
     ),
     "engine": (
-        Setting("engine", choice("child", "own"), "child", "where it runs: a process of its own, or the server's"),
+        Setting("engine", choice("child", "own"), "child", "process of the engine: its own, or the server's"),
         *ENGINE,
-        Setting("scheduling-policy", text("NAME"), None, "priority, fcfs, fair, shares, waiting-served, or another",
+        Setting("scheduling-policy", text("NAME"), None,
+                "which request starts next: priority, fcfs, fair, shares, waiting-served, or an installed one",
                 "shares with several keys, else priority"),
-        Setting("restart", SWITCH, False, "begin again when the engine dies, fails or stalls, or its device is lost"),
-        Setting("exit-on-failure", SWITCH, False, "end with status 1 when the engine has failed, or stalls, for good"),
-        Setting("stall-after", seconds(), 30.0, "without a step, while work waits, /health is 503; 0: never"),
+        Setting("restart", SWITCH, False, "start the engine again when it dies, fails or stalls, or its device is"
+                " lost"),
+        Setting("exit-on-failure", SWITCH, False, "exit with status 1 when the engine has failed or stalled for good"),
+        Setting("stall-after", seconds(), 30.0, "seconds without a step, while work waits, after which /health is"
+                " 503; 0 means never"),
     ),
     "address": (
         *ADDRESS,
-        Setting("root-path", text("PATH"), None, "where a proxy has this server, such as /llm"),
-        Setting("allowed-origins", texts("ORIGIN"), None, "pages of these origins may ask, such as https://page.example;"
-                " *: any"),
+        Setting("root-path", text("PATH"), None, "path under which a proxy serves this server, such as /llm"),
+        Setting("allowed-origins", texts("ORIGIN"), None, "let web pages of these origins send requests, such as"
+                " https://page.example; * means any"),
     ),
     "keys": (
-        Setting("api-key", texts("KEY"), None, "who sends one may ask; each is a tenant of its own", "anybody may"),
-        Setting("api-keys", text("FILE"), None, "a TOML file of tenants: their keys, priorities and limits"),
-        Setting("share-prefixes", SWITCH, False, "tenants share cached prefixes, and can tell what others sent"),
+        Setting("api-key", texts("KEY"), None, "accept only requests with one of these keys; each key is its own"
+                " tenant",
+                "no key needed"),
+        Setting("api-keys", text("FILE"), None, "TOML file of tenants: their keys, priorities and limits"),
+        Setting("share-prefixes", SWITCH, False, "let tenants share cached prefixes; each can then tell what others"
+                " sent"),
     ),
     "load": (
-        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; further ones get 429"),
-        Setting("request-timeout", seconds(), 0.0, "for a request, which may name less; 0: any time"),
-        Setting("queue-timeout", seconds(), 0.0, "to wait, for a request, which may name less; 0: any time"),
-        Setting("max-tokens", integer(1), None, "most new tokens of a continuation, whatever is asked for",
+        Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; beyond that they get 429"),
+        Setting("request-timeout", seconds(), 0.0, "seconds for a request, which may ask for less; 0 means no limit"),
+        Setting("queue-timeout", seconds(), 0.0, "seconds that a request may wait to start; it may ask for less;"
+                " 0 means no limit"),
+        Setting("max-tokens", integer(1), None, "most new tokens of a continuation, even if a request asks for more",
                 "as the context holds"),
-        Setting("arrival-timeout", seconds(), 60.0, "for a request to come, headers and body; 0: any time"),
-        Setting("pause-after", integer(0), 256, "unread tokens, after which a slow reader's request pauses; 0: never"),
-        Setting("drain-timeout", seconds(), 25.0, "for running requests to end after SIGTERM"),
-        Setting("max-body-size", size(), "16M", "of a request"),
-        Setting("max-logprobs", integer(0), 20, "most log-probabilities beside each token"),
+        Setting("arrival-timeout", seconds(), 60.0, "seconds to wait for a request's headers and body; 0 means no"
+                " limit"),
+        Setting("pause-after", integer(0), 256, "unread tokens after which a slow reader's request pauses; 0 means"
+                " never"),
+        Setting("drain-timeout", seconds(), 25.0, "seconds for running requests to end after SIGTERM"),
+        Setting("max-body-size", size(), "16M", "largest body of a request"),
+        Setting("max-logprobs", integer(0), 20, "most log-probabilities returned with each token"),
         Setting("max-n", integer(1), 128, "most continuations of a prompt"),
     ),
     "dialect": (
-        Setting("compat", choice("none", tgi.COMPAT), "none", "with tgi: flags, variables, limits and defaults of"
-                " text-generation-inference as well"),
+        Setting("compat", choice("none", tgi.COMPAT), "none", "tgi: also accept the flags and variables of"
+                " text-generation-inference, with its limits and defaults"),
     ),
     "reports": (
-        Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "whose names /metrics uses"),
+        Setting("metric-names", choice("hibachi", "vllm", "tgi"), "hibachi", "naming scheme of /metrics"),
         *LOG,
     ),
 }  # fmt: skip

@@ -7,8 +7,10 @@ waits and then looks at the buffer once more; the engine first fills the buffer 
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
 from typing import Any, Generic
 
 from hibachi.errors import EngineClosed, InvalidRequest, RequestError, shown
@@ -133,17 +135,17 @@ class ItemStream(Closing, Generic[T]):
 
         Raises the request's error once all items before it were read, and InvalidRequest for a wrong n.
         """
-        items: list[T] = []
-        for _ in range(checked_number(n)):
-            try:
-                items.append(next(self))
-            except StopIteration:
-                break
-            except Exception:
-                if not items:
-                    raise
-                break  # the next read raises it again
-        return items
+        channel, raw, wanted = self.channel, deque[Any](), checked_number(n)
+        try:
+            while len(raw) < wanted:
+                if not channel.ready:
+                    channel.wait()
+                elif not self._taken(raw):
+                    break
+        except BaseException:  # Ctrl-C
+            channel.buffer.extendleft(reversed(raw))
+            raise
+        return [self.read(item) for item in raw]
 
     async def atake(self, n: int) -> list[T]:
         """`take` for a task. Cancelling it does not cancel the request, and loses no item."""
@@ -152,18 +154,28 @@ class ItemStream(Closing, Generic[T]):
         try:
             await give_way()
             while len(raw) < wanted:
-                if channel.buffer:
-                    raw.append(channel.buffer.popleft())
-                    if channel.drained:
-                        channel.eased()
-                elif (raw and channel.finish is not None) or self.over():
-                    break
-                else:
+                if not channel.ready:
                     await channel.wait_async(trio)
+                elif not self._taken(raw):
+                    break
         except BaseException:
             channel.buffer.extendleft(reversed(raw))
             raise
         return [self.read(item) for item in raw]
+
+    def _taken(self, raw: deque[Any]) -> bool:
+        """Move an item that has come to `raw`, if there is one; False means no more will come. Raises the request's
+        error if nothing was taken before it.
+        """
+        channel = self.channel
+        ended = channel.finish is not None  # read first: nothing comes after the end
+        try:
+            raw.append(channel.buffer.popleft())
+        except IndexError:
+            return not (ended and (raw or self.over()))
+        if channel.drained:
+            channel.eased()
+        return True
 
     async def __anext__(self) -> T:
         trio = in_trio()
@@ -190,12 +202,14 @@ class ItemStream(Closing, Generic[T]):
 
     def collect(self) -> list[T]:
         """All remaining items, waiting for the end. Raises the request's error."""
-        channel, read, items = self.channel, self.read, []
-        while True:
-            try:
-                while True:
-                    items.append(channel.buffer.popleft())
-            except IndexError:
+        channel, read, items = self.channel, self.read, deque[Any]()
+        try:
+            while True:
+                try:
+                    while True:
+                        items.append(channel.buffer.popleft())
+                except IndexError:
+                    pass
                 if channel.drained:
                     channel.eased()
                 if self.over():
@@ -204,6 +218,9 @@ class ItemStream(Closing, Generic[T]):
                     channel.wait_end()
                 else:
                     channel.wait()
+        except BaseException:  # Ctrl-C: nothing is lost; of a request that ended, nothing can be read again
+            channel.buffer.extendleft(reversed(items))
+            raise
 
     async def acollect(self) -> list[T]:
         """`collect` for a task. Cancelling it cancels the request."""
@@ -213,7 +230,7 @@ class ItemStream(Closing, Generic[T]):
                 await self.channel.wait_end_async(in_trio())
             return [item async for item in self]
         except BaseException:
-            self.close()
+            self.leave()
             raise
 
     def close(self) -> None:
@@ -222,8 +239,11 @@ class ItemStream(Closing, Generic[T]):
 
     def leave(self) -> None:
         """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
-        if self._end():
-            self.left, self.channel.buffer = True, deque(maxlen=0)
+        if self.channel.finish is None:
+            self.left = True  # first: another reader looks as soon as the stream has ended
+            self.left = self._end()
+            if self.left:
+                self.channel.buffer = deque(maxlen=0)
 
     def _end(self) -> bool:
         """Cancel the request; returns whether this call did it."""
@@ -240,9 +260,13 @@ class ItemStream(Closing, Generic[T]):
 
 def checked_number(n: int) -> int:
     """Check how many items to take. Raises InvalidRequest."""
-    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+    number = None
+    if not isinstance(n, bool):
+        with suppress(TypeError):
+            number = operator.index(n)  # NumPy's integers too
+    if number is None or number < 0:
         raise InvalidRequest(f"take(n) takes a number of items, an integer >= 0; got {shown(n)}.")
-    return n
+    return number
 
 
 class _Loop(Generic[T]):
@@ -364,7 +388,7 @@ def closed(stream: ItemStream[Any]) -> Exception:
         return EngineClosed("The engine was closed before this request was done. Make a new one.")
     if stream.left:
         return RequestError(
-            "The request was cancelled, as a loop over its stream ended early. To read a part and then go on, use "
-            "next(stream) or stream.take(n)."
+            "The request was cancelled, as a loop over its stream (or `acollect`) ended early. To read a part and then "
+            "go on, use next(stream) or stream.take(n)."
         )
     return RequestError("The request was cancelled before it was done.")

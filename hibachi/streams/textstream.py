@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hibachi.errors import RequestError
 from hibachi.request import Finish, Prompt
 from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
@@ -210,11 +211,14 @@ class TextChoice:
 
     def choice(self) -> Choice:
         """The finished continuation. Raises EngineClosed or RequestError if it was cut off."""
-        if self.finish_reason in (None, Finish.CLOSED, Finish.CANCELLED):
+        reason = self.finish_reason
+        if reason is None:
+            raise RequestError(
+                "This request is not done yet. Read its stream to the end first, for example with `for`."
+            )
+        if reason in (Finish.CLOSED, Finish.CANCELLED):
             raise closed(self.tokens)
         self._flush()
-        reason = self.finish_reason
-        assert reason is not None
         logprobs = self.tokens.logprobs_from(0, len(self._ids)) if self._logprobs else None
         return Choice(self.index, "".join(self._pieces), self._ids, reason, logprobs, self.stopped_by)
 
@@ -270,10 +274,13 @@ class TextStream(Closing):
         return self.choices[0].feed(ids)
 
     def completion(self) -> Completion:
-        """The whole result, after the end. Raises EngineClosed or RequestError if it was cut off.
+        """The whole result, after the end. Raises the request's error, EngineClosed or RequestError if it was cut off, and
+        RequestError while it runs.
 
         With best_of, it holds the n continuations with the largest log-probability, best first.
         """
+        self._check_left()
+        self._pieces.look()
         choices = [c.choice() for c in self.choices]
         if len(choices) > self._n:
             order = sorted(range(len(choices)), key=lambda i: -self.choices[i].likelihood())
@@ -313,15 +320,15 @@ class TextStream(Closing):
         Raises the request's error once all pieces before it were read, and InvalidRequest for a wrong n.
         """
         pieces: list[Piece] = []
-        for _ in range(checked_number(n)):
-            try:
+        try:
+            for _ in range(checked_number(n)):
                 pieces.append(next(self))
-            except StopIteration:
-                break
-            except Exception:
-                if not pieces:
-                    raise
-                break  # the next read raises it again
+        except StopIteration:
+            pass
+        except BaseException as e:  # an error is raised again by the next read; Ctrl-C loses nothing
+            if not (pieces and isinstance(e, Exception)):
+                self._pieces.put_back(pieces)
+                raise
         return pieces
 
     async def atake(self, n: int) -> list[Piece]:
@@ -355,10 +362,9 @@ class TextStream(Closing):
 
     def leave(self) -> None:
         """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
-        if self._pieces.active:
-            self._left = True
         for choice in self.choices:
             choice.tokens.leave()
+            self._left = self._left or choice.tokens.left
 
     def _check_left(self) -> None:
         if self._left:
@@ -413,6 +419,15 @@ class _Pieces:
     def put_back(self, pieces: list[Piece]) -> None:
         """Pieces that were taken, and that nobody got."""
         self._ready.extendleft(reversed(pieces))
+
+    def look(self) -> None:
+        """Take what has come, for whoever reads on. Raises the error of a continuation."""
+        found: list[Piece] = []
+        try:
+            while (piece := self.poll()) is not None:
+                found.append(piece)
+        finally:
+            self.put_back(found)
 
     def poll(self) -> Piece | None:
         """The next piece, if there is one. Raises the error of a continuation after its pieces."""

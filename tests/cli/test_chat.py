@@ -1,5 +1,6 @@
 """hibachi chat: in a terminal, and with standard input as the conversation."""
 
+import io
 import os
 import select
 import shutil
@@ -10,6 +11,9 @@ import sys
 import pytest
 
 import hibachi
+from hibachi.cli import chat
+from hibachi.cli.main import main
+from hibachi.errors import ConfigError
 from hibachi.model.files import TINY
 
 from .terminal import Terminal
@@ -93,3 +97,34 @@ def test_in_a_terminal_answers_stream_and_control_c_stops_only_the_answer(model,
         write(terminal, "\x04")
         terminal.read()
         assert terminal.process.wait() == 0
+
+
+def test_without_a_model_it_takes_what_make_chat_fetched_or_says_how(model, answers, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(chat, "__file__", str(tmp_path / "checkout" / "hibachi" / "cli" / "chat.py"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["chat"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("hibachi: `hibachi chat` needs a model: run `make chat`") and "--model" in line
+    for where in ("checkout", "here"):  # the working directory comes first
+        shutil.copytree(model, tmp_path / where / ".smollm2")
+        with pytest.raises(ConfigError):
+            chat.fetched()  # `make chat` was interrupted
+        (tmp_path / where / ".smollm2" / "fetched").touch()
+        assert chat.fetched().absolute() == tmp_path / where / ".smollm2"
+        if where == "checkout":
+            monkeypatch.setattr("sys.stdin", io.StringIO("Good morning.\n"))
+            assert main(["chat", "--temperature", "0", "--max-tokens", "6"]) == 0
+            assert capsys.readouterr().out == f"{answers[0]}\n\n"
+            (tmp_path / where / ".smollm2" / "fetched").unlink()
+
+
+def test_the_recommended_sampling_holds_unless_another_is_given(model, monkeypatch):
+    taken = []
+    monkeypatch.setattr(chat, "talk", lambda llm, params, *_: taken.append((params.temperature, params.top_p)))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    named = shutil.copytree(model, model.parent / "SmolLM2")
+    (named / "generation_config.json").unlink()
+    for args in ([], ["--temperature", "1"]):
+        assert main(["chat", "--model", str(named), *args]) == 0
+    assert taken == [(0.2, 0.9), (1.0, 0.9)]

@@ -531,3 +531,50 @@ def test_nothing_holds_a_request_that_ended(serve, toy):
         until(lambda: prompt() is None)
     finally:
         gc.enable()
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_the_self_check_of_a_model(serve):
+    """It runs in the main thread, before there is an engine's: there an interrupt is no fault of a row."""
+
+    class Interrupted(SumPaged):
+        calls = 0
+
+        def step(self, params, cache, x):
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return super().step(params, cache, x)
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(Interrupted(NUMPY), backend=NUMPY, deterministic=True).run([1], GREEDY, max_tokens=1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_in_the_thread_of_an_engine_it_is_the_models_own(serve, error):
+    class Raises(SumTokens):
+        def forward(self, tokens):
+            raise error
+
+    with pytest.raises(ModelError, match=error.__name__):
+        serve(Raises(NUMPY), backend=NUMPY).run([1], max_tokens=1).collect()
+
+
+# ---- words -------------------------------------------------------------------------------------------------------
+
+
+def test_logits_from_forward_are_told_where_they_belong(serve):
+    class Net:
+        max_model_len = 8
+
+        def forward(self, tokens):
+            return np.zeros((len(tokens), 10), np.float32)
+
+    with pytest.raises(InvalidModelOutput) as e:
+        serve(Net(), backend=NUMPY).run([1], max_tokens=1).collect()
+    assert str(e.value) == (
+        "Net.forward must return shape (1,); got (1, 10). If these are logits, call the method `logits(self, tokens, "
+        "lengths)` and set `vocab_size`: then the engine draws the token. `forward` returns the next token of each row."
+    )

@@ -53,6 +53,7 @@ def test_every_public_name_is_in_the_reference(built):
         ("index.html", '<script src="https://example.org/x.js"></script>', "is loaded from the network"),
         ("index.html", '<a href="http:/x">x</a>', "is no address of https"),
         ("index.html", "<p>text\n- no list</p>", "Markdown that was not understood: '- no list'"),
+        ("index.html", r"<p><code>a\|b</code></p>", "Markdown that was not understood: 'a"),
     ],
 )
 def test_what_is_broken_is_found(built, tmp_path, page, added, said):

@@ -1,14 +1,18 @@
 """Models by their Hub name: a made cache, laid out as huggingface_hub does; the network is never asked."""
 
+import io
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
 from hibachi.errors import InvalidModelFiles
 from hibachi.model import hub
+from hibachi.phases import showing_phases
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "f" * 40
@@ -260,3 +264,47 @@ def test_without_the_library_the_extra_is_named(monkeypatch, cache):
         hub.local_snapshot("org/fresh")
     for part in ("There is no folder org/fresh", str(cache / "models--org--fresh"), "extra 'hf'", "Give a folder"):
         assert part in str(e.value)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_how_much_of_it_is_there(store, online, cache, monkeypatch):
+    monkeypatch.setattr("hibachi.phases.SHOW_AFTER", 0.0)
+    monkeypatch.setattr("hibachi.phases._TICK", 0.001)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+
+    def model_info(self, repository, *, revision, files_metadata):
+        assert (repository, revision, files_metadata) == ("org/fresh", "main", True)
+        sizes = {"model.safetensors": 7_000_000, "config.json": 500_000, "tf_model.h5": 9_000_000, ".gitattributes": None}
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, size=size) for n, size in sizes.items()])
+
+    def download(repository, **_):
+        blobs = cache / "models--org--fresh" / "blobs"
+        blobs.mkdir(parents=True)
+        (blobs / "1.incomplete").write_bytes(bytes(3_000_000))
+        end = time.monotonic() + 10
+        while "downloading org/fresh  3/7 MB" not in terminal.getvalue():
+            assert time.monotonic() < end, terminal.getvalue()
+            time.sleep(0.001)
+        store(MODEL, repository)
+
+    online(download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with showing_phases(terminal):
+        hub.local_snapshot("org/fresh")
+
+
+def test_a_pipe_sees_no_bars_of_the_library(store, online, monkeypatch):
+    off = []
+    monkeypatch.setattr("huggingface_hub.utils.disable_progress_bars", lambda: off.append(True))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: pytest.fail("asked for sizes"))
+    online(lambda repository, **_: store(MODEL, repository))
+    hub.local_snapshot("org/fresh")
+    assert not off  # in a notebook, say
+    with showing_phases(io.StringIO()):
+        hub.local_snapshot("org/another")
+    assert off
