@@ -221,3 +221,13 @@ def test_pip_is_told_where_the_others_lie(tmp_path):
     needs = asked_first(core, tmp_path, HIBACHI_TARGET="linux-aarch64")
     assert f"hibachi-torch @ {torch.as_uri()} ; extra == 'torch'" in needs
     assert asked_first(torch, tmp_path) == [f"hibachi @ {core.as_uri()}", *settings("hibachi-torch")["needs"]]
+
+
+@pytest.mark.parametrize("package", ["hibachi_torch", "hibachi_jax", "hibachi_mlx"])
+def test_a_backend_without_hibachi_says_where_that_comes_from(tmp_path, package):
+    """`pip install hibachi` would fetch a stranger's package of that name."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text((ROOT / package / "__init__.py").read_text())
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {package}"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: {package} needs hibachi itself, from the same")

@@ -43,7 +43,7 @@ _EXTRAS = (
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="MODEL", help="show which kernels a model gets, and their times on its shapes")
-    add("--backend", metavar="NAME", help="with --model (default: the first of torch, jax, numpy that imports)")
+    add("--backend", metavar="NAME", help="backend for --model (default: the first of torch, jax, numpy that imports)")
     add("--device", metavar="NAME", help="device for --model (default: the backend's)")
     add("--dtype", metavar="NAME", help="dtype for --model (default: the checkpoint's)")
     add("--autotune", metavar="S", default="full", help="seconds to measure for --model (default: full, 20 seconds)")

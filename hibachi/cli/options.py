@@ -72,7 +72,7 @@ def deterministic_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int, temperature: str = "1") -> None:
-    """Add sampling options; those not given are the model's own. temperature: the default where the model names none."""
+    """Add sampling options; the model's own hold for the rest. temperature: the default where the model has none."""
     add = parser.add_argument
     limit = f"limit of new tokens (default: {max_tokens})"
     add("--max-tokens", type=int, default=max_tokens, metavar="N", help=limit)

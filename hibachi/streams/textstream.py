@@ -274,8 +274,8 @@ class TextStream(Closing):
         return self.choices[0].feed(ids)
 
     def completion(self) -> Completion:
-        """The whole result, after the end. Raises the request's error, EngineClosed or RequestError if it was cut off, and
-        RequestError while it runs.
+        """The whole result, after the end, also if its last pieces were not read. Raises the request's error,
+        EngineClosed or RequestError if it was cut off, and RequestError while it runs.
 
         With best_of, it holds the n continuations with the largest log-probability, best first.
         """

@@ -279,7 +279,12 @@ def test_a_terminal_shows_how_much_of_it_is_there(store, online, cache, monkeypa
 
     def model_info(self, repository, *, revision, files_metadata):
         assert (repository, revision, files_metadata) == ("org/fresh", "main", True)
-        sizes = {"model.safetensors": 7_000_000, "config.json": 500_000, "tf_model.h5": 9_000_000, ".gitattributes": None}
+        sizes = {
+            "model.safetensors": 7_000_000,
+            "config.json": 500_000,
+            "tf_model.h5": 9_000_000,
+            ".gitattributes": None,
+        }
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n, size=size) for n, size in sizes.items()])
 
     def download(repository, **_):
