@@ -213,24 +213,24 @@ def page(verdicts: list[Verdict]) -> str:
     own = architectures()
     return f"""# Models of transformers
 
-An architecture that hibachi has no description of runs through the library transformers, if it knows it: its layers
-unmodified, our batching and paged cache under them. That takes the torch backend and the extra `hf`. What a folder
-holds is read by us, as data: no code in it is run, no pickle opened.
+An architecture that hibachi does not describe itself runs through the library transformers, if that library has it.
+Its layers run unmodified, over hibachi's batching and paged cache. This needs the torch backend and the extra `hf`.
+hibachi reads a model's folder as data: it runs no code in it and opens no pickle.
 
-Whatever would not compute in the paged engine what it computes by itself is refused when it is loaded, with the
-reason: masks are read and must be causal, perhaps with a window; an attention option that we do not know is no option;
-and two short prompts, in chunks and mixed with decoding, are compared with the model's own forward pass.
+A model that would not compute the same in the paged engine as by itself is refused at loading, with the reason.
+Attention masks are read and must be causal, perhaps with a window. An attention option that hibachi does not know is
+refused. And two short prompts, in chunks and mixed with decoding, are compared with the model's own forward pass.
 
 Written by `docs/transformers_list.py` with transformers {transformers.__version__} and torch {torch.__version__}.
 Each architecture is a tiny model with random weights. Three requests of {", ".join(map(str, PROMPTS))} tokens are
-served together, prompts in chunks, and {NEW} tokens generated greedily for each. **{len(agree)} of {len(verdicts)}**
-agree with their own eager forward pass: every token is the same, and no logit differs by more than {LIMIT:.0e}
-(float32).
+served together, with prompts in chunks, and {NEW} tokens are generated greedily for each.
+Of the architectures, **{len(agree)} of {len(verdicts)}** agree with their own eager forward pass: every token is
+the same, and no logit differs by more than {LIMIT:.0e} (float32).
 
 ## These run
 
-The difference is the largest of a logit. Those with a star hibachi describes by itself, so that they run on every
-backend and need no transformers.
+The difference is the largest difference of a logit. hibachi describes architectures with a star itself, so they run
+on every backend and need no transformers.
 
 | `model_type` | class | difference |
 |---|---|---|
@@ -244,13 +244,13 @@ backend and need no transformers.
 
 ## These were not tried
 
-Their configs do not become small by the sizes that the script sets.
+The sizes that the script sets do not make a small model of these configs.
 
 | `model_type` | class | why |
 |---|---|---|
 {table((v.kind, v.name, v.why.removeprefix(NOT_TRIED)) for v in untried)}
 
-Models made of several, for images or sound, were left out; their text models are in the lists by themselves:
+Models made of several parts, for images or sound, were left out. Their text models are in the lists above:
 {textwrap.fill(", ".join(f"`{k}`" for k in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if composite(k)), 110)}.
 """
 

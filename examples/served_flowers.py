@@ -1,7 +1,7 @@
 """A classifier over HTTP: `hibachi serve served_flowers.py:Flowers`
 
-    curl http://127.0.0.1:8000/classify --json '{"input": [1.4, 0.2]}'
-    curl http://127.0.0.1:8000/v1/generate --json '{"input": [1.4, 0.2]}'
+    curl http://127.0.0.1:8000/classify -H 'Content-Type: application/json' -d '{"input": [1.4, 0.2]}'
+    curl http://127.0.0.1:8000/v1/generate -H 'Content-Type: application/json' -d '{"input": [1.4, 0.2]}'
 
 The first says which kind of flower has petals of that length and width in cm, and how sure that is (the softmax of
 what the model returns); the second says what the model returns.

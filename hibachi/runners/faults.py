@@ -46,8 +46,8 @@ def mend_shape(call: str, expected: tuple[int | None, ...], shape: tuple[int, ..
     """How to mend an output of this shape, in a sentence."""
     if call.endswith(".forward") and len(expected) == 1 and len(shape) > 1 and shape[0] == expected[0]:
         return (
-            "If these are logits, call the method `logits(self, tokens, lengths)` and set `vocab_size`: then the engine "
-            "draws the token. `forward` returns the next token of each row."
+            "If these are logits, call the method `logits(self, tokens, lengths)` and set `vocab_size`: then the "
+            "engine draws the token. `forward` returns the next token of each row."
         )
     return "Return one row for each input row."
 

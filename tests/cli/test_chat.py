@@ -108,15 +108,15 @@ def test_without_a_model_it_takes_what_make_chat_fetched_or_says_how(model, answ
     assert line.startswith("hibachi: `hibachi chat` needs a model: run `make chat`") and "--model" in line
     for where in ("checkout", "here"):  # the working directory comes first
         shutil.copytree(model, tmp_path / where / ".smollm2")
-        with pytest.raises(ConfigError):
-            chat.fetched()  # `make chat` was interrupted
+        if where == "checkout":
+            with pytest.raises(ConfigError):
+                chat.fetched()  # `make chat` was interrupted
         (tmp_path / where / ".smollm2" / "fetched").touch()
         assert chat.fetched().absolute() == tmp_path / where / ".smollm2"
         if where == "checkout":
             monkeypatch.setattr("sys.stdin", io.StringIO("Good morning.\n"))
             assert main(["chat", "--temperature", "0", "--max-tokens", "6"]) == 0
             assert capsys.readouterr().out == f"{answers[0]}\n\n"
-            (tmp_path / where / ".smollm2" / "fetched").unlink()
 
 
 def test_the_recommended_sampling_holds_unless_another_is_given(model, monkeypatch):

@@ -328,14 +328,14 @@ def test_doctor_says_which_kernels_a_model_gets(run, monkeypatch, tmp_path):
     pytest.importorskip("torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = str(tmp_path / "kernels.json")
-    args = "--model", "tiny", "--backend", "torch", "--device", "cpu", "--autotune", "0.2s", "--kernels", kernels
-    status, out, err = run("doctor", *args)
+    args = "doctor", "--model", "tiny", "--backend", "torch", "--device", "cpu", "--kernels", kernels, "--autotune"
+    status, out, err = run(*args, "0.2s")
     assert status == 0 and not err
     assert "deterministic: yes" in out and out.count("<- taken") == 5 and "prompt of 256" in out
     assert "shapes are not padded" in out and "float32" in out and "weights lose digits" in out
-    status, again, err = run("doctor", "--model", "tiny", "--device", "cpu", "--kernels", kernels, "--autotune", "off")
+    status, again, err = run(*args, "off")
     assert status == 0 and again.splitlines()[0] == out.splitlines()[0]  # what the file says is taken
     status, out, err = run("doctor", "--model", "tiny", "--backend", "numpy", "--autotune", "0.1s")
     assert status == 0 and "numerics cpu-1" in out
-    status, out, err = run("doctor", "--model", "tiny", "--autotune", "soon")
+    status, out, err = run("doctor", *args[:4], "--autotune", "soon")
     assert status and "autotune must be 'off', 'full' or seconds" in err
