@@ -210,7 +210,7 @@ def _made(path: Path, make: Callable[[Path], object]) -> Path:
         except OSError as e:
             raise NativeUnavailable(
                 f"{path.parent}, where they are kept, cannot be written ({e.strerror or e}). Set XDG_CACHE_HOME to a "
-                f"folder that can be"
+                f"folder that can be written"
             ) from e
     return path
 

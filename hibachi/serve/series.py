@@ -186,9 +186,7 @@ SERIES = (
     ),
     histogram("hibachi_batch_tokens", _phases("tokens"), "Tokens computed in a step, padding left out.", "phase"),
     counter("hibachi_computed_tokens_total", "engine.computed", "Tokens that the model was given, padding among them."),
-    counter(
-        "hibachi_padding_tokens_total", "engine.padding", "Padding: tokens that were computed and are wanted by nobody."
-    ),
+    counter("hibachi_padding_tokens_total", "engine.padding", "Padding: computed tokens that belong to no request."),
     gauge(
         "hibachi_padding_ratio", "engine.padding_share", "Padding as a share of all tokens computed since the start."
     ),

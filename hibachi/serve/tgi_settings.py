@@ -203,7 +203,7 @@ FLAGS = (
     TgiFlag("cuda-memory-fraction", _number(0, 1), (), "--kv-cache-memory-bytes says how large the cache is", (1.0,)),
     TgiFlag("disable-custom-kernels", SWITCH, (), "--kernels and --autotune say which kernels are taken", (False,)),
     TgiFlag("disable-grammar-support", SWITCH, (), "grammars are not served", same=(False, True)),
-    TgiFlag("enable-prefill-logprobs", SWITCH, (), "who asks for them gets them", same=(False, True)),
+    TgiFlag("enable-prefill-logprobs", SWITCH, (), "a request that asks for them gets them", same=(False, True)),
     TgiFlag("watermark-gamma", _number(-1e9), (), _WATERMARK),
     TgiFlag("watermark-delta", _number(-1e9), (), _WATERMARK),
     TgiFlag("otlp-endpoint", text("URL"), (), _TRACES),
@@ -211,7 +211,7 @@ FLAGS = (
     TgiFlag("ngrok", SWITCH, (), _TUNNEL, same=(False,)),
     TgiFlag("ngrok-authtoken", text("TOKEN"), (), _TUNNEL),
     TgiFlag("ngrok-edge", text("NAME"), (), _TUNNEL),
-    TgiFlag("usage-stats", choice("on", "off", "no-stack"), (), "nothing is told to anybody", same=("off",)),
+    TgiFlag("usage-stats", choice("on", "off", "no-stack"), (), "no statistics are sent", same=("off",)),
     TgiFlag("env", SWITCH, (), "`hibachi doctor` tells of the machine", same=(False,), short="-e"),
 )  # fmt: skip
 BY_KEY = {flag.key: flag for flag in FLAGS}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hibachi.streams.channel import T
+from hibachi.streams.channel import NOTICED, T
 from hibachi.streams.loops import LoopEvent, give_way, in_trio, loop_future
 from hibachi.streams.stream import ItemStream
 
@@ -16,7 +16,7 @@ def merge(streams: Sequence[ItemStream[T]]) -> Iterator[tuple[int, list[T]]]:
     event = threading.Event()
     for came in _merged(streams, event):
         if came is None:
-            event.wait()
+            _wait(event)
         else:
             yield came
 
@@ -56,10 +56,16 @@ def wait_any(streams: Sequence[ItemStream[Any]]) -> None:
         if not any(channel.ready for channel in channels):
             for channel in channels:
                 channel.check_thread()
-            event.wait()
+            _wait(event)
     finally:
         for channel in channels:
             channel.unlisten(event)
+
+
+def _wait(event: threading.Event) -> None:
+    """Wait for the event, and notice Ctrl-C on every system."""
+    while not event.wait(NOTICED):
+        pass
 
 
 async def amerge(streams: Sequence[ItemStream[T]], take: Callable[[int, list[T]], object]) -> None:

@@ -352,6 +352,7 @@ class TextStream(Closing):
         each: one piece for each token instead, also for a token without text; must be passed from the first call on.
         Raises the error of a continuation after its pieces.
         """
+        self._check_left()
         self._pieces.each(each)
         return await self._pieces.some()
 

@@ -184,7 +184,7 @@ def test_the_page_names_every_field_of_a_request_and_every_attribute_of_a_class(
 def test_what_the_page_shows_of_curl_is_so(tmp_path):
     page, file = (ROOT / "docs" / "serving-tokens.md").read_text(), tmp_path / "falling.py"
     file.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    asked = [json.loads(body) for body in re.findall(r"/v1/generate --json '(.*)'", page)]
+    asked = [json.loads(body) for body in re.findall(r"-H 'Content-Type: application/json' -d '(.*)'", page)[:2]]
     shown = json.loads(re.search(r"```text\n(\{.*?)```", page, re.DOTALL)[1])
     [(data, lines)] = re.findall(r'-d "(.*)"\n```\n\n```text\n(.*?)```', page, re.DOTALL)
     with open_model(f"{file}:Falling") as made, site(made) as here:

@@ -399,7 +399,8 @@ def test_a_cache_that_cannot_be_written_is_told_with_a_way_out(error, sources, k
     monkeypatch.setattr(library, "build", fails)
     why = library.why_missing()
     assert why == (
-        f"{kept}, where they are kept, cannot be written ({error.strerror}). Set XDG_CACHE_HOME to a folder that can be"
+        f"{kept}, where they are kept, cannot be written ({error.strerror}). Set XDG_CACHE_HOME to a folder that can "
+        "be written"
     )
     assert not NumpyBackend().native and caplog.text.count("There are no kernels") == 1
 

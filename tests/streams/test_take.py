@@ -4,6 +4,7 @@ import _thread
 import asyncio
 import gc
 import itertools
+import signal
 import threading
 import time
 
@@ -13,10 +14,10 @@ import trio
 
 from hibachi import LLM, InvalidRequest, ModelError, RequestError, SamplingParams
 from hibachi.remote.llm import RemoteLLM
-from hibachi.request import Finish
+from hibachi.request import Finish, Request
 from hibachi.streams.textstream import TextChoice, TextStream
 
-from ..engine.models import Background, Next, until
+from ..engine.models import PATIENCE, Background, Next, until
 from ..engine.pipe import Pipe
 
 LEFT = r"loop over its stream.*ended early.*next\(stream\) or stream\.take\(n\)"
@@ -57,6 +58,12 @@ async def cancelled(work, then):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+def interrupted_once(condition):
+    """Ctrl-C for this thread, the main one, as soon as it has come to some point."""
+    me = threading.get_ident()
+    Background(lambda: (until(condition), signal.pthread_kill(me, signal.SIGINT)))
 
 
 # ---- leaving ---------------------------------------------------------------------------------------------------------
@@ -218,7 +225,7 @@ def test_two_loops_over_one_stream():
 
 def test_an_interrupt_inside_a_loop_cancels():
     p = Pipe(1)
-    threading.Thread(target=lambda: (until(lambda: p.awaited), _thread.interrupt_main())).start()
+    interrupted_once(lambda: p.awaited)
     with pytest.raises(KeyboardInterrupt) as caught:
         for _ in p.stream:
             pass
@@ -316,15 +323,9 @@ def test_a_cancelled_atake_loses_nothing(loop):
 def test_an_interrupted_take_loses_nothing(read):
     p = Pipe(1, 2)
 
-    def interrupt():
-        until(lambda: p.awaited and not p.channel.buffer)
-        _thread.interrupt_main()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    interrupted_once(lambda: p.awaited and not p.channel.buffer)
     with pytest.raises(KeyboardInterrupt):
         read(p.stream)
-    thread.join()
     p.push(3)
     p.end()
     assert p.cancelled == 0 and p.stream.collect() == [1, 2, 3]
@@ -424,12 +425,20 @@ def test_a_cancelled_atake_loses_no_piece(loop):
     assert p.cancelled == 0 and said(text) == [("a", 0), ("b", 0), (" c", 0)]
 
 
+def test_an_interrupt_just_before_the_wait_is_noticed():
+    """As where nothing wakes a thread that waits for a lock: on Windows always."""
+    p = Pipe()
+    text = text_of(p)
+    Background(lambda: (until(lambda: p.awaited), _thread.interrupt_main()))
+    Background(lambda: (time.sleep(PATIENCE), p.end()))
+    with pytest.raises(KeyboardInterrupt):
+        next(text)
+
+
 def test_an_interrupted_take_loses_no_piece():
     p = Pipe(*b"ab ")
     text = text_of(p)
-    threading.Thread(
-        target=lambda: (until(lambda: p.awaited and not p.channel.buffer), _thread.interrupt_main())
-    ).start()
+    interrupted_once(lambda: p.awaited and not p.channel.buffer)
     with pytest.raises(KeyboardInterrupt):
         text.take(5)
     p.push(*b"c")
@@ -512,7 +521,7 @@ def test_a_completion_needs_the_end_and_not_that_all_was_read():
     p, q = Pipe(*b"ab"), Pipe(*b"c", end=Finish.LENGTH)
     text = text_of(p, q)
     text.take(2)
-    with pytest.raises(RequestError, match="not done yet. Read its stream to the end"):
+    with pytest.raises(RequestError, match=r"not done yet\. Read its stream to the end"):
         text.completion()
     p.push(*b"d")
     p.end(Finish.STOP)
@@ -535,7 +544,7 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def child():
     """The shipped model with its engine here, and with one in another process."""
     with LLM("tiny", backend="numpy") as here, RemoteLLM("tiny", backend="numpy") as there:
@@ -561,15 +570,19 @@ def test_other_requests_notice_nothing(serve):
         until(lambda: engine.stats().running == 0)
 
 
+def remote(llm, params):
+    return llm.engine.submit(llm.engine.check(Request(np.array([3, 4, 5]), params)))
+
+
 def test_a_remote_stream_is_as_one_here(child):
     here, there = child
     expected = here.engine.run([3, 4, 5], SHORT).collect()
-    stream = there.engine.run([3, 4, 5], SHORT)
+    stream = remote(there, SHORT)
     assert [next(stream), *stream.take(4), *asyncio.run(stream.atake(3)), *stream.take(99)] == expected
     assert stream.finish_reason == "length" and stream.take(1) == []
     for leave in (by_break, iter, aiter):
-        stream = there.engine.run([3, 4, 5], LONG)
-        beside = there.engine.run([3, 4, 5], SHORT)
+        stream = remote(there, LONG)
+        beside = remote(there, SHORT)
         leave(stream)
         assert stream.finish_reason == "cancelled"
         with pytest.raises(RequestError, match=LEFT):
