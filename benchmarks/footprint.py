@@ -1,6 +1,7 @@
 """What `pip install .` brings and what `import hibachi` costs beyond NumPy's own import.
 
-Targets: 3 dependencies, at most 15 MB without NumPy and the bytecode that pip makes, at most 0.25 s. Makes a throw-away environment.
+Targets: 3 dependencies, at most 15 MB without NumPy and the bytecode that pip makes, at most 0.25 s. Makes a
+throw-away environment.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def in_command() -> bool:
 
 
 def phases_shown() -> bool:
-    """Does somebody see the phases?"""
+    """Whether phases are shown to a user."""
     return _phases.shown
 
 

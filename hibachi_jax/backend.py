@@ -24,7 +24,7 @@ from hibachi_jax import programs, tpu
 from hibachi_jax.attention import Scoring, attend
 
 VOCABULARY = 16
-"""A matrix with so many times as many rows as columns is one of a vocabulary: its rows are looked up."""
+"""A matrix with this many times as many rows as columns is one of a vocabulary: its rows are looked up."""
 
 jax.tree_util.register_dataclass(StepInputs, data_fields=[f for f in StepInputs.__dataclass_fields__], meta_fields=[])
 

@@ -29,7 +29,7 @@ _now = threading.local()
 
 
 def made() -> int:
-    """Programs that JAX has compiled or read from its cache, for anybody in this process, since this was imported."""
+    """Number of programs that JAX has compiled or read from its cache in this process since this was imported."""
     return _made
 
 
@@ -63,7 +63,7 @@ if hasattr(jax.monitoring, "register_scalar_listener"):  # earlier versions tell
 def keep() -> Path | None:
     """Have JAX keep what it compiles in the user's cache folder, from now on; returns the folder.
 
-    None means somebody has configured a cache of JAX already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
+    None means that a cache of JAX is configured already, or HIBACHI_JAX_CACHE is 0, or the folder cannot be made.
     """
     if os.environ.get(SWITCH) == "0" or configured("jax_compilation_cache_dir") is not None:
         return None
@@ -80,7 +80,7 @@ def keep() -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # a step's parts take less than JAX's 1 s
-    compilation_cache.reset_cache()  # JAX looks once, and somebody may have compiled already
+    compilation_cache.reset_cache()  # JAX looks once, and something may have been compiled already
     return folder
 
 

@@ -106,7 +106,7 @@ class MlxBackend(ArrayBackend):
 
     @override
     def scatter_rows(self, dst: Array, idx: Array, src: Array) -> Array:
-        new = dst[...]  # its memory is written to, if nobody holds `dst` any more when this is computed
+        new = dst[...]  # its memory is written to if `dst` is not referenced any more when this is computed
         new[idx] = src
         return new
 
@@ -185,7 +185,7 @@ class MlxBackend(ArrayBackend):
 
     @override
     def compile(self, fn: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-        """Not compiled; but if it is given its cache for good, it writes where that lies, whoever holds it."""
+        """Returns the function uncompiled. If its cache is donated, it writes in place, whatever else refers to it."""
         return partial(_donated, fn) if donate else fn
 
     @override

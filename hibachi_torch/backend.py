@@ -164,7 +164,7 @@ class TorchBackend(ArrayBackend):
 
     @override
     def invariant(self) -> ArrayBackend:
-        if not self.is_plain(TorchBackend):  # what a class of somebody's own computes, is not ours to replace
+        if not self.is_plain(TorchBackend):  # operations of a user's own class are not replaced
             return super().invariant()
         if self.device.type != "cpu":
             raise self._not_invariant()
@@ -172,7 +172,7 @@ class TorchBackend(ArrayBackend):
 
     def _not_invariant(self) -> UnsupportedOperation:
         return UnsupportedOperation(
-            f"On {self.device} PyTorch has not been shown to compute the same bits whoever shares the batch. Pass "
+            f"On {self.device} PyTorch has not been shown to compute the same bits whatever shares the batch. Pass "
             f"deterministic=False, or device='cpu'."
         )
 

@@ -1,6 +1,6 @@
 """`TorchBackend` on CUDA: attention straight from the block table, decode steps as CUDA graphs, and few waits.
 
-The host waits for the device once in a step, for the tokens. Indices go to the device in one copy that nobody waits
+The host waits for the device once in a step, for the tokens. Indices go to the device in one copy, which is not waited
 for, and tokens come back in one as well.
 """
 

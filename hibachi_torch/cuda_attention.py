@@ -115,8 +115,9 @@ def _difference(
     window: bool,
     q: list[int],
 ) -> float:
-    """How far the two are apart in a step of two rows with so many queries. The kernel also finds NaN behind what the
-    rows have written; if that comes through, the answer is NaN."""
+    """The largest difference of the two in a step of two rows with this many queries. The kernel also finds NaN behind
+    what the rows have written; if that comes through, the answer is NaN.
+    """
     rng = np.random.default_rng(0)
     name = str(dtype).removeprefix("torch.")
     start, seg = [block_size, 2], [0] * q[0] + [1] * q[1]

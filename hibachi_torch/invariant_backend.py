@@ -39,7 +39,7 @@ ONEDNN_FROM = 16**3  # multiplications: PyTorch makes smaller products of bfloat
 
 
 def _mkl_rows() -> int:
-    """With a multiple of so many rows MKL computes every row alike: on AMD 8 do, on Intel a sum of 384 takes 16."""
+    """The multiple of rows at which MKL computes every row alike: on AMD 8 do, on Intel a sum of 384 takes 16."""
     try:
         return 8 if "AuthenticAMD" in Path("/proc/cpuinfo").read_text() else 16
     except OSError:
@@ -52,7 +52,7 @@ PADDED = _mkl_rows()
 class Weight:
     """A matrix [out, in] for `linear`, packed for oneDNN when it is first multiplied with.
 
-    Then the plain form goes, unless somebody has looked up rows in it: an embedding that is the head as well.
+    Then the plain form is freed, unless rows of it were looked up: an embedding that is the head as well.
     """
 
     def __init__(self, plain: Array) -> None:

@@ -33,11 +33,12 @@ _KEPT = "_hibachi_packed"
 
 
 def invariant(module: nn.Module) -> nn.Module:
-    """`module` itself, changed in place so that no row's bits depend on who shares the batch. For inference on the CPU.
+    """Change `module` in place so that no row's bits depend on other rows in the batch; returns it. For inference on
+    the CPU.
 
-    Swapped are nn.Linear, LSTM, GRU, MultiheadAttention, TransformerEncoderLayer, GELU, SiLU and Sigmoid, and F.gelu
-    as the activation of a Transformer's layer. What else multiplies (convolutions, nn.RNN, single cells, `@` in a
-    forward of your own) stays as it is. Results carry no gradient.
+    Swapped are nn.Linear, LSTM, GRU, MultiheadAttention, TransformerEncoderLayer, GELU, SiLU and Sigmoid, and F.gelu as
+    the activation of a Transformer's layer. What else multiplies (convolutions, nn.RNN, single cells, `@` in a forward
+    of your own) stays as it is. Results carry no gradient.
 
     Raises ConfigError, before anything is changed, for parameters that are not on the CPU, or neither float32 nor
     bfloat16, for proj_size, for quantized and scripted modules, and for subclasses of what would be swapped.

@@ -293,7 +293,7 @@ def _attend_by(module: Any, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' progress bars and advice are not for those who did not call it."""
+    """Silence transformers' progress bars and advice, as the user did not call it."""
     log = importlib.import_module("transformers.utils.logging")
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

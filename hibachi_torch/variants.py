@@ -1,4 +1,4 @@
-"""All backends on PyTorch, and which of them is taken when: nobody else knows them all. See `backend.Variants`."""
+"""All backends on PyTorch, and when each of them is taken: only this module knows them all. See `backend.Variants`."""
 
 from __future__ import annotations
 

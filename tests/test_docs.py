@@ -279,3 +279,15 @@ def test_a_picture_is_drawn_of_the_frames_of_a_terminal():
     picture = ElementTree.fromstring(demo_svg.draw([(float(i), lines) for i, lines in enumerate(frames)]))
     groups = [(g.get("visibility"), ["".join(t.itertext()) for t in g]) for g in picture if g.tag.endswith("}g")]
     assert groups == [(None, ["title"]), ("hidden", ["<a> b"]), (None, ["c" * demo_svg.COLUMNS])]
+
+
+def test_sentences_are_short():
+    """At most one in twenty has over 30 words. `python tools/docs/sentences.py --show` prints them."""
+    spec = importlib.util.spec_from_file_location("sentences", ROOT / "tools/docs/sentences.py")
+    counter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(counter)
+    counts = [counter.count(file) for file in counter.default_files()]
+    total, longer = sum(n for n, _ in counts), sum(len(long) for _, long in counts)
+    assert total > 1000 and longer / total < 0.05
+    words = " ".join(["word"] * 30)
+    assert [counter.words(s) for s in counter.sentences(f"{words}. One {words}: `a b c`.\n- An item\n")] == [30, 32, 2]

@@ -1,1 +1,1 @@
-"""Wire shapes: what a request may say, what an answer looks like. No sockets, no engine."""
+"""Request and answer formats of the HTTP APIs. No sockets, no engine."""

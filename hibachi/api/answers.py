@@ -1,4 +1,4 @@
-"""What an answer looks like: OpenAI's completions, chats, embeddings and models, whole and in chunks."""
+"""Bodies of answers: OpenAI's completions, chats, embeddings and models, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 StopReason = str | int | None | UnsetType
-"""As vLLM tells it, beside finish_reason: the stop string or the id of stop_token_ids that ended the text, null for
-anything else; not in chunks before the end."""
+"""vLLM's field beside finish_reason: the stop string or the id of stop_token_ids that ended the text, null for anything
+else; not in chunks before the end.
+"""
 Logprobs = Sequence[dict[int, float] | None]
 C = TypeVar("C")
 DONE = b"data: [DONE]\n\n"
@@ -23,7 +24,7 @@ def encode(answer: Any) -> bytes:
 
 
 def event(answer: Any) -> bytes:
-    """As a server-sent event."""
+    """A server-sent event."""
     return b"data: " + _encode(answer) + b"\n\n"
 
 
@@ -39,7 +40,7 @@ def usage(prompt: int, new: int, cached: int | None = None) -> Usage:
 
 
 class Vocabulary:
-    """What tokens look like. raw: the bytes of an id. text: of ids, special tokens included."""
+    """The text of tokens. raw: the bytes of an id. text: of ids, special tokens included."""
 
     text: Callable[[Sequence[int]], str]
 
@@ -48,7 +49,7 @@ class Vocabulary:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Text and bytes. Bytes that are no text alone are shown as OpenAI does: "bytes:\\xe2"."""
+        """Text and bytes of a token. Bytes that are no text alone are shown as OpenAI does: "bytes:\\xe2"."""
         found = self._known.get(token)
         if found is None:
             raw = self._raw(token)
@@ -104,7 +105,9 @@ def completion_logprobs(
     *,
     named_ids: bool = False,
 ) -> CompletionLogprobs:
-    """offset: characters in front. named_ids: tokens are told as "token_id:7" in the place of texts."""
+    """The log-probabilities of a completion. offset: characters in front. named_ids: tokens are named "token_id:7"
+    instead of by text.
+    """
     out = CompletionLogprobs([], [], [], [])
     for token, by_id in zip(ids, scores, strict=True):
         out.tokens.append(_name(token, vocabulary, named_ids))
@@ -191,7 +194,9 @@ class ChatPiece(Struct, omit_defaults=True):
 def chat_logprobs(
     ids: Sequence[int], scores: Logprobs, most: int, vocabulary: Vocabulary, *, named_ids: bool = False
 ) -> ChatLogprobs:
-    """named_ids: tokens are told as "token_id:7" in the place of texts; their bytes are those of the texts."""
+    """The log-probabilities of a chat. named_ids: tokens are named "token_id:7" instead of by text; their bytes are
+    those of the texts.
+    """
 
     def told(token: int, p: float, top: list[Any] | None = None) -> TokenLogprob:
         return TokenLogprob(_name(token, vocabulary, named_ids), finite(p), vocabulary(token)[1], top)
@@ -205,7 +210,9 @@ def chat_logprobs(
 
 
 def prompt_scores(scores: Logprobs, vocabulary: Vocabulary) -> list[Any]:
-    """As vLLM: {id: {"logprob", "rank", "decoded_token"}} for each token of the prompt, null for the first."""
+    """vLLM's prompt_logprobs: {id: {"logprob", "rank", "decoded_token"}} for each token of the prompt, null for the
+    first.
+    """
     out: list[Any] = []
     for by_id in scores:
         ranked = sorted((by_id or {}).items(), key=lambda item: -item[1])
@@ -222,7 +229,7 @@ def likeliest(by_id: dict[int, float], most: int) -> list[tuple[int, float]]:
 
 
 def finite(p: float) -> float:
-    """JSON has no infinity; OpenAI tells -9999 for what is impossible."""
+    """A finite number: JSON has no infinity, and OpenAI writes -9999 for impossible tokens."""
     return max(float(p), -9999.0)
 
 
@@ -272,7 +279,7 @@ def models(
 
 
 def model(name: str, created: int, max_model_len: int | None, root: str, numerics: str | None = None) -> Model:
-    """numerics: the name of the bits that it computes; replicas with one name give one answer."""
+    """The entry of a model. numerics: the name of the bits that it computes; replicas with one name give one answer."""
     return {
         "id": name,
         "object": "model",
@@ -286,7 +293,7 @@ def model(name: str, created: int, max_model_len: int | None, root: str, numeric
 
 
 class Warmed(Struct, kw_only=True):
-    """As kvboost answers, in the same words: its chunks are the blocks of the cache."""
+    """The answer to /v1/warm, in kvboost's words: its chunks are the blocks of the cache."""
 
     status: str = "warmed"
     chars: int
@@ -316,7 +323,7 @@ class Version(Struct):
 
 
 class Load(Struct):
-    """As vLLM tells it."""
+    """The answer to /load, as vLLM's."""
 
     server_load: int
 
@@ -326,7 +333,7 @@ class Forgotten(Struct):
 
 
 def embeddings(vectors: Sequence[Any], name: str, tokens: int, *, packed: bool) -> Embeddings:
-    """vectors: float32 arrays [hidden]. packed: as base64 of little-endian float32."""
+    """The answer with vectors. vectors: float32 arrays [hidden]. packed: as base64 of little-endian float32."""
 
     def told(v: Any) -> Any:
         return base64.b64encode(v.astype("<f4").tobytes()).decode() if packed else [float(x) for x in v]

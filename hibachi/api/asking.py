@@ -1,4 +1,4 @@
-"""From bodies to what the engine is asked: prompts, parameters, terms; within bounds."""
+"""Converts bodies to what the engine takes, within bounds: prompts, parameters, terms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSED = {
     "logprob_token_ids": "logprobs tells of the likeliest tokens",
     "repetition_detection": "Texts end at stop, at stop_token_ids and at max_tokens",
 }
-"""Fields that may be null only, and why."""
+"""Fields that may only be null, and why."""
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "use_beam_search": (False, "Beams are not searched; best_of keeps the best of several texts"),
     "length_penalty": (1, "It is of beam search, which is not served"),
@@ -56,7 +56,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "kv_transfer_params": ({}, "Nothing is moved between servers"),
     "ec_transfer_params": ({}, "Nothing is moved between servers"),
 }
-"""Fields of vLLM's that may say this only, or null, and why."""
+"""Fields of vLLM's that may only have this value or null, and why."""
 _SAME = (  # fields of SamplingParams by the same name
     "temperature",
     "top_p",
@@ -82,7 +82,7 @@ _SAME = (  # fields of SamplingParams by the same name
 
 @dataclass(slots=True)
 class Asked:
-    """A request for text. prompts: texts or token ids; a chat has none yet, but messages."""
+    """A request for text. prompts: texts or token ids; a chat has messages instead, until its template is rendered."""
 
     params: SamplingParams
     terms: Terms
@@ -91,7 +91,7 @@ class Asked:
     usage_always: bool  # with each of its chunks
     token_ids: bool  # tell them
     logprobs: int | None = None  # how many beside the token itself
-    limit: int | None = None  # of new tokens, if one was asked for: for these there must be room
+    limit: int | None = None  # limit of new tokens, if one was asked for: there must be room for them
     id: str | None = None  # of its answer; None means one of ours
     prompts: list[Any] = field(default_factory=list)
     special: bool = True  # add special tokens to texts, or to those of a chat template
@@ -101,13 +101,13 @@ class Asked:
     front: str = ""  # of an answer to a chat: what its text begins with
     open_end: bool = False  # the last message of a chat goes on
     prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
-    unwritten: bool = False  # no new token is wanted: the one that is made anyhow is left out
+    unwritten: bool = False  # no new token is wanted: the one that is generated anyway is left out
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
 
 
 def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
-    """Raises Refused or InvalidRequest."""
+    """Read the body of a completion. Raises Refused or InvalidRequest."""
     prompts = listed(body.prompt, "prompt", bounds.prompts)
     echo, none = bool(body.echo), body.max_tokens == 0
     if none:
@@ -126,7 +126,7 @@ def completion(body: CompletionBody, defaults: SamplingParams, bounds: Bounds) -
 
 
 def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
-    """Raises Refused or InvalidRequest."""
+    """Read the body of a chat. Raises Refused or InvalidRequest."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise Refused(
             "max_tokens is the old name of max_completion_tokens; they say different things. Send one of them.",
@@ -168,7 +168,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
 
 
 def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) -> bool:
-    """Is the last message of a conversation to go on? Raises Refused."""
+    """Whether the last message of a conversation is to be continued. Raises Refused."""
     if continue_final_message and add_generation_prompt:
         raise Refused(
             "continue_final_message and add_generation_prompt exclude each other: the last message goes on, or an "
@@ -180,7 +180,9 @@ def goes_on(continue_final_message: bool | None, add_generation_prompt: bool) ->
 
 
 def truncation(body: Any, new: int | None = None) -> Truncation | None:
-    """What is kept of its prompts; None means all. new: tokens of the answer that were asked for. Raises Refused."""
+    """How prompts are truncated; None means not at all. new: tokens of the answer that were asked for. Raises
+    Refused.
+    """
     most, side = body.truncate_prompt_tokens, body.truncation_side
     if most is None:
         if side is not None:
@@ -198,7 +200,7 @@ def truncation(body: Any, new: int | None = None) -> Truncation | None:
 
 
 def embedding(body: EmbeddingBody, bounds: Bounds) -> list[Any]:
-    """The prompts. Raises Refused."""
+    """The prompts of a request for vectors. Raises Refused."""
     if body.dimensions is not None and body.dimensions < 1:
         raise Refused(
             f"dimensions must be at least 1; got {shown(body.dimensions)}.", param="dimensions", code="invalid_value"
@@ -293,7 +295,7 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def terms_of(body: Any) -> Terms:
-    """The terms that it has. Raises Refused."""
+    """The terms of a request. Raises Refused."""
     try:
         return Terms(
             body.priority or 0,

@@ -1,7 +1,7 @@
-"""What a request may say: JSON bodies as typed records, read strictly.
+"""Bodies of requests: JSON as typed records, read strictly.
 
-A field that is not listed is refused by its name, and so is one that is known and has no effect here that its sender
-would expect; those in IGNORED have none on what is answered.
+An unknown field is refused by its name. So is a known one that has no effect here although its sender would expect one.
+Fields in IGNORED do not affect the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED = (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that a request may ask for."""
+    """Largest values that a request may ask for."""
 
     n: int = 128  # continuations of a prompt, best_of likewise
     prompts: int = 1024  # of one request
@@ -182,7 +182,7 @@ class EmbeddingBody(_Ignored, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Ranking(_Ignored, kw_only=True):
-    """Fields of what compares texts; vLLM's."""
+    """Fields of routes that compare texts; vLLM's."""
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
@@ -273,7 +273,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
-    """Of JSON. page: that lists the fields. Raises Refused, which names the field."""
+    """Read a body from JSON. page: the page that lists the fields. Raises Refused, which names the field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as e:
@@ -285,7 +285,7 @@ def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
 
 
 def taken(kind: type[T], value: Any) -> T:
-    """Of what JSON was read as: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
+    """Read a body from parsed JSON: dictionaries, lists, texts, numbers. Raises Refused, as `read` does.
 
     Where a field may hold anything, the record holds what was given, not a copy.
     """

@@ -1,4 +1,4 @@
-"""Conversations: from messages as OpenAI's clients send them to what chat templates want, and to text."""
+"""Conversations: converts messages of OpenAI's clients to the form that chat templates take, and renders them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates w
 
 
 def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Messages for a template. Raises Refused."""
+    """The messages of a conversation for a template. Raises Refused."""
     if not given:
         raise Refused(
             'messages is empty: send at least one, such as {"role": "user", "content": "Hello"}.',
@@ -33,7 +33,7 @@ def conversation(given: Sequence[dict[str, Any]], most: int) -> list[dict[str, A
 
 
 def message(given: dict[str, Any], i: int) -> dict[str, Any]:
-    """With its content as one text, or null, and the arguments of its calls as objects. Raises Refused."""
+    """A message with its content as one text, or null, and the arguments of its calls as objects. Raises Refused."""
     if not isinstance(given.get("role"), str):
         raise Refused(f"messages[{i}] has no role.", param=f"messages[{i}].role", code="missing_required_parameter")
     content = given.get("content")
@@ -70,11 +70,11 @@ def _call(given: Any) -> Any:
 def rendered(
     render: Callable[..., str], messages: Messages, variables: Mapping[str, Any], *, open_end: bool = False
 ) -> str:
-    """`render(messages, **variables)`, in the first form of the messages that the template takes. open_end: up to the
-    end of the last message's content, which is to go on.
+    """Call `render(messages, **variables)` with the first form of the messages that the template takes.
 
-    Raises InvalidRequest if it takes none, and Refused for tools or documents of which its text says nothing, and for
-    a last message that it does not show to its end.
+    open_end: up to the end of the last message's content, which is to be continued. Raises InvalidRequest if the
+    template takes no form. Raises Refused for tools or documents that do not change its text, and for a last message
+    that it does not show to its end.
     """
     if open_end:
         return _opened(render, messages, variables)

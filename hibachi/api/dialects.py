@@ -1,4 +1,4 @@
-"""How a route speaks: the shape and the status of its errors, whose key a request bears, how its streams end."""
+"""Dialects of routes: the shape and status of errors, where the key stands, how streams end."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def _never(refused: Refused) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """error: the body of an answer, or the last event of a stream. status: of the answer. key: as the header
-    Authorization would have it. end: of a stream, behind its last event. as_event: is an error that comes before
-    everything else a stream of one event, with status 200?"""
+    """The dialect of a route. error: the body of an error, or the last event of a stream. status: of the error. key:
+    the key in the form of the header Authorization. end: sent after the last event of a stream. as_event: whether an
+    error that comes before everything else is a stream of one event, with status 200.
+    """
 
     name: str
     error: Callable[[Refused], dict[str, Any]]
@@ -64,7 +65,7 @@ def _tgi_type(refused: Refused) -> str:
 
 
 def _tgi_status(refused: Refused) -> int:
-    """Its own where the status says more than the type: 404, 413, 415 ..."""
+    """TGI's own status where it says more than the type: 404, 413, 415 ..."""
     kind = _tgi_type(refused)
     return _TGI_STATUS.get(kind, refused.status) if refused.status in (400, 500) else refused.status
 
@@ -78,8 +79,9 @@ _UNREAD = ("invalid_json", "invalid_http", "shutting_down", "engine_stalled")
 
 
 def _after_reading(refused: Refused) -> bool:
-    """Not what keeps a request from being read: no key, a body that is too large, late or no JSON, or a server that
-    takes nothing new, so that who asked may go to another."""
+    """Whether an error comes after the request was read. Not for a missing key, a body that is too large, late or no
+    JSON, or a server that takes nothing new: then the client may try another server.
+    """
     return refused.status not in (401, 403, 405, 408, 413, 415, 431) and refused.code not in _UNREAD
 
 

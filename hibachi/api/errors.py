@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them: an HTTP status, and {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: an HTTP status, and {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _KNOWN: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
 )
 _WORDS: tuple[tuple[type[BaseException], str], ...] = (
     # In the place of messages that repeat what the model, a library or the system said, which is for the log.
-    (QueueFull, "The queue is full. Try again later."),  # how full, and of whom, is nobody's business
+    # how full the queue is, and with whose requests, is not for other tenants
+    (QueueFull, "The queue is full. Try again later."),
     (OutOfCapacity, "There is no memory for this request. Make it shorter, or try again later."),
     (InternalError, "The engine could not handle this request, which is its own mistake. The server's log says more."),
     (EngineFailed, "The engine has failed, and the requests that it had are lost. The server's log says why."),
@@ -67,7 +68,7 @@ class Refused(HibachiError):
 
 
 def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
-    """What to answer to an error of ours, or of anybody. retry_after: seconds, where trying again may help."""
+    """The answer to any exception. retry_after: seconds, where trying again may help."""
     if isinstance(error, Refused):
         return error
     for cls, status, kind, code in _KNOWN:

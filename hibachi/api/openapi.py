@@ -1,4 +1,4 @@
-"""A description of routes in OpenAPI 3.1, made of the types that read their bodies and write their answers."""
+"""Describes routes in OpenAPI 3.1, from the types that read their bodies and write their answers."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ Content = Mapping[str, Any]  # by media type: a type that msgspec knows, a tuple
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """reads: what a body may be; {}: there is none. answers: by status, what each may be. events: what the data of an
-    event is, where one of `answers` is a stream of them; end: that of the last one, if it is no JSON. query: a type
-    whose fields may stand there. path: with parameters in braces. keyed: a key is needed. example: of a body in JSON.
+    """One route. reads: types of its body; {} means there is none. answers: types by status. events: types of the data
+    of events, where one of `answers` is a stream; end: the last event's data, if it is no JSON. query: a type whose
+    fields are the parameters. path: with parameters in braces. keyed: a key is needed. example: of a JSON body.
     """
 
     method: str
@@ -99,7 +99,7 @@ class Operation:
 
 
 def document(operations: Sequence[Operation], title: str, version: str, root: str) -> dict[str, Any]:
-    """root: the path in front of all others; "" for none."""
+    """The OpenAPI document. root: the path in front of all others; "" for none."""
     types = list(dict.fromkeys(t for o in operations for t in o.types))
     found, components = schema_components([_shown(t) for t in types], ref_template=_REF)
     for one in components.values():

@@ -1,4 +1,4 @@
-"""Texts that are compared by their vectors, and inputs that are put into classes: what is asked, and its answers."""
+"""Requests and answers of routes that compare texts by their vectors, and of one that classifies inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 
 
 def scored(body: ScoreBody, bounds: Bounds) -> tuple[list[str], list[str]]:
-    """The texts to be compared: one with each of several, or each with its partner. Raises Refused."""
+    """The pairs of texts to compare: one with each of several, or each with its partner. Raises Refused."""
     given = {name for pair in _PAIRS for name in pair if getattr(body, name) is not None}
     pair = next((pair for pair in _PAIRS if set(pair) == given), None)
     if pair is None:
@@ -103,7 +103,7 @@ def _no_input(expected: str, got: str) -> Refused:
 
 
 def cosines(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
-    """Of pairs of vectors; one of ours may stand for all. A vector of no length has 0 with any."""
+    """Cosines of pairs of vectors; one of ours may stand for all. A zero vector has 0 with any."""
     units = [unit(v) for v in ours]
     pairs = zip(units * len(theirs) if len(units) == 1 else units, theirs, strict=True)
     return [float(np.clip(a @ unit(b), -1.0, 1.0)) for a, b in pairs]
@@ -116,7 +116,7 @@ class Score(Struct):
 
 
 class Scores(Struct):
-    """As vLLM's /score."""
+    """The answer to /score, as vLLM's."""
 
     id: str
     created: int
@@ -141,7 +141,7 @@ class Ranked(Struct, omit_defaults=True):
 
 
 class Ranking(Struct):
-    """As Jina's and Cohere's rerank: the documents of the largest scores, best first."""
+    """The answer to /rerank, as Jina's and Cohere's: the documents of the largest scores, best first."""
 
     id: str
     model: str
@@ -180,7 +180,7 @@ class Class(Struct):
 
 
 class Classes(Struct):
-    """As vLLM's /classify."""
+    """The answer to /classify, as vLLM's."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""What a request says becomes token ids, which are checked. Beside an event loop, long texts are read in threads."""
+"""Turns requests into checked token ids. Beside an event loop, long texts are read in threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from hibachi.model.text.prompts import Prompts
 
 
 class Reading:
-    """Of one model. vocab_size: None means any id is a token. chat_template: the name of one of the model's, or Jinja
-    source; None means the model's own. longest: tokens of a prompt; None means what the context leaves."""
+    """Reads prompts for one model. vocab_size: None means any id is a token. chat_template: the name of one of the
+    model's, or Jinja source; None means the model's own. longest: tokens of a prompt; None means what the context
+    leaves.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Reading:
             )
 
     def check_length(self, ids: Sequence[int], limit: int | None) -> None:
-        """Raises PromptTooLong for a prompt, or one with as many new tokens as were asked for, that does not fit."""
+        """Raise PromptTooLong for a prompt that does not fit, or not with the new tokens that were asked for."""
         longest, n = self.prompts.context, len(ids)
         if self.longest is not None and n > self.longest:
             raise PromptTooLong(f"The prompt has {n} tokens; at most {self.longest} are taken. Shorten it.")
@@ -67,13 +69,13 @@ class Reading:
         special: bool = True,
         truncation: Truncation | None = None,
     ) -> list[list[int]]:
-        """Ids of prompts, of which none is too long. Raises Refused, InvalidRequest or PromptTooLong."""
+        """Token ids of prompts, none of them too long. Raises Refused, InvalidRequest or PromptTooLong."""
         self._check(prompts, param, truncation)
         found = await self.tokens(_texts(prompts), special, tenant)
         return self._kept(_filled(prompts, found, param), truncation)
 
     async def tokens(self, texts: Sequence[str], special: bool, tenant: str = "") -> list[list[int]]:
-        """Ids of texts of any length. Raises Refused if too much is read already, InvalidRequest."""
+        """Token ids of texts of any length. Raises Refused if too much is being read already, InvalidRequest."""
         return await self._tokenizing.run(sum(map(len, texts)), partial(self._cut, texts, special), tenant)
 
     async def render(
@@ -86,8 +88,9 @@ class Reading:
         open_end: bool = False,
         truncation: Truncation | None = None,
     ) -> list[int]:
-        """Ids of a conversation, which is not too long. special: add special tokens to those of the template.
-        open_end: its last message goes on. Raises Refused, InvalidRequest or PromptTooLong."""
+        """Token ids of a conversation that is not too long. special: add special tokens to those of the template.
+        open_end: its last message goes on. Raises Refused, InvalidRequest or PromptTooLong.
+        """
         text = await self.template(messages, variables, tenant, open_end=open_end, truncation=truncation)
         return self._kept([_said(ids) for ids in await self.tokens([text], special, tenant)], truncation)[0]
 
@@ -100,7 +103,7 @@ class Reading:
         open_end: bool = False,
         truncation: Truncation | None = None,
     ) -> str:
-        """What `render` cuts into tokens. Raises as it does."""
+        """The text that `render` tokenizes. Raises as it does."""
         text = await self._tokenizing.aside(self._rendering(messages, variables, open_end), tenant)
         self._check_text(text, truncation)
         return text
@@ -136,7 +139,7 @@ class Reading:
     # ---- what both do --------------------------------------------------------------------------------------------
 
     def _check(self, prompts: Sequence[Any], param: str, truncation: Truncation | None) -> None:
-        """All of them, before any is read."""
+        """Check all prompts before any is read."""
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_text(prompt, truncation)
@@ -162,7 +165,7 @@ class Reading:
     def _rendering(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], open_end: bool
     ) -> Callable[[], str]:
-        """A call that makes the text of a conversation. Raises Refused if there is no template for it."""
+        """A function that renders a conversation. Raises Refused if there is no template for it."""
         tokenizer = self.prompts.tokenizer
         if self.chat_template is None and not tokenizer.chat_templates:
             raise Refused(
@@ -182,7 +185,7 @@ def _texts(prompts: Sequence[Any]) -> list[str]:
 
 
 def _filled(prompts: Sequence[Any], found: Sequence[list[int]], param: str) -> list[list[int]]:
-    """The ids of all prompts. found: of those that are texts. Raises Refused if any has none."""
+    """The ids of all prompts. found: of the prompts that are texts. Raises Refused if any is empty."""
     next_ = iter(found)
     ids = [next(next_) if isinstance(p, str) else list(p) for p in prompts]
     if not all(ids):

@@ -1,4 +1,4 @@
-"""Texts become tokens beside the event loop: short ones at once, others in threads, as many as memory allows."""
+"""Tokenizes texts beside the event loop: short ones at once, others in threads, as many as memory allows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hibachi.api.errors import LIMITED, Refused
 from hibachi.model.text.tokenizer import AT_ONCE
 
 T = TypeVar("T")
-LARGE = 1 << 18  # characters, from which on a text waits for others like it only
+LARGE = 1 << 18  # characters from which on a text is read in the threads for long texts
 MOST = 1 << 26  # characters of a tenant that may wait or be read
 
 
 class Tokenizing:
     """Threads of its own, so that long texts wait for long texts and nothing else does.
 
-    Of each tenant one text of a kind is read at a time (where there are no tenants, two), so that others wait for one
-    of its texts at most.
+    Of each tenant one text of a kind is read at a time (without tenants, two), so the others wait for one of its texts
+    at most.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Tokenizing:
         self._turns: dict[tuple[str, bool], asyncio.Semaphore] = {}
 
     async def run(self, size: int, work: Callable[[], T], tenant: str = "") -> T:
-        """`work()`, which reads `size` characters. Raises Refused if too much of this tenant waits already."""
+        """Run `work()`, which reads `size` characters. Raises Refused if too much of this tenant waits already."""
         if size <= AT_ONCE:
             return work()
         if self._held[tenant] and self._held[tenant] + size > MOST:
@@ -48,7 +48,7 @@ class Tokenizing:
         self._held[tenant] += size
         begun = False
         try:
-            await turns.acquire()  # who leaves while it waits is forgotten
+            await turns.acquire()  # a client that leaves while it waits is forgotten
             try:
                 future = (self._large if large else self._small).submit(work)
                 begun = True
@@ -58,13 +58,13 @@ class Tokenizing:
         finally:
             if not begun:
                 self._held[tenant] -= size
-        # What has begun is paid for until it ends, also by who leaves.
+        # Work that has begun counts until it ends, also if its client leaves.
         loop, done = asyncio.get_running_loop(), partial(self._done, tenant, size, turns)
         future.add_done_callback(lambda _: _safely(loop, done))
         return await asyncio.wrap_future(future)
 
     async def aside(self, work: Callable[[], T], tenant: str = "") -> T:
-        """`work()` in a thread, whatever its size: templates take their time."""
+        """Run `work()` in a thread, whatever its size: templates may take long."""
         return await self.run(AT_ONCE + 1, work, tenant)
 
     def _done(self, tenant: str, size: int, turns: asyncio.Semaphore) -> None:

@@ -1,4 +1,4 @@
-"""Vectors of texts, made shorter or brought to length 1."""
+"""Shortens vectors, and scales them to length 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hibachi.api.errors import Refused
 
 
 def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
-    """Vectors [hidden] by their first numbers, made unit length again; None means as they are. Raises Refused."""
+    """The first numbers of vectors [hidden], scaled to length 1 again; None means unchanged. Raises Refused."""
     if dimensions is None:
         return list(vectors)
     if any(dimensions > len(v) for v in vectors):
@@ -25,7 +25,7 @@ def shortened(vectors: Sequence[Any], dimensions: int | None) -> list[Any]:
 
 
 def unit(v: Any) -> Any:
-    """A vector by its length, in float64; of no length, as it is."""
+    """A vector divided by its length, in float64; a zero vector unchanged."""
     found = np.asarray(v, np.float64)
     length = np.sqrt(found @ found)
     return found / length if length > 0 else found

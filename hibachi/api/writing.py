@@ -1,4 +1,4 @@
-"""The chunks and the whole answers of a request, from the continuations that the engine writes."""
+"""Builds the chunks and whole answers of a request from the continuations that the engine generates."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from hibachi.streams.textstream import Choice, Completion, Piece, TextChoice, Te
 
 
 class Writer:
-    """Of one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
+    """Writes the answer to one request. `streams` and `ids`, one for each prompt, are set when it has been queued.
 
     id: behind the prefix, if the request names none; None means random. created: Unix time in seconds; None means now.
-    cached: tell how many tokens were found in the cache, which depends on who else was there. each: `piece` wants every
+    cached: report how many tokens were found in the cache, which depends on other requests. each: `piece` wants every
     token alone, also one without text.
     """
 
@@ -68,21 +68,21 @@ class Writer:
         self._given = asked.params.n
 
     def usage(self) -> Usage:
-        """Of what has been read so far."""
+        """Token usage of what has been read so far."""
         new = sum(len(c.token_ids) for s in self.streams for c in s.choices)
         cached = sum(s.tokens.reused for s in self.streams) if self.cached else None
         return answers.usage(sum(map(len, self.ids)), 0 if self.asked.unwritten else new, cached)
 
     def prompt_of(self, index: int) -> int:
-        """Which prompt a choice belongs to."""
+        """The index of the prompt that a choice belongs to."""
         return index // self._given
 
     def opening(self) -> list[Any]:
-        """Chunks in front of all text; called when the first token is there."""
+        """Chunks before all text; called when the first token is there."""
         return []
 
     def piece(self, p: Piece) -> Any:
-        """None means what it says comes with the next chunk."""
+        """A chunk; None means its contents come with the next chunk."""
         raise NotImplementedError
 
     def end(self, choice: TextChoice) -> Any:
@@ -92,7 +92,7 @@ class Writer:
         raise NotImplementedError
 
     def last(self) -> Any:
-        """The chunk that tells the usage."""
+        """The last chunk, with the usage."""
         raise NotImplementedError
 
     def _always(self) -> Usage | None:
@@ -227,7 +227,7 @@ class ChatWriter(Writer):
 
 
 def reason_of(finish: Finish | None) -> str:
-    """As OpenAI says it. Raises EngineClosed for a text that was cut off."""
+    """The finish reason in OpenAI's words. Raises EngineClosed for a text that was cut off."""
     if finish is Finish.STOP:
         return "stop"
     if finish is Finish.LENGTH:

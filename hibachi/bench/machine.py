@@ -1,4 +1,4 @@
-"""The machine: what it is, and who uses its processors while something is measured."""
+"""The machine: its hardware, and the use of its processors while something is measured."""
 
 from __future__ import annotations
 
@@ -55,9 +55,12 @@ def _memory() -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What was used between two moments. cpu_seconds: by the processes watched, their children included. others: the
-    share of the machine's processors that anybody else had, waiting for a hypervisor included. peak_rss_mib: the most
-    memory that each of the processes had since its start, added up. None means this system does not say."""
+    """Use of the machine between two moments.
+
+    cpu_seconds: of the watched processes, their children included. others: the share of the machine's processors that
+    other processes had, waiting for a hypervisor included. peak_rss_mib: the most memory that each of the processes had
+    since its start, added up. None means this system does not say.
+    """
 
     seconds: float
     cpu_seconds: float | None

@@ -153,7 +153,8 @@ def _session_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=int, default=3, metavar="N", help="how often each work is measured (default: 3)")
     add("--threads", type=int, default=cores(), metavar="N", help="threads of each engine (default: all cores)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the works (default: 0)")
-    add("--enable-prefix-caching", action="store_true", help="use prefix caches for works that are files")
+    text = "use prefix caches for works that are files (default: no)"
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False, help=text)
     add(
         "--option",
         nargs=2,
@@ -252,7 +253,7 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
     runs: list[dict[str, Any]] = []
     try:
         runs.extend(session.run(works))
-    finally:  # what there is, should somebody lose patience
+    finally:  # the results so far, if the user presses Ctrl-C
         profiles = {r["work"]: r.pop("profile") for r in runs if "profile" in r}  # of the last turn
         made = document(runs, **more, **({"profiles": profiles} if profiles else {}))
         kept = not args.out or not runs or _keep(args.out, json.dumps(made, indent=1) + "\n")
@@ -262,7 +263,7 @@ def _measure(args: argparse.Namespace, works: list[str], rates: Any, *, fitting_
 
 
 def _keep(file: str, text: str) -> bool:
-    """Write what took an hour to measure; on a disk that is full it is at least shown."""
+    """Write what took an hour to measure; if the disk is full, at least print it."""
     try:
         Path(file).write_text(text)
     except OSError as e:
@@ -391,7 +392,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(llm: LLM) -> AutoregressiveBatchInference:
-    """The engine itself, which is in this process: its steps are looked at."""
+    """The engine in this process, whose steps are measured."""
     return llm.engine
 
 

@@ -110,7 +110,7 @@ class Pass:
         return self
 
     def line(self) -> str:
-        """How far, how fast, and how full the batch is; afterwards: how full it was in the mean."""
+        """Progress, speed, and how full the batch is; afterwards the mean of that."""
         now, before = self.llm.stats(), self._before
         if self.tokens < self.total:
             batch = f"{now.running}/{now.max_num_seqs}"

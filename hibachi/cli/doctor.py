@@ -111,7 +111,7 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _backend(name: str) -> str:
-    """A doctor takes whatever comes: one broken library must not hide the state of the others."""
+    """Describe a backend, whatever it raises: one broken library must not hide the state of the others."""
     if (why := why_missing(name)) is not None:
         return f"missing  {why}"
     try:

@@ -59,7 +59,7 @@ def _list(for_programs: bool) -> int:
 
 
 def _own(spec: str, for_programs: bool) -> int:
-    """A model of the user's own: which rung it stands on, and what the engine would keep for it."""
+    """Describe a user's own model: its level, and what the engine would keep for it."""
     with phase(f"opening {spec}"):
         model = model_named(spec)
     level, vocab = level_of(model), getattr(model, "vocab_size", None)

@@ -29,11 +29,13 @@ COMMANDS = (
     "bench",
 )
 FAILED = 1
-BROKEN_PIPE = 141  # as shells report a program whose reader went away
+BROKEN_PIPE = 141  # as shells report a program whose reader closed the pipe
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """only: the one command that is parsed, so that the others need not be imported; another word: all of them."""
+    """The parser of the command line. only: the one command that is parsed, so that the others need not be imported;
+    another word means all of them.
+    """
     top = argparse.ArgumentParser(
         prog="hibachi",
         description="Continuous batching for any autoregressive model.",
@@ -79,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown(rest: Sequence[str], options: Iterable[str]) -> str:
-    """What to say of arguments that a command does not have: an option that had another name is told the new one."""
-    known = {*options, "no_enable_prefix_caching"}
+    """The message for unknown arguments of a command; for an option that was renamed it names the new one."""
+    known = {*options}
+    if "enable_prefix_caching" in known:
+        known.add("no_enable_prefix_caching")
     for word in rest:
         if word.startswith("--"):
             flag = word.partition("=")[0]
@@ -90,7 +94,7 @@ def _unknown(rest: Sequence[str], options: Iterable[str]) -> str:
 
 
 def _explain(e: BaseException) -> int:
-    """Say what went wrong; returns the exit status."""
+    """Print what went wrong; returns the exit status."""
     if isinstance(e, KeyboardInterrupt):
         print(file=sys.stderr)  # the terminal wrote ^C into the line
         return INTERRUPTED
@@ -101,7 +105,7 @@ def _explain(e: BaseException) -> int:
 
 
 def _mend_streams() -> None:
-    """Streams that the caller closed work, to no effect; characters that the output's encoding lacks become "?"."""
+    """Replace streams that the caller closed; characters that the output's encoding lacks become "?"."""
     if sys.stdin is None:
         sys.stdin = io.StringIO()
     if sys.stdout is None:

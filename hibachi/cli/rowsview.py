@@ -1,4 +1,4 @@
-"""A run of `hibachi run-batch`, as a person sees it."""
+"""Progress of `hibachi run-batch` on the terminal."""
 
 from __future__ import annotations
 

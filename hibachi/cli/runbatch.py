@@ -31,7 +31,7 @@ from hibachi.offline.batch import PIPE, Batch
 from hibachi.offline.files.sources import expand
 from hibachi.offline.report import check_plot, is_told, plot, report, text, write
 from hibachi.offline.runs import Done, run_batch
-from hibachi.offline.settings import GROUPS, SETTINGS, settle
+from hibachi.offline.settings import GROUPS, SETTINGS, misspelled, settle
 from hibachi.offline.whole import part_of
 from hibachi.offline.works.choose import TASKS
 from hibachi.offline.works.columns import Columns, value_of
@@ -128,6 +128,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     batch = _batch(args)
+    for remark in misspelled(os.environ):
+        print(f"hibachi: {remark}.", file=sys.stderr)
     if args.plot:
         check_plot(args.plot)
     if not args.plan:
@@ -141,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     with _signals(view) as signals, view:
         try:
             done = run_batch(batch, view)
-        except BrokenPipeError:  # whoever read our output has seen enough
+        except BrokenPipeError:  # the reader of our output has closed the pipe
             raise
         except (HibachiError, OSError) as e:
             view.end()
@@ -177,7 +179,9 @@ def _tell(args: argparse.Namespace, batch: Batch, view: RowsView, done: Done) ->
 
 
 def _check_places(args: argparse.Namespace) -> None:
-    """Can report and picture be written? Not only after a night is that to be known. Raises ConfigError, OSError."""
+    """Check that report and picture can be written, before a run that may take all night. Raises ConfigError,
+    OSError.
+    """
     files = [file for file in (args.report, args.plot) if file]
     if not files:
         return
@@ -258,7 +262,7 @@ def _batch(args: argparse.Namespace) -> Batch:
 
 
 class _Signals:
-    """The first Ctrl-C or SIGTERM lets what runs end; the second ends all at once."""
+    """The first Ctrl-C or SIGTERM lets running rows finish; the second ends everything at once."""
 
     got: signal.Signals | None = None
 

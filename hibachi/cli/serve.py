@@ -33,7 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, flag: TgiFlag) -> None:
-    """They are read always, so that their values are not taken for MODEL, and shown never."""
+    """Add the launcher's flags, hidden from help. They are always parsed, so that their values are not taken for
+    MODEL.
+    """
     names = [name for name in (flag.short, flag.flag) if name and name[2:] not in _OURS]
     if not names:
         return

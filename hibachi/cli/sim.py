@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     policies = {name: policy_maker(name) for name in args.scheduling_policy}
     if args.plot:
         check_format(args.plot)
-    for file in filter(None, (args.json, args.plot)):  # not only after an hour
+    for file in filter(None, (args.json, args.plot)):  # fail now, not after an hour
         Path(file).open("ab").close()
     trace = _trace(args)
     setups = [
@@ -207,7 +207,7 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def policy_maker(text: str) -> Callable[[], Policy]:
-    """What makes policies of this name; options after a colon: priority:age=30. Raises ConfigError."""
+    """A function that makes policies of this name; options after a colon: priority:age=30. Raises ConfigError."""
     name, _, rest = text.partition(":")
     if not rest:
         policy_of(name)
@@ -226,7 +226,7 @@ def policy_maker(text: str) -> Callable[[], Policy]:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart, for each."""
+    """The options that differ between runs, for each run."""
     parts = [[one.setup.scheduling_policy for one in runs]]
     for name, field in (("rows", "max_num_seqs"), ("blocks", "num_blocks")):
         values = [getattr(one.setup, field) for one in runs]
@@ -265,7 +265,7 @@ def _cells(one: Run) -> list[str]:
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
-    """What the table does not say: by tenant and class, and what was refused."""
+    """Lines below the table: by tenant and class, and refused requests."""
     out = []
     for one, label in zip(runs, labels(runs), strict=True):
         data = one.summary()

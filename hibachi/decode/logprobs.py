@@ -23,7 +23,7 @@ class Likely(NamedTuple):
     mass: Array  # [n] sum of exp(logit - top)
     own: Array  # [n] the logit of the token
     values: Array | None  # [n, k] the largest logits, falling
-    ids: Array | None  # [n, k] whose they are
+    ids: Array | None  # [n, k] their token ids
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -40,7 +40,7 @@ def likely(backend: ArrayBackend, logits: Array, tokens: Array, *, k: int) -> Li
 
 
 def named(some: Likely, i: int, token: int, n: int, vocab: int) -> dict[int, float] | None:
-    """`logprobs` of row i from host arrays; None if it takes the whole row to say whose they are (ties)."""
+    """`logprobs` of row i from host arrays; None if ties make it necessary to look at the whole row."""
     log_mass = float(some.top[i]) + math.log(float(some.mass[i]))
     found = {token: float(some.own[i]) - log_mass}
     if n:

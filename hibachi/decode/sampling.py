@@ -83,9 +83,9 @@ def sample_near(
 ) -> tuple[Array, Array]:
     """`sample` from the k most likely tokens of each row, without a sort of the row: int32 [n], and bool [n].
 
-    The second says which rows are right: those whose filters leave no token but some of these. For the others, ask
-    again with a larger k, or `sample`. Temperatures must be > 0. mass: for rows that have top_p, and neither top_k nor
-    min_p in front of it: their share is one of the whole row.
+    The second result says which rows are right: those whose filters keep only tokens among these k. For the others,
+    call again with a larger k, or `sample`. Temperatures must be > 0. mass: for rows that have top_p, and neither top_k
+    nor min_p in front of it: their share is one of the whole row.
     """
     xp = backend.xp
     values, ids = top_of_row(backend, logits, k)
@@ -95,7 +95,8 @@ def sample_near(
         whole = total(backend, _weights(backend, logits, how.temperature))
     cutoff, base = _cutoff(backend, weights, how, whole)
     last = weights[:, -1]
-    inside = xp.logical_or((cutoff if mass else base) > last, last <= 0)  # who is less likely still, has no weight
+    # tokens that are still less likely have no weight
+    inside = xp.logical_or((cutoff if mass else base) > last, last <= 0)
     if k == logits.shape[1]:
         inside = xp.ones_like(inside)
     weights = _drop(backend, weights, cutoff)

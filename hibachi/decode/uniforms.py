@@ -1,4 +1,4 @@
-"""Random numbers from the host: one for each (seed, position), whoever asks for it and when."""
+"""Random numbers from the host: one for each (seed, position), the same in every process and at any time."""
 
 from __future__ import annotations
 

@@ -181,23 +181,21 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
         quantization=getattr(backend, "quantization", "none"),
-        eos_ids=_eos_ids(plan),
+        eos_ids=eos_ids_of(plan.model, plan.vocab_size),
         **said_by(plan.model),
     )
 
 
-def _eos_ids(plan: Plan) -> tuple[int, ...]:
+def eos_ids_of(model: Any, vocab: int | None) -> tuple[int, ...]:
     """The end-of-sequence ids of a model that returns logits, from its attribute `eos_ids`: one or several. Raises
-    ConfigError.
+    ConfigError. vocab: size of the vocabulary; None means the model returns tokens, which has no such ids.
     """
-    own, vocab = getattr(plan.model, "eos_ids", None), plan.vocab_size
+    own = getattr(model, "eos_ids", None)
     if own is None or vocab is None:
         return ()
-    ids = np.asarray(own, dtype=object).reshape(-1).tolist()
+    ids = [*own] if isinstance(own, (set, frozenset)) else np.asarray(own, dtype=object).reshape(-1).tolist()
     if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
-        raise ConfigError(
-            f"{type(plan.model).__name__}.eos_ids must be token ids from 0 to {vocab - 1}; got {shown(own)}."
-        )
+        raise ConfigError(f"{type(model).__name__}.eos_ids must be token ids from 0 to {vocab - 1}; got {shown(own)}.")
     return tuple(int(i) for i in ids)
 
 

@@ -68,7 +68,7 @@ class Engine:
         self._wakeups = Wakeups()
         self._live: set[Job] = set()
         self._paused: set[Job] = set()
-        self._pausing = False  # is any request paused because of a slow consumer?
+        self._pausing = False  # has any request a stream that pauses it while unread?
         self._counts = Counts()
         limits = scheduler.limits
         self._meters = Meters(limit=limits.rows, block_size=limits.block_size if scheduler.pool else 0)

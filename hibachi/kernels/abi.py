@@ -64,7 +64,7 @@ class Mixture(ctypes.Structure):
 
 
 def addresses(places: Sequence[int]) -> Any:
-    """An array of pointers. Whoever gives its own address away keeps it as long."""
+    """An array of pointers. The caller must keep the arrays that it points to."""
     return (_p * len(places))(*places)
 
 

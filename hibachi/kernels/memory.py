@@ -14,7 +14,7 @@ HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
-    """An array of zeros that begins on a cache line. Pages that nobody writes to take no memory."""
+    """An array of zeros that begins on a cache line. Pages that are never written take no memory."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     slab = np.zeros(size + ALIGNED, np.uint8)
     at = -slab.ctypes.data % ALIGNED
@@ -23,9 +23,9 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> HostArray:
 
 
 class Slabs:
-    """Uninitialised arrays, one after another in large pieces of memory. What nobody writes to takes no memory.
+    """Uninitialised arrays, one after another in large pieces of memory. Pages that are never written take no memory.
 
-    A slab goes when the last of its arrays has gone. Measured: two threads read 35 GB/s so, and 26 in pages of 4 KiB.
+    A slab is freed with the last of its arrays. Measured: two threads read 35 GB/s so, and 26 in pages of 4 KiB.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ Opened by name (`hibachi serve`, `hibachi run-batch`), a model is asked for thes
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from hibachi.named import object_named
 from hibachi.request import SamplingParams, StopRule, as_params, as_rule
 from hibachi.tensor.array_backend import ArrayBackend
 from hibachi.tensor.discover import resolve
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
 
 
 def model_named(spec: str, backend: str | ArrayBackend | None = None) -> Any:
@@ -53,6 +56,8 @@ def own_stop(model: Any, *, eos: bool = True) -> StopRule | None:
     Raises ConfigError.
     """
     ids, stop = (getattr(model, "eos_ids", None) if eos else None), getattr(model, "stop_rule", None)
+    if stop is None and getattr(model, "stop", None) is not None:
+        log.warning("%s.stop is not read: the attribute is called stop_rule now", type(model).__name__)
     try:
         found = None if stop is None and ids is None else as_rule(stop)
         return found and replace(found, tokens=(*found.tokens, *(() if ids is None else ids)))

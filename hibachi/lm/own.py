@@ -100,7 +100,7 @@ class OwnTexts(Texts):
             engine,
             self.portable_tokenizer,
             vocab_size=made.vocab_size,
-            eos_ids=getattr(made, "eos_ids", ()),
+            eos_ids=engine.facts.eos_ids,
             default_params=own_params(made),
         )
 

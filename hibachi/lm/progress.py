@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def watch(streams: Sequence[TextStream]) -> None:
-    """Read all tokens of these streams until they have ended. Raises the first error."""
+    """Read all tokens of these streams until they have ended, and show progress. Raises the first error."""
     began, tokens, done = time.perf_counter(), 0, 0
 
     def feed(stream: TextStream, i: int, ids: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ def watch(streams: Sequence[TextStream]) -> None:
 
 
 def counted(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Yield the items of an iterable and count them."""
+    """Make these calls one after another and show progress; returns their results."""
     with shown(len(calls), "texts") as bar:
         out = []
         for call in calls:

@@ -17,7 +17,7 @@ class Layer:
     """What may differ from block to block."""
 
     window: int | None = None
-    """A token sees the last so many positions, its own among them; None means all."""
+    """A token sees this many of the last positions, its own included; None means all."""
     rope: int | None = 0
     """Which of the arch's rotary frequencies turn queries and keys; None means this block sees no positions."""
     experts: bool = False

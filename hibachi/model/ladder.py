@@ -43,9 +43,9 @@ class PaddedAutoregressive(Protocol[T]):
 class LogitsModel(Protocol[T]):
     """Level 1: token ids in, logits out; the engine samples. May be `async def`.
 
-    When an engine is made, it tries whether rows may share calls without a trace in anybody's bits
-    (docs/determinism.md). `example_prompts`: what it is tried on, prompts of ids, or a method that returns them; none:
-    random ids. `deterministic = False`: it is not tried.
+    When an engine is made, it tries whether rows may share calls without changing a row's bits (docs/determinism.md).
+    `example_prompts`: what it is tried on, prompts of ids, or a method that returns them; without it random ids are
+    used. `deterministic = False`: it is not tried.
     """
 
     @property

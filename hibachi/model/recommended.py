@@ -13,7 +13,7 @@ from hibachi.model.files import ModelFiles
 from hibachi.model.generation import generation_defaults
 
 USUAL = {"temperature": 0.7, "top_p": 0.9}
-"""For a conversation with a model that nobody recommends anything for."""
+"""Sampling for a conversation with a model that has no recommendation."""
 
 # By a part of the name, in small letters with "-" between words. From the model cards and the generation_config.json of
 # the original repositories on the Hugging Face Hub.

@@ -1,4 +1,4 @@
-"""Which architecture is this, and who knows how to load it."""
+"""The registry of architectures: finds a model's architecture and loads it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def register_model(architecture: str, model: Registered) -> None:
 
 
 def architectures() -> dict[str, str]:
-    """Every architecture that can be loaded, and who brings it: "hibachi", "register_model" or a package's name."""
+    """Every architecture that can be loaded, and its origin: "hibachi", "register_model" or a package's name."""
     installed = {e.name: e.dist.name if e.dist else "?" for e in entry_points(group=GROUP)}
     return dict.fromkeys(_BUILT_IN, "hibachi") | installed | dict.fromkeys(_MINE, "register_model")
 
@@ -106,15 +106,16 @@ def load_model(
     dtype: str | None = None,
     max_model_len: int | None = None,
 ) -> LanguageModel[Array]:
-    """A language model on `backend`, which may be named; None means the one that `LLM` takes.
+    """Load a language model on `backend`, which may be a name; None means the one that `LLM` takes.
 
-    The model goes into an `AutoregressiveBatchInference` as it is.
+    The model can be passed to `AutoregressiveBatchInference` as it is.
 
     model: "tiny", which ships; a folder in Hugging Face layout; a GGUF file; a name on the Hugging Face Hub.
-    dtype: to compute with and to cache in; None means float32. max_model_len: the longest sequence to be ready for;
-    None means what the model was trained for. An architecture that nobody registered is offered to the backend
-    (`foreign_model`). Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation,
-    BackendNotFound, BackendNotInstalled.
+    dtype: to compute with and to cache in; None means float32.
+    max_model_len: the longest sequence to be ready for; None means what the model was trained for.
+
+    An architecture that is not registered is offered to the backend (`foreign_model`). Raises UnknownArchitecture,
+    InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound, BackendNotInstalled.
     """
     if backend is None or isinstance(backend, str):
         backend = resolve(backend or best_backend())
@@ -140,7 +141,9 @@ def load_model(
 
 
 def arch_of(files: ModelFiles) -> Arch | None:
-    """The decoder's numbers; None for other models, and for those that nobody registered. Raises InvalidModelFiles."""
+    """The decoder's numbers; None for other models, and for architectures that are not registered. Raises
+    InvalidModelFiles.
+    """
     try:
         _, found = find(files.config)
     except UnknownArchitecture:

@@ -83,7 +83,7 @@ _FASTEST = 1e20  # radians a position: times the last position that is still a f
 
 
 def room(positions: int, longest: int) -> int:
-    """Positions of tables that must have so many: a power of two from `FIRST` on, or `longest`."""
+    """Positions of tables that must have at least this many: a power of two from `FIRST` on, or `longest`."""
     return min(longest, max(FIRST, 1 << (positions - 1).bit_length()))
 
 
@@ -129,7 +129,7 @@ def _stretched(rope: Rope, f: HostArray, length: int) -> HostArray:
 
 
 def _place(rope: Rope, context: int, turns: float) -> float:
-    """The (broken) number of the frequency that turns so many times within a context."""
+    """The (fractional) index of the frequency that turns this many times within a context."""
     return rope.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 

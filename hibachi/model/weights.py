@@ -289,7 +289,7 @@ def _size(file: Path, most: int | None = None) -> int:
 
 
 def _are_counts(x: Any, most: int) -> TypeGuard[list[int]]:
-    """A list of at most so many integers that can be sizes or offsets."""
+    """Whether this is a list of at most this many integers that can be sizes or offsets."""
     return isinstance(x, list) and len(x) <= most and all(type(n) is int and 0 <= n < 2**63 for n in x)
 
 

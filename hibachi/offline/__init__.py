@@ -1,6 +1,6 @@
-"""Files of rows through a model, into a file: `run`, which `hibachi run-batch` is the command of.
+"""Offline inference: `run` puts files of rows through a model, into a file; `hibachi run-batch` is its command.
 
-It goes on where it was when it is ended by anything. See docs/offline.md.
+An interrupted run can be resumed. See docs/offline.md.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ def run(
     watcher: Watcher | None = None,
     **options: Any,
 ) -> Done:
-    """Put the rows of files through a model, and write them with its answers. The same call goes on where it was ended.
+    """Put the rows of files through a model, and write them with its answers. The same call resumes an interrupted run.
 
-    inputs: files, globs, folders. model: as for `LLM`, or pkg:Class. settings: of the engine, by the names of
-    `hibachi run-batch`'s flags: {"max_num_seqs": 64, "backend": "torch"}. watcher: is told how far it is.
+    inputs: files, globs, folders.
+    model: as for `LLM`, or pkg:Class.
+    settings: of the engine, by the names of `hibachi run-batch`'s flags: {"max_num_seqs": 64, "backend": "torch"}.
+    watcher: an object that is told of the progress.
     options: fields of `Batch`, such as task, url, limit or overwrite.
 
-    Raises ConfigError for what is wrong with all rows, before a model is loaded; GivenUp, InvalidInput, OSError for
-    what ends a run that the same call can resume; what loading the model raises. What is wrong with one row is said in
-    its line.
+    Raises ConfigError for errors that concern all rows, before a model is loaded; GivenUp, InvalidInput or OSError if
+    the run ends early and the same call can resume it; and what loading the model raises. An error of one row is
+    written in its line.
     """
     known = [*Batch.__dataclass_fields__]
     if unknown := [name for name in options if name not in known]:

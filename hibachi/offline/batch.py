@@ -1,4 +1,6 @@
-"""What a run is to do, and what of that makes the run: with something else there, its journal is another run's."""
+"""The description of a run, and which parts of it identify the run: if one of those differs, the journal is another
+run's.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,26 @@ PIPE = "-"  # as a name: standard input or output
 
 @dataclass(kw_only=True)
 class Batch:
-    """What is to be done. inputs: files, globs, folders, or "-". output: a file, or "-".
+    """What a run is to do.
 
-    settings: of the model and its engine, by the names of `hibachi run-batch`'s flags with underscores. url: of a
-    server that computes the rows in the place of a model, request_timeout: seconds for an answer of it. task:
-    "generate", "embed", or "forward" for a feed-forward model of one's own. columns: what a row's columns say. openai:
-    the rows are lines of OpenAI's batches; None means if they look so. served_names: that such lines may call the model
-    by.
-    format: of the output, where its name does not tell. limit: only so many rows of the input. shard: (i, n): every
-    n-th row, beginning with the i-th (from 1). seed: of the run: rows that bring none get theirs from it. prefix: in
-    front of the result columns' names. token_ids: results have the ids of new tokens. overwrite: replace an output that
-    is not of this run, and begin anew where the journal is of another. retry_errors: compute rows again that failed.
-    accept_changes: go on though something is not as it was; such rows say so. validate: read everything before anything
-    is computed. fail_fast: end at the first row that fails. verify_weights: know the model by all of its weights, not
-    by samples. errors: a file for the rows that failed.
-    beside: further files that the caller writes, which are no input where a folder or a pattern has them.
+    inputs: files, globs, folders, or "-". output: a file, or "-".
+    settings: of the model and its engine, by the names of `hibachi run-batch`'s flags with underscores.
+    url: of a server that computes the rows in place of a model. request_timeout: seconds for an answer of the server.
+    task: "generate", "embed", or "forward" for a user's own feed-forward model.
+    columns: how columns of a row are read.
+    openai: the rows are lines of OpenAI's batches; None means if they look so. served_names: model names that such
+    lines may use.
+    format: of the output, where its name does not tell.
+    limit: read only this many rows of the input. shard: (i, n) means every n-th row, beginning with the i-th (from 1).
+    seed: of the run, from which rows without a seed get theirs.
+    prefix: put in front of the result columns' names. token_ids: write the ids of new tokens to the results.
+    overwrite: replace an output that is not of this run, and begin anew where the journal is of another.
+    retry_errors: compute failed rows again.
+    accept_changes: go on although something has changed since the run began; such rows say so.
+    validate: check all rows before any is computed. fail_fast: end at the first row that fails.
+    verify_weights: identify the model by all of its weights, not by samples.
+    errors: a file for the rows that failed. beside: further files that the caller writes; they are not taken for input
+    where a folder or a pattern contains them.
     """
 
     inputs: Sequence[str]
@@ -78,13 +85,14 @@ class Batch:
             raise ConfigError(f"The limit must be at least 1 row; got {self.limit}.")
 
     def selects(self, number: int) -> bool:
-        """Is this row part of the run?"""
+        """Whether this row is part of the run."""
         i, n = self.shard
         return number % n == i - 1 and (self.limit is None or number < self.limit)
 
     def facts(self, lines: bool) -> dict[str, Any]:
-        """What makes the run, as far as it is known before a model is loaded; as JSON gives it back. lines: the input
-        is OpenAI's. Raises InvalidModelFiles."""
+        """The facts that identify the run, as far as they are known before a model is loaded, as JSON values. lines:
+        the input is OpenAI's. Raises InvalidModelFiles.
+        """
         settings = self.settings
         found: dict[str, Any] = {
             "task": "openai" if lines else self.task,

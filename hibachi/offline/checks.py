@@ -1,4 +1,4 @@
-"""What is wrong with all rows, or with any, is found before a model is loaded."""
+"""Checks that find errors of the input before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_NAMED = 20  # wrong rows, in a message
 
 
 def check_form(form: Form) -> None:
-    """Is there what writes it? Raises MissingExtra."""
+    """Check that a writer of this format is installed. Raises MissingExtra."""
     for kind in form:
         if kind in ("parquet", "zstd"):
             need("pyarrow", f"An output of {IN_WORDS[kind]}", BATCH)

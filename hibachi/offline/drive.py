@@ -1,4 +1,6 @@
-"""The rows of a run, from the input into the journal: what is read, what is started next, what becomes of a loss."""
+"""Drives the rows of a run from the input into the journal: reading ahead, starting rows, and recovery from a lost
+engine.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,15 @@ LOOK = 1.0  # seconds: so often it is asked whether the engine hangs
 
 
 class GivenUp(HibachiError):
-    """The run cannot go on now; what is done is kept."""
+    """The run cannot go on now; finished rows are kept."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a run did since it was started (not what earlier ones did).
+    """Counters of a run since it was started (not of earlier starts).
 
-    cut: rows whose answers ended because they were as long as they may be, as far as a column says that. Tokens: of the
-    prompts of rows that were computed, of these those found in the cache, and new ones.
+    cut: rows whose answers reached the limit of new tokens, as far as a column says that. Tokens: of the prompts of
+    computed rows, of these those found in the cache, and new ones.
     """
 
     rows: int = 0
@@ -57,16 +59,16 @@ class _Going:
 
 
 def digest_of(row: Row) -> int:
-    """Tells an edited row from what it was."""
+    """A digest of a row, by which an edited row is noticed."""
     return zlib.crc32(repr((row.values, row.error)).encode(errors="surrogatepass"))
 
 
 @dataclass(eq=False)
 class Drive:
-    """Computes the rows that the journal has not.
+    """Computes the rows that the journal does not have yet.
 
-    rows: those that are not done. told: called after each turn. fail_fast: the first error of a row ends the run.
-    stop: what must end once it is set: no row is started any more, and what runs ends by itself.
+    rows: those that are not done. told: called after each turn. fail_fast: the first error of a row ends the run. stop:
+    once it is set, no row is started any more, and running rows end by themselves.
     """
 
     work: Work
@@ -93,12 +95,12 @@ class Drive:
         self._barren = 0  # losses since a row was computed
 
     def stop(self) -> None:
-        """Finish what runs. From any thread, and from a signal's handler."""
+        """Finish running rows and start no more. Callable from any thread and from a signal's handler."""
         self.stopping = True
         self.work.wake()
 
     def run(self) -> None:
-        """Until all is done, or stopped. Raises GivenUp, InvalidInput, OSError of the journal."""
+        """Run until all rows are done, or stopped. Raises GivenUp, InvalidInput, OSError of the journal."""
         withdrawn = False
         while True:
             if self.stopping and not withdrawn:
@@ -189,7 +191,7 @@ class Drive:
         (self._alone if self._is_alone else self._again).appendleft(number)
 
     def _next(self) -> int | None:
-        """The row to be started next; None means none may be now."""
+        """The row to start next; None means none may start now."""
         if self._is_alone and self._open:
             return None
         self._is_alone = False
@@ -248,7 +250,7 @@ class Drive:
     # ---- losses ------------------------------------------------------------------------------------------------
 
     def _lose(self, why: Lost) -> None:
-        """The engine is lost. What it had begins again: together, alone, or not at all. Raises GivenUp."""
+        """The engine is lost. Its rows start again: together, alone, or not at all. Raises GivenUp."""
         self.counts.losses += 1
         self._barren += 1
         for number in self._open:

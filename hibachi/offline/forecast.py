@@ -1,4 +1,4 @@
-"""What a run would take, before it is begun: its tokens, how many of them the cache would spare, and the time."""
+"""A forecast of a run before it begins: its tokens, how many of them the cache saves, and the time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.build import eos_ids_of
 from hibachi.errors import ConfigError, printable
 from hibachi.lm.named import model_named
 from hibachi.lm.own import is_own
@@ -37,7 +38,7 @@ from hibachi.remote.opening import sampling_defaults, template_of
 from hibachi.request import SamplingParams
 from hibachi.sim.steptime import StepTime, read_step_time
 
-BLOCK = 16  # positions of a cache block, where nobody says
+BLOCK = 16  # positions of a cache block, where no setting says it
 CACHE = 1 << 30  # bytes, likewise
 
 
@@ -209,7 +210,8 @@ def _unloaded(settings: SimpleNamespace) -> Texts:
         own = getattr(made, "tokenizer", None)
         tokenizer: Any = NoTokenizer() if own is None else OwnTokenizer(own)
         longest = settings.max_model_len or getattr(made, "max_model_len", None) or 1 << 20
-        vocab, defaults, eos = getattr(made, "vocab_size", None), SamplingParams(), getattr(made, "eos_ids", ())
+        vocab, defaults = getattr(made, "vocab_size", None), SamplingParams()
+        eos = eos_ids_of(made, vocab)
         blocks = rows * -(-longest // size) + 1
     else:
         files = open_files(locate(settings.model))

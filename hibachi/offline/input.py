@@ -1,4 +1,4 @@
-"""The input of a run: its files, those of its rows that are wanted, and whether it is still what it was."""
+"""The input of a run: its files, the rows that are wanted, and checks that it has not changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hibachi.offline.files.writers import Form
 from hibachi.offline.journal import Journal
 from hibachi.offline.works.work import Work
 
-LARGE = 256 << 20  # bytes of an input, which take a while to read
+LARGE = 256 << 20  # bytes of an input that takes a while to read
 FEW = 3  # edited rows, in a message
 SUSPECT = "suspect"  # a note: of heads, under which rows may have been read that the digests do not tell of
 
@@ -108,7 +108,7 @@ class Input:
             yield row
 
     def edited(self, work: Work, journal: Journal) -> str:
-        """Which rows are not what they were when they were computed: a line for people."""
+        """The rows that have changed since they were computed, as a line for people."""
         places: list[str] = []
         for row in apart(self.rows(lambda number: not journal.has(number)), work, self._batch.prefix):
             if journal.result(row.number)[0] != digest_of(row):
@@ -118,7 +118,7 @@ class Input:
         return f"edited since they were computed: {'; '.join(places) or 'no rows'}"
 
     def check(self, journal: Journal) -> None:
-        """Nobody has written to it since the run began. Raises InvalidInput, and notes it."""
+        """Check that the input was not written to since the run began. Raises InvalidInput, and notes it."""
         now = self.sources.signature()
         if now == self._signature:
             return

@@ -1,8 +1,9 @@
-"""What a run has done, in a file beside its output: a line for each row, so that nothing is computed twice.
+"""The journal of a run, in a file beside its output: a line for each finished row, so that nothing is computed twice.
 
-Each line is the CRC-32 of what follows in eight hexadecimal digits, a blank, and JSON on one line. The first tells what
-makes the run; the others are results, in the order in which they came, and notes. A result that comes again wins. What
-was flushed is safe from the death of this process at once, and from that of the machine within `SYNC_EVERY` seconds.
+Each line is the CRC-32 of the rest in eight hexadecimal digits, a blank, and JSON on one line. The first line
+identifies the run; the others are results, in the order in which they came, and notes. A later result of a row replaces
+an earlier one. What was flushed survives the death of this process at once, and that of the machine after `SYNC_EVERY`
+seconds at most.
 """
 
 from __future__ import annotations

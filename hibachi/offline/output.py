@@ -45,7 +45,7 @@ class Output:
         self.written = self.failed = 0
 
     def advance(self) -> bool:
-        """Write all rows up to the first that is not done; True means there was none."""
+        """Write all rows up to the first that is not done; True means all are written."""
         while True:
             row = self._held if self._held is not None else next(self._rows, None)
             if row is None:

@@ -1,4 +1,4 @@
-"""The files that a run writes: may they be written there, and are those that are there its own?"""
+"""Checks of the files that a run writes: whether they can be written, and whether existing ones are its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Place:
             )
 
     def check_part(self) -> None:
-        """Of a run that begins: what lies where the file will be written is no run's. Raises ConfigError."""
+        """For a run that begins: check that the temporary file belongs to no other run. Raises ConfigError."""
         if not self._overwrite and os.path.lexists(part := part_of(self.path)):
             raise ConfigError(
                 f"{part} is there already, and a run would write {self.path} under this name first. Move it, choose "
@@ -63,8 +63,9 @@ class Place:
 
 
 def check_places(files: Sequence[Path], inputs: Sequence[str], own: Sequence[Path]) -> None:
-    """May they be written there? inputs: files that are read. own: further ones that are written. Raises
-    ConfigError."""
+    """Check that these files can be written. inputs: files that are read. own: further ones that are written. Raises
+    ConfigError.
+    """
     for file in files:
         _check_place(file)
     for file in (*files, *own):

@@ -1,4 +1,4 @@
-"""What a run tells at its end, and what it was like meanwhile."""
+"""The report of a run, and its course over time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Course:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds; 0 where nobody says."""
+    """Bytes of memory that this process holds; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -125,8 +125,9 @@ def write(path: str, told: Mapping[str, Any]) -> None:
 
 
 def is_told(path: str) -> bool:
-    """Is the file a report or picture of an earlier run, or empty? Then a folder of rows may have it; what else it has
-    may be somebody's rows. Raises OSError."""
+    """Whether the file is a report or picture of an earlier run, or empty. Such a file may lie in a folder of rows; any
+    other may be a user's rows. Raises OSError.
+    """
     with open(path, "rb") as file:
         head = file.read(64)
     return not head or head.startswith((REPORT, b"\x89PNG", b"<?xml"))

@@ -1,4 +1,4 @@
-"""A run: files in, a file out, and a journal beside it, by which it goes on where it was ended, however that was."""
+"""A run: files in, a file out, and a journal beside it, from which an interrupted run goes on."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ RETRY = "retry"  # a note: bytes of the journal when errors were to be computed 
 
 @dataclass(slots=True)
 class Done:
-    """How a run ended. status: "done"; "done before", if there was nothing to do; "interrupted". rows: of the whole
-    run, with those of earlier starts; failed: of these, errors. resumed: rows that were done before. counts: of this
-    start. remarks: what was changed in writing, and how often. created: Unix time in seconds of the run's first start.
+    """The result of a run.
+
+    status: "done"; "done before", if there was nothing to do; "interrupted". rows: of the whole run, earlier starts
+    included; failed: of these, errors. resumed: rows that were done before. counts: of this start. remarks: what was
+    changed in writing, and how often. created: Unix time in seconds of the run's first start.
     """
 
     status: str
@@ -55,10 +57,10 @@ class Done:
 
 
 class Watcher:
-    """Sees a run. All methods do nothing."""
+    """Base class of objects that follow a run. All methods do nothing."""
 
     def says(self, line: str) -> None:
-        """Something that a person should know."""
+        """A message for the user."""
 
     def loaded(self, batch: Batch, about: str) -> None:
         """The model is loaded, or the server found. about: what it is, and where it runs, in a few words."""
@@ -179,7 +181,7 @@ class _Run:
         )
 
     def _check_names(self, work: Work) -> None:
-        """Result columns that the input has as well would hide these. Raises ConfigError."""
+        """Check that result columns do not have names of input columns, which they would hide. Raises ConfigError."""
         if work.carries:
             fields = [*work.fields, CHANGED] if self._batch.accept_changes else work.fields
             check_names([self._batch.prefix + f.name for f in fields], self._columns)
@@ -187,8 +189,9 @@ class _Run:
     # ---- is it the run that the journal is of? -----------------------------------------------------------------
 
     def _compare(self, head: dict[str, Any], work: Work) -> list[str]:
-        """What is not as it was; takes into `head` what is the same by another name. Raises ConfigError unless that is
-        accepted."""
+        """Compare the run with the journal's; what is the same under another name is taken into `head`. Raises
+        ConfigError for a difference, unless changes are accepted.
+        """
         if not self._journal.heads:
             return []
         last = self._journal.heads[-1]

@@ -24,3 +24,4 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
 SETTINGS = shared.by_key(GROUPS)
 
 settle = partial(shared.settle, SETTINGS, "run-batch")
+misspelled = partial(shared.misspelled, SETTINGS)

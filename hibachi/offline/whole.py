@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def unlinked(path: str, flags: int) -> int:
 
 
 def lock(file: int, path: Path) -> None:
-    """Held until the file is closed, or the process ends, however it ends. Raises Busy."""
+    """Lock a file until it is closed, or the process ends in any way. Raises Busy."""
     if sys.platform == "win32":
         _lock_far(file, path)
     else:
@@ -115,7 +115,7 @@ def lock(file: int, path: Path) -> None:
         gone = not os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
         gone = True
-    if gone:  # who held it has just removed it
+    if gone:  # the process that held it has just removed it
         raise Busy(_busy(path))
 
 
@@ -137,7 +137,7 @@ def _busy(path: Path) -> str:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """By which a file is known again."""
+    """A digest by which a file is recognised later."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

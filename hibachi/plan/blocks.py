@@ -92,7 +92,7 @@ class BlockPool:
         Raises ValueError, and changes nothing, for a block that no sequence holds.
         """
         if not self._held.issuperset(blocks):
-            raise ValueError(f"Blocks {sorted({*blocks} - self._held)} are not held: somebody gives them back twice.")
+            raise ValueError(f"Blocks {sorted({*blocks} - self._held)} are not held: they were released twice.")
         self.vouch(blocks[:sound])
         if self._place.keys().isdisjoint(blocks) and self._shared.keys().isdisjoint(blocks):
             self._held.difference_update(blocks)

@@ -58,7 +58,7 @@ class Recorder:
             self._write(None)
 
     def note(self, *entry: Any) -> None:
-        """entry: the name of an event and what belongs to it. Turned into words only when somebody reads it."""
+        """Record an event. entry: its name and fields, turned into words only when they are read."""
         self._ring.append(entry)
         self._count += 1
         if self._file is not None:

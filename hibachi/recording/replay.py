@@ -34,10 +34,10 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def replay(dump: dict[str, Any], policy: Policy | None = None) -> int:
-    """Tell a new scheduler what the recorded one was told; returns the number of steps.
+    """Replay a recording on a new scheduler; returns the number of steps.
 
-    policy: a new one, like the one that was recorded; None means ours of that name, with its defaults. Raises
-    ReplayDiffers where a plan is another, and ValueError for a recording whose beginning is missing.
+    policy: a new one, like the recorded one; None means ours of that name, with its defaults. Raises ReplayDiffers
+    where a plan differs, and ValueError for a recording whose beginning is missing.
     """
     if not dump["complete"]:
         raise ValueError("The recording lacks its beginning: expected all events since the start. Use record=PATH.")

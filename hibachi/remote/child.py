@@ -56,11 +56,12 @@ class Ready:
 
 
 class Outbox:
-    """Collects what the streams get in a step, and sends it when they would be woken.
+    """Collects what the streams get in a step, and sends it when their consumers would be woken.
 
-    What is collected belongs to the engine's thread; other threads `send` messages of their own. A full pipe holds up
-    whoever sends, the engine's thread as well: the parent has a thread that does nothing but read, so it is full only
-    while the parent is stopped (Ctrl-Z), and then nobody misses the tokens. It ends when the parent goes on, or ends.
+    The collected items belong to the engine's thread; other threads `send` messages of their own. A full pipe blocks
+    the sender, the engine's thread as well. But the parent has a thread that does nothing but read, so the pipe is full
+    only while the parent is stopped (Ctrl-Z), when no consumer needs the tokens. The wait ends when the parent goes on,
+    or ends.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -94,7 +95,7 @@ class Outbox:
         starts, tokens, ends = self.starts, self.tokens, self.ends
         self.starts, self.tokens, self.ends = [], [], []
         if any(isinstance(error, EngineFailed) for _, _, error, _ in ends):
-            self.beat()  # first: whoever learns that the engine has failed finds it so
+            self.beat()  # first: a caller that learns that the engine has failed finds it so
         self.send("step", starts, tokens, ends, *headings(rows), arrays=rows)
 
     def _no_row(self, number: int, error: BaseException) -> None:
@@ -123,7 +124,7 @@ class OutChannel(Channel[Any]):
         scores = self.logprobs.pop() if self.logprobs else None
         try:
             token = self.read(item)
-        except Exception as e:  # of an array of the model's own; nobody else's step may fail for it
+        except Exception as e:  # an array of the model's own; no other request's step may fail for it
             self._outbox.drop(self._number)
             self.end(Finish.ERROR, no_array(e), wakeups)
         else:
@@ -182,7 +183,7 @@ def _portable(error: BaseException | None, other: type[HibachiError] = ModelErro
 
 
 class _Elsewhere(pickle.Unpickler):
-    """Reads what the parent can read, who has none of the user's modules."""
+    """An unpickler for the parent, which has none of the user's modules."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in ("hibachi", "builtins", "numpy", "copyreg"):

@@ -84,7 +84,7 @@ class RemoteEngine(Closing):
         self._meters = Meters()
         self.restarts, self._lost = 0, 0
         before = time.monotonic()
-        self.ready: Ready = self._begin(None)  # who makes it sees how long that takes, and may press Ctrl-C
+        self.ready: Ready = self._begin(None)  # the user sees how long that takes, and may press Ctrl-C
         self._starts_within = max(LEAST_START, START_TIMES * (time.monotonic() - before))
         self._listener = threading.Thread(target=self._listen, name="hibachi-remote", daemon=True)
         self._listener.start()
@@ -95,7 +95,7 @@ class RemoteEngine(Closing):
     # ---- the process -------------------------------------------------------------------------------------------
 
     def _begin(self, seconds: float | None) -> Ready:
-        """Start a process and wait until it is ready; it is killed if that takes more than so many seconds."""
+        """Start a process and wait until it is ready; it is killed if that takes longer than this many seconds."""
         self._process = Process(self._spec)
         if self._closing:  # `close` may have waited for the process before this one
             self._process.kill()
@@ -185,7 +185,7 @@ class RemoteEngine(Closing):
         while self.begins_again and not self._closing:
             before = time.monotonic()
             time.sleep(LOOK)
-            if time.monotonic() - before > 10 * LOOK:  # this process was stopped itself, and has heard nobody
+            if time.monotonic() - before > 10 * LOOK:  # this process was stopped itself, and has read no message
                 self._heard, stalled = time.monotonic(), 0
             stalled = stalled + 1 if (health := self.health()).state == "stalled" else 0
             if stalled >= LOOKS:
@@ -208,7 +208,7 @@ class RemoteEngine(Closing):
                 return False
             again = self._restart and self._refusal is None and self._lost < MOST_RESTARTS
             failure += " It is being started again." if again else " Start it again."
-            # Before `_end_all`: `submit` looks at it under this lock, so no stream is added that nobody would end.
+            # Before `_end_all`: `submit` looks at it under this lock, so no stream is added that would never end.
             self._refusal = partial(EngineFailed, failure)
         log.error("%s", failure)
         self._end_all(Finish.ERROR)
@@ -306,7 +306,7 @@ class RemoteEngine(Closing):
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.vocab_size is None or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
-        """Raises QueueFull if there is no room for so many requests more."""
+        """Raise QueueFull if there is no room for this many more requests."""
         check_room(tenant, new, len(self._channels), self.facts.limits, self._max_waiting, self._tenants)
 
     def _tenants(self) -> list[Hashable]:

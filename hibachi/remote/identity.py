@@ -1,4 +1,4 @@
-"""What a model is called if nobody says so, and how one that computes the same is known."""
+"""The default name of a model, and a digest by which models that compute the same are recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hibachi.model.gguf import find_gguf
 from hibachi.named import look_here
 
 SMALL = 1 << 20  # bytes of a file that is read in full
-PIECES, PIECE = 16, 1 << 16  # of a larger one: so many, of so many bytes, evenly spread
+PIECES, PIECE = 16, 1 << 16  # of a larger file: this many samples, of this many bytes, evenly spread
 _ENDINGS = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
 
 

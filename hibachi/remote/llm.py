@@ -29,7 +29,7 @@ def open_remote(model: str, *, feedforward: bool = False, **options: Unpack[Text
 
 
 def _started(name: str, model: str, options: TextOptions, feedforward: bool = False) -> RemoteEngine:
-    """name: of who passes the options on, for errors."""
+    """Start the engine's process. name: the class that passes the options on, for errors."""
     check_options(name, dict(options), OPTIONS)
     if "backend" in options and not isinstance(options["backend"], (str, type(None))):
         raise ConfigError("For an engine in another process a backend is given by its name.")

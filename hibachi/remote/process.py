@@ -41,8 +41,11 @@ class Process:
         return self._popen.pid
 
     def until_ready(self, seconds: float | None) -> tuple[Ready, Sender]:
-        """What it says once the model is loaded, and what writes to its pipe from then on; it is killed if that takes
-        more than so many seconds. Raises what making the model raises, and EngineFailed."""
+        """Wait until the process has loaded the model; returns its message, and the sender for its pipe. The process is
+        killed if that takes longer than this many seconds.
+
+        Raises what making the model raises, and EngineFailed.
+        """
         try:
             self.pipe.send((self._spec, log.getEffectiveLevel(), phases_shown()))
             until = None if seconds is None else time.monotonic() + seconds

@@ -1,1 +1,1 @@
-"""One door over many servers: which of them gets a request, who waits, and bytes that pass as they are."""
+"""One door over many servers: it chooses the server of a request, queues requests, and passes bytes on unchanged."""

@@ -1,6 +1,7 @@
-"""Requests that begin alike go to the same server, which has their beginning in its cache, while it is not overloaded.
+"""Prefix affinity: requests that begin alike go to the same server, which has their beginning cached, unless it is
+overloaded.
 
-Nobody remembers who went where: the home of a beginning follows from its digest and the servers' names and weights.
+No table of past requests is kept: the home of a beginning follows from its digest and the servers' names and weights.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from hibachi.router.upstreams import Upstream
 
 STEP, FURTHEST = 1 << 10, 1 << 16  # bytes: from one piece to the next, and what is looked at in all
 SPAN, COMMON = 128, 16  # a piece is common if more than 16 of the latest 128 requests for each server have it,
-PARTING = 4  # and the end of what is common if so many different pieces follow it
-MORE, BESIDES = 1.25, 2  # a home has so many times its share of the requests at most, and so many besides
+PARTING = 4  # and the common part ends where this many different pieces follow it
+MORE, BESIDES = 1.25, 2  # a home has at most this many times its share of the requests, and this many more
 
 
 def pieces_of(text: bytes) -> tuple[bytes, ...]:

@@ -21,7 +21,9 @@ PIECE = 1 << 18  # bytes that are read of a file at once
 
 
 class Room:
-    """Bytes of bodies in files, of all requests together. looking: who unpacks or searches one, which takes memory."""
+    """Bytes of bodies in files, of all requests together. looking: requests that unpack or search a body, which takes
+    memory.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._used = most, 0

@@ -34,7 +34,7 @@ class _Bad(Exception):
 
 
 class Checks:
-    """A task for each upstream. changed: called when somebody takes requests now, or has other models."""
+    """A task for each upstream. changed: called when an upstream takes requests now, or has other models."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Checks:
         self._random = Random()
 
     def follow(self) -> None:
-        """Check those that are in the fleet now, and nobody else."""
+        """Check the upstreams that are in the fleet now, and no others."""
         for u in [u for u in self._tasks if u not in self._fleet.upstreams]:
             for task in self._tasks.pop(u):
                 task.cancel()

@@ -39,7 +39,7 @@ async def _once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerTy
 
 
 class _Pool(aiohttp.TCPConnector):
-    """Closes an idle connection on which bytes came that nobody asked for: they would answer the next request."""
+    """Closes an idle connection on which unrequested bytes came: they would answer the next request."""
 
     async def _get(self, *args: Any) -> Any:
         while (connection := await super()._get(*args)) is not None:

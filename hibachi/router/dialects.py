@@ -19,7 +19,7 @@ _TGI = replace(TGI, error=_as_tgi)
 
 
 def dialect_of(path: str) -> Dialect:
-    """OpenAI's, where the path belongs to nobody else."""
+    """The dialect of a path: OpenAI's, unless the path belongs to another API."""
     if path in TGI_PATHS:
         return _TGI
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI

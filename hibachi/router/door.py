@@ -1,4 +1,4 @@
-"""The ASGI application of the router: what passes, who may ask, and what it answers itself."""
+"""The ASGI application of the router: which paths pass, which clients are accepted, and what it answers itself."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Door:
         return headers, path
 
     async def _ask(self, x: Exchange, kind: Kind, body: Body) -> Ask:
-        """What the policy is told. Raises Refused for a model that nobody has."""
+        """The facts of a request for the policy. Raises Refused for a model that no upstream has."""
         wants_text = getattr(self._forwarder.lines.policy, "pieces", False) and kind is Kind.GENERATES
         model, text = model_of_path(x.path), b""
         if body.size and (model is None or kind is Kind.GENERATES):

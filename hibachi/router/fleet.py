@@ -45,14 +45,14 @@ class Fleet:
         return new
 
     def changed(self) -> None:
-        """Somebody's models are others."""
+        """The models of an upstream have changed."""
         self._having = {}
         for u in self.upstreams:
             for model in u.models:
                 self._having.setdefault(model, []).append(u)
 
     def having(self, model: str) -> Sequence[Upstream]:
-        """Who has a model, whether it takes requests or not."""
+        """The upstreams that have a model, whether they take requests or not."""
         return self._having.get(model, ()) if model != ANY else self.upstreams
 
     def taking(self, model: str) -> list[Upstream]:

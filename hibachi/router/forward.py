@@ -47,9 +47,10 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0 means any time.
+    """Timeouts in seconds. slot: until an upstream is free, and again until the first byte. idle: between bytes; 0
+    means any time.
 
-    ready: until somebody can be reached, where nobody can.
+    ready: until an upstream can be reached, where none can.
     """
 
     slot: float
@@ -70,13 +71,13 @@ class Job:
     again: bool = False  # may it be sent twice?
     tried: tuple[Upstream, ...] = ()
     faulty: list[Upstream] = field(default_factory=list)  # those that failed with it
-    since: float | None = None  # when nobody could be reached, for the first time
+    since: float | None = None  # when no upstream could be reached for the first time
     held: Held | None = None
     slot: Upstream | None = None  # that it has already
     poisonous: bool = False
 
     def who(self) -> str:
-        """Whose request it is: of the key, where there is one, else of the address."""
+        """The client of the request: its key, where there is one, else its address."""
         headers = self.x.headers
         key = headers.get(b"authorization") or headers.get(b"x-api-key")
         return blake2b(key, digest_size=8).hexdigest() if key else str((self.x.client or ("",))[0])
@@ -265,7 +266,9 @@ class Forwarder:
         raise Refused(f"The upstream failed: {why}.", status=502, kind=SERVER, code="upstream_failed") from e
 
     async def _reach_another(self, job: Job) -> bool:
-        """Nothing was sent. Where nobody else is left, somebody may be ready soon: also who was tried."""
+        """Try another upstream; nothing was sent yet. Where none is left, wait for one to be ready, also one that was
+        tried.
+        """
         if self._others(job, soon=job.held is not None):
             return False
         if job.held is not None:
@@ -291,7 +294,7 @@ class Forwarder:
             return None
         held, whole = await self._hold(u, answer)
         if (broke := answer.content.exception()) is not None:
-            return await self._fault(job, u, broke)  # nobody has seen anything of it
+            return await self._fault(job, u, broke)  # the client has received nothing of it
         if not whole:  # too long to be kept
             if not busy:
                 await self._guilty(job, u, f"it answered a request with {status}")

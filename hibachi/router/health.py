@@ -1,4 +1,4 @@
-"""Who takes requests: what checks and answers make of the state of an upstream. Pure: no clock, no socket.
+"""Health of upstreams: how checks and answers change an upstream's state. Pure: no clock, no socket.
 
 NEW -- good --> UP            ILL -- `rise` good checks --> TRIED -- an answer, or a good check --> UP
  `---- bad ---> ILL           UP -- `fall` bad checks, or a request that failed --> ILL
@@ -24,7 +24,7 @@ class Thresholds:
 
 
 def good_check(u: Upstream, models: Mapping[str, Any], seconds: float, limits: Thresholds) -> None:
-    """It said in so many seconds that it has these models."""
+    """Record a good check, which took this many seconds and named these models."""
     u.good, u.bad = u.good + 1, 0
     u.models = {name: models.get(name, {"id": name, "object": "model"}) for name in u.place.models} or dict(models)
     if u.measured and u.used == u.used_before and not u.in_flight and u.latency is not None:
@@ -60,7 +60,7 @@ def answered(u: Upstream) -> None:
 
 
 def put_back(u: Upstream) -> None:
-    """What failed was the request's fault. Who is ill by a check stays so."""
+    """Undo a failure that was the request's fault. An upstream that a check found ill stays ill."""
     if u.state in (State.ILL, State.TRIED) and u.faults and not u.bad:
         _up(u)
 

@@ -1,4 +1,4 @@
-"""Slots and those who wait for them: a line for each model, fair between clients, with hand-off at once."""
+"""Slots, and requests that wait for one: a queue for each model, fair between clients, with hand-off at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hibachi.router.upstreams import State, Upstream
 
 
 class NoSlot(Exception):
-    """why: "full": as many wait as may; "late": no slot came in time; "none": nobody takes requests for this model."""
+    """why: "full": the queue is full; "late": no slot came in time; "none": no upstream takes requests for this
+    model.
+    """
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -22,7 +24,9 @@ class NoSlot(Exception):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """model: ANY, or one that it needs. who: the key or address of its client. avoid: where it has been already."""
+    """A waiting request. model: ANY, or the one that it needs. who: the key or address of its client. avoid: upstreams
+    where it has been already.
+    """
 
     ask: Ask
     who: str
@@ -37,7 +41,9 @@ class Waiter:
 
 
 class Lines:
-    """Gives slots of the fleet. most: how many may wait in all. wait_for: seconds, where nobody takes requests."""
+    """Gives slots of the fleet to requests. most: how many may wait in all. wait_for: seconds, where no upstream takes
+    requests.
+    """
 
     waiting: int
 
@@ -48,7 +54,9 @@ class Lines:
         self.waiting = 0
 
     def take(self, ask: Ask, avoid: tuple[Upstream, ...] = ()) -> Upstream | None:
-        """A slot, if there is one now. Who waits already could not have it: they are served as slots become free."""
+        """A slot, if one is free now. Requests that wait already could not use it: they are served as slots become
+        free.
+        """
         free = [u for u in self.fleet.having(ask.model) if u.slots > 0 and may_have(u, ask, avoid)]
         if not free:
             return None
@@ -87,7 +95,7 @@ class Lines:
             self._forget(waiter)
 
     def _displace(self, who: str) -> bool:
-        """Somebody else's newest waiter goes, if that client has more than this one would have."""
+        """Drop the newest waiter of another client, if that client has more than this one would have."""
         of: dict[str, list[Waiter]] = {}
         for line in self._lines.values():
             for client, waiters in line.items():
@@ -99,7 +107,7 @@ class Lines:
         return True
 
     def give_back(self, u: Upstream) -> None:
-        """A slot is free again; who waits for it has it at once."""
+        """A slot is free again; a request that waits for it gets it at once."""
         assert u.in_flight > 0, "a slot is given back twice"
         u.in_flight -= 1
         if not u.in_flight and u in self.fleet.leaving:
@@ -107,13 +115,13 @@ class Lines:
         self.serve(u)
 
     def serve(self, u: Upstream) -> None:
-        """Give free slots of an upstream to those who wait."""
+        """Give free slots of an upstream to waiting requests."""
         while self.waiting and u.slots > 0 and (waiter := self._next(u)) is not None:
             _fill(u)
             waiter.slot.set_result(u)
 
     def changed(self) -> None:
-        """Somebody takes requests now, or takes none any more."""
+        """An upstream takes requests now, or takes none any more."""
         for u in self.fleet.upstreams:
             self.serve(u)
         for line in self._lines.values():
@@ -122,7 +130,7 @@ class Lines:
                     self._look(waiter)
 
     def _look(self, waiter: Waiter) -> None:
-        """If nobody takes its requests, it waits for so long only."""
+        """If no upstream takes its requests, it waits only for this long."""
         if len(waiter.timers) == 1 and not self._hope(waiter):
             loop = asyncio.get_running_loop()
             waiter.timers.append(loop.call_later(self._wait_for, self._despair, waiter))
@@ -134,11 +142,12 @@ class Lines:
         if not self._hope(waiter):
             waiter.refuse("none")
         else:
-            del waiter.timers[1:]  # somebody does, and it waits for a slot there
+            del waiter.timers[1:]  # an upstream does, and it waits for a slot there
 
     def _next(self, u: Upstream) -> Waiter | None:
-        """Whose turn it is to have a slot of this upstream: of the first in the line of each of its models, the one
-        who came first."""
+        """The next request for a slot of this upstream: of the first requests in the queues of its models, the one that
+        came first.
+        """
         mine = [model for model in self._lines if model == ANY or model in u.models]
         found = [waiter for model in mine if (waiter := self._first(model, u)) is not None]
         if not found:

@@ -1,4 +1,4 @@
-"""Figures for Prometheus at /metrics, read from the records when somebody asks."""
+"""Metrics for Prometheus at /metrics, read from the records when they are asked for."""
 
 from __future__ import annotations
 

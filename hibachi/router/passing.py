@@ -18,8 +18,8 @@ HOP = frozenset(
 
 
 class Idle:
-    """Ends an exchange where we have waited so many seconds (0 means any) for the next byte, or for the client to take
-    one, or where nothing can come any more. One timer, however many bytes come.
+    """Ends an exchange after this many seconds (0 means any) without a byte from the upstream or to the client, or when
+    nothing can come any more. One timer, however many bytes come.
     """
 
     def __init__(self, seconds: float, answer: aiohttp.ClientResponse, receive: Any) -> None:
@@ -38,7 +38,7 @@ class Idle:
 
     def _look(self) -> None:
         left = self._since + self._seconds - self._loop.time()
-        # aiohttp tells nobody who waits that what came is no HTTP.
+        # aiohttp does not report to waiting callers that the bytes are no HTTP.
         protocol = None if self._answer.connection is None else self._answer.connection.protocol
         broken = protocol is not None and protocol.exception() is not None
         if left > 0 and not broken:

@@ -165,7 +165,9 @@ async def resolved(places: Iterable[Place], before: Sequence[Place]) -> list[Pla
 
 
 async def _addresses(place: Place) -> list[str] | None:
-    """[""]: it has one, or none is to be looked for. None means nobody can say."""
+    """The addresses of a name. [""] means that it has only one, or is an address itself. None means the look-up
+    failed.
+    """
     host = urlsplit(place.url).hostname or ""
     if host == "localhost" or _is_address(host):
         return [""]

@@ -50,7 +50,7 @@ def least_busy(free: Sequence[Upstream]) -> list[Upstream]:
 
 
 def quickest(free: Sequence[Upstream]) -> Upstream:
-    """That with the least latency, of equals the first; one that nobody knows comes before those that are known."""
+    """The upstream with the least latency, of equals the first; one of unknown latency comes before the others."""
     return min(free, key=lambda u: -inf if u.latency is None else u.latency)
 
 
@@ -81,7 +81,7 @@ class RoundRobin:
         self._turns: dict[str, float] = {}
 
     def choose(self, free: Sequence[Upstream], ask: Ask, now: float) -> Upstream:
-        # Smooth weighted round robin, as nginx has it: everybody gains its weight, and the richest pays for all.
+        # Smooth weighted round robin, as nginx has it: each gains its weight, and the richest pays for all.
         turns = self._turns
         for u in free:
             turns[u.name] = turns.get(u.name, 0.0) + u.place.weight

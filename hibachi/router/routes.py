@@ -1,4 +1,6 @@
-"""Which paths pass, what may be done twice, and which belong to the one upstream that made what they name."""
+"""Routing rules of paths: which pass, which may be sent twice, and which belong to the upstream that made the object
+they name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class Kind(Enum):
 
 
 TGI = frozenset({"/", "/generate", "/generate_stream", "/chat_tokenize", "/info"})
-TOKENS = "/v1/generate"  # whose bodies may be arrays, with the model in the query
+TOKENS = "/v1/generate"  # routes whose bodies may be arrays, with the model in the query
 _GENERATE = frozenset(
     {
         TOKENS,

@@ -1,4 +1,4 @@
-"""The life of a router: an address, upstreams, requests, new upstreams at SIGHUP, and an end in good order."""
+"""The life of a router: bind the address, find upstreams, serve, reload at SIGHUP, shut down in order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def config_for(
 
 
 def _all_descriptors() -> None:
-    """A stream takes two; systems give 1,024 to who does not ask."""
+    """Raise the limit of open files: a stream takes two, and systems give 1,024 by default."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

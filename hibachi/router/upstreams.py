@@ -1,4 +1,4 @@
-"""What is known of one server behind the router. Records only: whoever knows more writes it down here."""
+"""Records of the servers behind the router. Data only: other modules fill them in."""
 
 from __future__ import annotations
 

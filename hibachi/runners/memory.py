@@ -19,7 +19,7 @@ class Memory:
     """The cache of a model. cache: a list of layers, the input of `model.step`. kept: the checkpoints of each layer
     with a state.
 
-    donating: a compiled call gets the cache for good, which is fast; it is switched off once a failed call has lost the
+    donating: a compiled call gets the cache for good; this is switched off once a failed call has lost the
     cache so.
     """
 

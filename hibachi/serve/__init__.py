@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over HTTP, for any model that `hibachi.LLM` or a class of one's own serves."""
+"""The server: OpenAI's API over HTTP, for any model that `hibachi.LLM` or a user's own class serves."""

@@ -1,4 +1,4 @@
-"""The ASGI application: which route, who asks, and what becomes of errors."""
+"""The ASGI application: routing, API keys, and errors as answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _METHODS = {path: sorted({route.method for route in ROUTES if route.path == path
 
 
 def dialect_at(path: str) -> Dialect:
-    """Of errors that come before a route is found: for no such method, or another name of the server."""
+    """The dialect of errors that come before a route is found: a wrong method, or another name of the server."""
     return _DIALECTS.get(path, OPENAI)
 
 
@@ -72,7 +72,7 @@ class Endpoint:
 
 
 def tells(served: Served) -> Tell:
-    """Logs and counts what was refused before it was a request."""
+    """A callback that logs and counts what was refused before it became a request."""
 
     def tell(refused: Refused, client: tuple[str, int] | None, seconds: float) -> None:
         served.meter.answered("-", "-", refused.status, refused, None)
@@ -82,7 +82,7 @@ def tells(served: Served) -> Tell:
 
 
 def application(served: Served, more: Sequence[Route] = ()) -> Starlette:
-    """more: further routes."""
+    """The ASGI application. more: further routes."""
     routes = [
         routing.Route(r.path, Endpoint(served, r), methods=[r.method]) for r in with_description((*ROUTES, *more))
     ]

@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: what is served, made of the routes themselves."""
+"""GET /openapi.json and GET /docs: the description of the API, generated from the routes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def with_description(routes: Sequence[Route]) -> tuple[Route, ...]:
-    """The routes, and two that describe all of them."""
+    """The routes, and two more that describe all of them."""
     all_: list[Route] = []
 
     @cache
@@ -48,11 +48,11 @@ def with_description(routes: Sequence[Route]) -> tuple[Route, ...]:
         return page(described(served, root)).encode()
 
     async def openapi(served: Served, x: Exchange) -> None:
-        """This description: all routes, in OpenAPI 3.1."""
+        """The description of all routes, in OpenAPI 3.1."""
         await x.answer(as_json(served, x.scope.get("root_path", "")), JSON.encode())
 
     async def docs(served: Served, x: Exchange) -> None:
-        """The same as a page for people."""
+        """The description of all routes as a page for people."""
         await x.answer(as_page(served, x.scope.get("root_path", "")), b"text/html; charset=utf-8", 200, HEADERS)
 
     all_ += [

@@ -1,4 +1,4 @@
-"""A description of routes as a page: plain HTML, which needs nothing from elsewhere and runs nothing."""
+"""The description of routes as a page: plain HTML, without scripts and without files from elsewhere."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _route(method: str, path: str, o: Mapping[str, Any], root: str) -> Iterator[
 
 
 def curl(method: str, path: str, o: Mapping[str, Any], root: str) -> str:
-    """A command that asks this route. $URL: where the server is; parameters of the path likewise."""
+    """A curl command for this route. $URL stands for the server's address; parameters of the path likewise."""
     place = re.sub(r"{(\w+)}", lambda found: f"${found[1].upper()}", root + path)
     words = ["curl", "-sS" if method == "GET" else f"-sSX {method}", f'"$URL{place}"']
     if "security" in o:
@@ -103,7 +103,7 @@ def _schema(parameter: Mapping[str, Any]) -> Any:
 
 
 def _fields(rows: list[tuple[str, Any, bool]]) -> Iterator[str]:
-    """rows: name, schema, and whether it must be there."""
+    """A table of fields. rows: name, schema, and whether it is required."""
     yield '<div class="table"><table><tr><th>name</th><th>type</th><th>default</th></tr>'
     for name, schema, required in rows:
         default = "required" if required else json.dumps(schema["default"]) if "default" in schema else ""

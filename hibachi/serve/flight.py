@@ -1,4 +1,4 @@
-"""What one tenant may see of the flight recorder: its own requests."""
+"""The part of the flight recorder that one tenant may see: its own requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LISTS = ("seqs", "start", "q")  # of a plan, an entry for each request
 def of_tenant(dump: dict[str, Any], tenant: str) -> dict[str, Any]:
     """The part of a recording (`Recorder.dump`) that concerns the requests of one tenant.
 
-    Neither rows nor blocks are in it, as which of them one gets tells of others; and it cannot be played again.
+    It has neither rows nor blocks, as the numbers of these would tell of other tenants; so it cannot be replayed.
     """
     events: list[dict[str, Any]] = []
-    own: dict[int, int] = {}  # numbers of its own, as the engine's count everybody's requests
+    own: dict[int, int] = {}  # numbers of its own, as the engine's count the requests of all tenants
     for event in dump["events"]:
         kind = event["event"]
         if kind == "add" and event["tenant"] == tenant:

@@ -1,4 +1,4 @@
-"""At most so many requests at once, whoever sends them."""
+"""Limits the number of requests that are served at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hibachi.web.exchange import Exchange
 
 
 class Gate:
-    """A request counts from when its body is here, before anything of it is read, until it is answered to the end: who
-    sends a body slowly takes nobody's place. most: None means any number. It is of one event loop.
+    """A request counts from when its body is complete, before it is parsed, until its answer is complete: a client that
+    sends slowly takes no place. most: None means any number. It belongs to one event loop.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -21,7 +21,7 @@ class Gate:
 
     @contextmanager
     def around(self, x: Exchange) -> Iterator[None]:
-        """The life of a request that counts."""
+        """Count a request for as long as this block lasts."""
         self._coming.add(x)
         try:
             yield
@@ -30,7 +30,9 @@ class Gate:
             self._inside.discard(x)
 
     def enter(self, x: Exchange) -> None:
-        """Its body is here. Raises Refused if there is no room; for a request that does not count, nothing happens."""
+        """The body of a request is complete. Raises Refused if there is no room; a request that does not count always
+        passes.
+        """
         if x not in self._coming or self.most is None:
             return
         if len(self._inside) >= self.most:

@@ -1,4 +1,4 @@
-"""Tokens of any kind: an array in, tokens out as they come, whatever rung the model stands on."""
+"""POST /v1/generate: tokens of any kind, an array in, tokens out as they come, for a model on any level."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def _answer(
 
 
 class _Answer:
-    """n: tokens of the prompt."""
+    """The answer to a request. n: tokens of the prompt."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Answer:
         self._over = False
 
     async def stream(self, form: Form) -> None:
-        """Every event has all tokens that have come since the last."""
+        """Send events; each has all tokens that have come since the last."""
         x, writer = self._x, self._writer
         comments = Comments(x, form.kind, form.comment)
         opened, events = False, b""
@@ -186,7 +186,7 @@ class _Answer:
         return form.event(self._writer.came(tokens, form, scores))
 
     async def whole(self, accept: Accept, form: str | None) -> None:
-        """form: of WHOLE; None means what the model writes."""
+        """Send one answer. form: of WHOLE; None means what the model's own `write` makes."""
         parts, size = list[HostArray](), 0
         while not self._over:
             tokens = await self._some()
@@ -231,8 +231,9 @@ class _Answer:
         return self._served.what.engine.write(made.copy())  # the model may write there, and we go on with ours
 
     async def _some(self) -> HostArray:
-        """The tokens that have come since it was last asked, [n, *token]; none at the end only. Raises what the stream
-        raises, after its tokens."""
+        """The tokens that have come since the last call, [n, *token]; none at the end only. Raises what the stream
+        raises, after its tokens.
+        """
         stream = self._stream
         await await_any((stream,))
         wait = self._looked + min(EACH * self._served.open_requests, LATEST) - self._loop.time()
@@ -257,7 +258,7 @@ class _Answer:
         return self._stream.logprobs_from(since, since + n)
 
     def _end(self) -> End:
-        """Raises EngineClosed for what was cut off."""
+        """End the answer. Raises EngineClosed for one that was cut off."""
         stream = self._stream
         cached = stream.reused if self._served.what.engine.facts.cached else None
         stopped = stream.stop_token if stream.stop_token in self._asked.ids else None
@@ -278,7 +279,7 @@ def _joined(items: list[Any], host: Any) -> HostArray:
 
 
 def _of_prompt(error: InvalidRequest) -> Refused:
-    """What the engine refuses of a request whose fields were found good is its prompt."""
+    """Name the prompt as the faulty field, where the engine refuses a request whose other fields were found good."""
     refused = as_refused(error)
     if not isinstance(error, PromptTooLong):
         refused.param, refused.code = "prompt", refused.code or "invalid_value"
@@ -286,7 +287,7 @@ def _of_prompt(error: InvalidRequest) -> Refused:
 
 
 def _check_stop(stop: StopRule, kind: tuple[tuple[int, ...], str]) -> None:
-    """kind: shape and dtype of a token. Raises Refused."""
+    """Check stop tokens. kind: shape and dtype of a token. Raises Refused."""
     try:
         for token in stop.tokens:
             as_token(token, kind[0], DTYPES.get(kind[1], DTYPES["float32"]), "stop token")
@@ -295,7 +296,7 @@ def _check_stop(stop: StopRule, kind: tuple[tuple[int, ...], str]) -> None:
 
 
 def _taken(x: Exchange, reads: bool) -> str:
-    """The media type of the body. Raises Refused for one that is not taken."""
+    """The media type of the body. Raises Refused for an unsupported one."""
     encoding = x.headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding != b"identity":
         raise Refused(
@@ -319,7 +320,9 @@ def _unsupported(kind: str) -> Refused:
 
 
 def _form(accept: Accept, stream: bool, writes: bool, own: bool) -> str | None:
-    """None means what the model's own `write` makes. own: the model has read the body. Raises Refused."""
+    """The form of the answer; None means what the model's own `write` makes. own: the model has read the body. Raises
+    Refused.
+    """
     ours = tuple(STREAMS) if stream else WHOLE
     if not stream and writes and (accept.prefers_another(ours) or (own and not accept.names(ours))):
         return None

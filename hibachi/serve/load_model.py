@@ -1,4 +1,4 @@
-"""From settings to a model that is served."""
+"""Loads the model that the settings name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hibachi.web.tenants import Tenants
 
 
 def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
-    """The model, loaded and warm. Raises what making a model raises, and ConfigError."""
+    """The model, loaded and warmed up. Raises what making a model raises, and ConfigError."""
     tenants = tenants_of(settings) if tenants is None else tenants
     texts, template = open_settled(settings, **options(settings, tenants))
     try:
@@ -46,7 +46,7 @@ def opened(settings: SimpleNamespace, tenants: Tenants | None = None) -> Served:
 
 
 def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
-    """What serving adds to `engine_options`; what was not decided is left out."""
+    """The options that serving adds to `engine_options`; undecided ones are left out."""
     several = len({name for _, name in tenants.keys}) > 1
     found = dict(
         scheduling_policy=settings.scheduling_policy
@@ -63,13 +63,13 @@ def options(settings: SimpleNamespace, tenants: Tenants) -> dict[str, Any]:
 
 
 def names_of(settings: SimpleNamespace) -> tuple[str, ...]:
-    """What the model is called if nobody says so."""
+    """The default names of the model."""
     own = name_of(settings.model)
     return (own,) if settings.tgi is None else tuple(dict.fromkeys((NAME, own)))
 
 
 def bounds_of(settings: SimpleNamespace, rows: int) -> Bounds:
-    """rows: of the batch."""
+    """The bounds of requests. rows: of the batch."""
     found = Bounds(
         n=settings.max_n,
         logprobs=settings.max_logprobs,
@@ -80,7 +80,7 @@ def bounds_of(settings: SimpleNamespace, rows: int) -> Bounds:
 
 
 def _waiting_served(settings: SimpleNamespace, several: bool) -> Policy | None:
-    """As TGI's flags ask for it; they may as well not. several: there are several tenants."""
+    """The policy that TGI's flags ask for, if they do. several: there are several tenants."""
     gate = None if settings.tgi is None else settings.tgi.gate()
     if gate is None:
         return None

@@ -1,4 +1,4 @@
-"""Figures for Prometheus at /metrics: what became of the requests, and how the engine is."""
+"""Metrics for Prometheus at /metrics: results of requests, and the state of the engine."""
 
 from __future__ import annotations
 
@@ -55,26 +55,27 @@ FEW = (1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 16.0, 20.0, 32.0, 64.0, 128.0)
 
 
 def is_work(method: str, route: str) -> bool:
-    """Is this a request that the engine is there for? It counts in the figures of requests, and in the gate."""
+    """Whether a request asks the engine for work. Only these count in the metrics of requests, and in the gate."""
     return method == "POST" and route in WORK_ROUTES
 
 
 def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, tuple[Route, ...]]:
-    """What counts (it is `served.meter` from now on), and the route that tells, for `application(served, more=routes)`.
+    """The counter (it is `served.meter` from now on), and the route that shows it, for `application(served,
+    more=routes)`.
 
-    names: whose names the series bear: "hibachi", "vllm" or "tgi"; what has no equal there keeps ours.
+    names: the naming scheme of the series: "hibachi", "vllm" or "tgi"; series without an equal there keep our names.
     """
     assert names in NAMES, names
     began, about = time.monotonic(), _about(served)
     served.meter = meter = RequestMeter(sorted({name for _, name in served.tenants.keys}))
-    # A thread of its own: it neither holds up the streams nor waits behind those who embed.
+    # A thread of its own: it neither holds up the streams nor waits behind requests for vectors.
     reader = ThreadPoolExecutor(1, "hibachi-metrics")
 
     def text(named: bool) -> bytes:
         return page(View(served, meter, about, began, named), names).encode() + _others()
 
     async def metrics(_: Served, x: Exchange) -> None:
-        """What Prometheus reads."""
+        """Metrics for Prometheus."""
         named = served.tenants.may_see_all(x.headers.get(b"authorization"))
         await x.answer(await asyncio.get_running_loop().run_in_executor(reader, text, named), PLAIN)
 
@@ -82,7 +83,7 @@ def metrics_for(served: Served, names: str = "hibachi") -> tuple[RequestMeter, t
 
 
 def _others() -> bytes:
-    """What prometheus-client collects of the process, and what a model of one's own may count there."""
+    """Metrics of the process by prometheus-client, and of a user's own model."""
     try:
         return prometheus_client.generate_latest(prometheus_client.REGISTRY)
     except Exception:
@@ -91,7 +92,9 @@ def _others() -> bytes:
 
 
 class View:
-    """One look at everything. It waits for nobody: where the engine is another process, it is its last sign of life."""
+    """One snapshot of everything. It never waits: where the engine is another process, it shows what that last
+    reported.
+    """
 
     served: Served
     requests: RequestMeter
@@ -104,7 +107,7 @@ class View:
     def __init__(
         self, served: Served, requests: RequestMeter, about: dict[str, str], began: float, named: bool = True
     ) -> None:
-        """named: tenants are told by name, which is for admins."""
+        """named: tenants are shown by name, which only admins may see."""
         self._named = named
         what, engine = served.what, served.what.engine
         self.served, self.requests, self.about = served, requests, about
@@ -138,7 +141,7 @@ def _about(served: Served) -> dict[str, str]:
 
 
 def _resident(pid: int) -> int | None:
-    """Bytes of memory that a process holds; None means this system does not tell, or there is no such process."""
+    """Bytes of memory that a process holds; None means that this system does not tell, or there is no such process."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -149,8 +152,8 @@ def _resident(pid: int) -> int | None:
 class RequestMeter:
     """Counts on the event loop; read from another thread.
 
-    tenants: whose names may be labels. Times of whole answers are of those that ended by themselves; the others ended
-    with whoever waited for them.
+    tenants: names that may be labels. Times of whole answers count for requests that ended by themselves; the others
+    ended when their clients left.
     """
 
     generated: int
@@ -190,7 +193,7 @@ class RequestMeter:
         return sum(record.stream for record in list(self.open))
 
     def by_tenant(self, place: int) -> dict[tuple[str, ...], int]:
-        """0 means requests, 1: prompt tokens, 2: generated tokens."""
+        """Counters by tenant, by index: 0 requests, 1 prompt tokens, 2 generated tokens."""
         return {(name,): counts[place] for name, counts in self._tenants.items()}
 
     # ---- what records tell -------------------------------------------------------------------------------------

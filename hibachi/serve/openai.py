@@ -107,7 +107,9 @@ async def answer_vectors(
     terms: Terms,
     answer: Callable[[Sequence[HostArray], int], Any],
 ) -> None:
-    """answer: made of the vectors [hidden] of prompts, and of the number of their tokens. Raises as `answer_text`."""
+    """Answer with vectors. answer: makes the body from the vectors [hidden] of prompts and the number of their tokens.
+    Raises as `answer_text`.
+    """
     for own in ids:
         served.reading.check_length(own, None)
     with (
@@ -120,7 +122,7 @@ async def answer_vectors(
 async def answer_items(
     x: Exchange, record: Record, items: list[Item[Any]], answer: Callable[[Sequence[Any]], Any]
 ) -> None:
-    """answer: made of the results of what was queued."""
+    """Answer with items. answer: makes the body from the results of what was queued."""
     record.text = work = Vectors(items)
 
     async def whole() -> None:

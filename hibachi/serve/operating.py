@@ -1,4 +1,4 @@
-"""Routes for those who operate a server: how it is, how busy, what it did, and a cache that forgets."""
+"""Routes for operators of a server: health, load, flight recorder, and a reset of the prefix cache."""
 
 from __future__ import annotations
 
@@ -50,18 +50,20 @@ async def about(served: Served, x: Exchange) -> None:
 
 
 async def load(served: Served, x: Exchange) -> None:
-    """How many requests are open, this one left out."""
+    """Number of open requests, this one not counted."""
     await x.json(Load(served.open_requests - 1))
 
 
 async def reset_prefix_cache(served: Served, x: Exchange) -> None:
-    """Forget all cached prefixes; who runs goes on. For an admin's key, or without keys for this machine."""
+    """Forget all cached prefixes; running requests go on. Needs an admin's key, or without keys a client on this
+    machine.
+    """
     if served.tenants.keys:
         if not _sees_all(served, x):
             raise _denied("the key of an admin is needed")
     elif not _is_here(x.client):
         raise _denied("there are no keys, so only this machine may ask for it")
-    elif b"origin" in x.headers:  # a page that somebody on this machine happens to look at
+    elif b"origin" in x.headers:  # a web page that is open on this machine
         raise _denied("there are no keys, so no page of a browser may ask for it")
     if query := x.scope.get("query_string"):
         raise Refused(

@@ -1,4 +1,4 @@
-"""What happened to one request, for the metrics: when it came, began, got its tokens and ended."""
+"""The record of a request, for metrics: when it came, started, got its tokens and ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hibachi.tensor.array_backend import HostArray
 
 
 class Meter(Protocol):
-    """What looks at records, and at answers."""
+    """Receives records and answers, to count them."""
 
     def begun(self, record: Record) -> None: ...
 
@@ -28,12 +28,14 @@ class Meter(Protocol):
     def ended(self, record: Record) -> None: ...
 
     def answered(self, method: str, route: str, status: int, refused: Refused | None, record: Record | None) -> None:
-        """Any request over HTTP, of a known route; record: if it was one for text, and got so far."""
+        """A request over HTTP, of a known route, was answered. record: its record, if it was a request for text and got
+        so far.
+        """
         ...
 
 
 class Work(Protocol):
-    """What a record looks at: a `TextStream`, `Vectors` or `Generated`."""
+    """The part of a `TextStream`, `Vectors` or `Generated` that a record reads."""
 
     @property
     def started(self) -> float | None:
@@ -95,7 +97,7 @@ class Generated:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Times are of time.monotonic()."""
+    """Times and counters of one request. Times are of time.monotonic()."""
 
     params: SamplingParams
     prompt_tokens: int
@@ -117,7 +119,7 @@ class Record:
             self.got(len(piece.token_ids), piece.index)
 
     def got(self, count: int, index: int = 0) -> None:
-        """So many tokens of a continuation came together."""
+        """This many tokens of a continuation came together."""
         if count:
             now, latest = time.monotonic(), self._latest
             self.meter.came(self, count, now, latest.get(index))
@@ -131,7 +133,7 @@ class Record:
 
     @property
     def continuations(self) -> int:
-        """That have got tokens."""
+        """Number of continuations that have got tokens."""
         return len(self._latest)
 
     @property
@@ -163,7 +165,7 @@ class Record:
 
 
 class NoMeter:
-    """Looks away."""
+    """A meter that counts nothing."""
 
     def begun(self, record: Record) -> None:
         pass

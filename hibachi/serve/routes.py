@@ -1,4 +1,4 @@
-"""What a route is, and what a description of it says."""
+"""A route, and its description."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ def always(served: Served) -> bool:
 
 
 def for_ids(served: Served) -> bool:
-    """Does the model continue token ids, whether or not something makes text of them?"""
+    """Whether the model continues token ids, with or without a tokenizer."""
     return isinstance(served.what, Texts)
 
 
 def for_text(served: Served) -> bool:
-    """Does it read text, and write it?"""
+    """Whether it reads and writes text."""
     return isinstance(served.what, Texts) and not isinstance(served.what.tokenizer, NoTokenizer)
 
 
 def for_chat(served: Served) -> bool:
-    """Has it a chat template?"""
+    """Whether it has a chat template."""
     return for_text(served) and bool(served.chat_template is not None or served.texts.tokenizer.chat_templates)
 
 
 def for_vectors(served: Served) -> bool:
-    """Does it make vectors of prompts?"""
+    """Whether it makes vectors of prompts."""
     return for_ids(served) and served.what.engine.facts.has_hidden
 
 
 def for_texts_vectors(served: Served) -> bool:
-    """Does it make vectors of texts?"""
+    """Whether it makes vectors of texts."""
     return for_text(served) and for_vectors(served)
 
 
 def example_array(served: Served) -> Any:
-    """A prompt, or an input of a feed-forward model, as lists."""
+    """An example prompt, or an input of a feed-forward model, as lists."""
     facts = served.what.engine.facts
     shape = () if facts.token is None else facts.token[0]
     found: Any = [0] * shape[-1] if shape else 0
@@ -56,13 +56,13 @@ def example_array(served: Served) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Of a route, for GET /openapi.json.
+    """The description of a route, for GET /openapi.json.
 
-    body: the type that reads it, of JSON. answer: the type that writes it, as JSON; or tuples of such. events: those of
-    the data of a stream's events. unwell: that of an answer 503. reads, writes: schemas of further media types. query:
-    the type that reads it. statuses: of errors that others of its kind do not have. dialects: of its errors, besides
-    the route's. named: it takes the name of a model. asks: the engine is asked, which may fail or be full. example: a
-    body that is answered. useful: does it do anything for what is served?
+    body: type of its JSON body. answer: type of its JSON answer, or a tuple of types. events: types of the data of a
+    stream's events. unwell: type of an answer 503. reads, writes: schemas of further media types. query: type of its
+    query. statuses: of errors that other routes of its kind do not have. dialects: of its errors, besides the route's.
+    named: it takes the name of a model. asks: it asks the engine, which may fail or be full. example: a body that is
+    answered. useful: whether it does anything for the served model.
     """
 
     body: Any = None
@@ -81,7 +81,7 @@ class About:
 
 
 class Route(NamedTuple):
-    """keyed: it takes a key, where there are any. The first line of the handler's docstring says what it does."""
+    """A route. keyed: it needs a key, where there are any. The first line of the handler's docstring describes it."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""The life of a server: an address, a model, requests, and an end in good order."""
+"""The life of a server: bind the address, load the model, serve requests, shut down in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log: logging.Logger = logging.getLogger("hibachi.serve")
 
 
 def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
-    """Serves until a signal comes. Returns the exit status: 0 means all was brought to an end, 1: the engine was lost.
+    """Serve until a signal comes. Returns the exit status: 0 means an orderly end, 1 that the engine was lost.
 
     Raises ConfigError for an address or settings that cannot be used, and what making the model raises.
     """
@@ -39,7 +39,7 @@ def serve(settings: SimpleNamespace, remarks: Sequence[str] = ()) -> int:
     origins, root_path = origins_of(settings.allowed_origins, "--allowed-origins"), root_of(settings.root_path)
     with bound(settings) as (listeners, url, public), ending():
         if public and not tenants.keys:
-            log.warning("whoever reaches %s may use it, as there is no --api-key", url)
+            log.warning("any client that reaches %s may use it, as there is no --api-key", url)
         importing = threading.Thread(target=importlib.import_module, args=("hibachi.serve.server",), daemon=True)
         importing.start()  # while the engine's process loads the model
         served = opened(settings, tenants)

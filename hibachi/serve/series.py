@@ -1,6 +1,6 @@
-"""Every series of /metrics: its name, kind, labels and meaning, where it comes from, and what vLLM and TGI call it.
+"""Every series of /metrics: its name, kind, labels, meaning and source, and its names in vLLM and TGI.
 
-The tables are all there is: the page, the names of others and docs/metrics.md follow from them.
+The page, the names of other projects and docs/metrics.md are all generated from these tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True)
 class Series:
-    """read: the value, or values by their label values, of a `View`; None means unknown here."""
+    """One series. read: the value, or values by their label values, of a `View`; None means unknown here."""
 
     name: str
     kind: Kind
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One of our series under another project's name. change: our values to theirs; None means as they are."""
+    """One of our series under another project's name. change: converts our values to theirs; None means unchanged."""
 
     name: str
     labels: tuple[str, ...] | None = None  # None means ours
@@ -405,7 +405,7 @@ def _escaped(text: str) -> str:
 
 
 def table() -> str:
-    """Markdown: every series, for docs/metrics.md."""
+    """All series as Markdown, for docs/metrics.md."""
     rows = ["| series | type | labels | meaning | vLLM | TGI |", "|---|---|---|---|---|---|"]
     for s in SERIES:
         others = (_shown(NAMES[names].get(s.name, ()), s.labels) for names in ("vllm", "tgi"))

@@ -1,4 +1,4 @@
-"""What the routes share: the model, its names and limits, who may come, and how it is."""
+"""State that all routes share: the model, its names and limits, its tenants and its health."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MOST_CONVERTED = 64  # bodies that may wait for the model's own `read` or `write
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
-    """Of two limits, of which None is none."""
+    """The smaller of two limits; None means no limit."""
     return min((x for x in (a, b) if x is not None), default=None)
 
 
 class _Text:
-    """What reads and writes text."""
+    """Reads and writes text."""
 
     def __init__(self, texts: Texts, chat_template: str | None, tgi: TgiLimits | None) -> None:
         tokenizer = texts.tokenizer
@@ -60,11 +60,11 @@ class _Text:
 class Served:
     """A model being served: text, or tokens of any other kind.
 
-    names: that it answers to. max_model_len: most tokens of a request. max_body: most bytes of one. chat_template: the
-    name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout: most seconds of a
-    request. arrival: seconds for a body to come. tgi: what requests in TGI's dialect may ask for; None means what
-    `bounds` say. nameless: what clients send for a name where they were told none; it is listed nowhere. fingerprint:
-    the same where the same bits are computed, see `system_fingerprint`.
+    names: model names that requests may use. max_model_len: most tokens of a request. max_body: most bytes of one.
+    chat_template: the name of one of the model's, or Jinja source; None means the model's own. timeout, queue_timeout:
+    most seconds of a request. arrival: seconds for a body to come. tgi: limits of requests in TGI's dialect; None means
+    those of `bounds`. nameless: names that clients send if they were given none; they are listed nowhere. fingerprint:
+    equal where the same bits are computed, see `system_fingerprint`.
     """
 
     what: Texts | Tokens
@@ -97,9 +97,9 @@ class Served:
     # ---- bodies ------------------------------------------------------------------------------------------------
 
     async def body(self, x: Exchange, *, json: bool = True) -> bytes:
-        """All of it. json: nothing else is taken. From then on the request counts in the gate.
+        """The whole body of a request. json: accept nothing else. From then on the request counts in the gate.
 
-        Raises Refused, Gone, and EngineClosed if the server shuts down before it is here.
+        Raises Refused, Gone, and EngineClosed if the server shuts down before the body is complete.
         """
         self.check_open()
         try:
@@ -122,7 +122,7 @@ class Served:
         return found
 
     def drain(self) -> None:
-        """From now on nothing new is taken, and what has not come whole is new."""
+        """Take no new requests from now on, nor those whose body is not complete."""
         self.draining = True
         for limit in self._arriving:
             if not limit.expired():
@@ -131,13 +131,13 @@ class Served:
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def check_name(self, name: str | None) -> str:
-        """The name that the answer bears. Raises Refused."""
+        """The model name to put in the answer. Raises Refused for an unknown one."""
         if name is None or (name in self.nameless and name not in self.names):
             return self.names[0]
         return self.named(name)
 
     def named(self, name: str) -> str:
-        """One of the names. Raises Refused."""
+        """One of the names. Raises Refused for another."""
         if name not in self.names:
             served = ", ".join(self.names)
             raise Refused(
@@ -149,7 +149,7 @@ class Served:
         return name
 
     def check_open(self) -> None:
-        """May something new begin? Raises EngineClosed, and Refused while the engine stands still."""
+        """Check that a new request may begin. Raises EngineClosed, or Refused while the engine is stalled."""
         if self.draining:
             raise EngineClosed("The server is shutting down and takes no new requests.")
         if self.what.health().state == "stalled":
@@ -165,7 +165,9 @@ class Served:
 
     @property
     def texts(self) -> Texts:
-        """Raises Refused, as the others of this part, where what is served is no text."""
+        """The text interface of the model. Raises Refused, as the other methods of this part, where it serves no
+        text.
+        """
         return self._of_text().texts
 
     @property
@@ -187,21 +189,21 @@ class Served:
 
     @contextmanager
     def submit(self, ids: list[list[int]], params: SamplingParams, terms: Terms) -> Iterator[list[TextStream]]:
-        """Queued, and counted as the tenant's as long as the `with` block lasts."""
+        """Queue prompts; they count as the tenant's for as long as the `with` block lasts."""
         self.check_open()
         with self._counted(terms.tenant, len(ids) * params.runs):
             yield self.texts.submit(ids, params, terms=terms)
 
     @contextmanager
     def submit_vectors(self, ids: list[list[int]], terms: Terms) -> Iterator[list[Item[HostArray]]]:
-        """Likewise."""
+        """`submit` for vectors."""
         self.check_open()
         with self._counted(terms.tenant, len(ids)):
             yield self.texts.submit_vectors(ids, terms=terms)
 
     @contextmanager
     def submit_inputs(self, inputs: Sequence[HostArray], terms: Terms) -> Iterator[list[Item[Any]]]:
-        """Likewise, of feed-forward."""
+        """`submit` for inputs of a feed-forward model."""
         self.check_open()
         engine = self.what.engine
         with self._counted(terms.tenant, len(inputs)):
@@ -211,7 +213,7 @@ class Served:
 
     @contextmanager
     def submit_tokens(self, prompt: HostArray, asked: Asked, terms: Terms) -> Iterator[ItemStream[Any]]:
-        """Likewise; of any kind, also of feed-forward: one item."""
+        """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()
         with self._counted(terms.tenant, 1):
             if isinstance(self.what, Tokens):
@@ -233,9 +235,9 @@ class Served:
             self.tenants.served[tenant] -= n
 
     def terms(self, given: Terms, tenant: str) -> Terms:
-        """With what the server decides: whose request it is, what it shares, and the most of its time."""
+        """A request's terms with what the server decides: its tenant, its cache salt, and the most of its time."""
         priority = given.priority
-        if tenant:  # its place among tenants is not for it to better
+        if tenant:  # a request may not improve its place among tenants
             priority = max(self.tenants.of(tenant).priority, given.priority)
         return replace(
             given,
@@ -257,13 +259,15 @@ class Served:
 
     @property
     def open_requests(self) -> int:
-        """That have not been answered to the end."""
+        """Number of requests that have not been answered to the end."""
         return self.tenants.running.total()
 
     # ---- how it is ---------------------------------------------------------------------------------------------
 
     def why_not_live(self, in_full: bool = True) -> str | None:
-        """None means all is well. in_full: with what the model or a library said, which is not for everybody."""
+        """Why the server is not live; None means all is well. in_full: with messages of the model or a library, which
+        not every client may see.
+        """
         health: Health = self.what.health()
         if health.ok:
             return None
@@ -275,8 +279,9 @@ class Served:
         return self.why_not_live(in_full)
 
     async def convert(self, call: Callable[[], T], tenant: str = "") -> T:
-        """The model's own `read` or `write`, in one of some threads of their own. Of a tenant half as many may wait or
-        run as of all, so that none is in the way of the others. Raises QueueFull."""
+        """Run the model's own `read` or `write` in one of a few threads. A tenant may have at most half as many waiting
+        or running as all together, so none blocks the others. Raises QueueFull.
+        """
         most = MOST_CONVERTED // 2 if tenant else MOST_CONVERTED
         if self._converted[tenant] >= most or self._converted.total() >= MOST_CONVERTED:
             raise QueueFull(f"{most} bodies wait for the model to read or write them. Try again later.")
@@ -289,5 +294,5 @@ class Served:
             self._converted[tenant] -= 1
 
     async def ask(self, what: Callable[[], T]) -> T:
-        """What the engine answers, which may take a while: in a thread of its own."""
+        """Ask the engine a question that may take a while, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._asking, what)

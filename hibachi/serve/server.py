@@ -1,4 +1,4 @@
-"""The HTTP server of an engine: what its end takes, and how a lost engine ends it."""
+"""The HTTP server of an engine: how its shutdown ends the engine, and how a lost engine ends the server."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def server_of(
     hosts: frozenset[str] | None = None,
     root_path: str = "",
 ) -> Server:
-    """patience: seconds for running requests to end. exit_on_failure: end when the engine is lost for good.
+    """Make the server. patience: seconds for running requests to end. exit_on_failure: exit when the engine is lost for
+    good.
 
-    origins: of pages that may ask. hosts: the names it answers to besides those of loopback; None means to any. Raises
-    ConfigError for a root_path with which our own routes begin.
+    origins: of web pages that may send requests. hosts: names that the server answers to besides those of loopback;
+    None means any. Raises ConfigError for a root_path with which our own routes begin.
     """
     _, routes = metrics_for(served, metric_names)
     app = surrounded(application(served, more=routes), tells(served), origins, hosts, root_path)
@@ -52,7 +53,7 @@ def server_of(
 def surrounded(
     app: Starlette, tell: Tell, origins: frozenset[str], hosts: frozenset[str] | None, root_path: str
 ) -> Any:
-    """What stands around the application; see `server_of`."""
+    """The application with its middleware; see `server_of`."""
     around: Any = app
     if hosts is not None:
         around = Hosts(around, hosts, "--allowed-origins", tell, dialect_at)
@@ -65,7 +66,7 @@ def surrounded(
 
 
 class Server(Orderly):
-    """Ends when all requests have, and with it the engine."""
+    """Ends when all requests have ended, and ends the engine."""
 
     def __init__(self, config: Config, served: Served, patience: float, exit_on_failure: bool = False) -> None:
         super().__init__(config, patience, served.arrival)

@@ -1,4 +1,4 @@
-"""Requests for text are submitted, and their answers go out: whole, or every chunk with the step that made it."""
+"""Submits requests for text and sends their answers: whole, or as chunks with the steps that made them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Headers = Callable[[Record], dict[str, str]]
 async def answer_text(
     served: Served, x: Exchange, writer: Writer, ids: list[list[int]], *, headers: Headers | None = None
 ) -> None:
-    """ids: of each prompt. headers: further ones, of an answer that is whole, or of a stream that begins.
+    """Submit a request for text and send its answer.
 
-    Raises Refused, and what the engine raises, as long as nothing was sent.
+    ids: of each prompt. headers: further ones, of an answer that is whole, or of a stream that begins. Raises Refused,
+    and what the engine raises, as long as nothing was sent.
     """
     asked = writer.asked
     for own in ids:
@@ -86,12 +87,12 @@ async def _stream(x: Exchange, writer: Writer, text: TextStream, record: Record,
 
 
 def _events(chunks: Iterable[Any]) -> bytes:
-    """Without those that a writer keeps for its next one, which are None."""
+    """The events, without those that a writer keeps for its next one, which are None."""
     return b"".join([answers.event(chunk) for chunk in chunks if chunk is not None])
 
 
 def _over(open_: dict[int, TextChoice]) -> list[TextChoice]:
-    """Those that have ended, and of which everything was read; they are no longer open."""
+    """The streams that have ended and were read to their end; they are no longer open."""
     over = [c for c in open_.values() if c.over]
     for choice in over:
         del open_[choice.index]

@@ -54,7 +54,7 @@ async def compatible(served: Served, x: Exchange) -> None:
 
 
 async def invocations(served: Served, x: Exchange) -> None:
-    """What Amazon SageMaker calls: a request as for POST /, /v1/chat/completions or /v1/completions."""
+    """Amazon SageMaker's route: a request as for POST /, /v1/chat/completions or /v1/completions."""
     raw = await served.body(x)
     fields = fields_of(raw)
     if "inputs" in fields or not fields & {"messages", "prompt"}:

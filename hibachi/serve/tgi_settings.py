@@ -18,7 +18,8 @@ from hibachi.settings.kinds import SWITCH, Kind, choice, integer, seconds, size,
 
 COMPAT = "tgi"
 NAME = "tgi"  # what TGI's clients call any model
-NAMELESS = frozenset({"", "dummy"})  # likewise, where they were told none: huggingface_hub's chat_completion
+# the name that clients send if they were given none: huggingface_hub's chat_completion
+NAMELESS = frozenset({"", "dummy"})
 DEFAULTS: dict[str, Any] = {
     "host": "0.0.0.0",
     "port": 3000,
@@ -27,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "drain_timeout": 90.0,
     "metric_names": "tgi",
 }
-"""Of our settings, as the launcher has them."""
+"""The launcher's defaults of our settings."""
 RATIO, PATIENCE = 0.3, 20  # of --waiting-served-ratio and --max-waiting-tokens, if one of them is given
 
 
@@ -60,7 +61,7 @@ class TgiAsked:
     )
 
     def limits(self) -> dict[str, Any]:
-        """What `TgiLimits` takes."""
+        """The limits, as `TgiLimits` takes them."""
         return {name: getattr(self, name) for name in self.LIMITS}
 
     def gate(self) -> tuple[float, int] | None:
@@ -220,10 +221,11 @@ _NO_VARIABLE = ("hostname", "env")  # the first is always there, and the second 
 
 @dataclass
 class Reading:
-    """What the launcher's flags and variables come to.
+    """The result of reading the launcher's flags and variables.
 
-    others: settings of ours, each with its value and where that stands; variables before flags, as the last one counts.
-    asked: fields of `TgiAsked`. where: by the flag's key, where its value stands. remarks: lines for the log.
+    others: settings of ours, each with its value and where it was given; variables before flags, as the last one
+    counts. asked: fields of `TgiAsked`. where: by the flag's key, where its value was given. remarks: lines for the
+    log.
     """
 
     others: list[tuple[str, Any, str]] = field(default_factory=list)
@@ -233,7 +235,7 @@ class Reading:
     revision: str | None = None
 
     def done(self, settings: SimpleNamespace) -> TgiAsked:
-        """settings: ours, settled with `others`. Raises ConfigError for what does not go together."""
+        """Check the flags against our settled settings. Raises ConfigError for contradictions."""
         asked = TgiAsked(**self.asked)
         longest, most, total = asked.max_input_tokens, asked.max_total_tokens, asked.max_batch_total_tokens
         if longest is not None and most is not None and longest >= most:
@@ -255,7 +257,9 @@ class Reading:
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Reading:
-    """flags: of the launcher, by their keys. Raises ConfigError, which names the flag or the variable."""
+    """Read the launcher's flags (by their keys) and variables. Raises ConfigError, which names the flag or the
+    variable.
+    """
     found = Reading()
     given: dict[str, Any] = {}
     for flag, value, where in _given(flags, environment):
@@ -271,7 +275,7 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Reading:
 
 
 def _given(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[tuple[TgiFlag, Any, str]]:
-    """In the order of `FLAGS`, the flag before the variable."""
+    """The given values in the order of `FLAGS`, the flag before the variable."""
     for flag in FLAGS:
         if (value := flags.get(flag.key)) is not None:
             yield flag, value, flag.flag
@@ -318,7 +322,7 @@ _ASKED = frozenset(f.name for f in fields(TgiAsked))
 
 
 def revised(model: str, revision: str | None) -> tuple[str, str | None]:
-    """A model with TGI's revision, and what is to be said of it."""
+    """The model with TGI's revision, and a remark for the log."""
     if revision is None:
         return model, None
     if "@" in model or parse_name(model) is None or Path(model).expanduser().exists():

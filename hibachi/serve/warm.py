@@ -1,4 +1,4 @@
-"""Prompts whose beginning is put into the cache before somebody asks with it."""
+"""Puts the beginning of prompts into the cache before requests come with it."""
 
 from __future__ import annotations
 

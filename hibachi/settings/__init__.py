@@ -1,1 +1,1 @@
-"""Settings of commands: what each takes, and its value from flags, the environment and a TOML file."""
+"""Settings of commands: kinds of values, and reading them from flags, the environment and a TOML file."""

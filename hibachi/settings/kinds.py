@@ -1,4 +1,4 @@
-"""What settings take: kinds of values, and how they are read from a flag, a variable or a TOML file."""
+"""Kinds of values of settings, and how they are read from a flag, a variable or a TOML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a setting takes. read: from a text, or a value of TOML; raises ValueError. metavar: "" for a switch."""
+    """A kind of value. read: from a text or a value of TOML; raises ValueError. metavar: "" for a switch."""
 
     metavar: str
     expected: str
@@ -23,7 +23,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of them. default: the value, or None: `otherwise` says what holds then."""
+    """One setting. default: its value if it is not given; None means that `otherwise` says what holds."""
 
     name: str
     kind: Kind
@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """In Python, and in the file as well."""
+        """The name in Python, and in the TOML file."""
         return self.name.replace("-", "_")
 
     @property
@@ -83,7 +83,7 @@ def integer(least: int, most: int | None = None) -> Kind:
 
 
 def seconds(least: float = 0.0) -> Kind:
-    """From `least` on; 0.0 itself only where it means something, which is where a setting says so."""
+    """Seconds, from `least` on. A setting that takes 0.0 says what that means."""
 
     def read(given: Any) -> float:
         number = float(given) if isinstance(given, str) else given

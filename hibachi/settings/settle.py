@@ -1,4 +1,4 @@
-"""What settings are worth: flags, then the environment, then a TOML file, then defaults."""
+"""Values of settings: from flags, then the environment, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def settle(
     tables: Iterable[str] = (),
     others: Iterable[tuple[str, Any, str]] = (),
 ) -> SimpleNamespace:
-    """The value of each setting, by its key. flags: those that were given; file: of the configuration.
+    """The value of each setting, by its key. flags: those that were given; file: the configuration file.
 
-    tables: names in the file that are no settings, for whoever reads them. others: (key, value, where it stands) of
-    variables with names of their own, which hold where nothing else is said but in the file. Raises ConfigError, which
-    names where a wrong value came from.
+    tables: names in the file that are no settings and are read elsewhere. others: (key, value, where it was given) of
+    variables with names of their own; they only take precedence over the file. Raises ConfigError, which names where a
+    wrong value came from.
     """
     values = {key: s.kind.read(s.default) if s.default is not None else None for key, s in settings.items()}
     for source in (
@@ -50,7 +50,7 @@ def settle(
 
 
 def read_toml(flag: str, file: str) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Read a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(Path(file).read_text())
     except OSError as e:
@@ -98,7 +98,7 @@ def _read(setting: Setting, given: Any, where: str) -> Any:
 
 
 def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """Variables that look like settings and are none."""
+    """Environment variables that look like settings and are none."""
     known = {s.variable for s in settings.values()}
     found = []
     for name in environment:

@@ -21,7 +21,7 @@ class Feed(Protocol):
         """When the next one comes by itself, in picoseconds; infinity means none does."""
 
     def take(self, clock: int, held: int) -> int | None:
-        """The next request for a scheduler that holds so many; None means none yet. clock: picoseconds."""
+        """The next request for a scheduler that holds this many; None means none yet. clock: picoseconds."""
 
 
 class Arrivals:
@@ -44,8 +44,11 @@ class Arrivals:
 
 class Offline:
     """All requests are there at the start, and the scheduler holds at most `most` of them: the next comes when one has
-    ended. order: one of ORDERS; composed: taken by a `Composer` from a rolling window of so many. keys: of a request,
-    what its prompt begins with."""
+    ended.
+
+    order: one of ORDERS; composed: taken by a `Composer` from a rolling window of this many requests. keys: for each
+    request, what its prompt begins with.
+    """
 
     next: float = math.inf
 

@@ -74,15 +74,15 @@ class Replay:
         seconds = (trace.arrival / PICOSECONDS).tolist()
         self._requests = list(zip(*numbers, trace.tenant or [""] * len(trace), seconds, strict=True))
         self._last = np.full(limits.rows, NEVER, np.int64)  # when each row got its last token
-        self._owner = np.zeros(limits.rows, np.int64)  # whose row it is
+        self._owner = np.zeros(limits.rows, np.int64)  # the request that has the row
         self._silent = 0  # rows that have had no token yet
         self._nobody = np.zeros(limits.rows, np.bool_)
 
     def run(self, fast: bool = True, feed: Feed | None = None) -> SimOutcome:
-        """Everything, until the last request has ended. fast: do uneventful steps at once; the result is the same.
-        feed: says which requests come when (None means as the trace does).
+        """Replay everything, until the last request has ended. fast: do uneventful steps at once; the result is the
+        same. feed: says which requests come when (None means as the trace does).
 
-        Raises InvalidTrace if the scheduler will not go on, which only a policy that lets nobody in can bring about.
+        Raises InvalidTrace if the scheduler will not go on, which only a policy that lets no request start can cause.
         """
         trace, scheduler, outcome = self.trace, self.scheduler, self.outcome
         feed = feed or Arrivals(trace)
@@ -196,7 +196,7 @@ class Replay:
 
 
 def span(steps: int, first: int, growth: int) -> int:
-    """first + (first + growth) + ..., so many terms."""
+    """first + (first + growth) + ..., this many terms."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 

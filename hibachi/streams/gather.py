@@ -41,7 +41,7 @@ class Gather(Closing):
         if key in self._groups:
             raise ConfigError(f"Each group needs a key of its own; {shown(key)} is still there. Wait for it first.")
         if feed is None and any(s.channel.pause_after is not None for s in streams):
-            raise ConfigError("Streams that pause while nobody reads them (pause_after) never end unread. Give feed=.")
+            raise ConfigError("Streams that pause while unread (pause_after) never end unread. Pass feed=.")
         group = self._groups[key] = _Group(streams, feed)
         if self._bell is not None:
             group.listen(self._bell)

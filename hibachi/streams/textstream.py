@@ -255,7 +255,7 @@ class TextStream(Closing):
         return self.tokens.started
 
     def reused(self, runs: int) -> int:
-        """Tokens of its prompt that were found in the cache, summed over `runs`, its continuations."""
+        """Tokens of its prompts that were found in the cache. runs: continuations of each prompt."""
         return sum(c.tokens.reused for c in self.choices[::runs])
 
     @property

@@ -60,8 +60,10 @@ class ArrayBackend(Library):
 
     @property
     def draw_rows(self) -> int | None:
-        """Rows that are drawn at once, exactly so many, as the bits of a draw may depend on it; None means any number.
-        Greedy tokens do not, and are taken of all rows at once."""
+        """Fixed batch size for sampling, because a draw's bits may depend on it. None means any size.
+
+        Greedy tokens do not depend on it, and are taken of all rows at once.
+        """
         return self.shapes.sizes[0] if self.shapes.sizes else None
 
     def owns(self, t: Any) -> bool:
@@ -69,7 +71,7 @@ class ArrayBackend(Library):
         return isinstance(t, self._array_type)
 
     def is_plain(self, cls: type[ArrayBackend]) -> bool:
-        """Is this just a `cls`: no class of somebody's own, and without kernels that were chosen from elsewhere?"""
+        """Whether this is exactly a `cls`: not a user's subclass, and without kernels chosen from elsewhere."""
         return type(self) is cls and self.kernels == cls.kernels
 
     def unfit(self, t: Array) -> str | None:
@@ -638,8 +640,9 @@ class ArrayBackend(Library):
     def foreign_model(self, path: Path, *, dtype: str, max_model_len: int | None) -> Any:
         """The model in the folder `path`, run by another library over our cache: a level-2 model, or None.
 
-        Asked for an architecture that nobody registered. It has the attributes max_model_len, dtype, eos_ids, bos_ids
-        and arch_name besides those of a `CachedModel`. Raises UnknownArchitecture, InvalidModelFiles, MissingExtra.
+        Called for an architecture that is not registered. The model has the attributes max_model_len, dtype, eos_ids,
+        bos_ids and arch_name besides those of a `CachedModel`. Raises UnknownArchitecture, InvalidModelFiles,
+        MissingExtra.
         """
         return None
 
@@ -672,8 +675,9 @@ class ArrayBackend(Library):
         )
 
     def suits(self, dtype: str, arch: Any) -> bool:
-        """Is this a dtype to compute such a model in where nobody names one, as it is the checkpoint's? arch: a
-        `hibachi.model.arch.Arch`; None means another kind of model. float32 always is."""
+        """Whether to compute such a model in the checkpoint's dtype, this one, if no dtype is given. arch: a
+        `hibachi.model.arch.Arch`; None means another kind of model. float32 always suits.
+        """
         return dtype == "float32"
 
     def plain(self) -> ArrayBackend:

@@ -118,8 +118,8 @@ def why_missing(name: str) -> str | None:
 def backend_for(array: Any) -> ArrayBackend:
     """The backend for this array's library and device.
 
-    An entry point is asked if a module of its name is imported (nobody holds an array of a library that is not),
-    so that backends are named after their library. Any other array that follows the array API is served through its own
+    An entry point is asked if a module of its name is imported (without it no array of that library can exist), so
+    backends are named after their library. Any other array that follows the array API is served through its own
     namespace. Raises BackendNotFound.
     """
     library = type(array).__module__.split(".")[0]

@@ -1,4 +1,4 @@
-"""What an engine asks of an array library besides operations on arrays."""
+"""What an engine needs of an array library besides operations on arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Library:
     prefers_invariant: bool = False
     """`invariant()` costs little, so that deterministic=None means True."""
     numerics: str | None = None
-    """The name of the bits that come out (`hibachi.kernels.library`); None means nobody has named them."""
+    """The name of the bits that come out (`hibachi.kernels.library`); None means they have no name."""
     asynchronous: bool = False
     """Calls return before the device has done them, so that the next step may be prepared meanwhile."""
     kernels: str = "default"

@@ -186,7 +186,7 @@ class NumpyBackend(ArrayBackend):
 
     @override
     def invariant(self) -> ArrayBackend:
-        if not self.is_plain(NumpyBackend):  # what a class of somebody's own computes, is not ours to replace
+        if not self.is_plain(NumpyBackend):  # operations of a user's own class are not replaced
             return super().invariant()
         return InvariantNumpyBackend()
 

@@ -1,4 +1,4 @@
-"""Whose arrays a model gets: one rule, wherever a model is run."""
+"""Which backend's arrays a model gets: one rule, wherever a model is run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ class Journal:
         self._stacks = (folder / STACKS).open("a")  # to append, as it is emptied below the hands of faulthandler
         self._running = False
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: nobody ends what hangs, if the watcher is gone
+            # PR_SET_PDEATHSIG, SIGKILL: a hanging process would stay if the watcher is gone
+            ctypes.CDLL(None).prctl(1, 9)
 
     def write(self, **line: Any) -> None:
         self._lines.write(json.dumps({"at": time.time()} | line) + "\n")

@@ -102,5 +102,5 @@ def _makers(ops: Any) -> Iterator[Callable[[Any], Any]]:
             modules.append(importlib.import_module(name))
         except Exception:
             continue
-    for module in sorted(modules, key=lambda m: m is np):  # NumPy's own last, as everybody imports it
+    for module in sorted(modules, key=lambda m: m is np):  # NumPy's own last, as every program imports it
         yield from (make for name in MAKERS if callable(make := getattr(module, name, None)))

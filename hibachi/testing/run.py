@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(str(Path.cwd()))  # for --backend my_module:MyBackend; last, so that it hides nothing
     limit, args.promise_timeout = args.promise_timeout, PROMISE  # which is no option of pytest
     if "--pdb" in rest or "--trace" in rest:
-        limit = 0.0  # who debugs takes time
+        limit = 0.0  # debugging takes time
     if args.json != "-":
         return watched(pytest_words([*words(args), *rest]), limit)
     with TemporaryDirectory() as folder:  # standard output is for JSON alone

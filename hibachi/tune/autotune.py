@@ -1,4 +1,4 @@
-"""Which kernels, sizes of steps and dtype a model gets: by a rule, by a file, or by timing, where somebody asks for it.
+"""Chooses the kernels, sizes of steps and dtype of a model: by a rule, by a file, or by timing, if asked for.
 
 The rule: hibachi's kernels wherever they load, in the dtype of the checkpoint. Without them, on a CPU, float32.
 
@@ -32,7 +32,7 @@ from hibachi.tune.trial import STEP, KernelTrial, rank, steps_of, taken_of, unfi
 
 log: logging.Logger = logging.getLogger("hibachi.autotune")
 BUDGETS = {"off": 0.0, "1s": 1.0, "full": 20.0}  # seconds of measuring
-DTYPES = ("float32", "bfloat16")  # that are timed where nobody names one
+DTYPES = ("float32", "bfloat16")  # dtypes that are timed where none is given
 _BEHIND = 3  # times the fastest
 _ROUNDED = 6e-2  # where weights lose digits
 
@@ -293,7 +293,9 @@ def _prepare(backend: ArrayBackend, candidate: Candidate, sizes: ModelSizes) -> 
 
 def _time(ready: list[_Ready], seconds: float) -> None:
     """Fill in the times of the candidates for one operation: the shortest of each case, in milliseconds. seconds: for
-    each candidate. They take turns, so that what disturbs the machine disturbs them alike; who is far behind is out."""
+    each candidate. They take turns, so that disturbances of the machine affect all alike; a candidate far behind is
+    dropped.
+    """
     for case in list(ready[0].cases) if ready else []:
         least: dict[int, float] = {}
         end = time.perf_counter() + len(ready) * seconds / len(ready[0].cases)

@@ -1,4 +1,4 @@
-"""What became of candidates: their times, who is taken, and why the others are not."""
+"""Results of candidates: their times, which one is taken, and why the others are not."""
 
 from __future__ import annotations
 

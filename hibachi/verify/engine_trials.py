@@ -225,7 +225,8 @@ def _isolated(e: Engines, hook: str, way: Callable[..., Any], ending: str, more:
     """
     assert e.guilty is not None  # found out before anything is made to fail
     everyone = range(len(e.prompts))
-    engine = e.engine() if e.takes_lengths else e.engine(padding=None)  # else nobody could tell whose row it is
+    # else it could not be told which request's row it is
+    engine = e.engine() if e.takes_lengths else e.engine(padding=None)
     setattr(e.spy, hook, way)
     try:
         got = e.together(engine, e.prompts)

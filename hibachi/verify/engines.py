@@ -148,7 +148,7 @@ class Engines:
 
     @cached_property
     def alone(self) -> list[Answer]:
-        """The answer to each prompt when nobody else is there."""
+        """The answer to each prompt when no other request is there."""
         before, found = self.spy.calls, self.answers(self.engine(), self.prompts)
         gave_up = found[-1].ending != "length"  # an engine does, if it can use no output at all
         assert gave_up or self.spy.calls - before >= len(self.prompts), "the calls of the model were not seen"

@@ -383,7 +383,7 @@ class Subject:
 
 
 def subject_backend(backend: ArrayBackend | None, model: Any) -> ArrayBackend:
-    """Whose arrays a model is judged with; NumPy's if nothing tells. Raises ConfigError."""
+    """The backend with which a model is judged; NumPy's if nothing tells. Raises ConfigError."""
     found = backend_of(backend, model) or resolve("numpy")
     if not isinstance(found, ArrayBackend):
         raise ConfigError(f"Models are judged on a hibachi.ArrayBackend; {found!r} has the nine operations only.")

@@ -187,7 +187,7 @@ def slots(s: Subject) -> Iterator[Variant]:
         own = set(session.slots("a", s.main + STEPS).tolist())
         for name, now in session.written().items():
             changed = (now != empty[name]).any(axis=1).nonzero()[0].tolist()
-            if stray := [slot for slot in changed if slot not in own and slot >= BLOCK]:  # nobody owns block 0
+            if stray := [slot for slot in changed if slot not in own and slot >= BLOCK]:  # no sequence owns block 0
                 raise Found(f"in {name}, {len(stray)} slots were written to that are not the request's")
         return out
 

@@ -1,1 +1,1 @@
-"""What servers share that knows no engine: exchanges, their log, deadlines, addresses, signals, tenants; a client."""
+"""Parts of servers that know no engine: exchanges, logs, deadlines, addresses, signals, tenants; a client."""

@@ -1,4 +1,4 @@
-"""One line in the log for each request. Neither prompts nor texts nor keys are in it."""
+"""The access log: one line for each request, without prompts, texts or keys."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Told(Protocol):
 
 
 def tell(x: Exchange, refused: Refused | None = None, *, quiet: bool = False) -> None:
-    """quiet: of a request that comes every few seconds."""
+    """Log a request. quiet: for a request that comes every few seconds."""
     _log(logging.DEBUG if quiet else logging.INFO, lambda: fields(x, refused, time.monotonic()))
 
 
 def tell_of_none(refused: Refused, client: Any, seconds: float) -> None:
-    """What was refused before it was a request."""
+    """Log what was refused before it became a request."""
     told = {"method": "-", "path": "-", "status": refused.status, "code": refused.code, "total": seconds}
     _log(logging.INFO, lambda: told | ({"client": _address(client)} if client else {}))
 

@@ -1,4 +1,4 @@
-"""Where the server listens. That is settled before the model is loaded, so that a port in use is told of at once."""
+"""Listening addresses. The socket is bound before the model loads, so a port that is in use is reported at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hibachi.errors import ConfigError
 
 @contextmanager
 def bound(settings: SimpleNamespace) -> Iterator[tuple[list[socket.socket], str, bool]]:
-    """(sockets, URL, may others than this machine reach it?). Until uvicorn listens, connections are refused. A name
-    that stands for several addresses, as localhost does, has a socket for each.
+    """Bind the address: (sockets, URL, whether other machines can reach it). Until uvicorn listens, connections are
+    refused. A name with several addresses, as localhost has, gets a socket for each.
 
     Raises ConfigError.
     """
@@ -90,7 +90,7 @@ def _unix(path: str) -> socket.socket:
 
 
 def _left_over(path: str) -> bool:
-    """Is this the socket of a server that is gone?"""
+    """Whether this is the socket of a server that is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

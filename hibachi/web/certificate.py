@@ -1,4 +1,4 @@
-"""The certificate that a server shows, and whose clients must show theirs; read again when a file changes."""
+"""The server's TLS certificate and the check of clients' certificates; files are read again when they change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _State = tuple[tuple[int, int, int] | None, ...]  # of each file: mtime, size, i
 
 
 class Files(NamedTuple):
-    """In PEM. key: None means it is in `cert`. authorities: who signs the clients' certificates; None means they need
-    none.
+    """Files in PEM. key: None means it is in `cert`. authorities: signers of the clients' certificates; None means
+    clients need none.
     """
 
     cert: str
@@ -52,10 +52,10 @@ class Files(NamedTuple):
 
 
 class Certificate(ssl.SSLContext):
-    """Gives each new connection the files as they are now, and all of them from one reading.
+    """Gives each new connection the files as they are now, all of them from one reading.
 
-    A context of its own for each reading, as one that is loaded again keeps authorities that are gone, and takes
-    tickets of clients that these had signed. Connections that are open go on.
+    Each reading makes a new TLS context: one that is loaded again would keep removed authorities and accept session
+    tickets of clients that these had signed. Open connections go on.
     """
 
     def __new__(cls, files: Files) -> Certificate:
@@ -82,8 +82,8 @@ class Certificate(ssl.SSLContext):
         return self._context.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
 
     def look(self) -> None:
-        """Read the files again if they have changed, and stood still from the last look to this one, as they may be
-        half written. Called often; looks once a second.
+        """Read the files again if they have changed and did not change since the last look, as they may be half
+        written. Called often; looks once a second.
         """
         if (now := time.monotonic()) - self._looked < EVERY:
             return
@@ -104,12 +104,12 @@ class Certificate(ssl.SSLContext):
 
 
 def certificate_of(settings: SimpleNamespace) -> Certificate | None:
-    """None means no TLS. Raises ConfigError for files that cannot be used."""
+    """The certificate from the settings; None means no TLS. Raises ConfigError for files that cannot be used."""
     files = Files(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
     if files.cert is not None:
         return Certificate(files)
     if files.key is not None:
         raise ConfigError("--ssl-keyfile is the key of --ssl-certfile, which is missing.")
     if files.authorities is not None:
-        raise ConfigError("--ssl-ca-certs says whose clients may come over TLS: it needs --ssl-certfile.")
+        raise ConfigError("--ssl-ca-certs checks the certificates of clients over TLS, so it needs --ssl-certfile.")
     return None

@@ -27,7 +27,7 @@ class Idle(ConnectionResetError):
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where the server is. base: path in front of the routes, without /v1 and without a slash at its end."""
+    """Address of a server. base: path in front of the routes, without /v1 and without a slash at its end."""
 
     secure: bool
     host: str
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol):
             self._over.set_exception(e)
 
     def close(self) -> None:
-        """At once, so that the server sees that nobody reads."""
+        """Close at once, so that the server sees that the answer is not read."""
         self.open = False
         self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""Signs of life in a stream that waits, so that nobody between the server and its client takes it for dead."""
+"""Keep-alive comments in a stream that waits, so that no proxy or client takes it for dead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMENT = b": waiting\n\n"  # which readers of server-sent events pass over (WHA
 class Comments:
     """Sends a comment whenever nothing was sent for `every` seconds; the first begins the answer, with status 200.
 
-    more: headers of that answer. Whoever writes an event awaits `settled` first, and calls `stop` in the end.
+    more: headers of that answer. Code that writes an event awaits `settled` first, and calls `stop` at the end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Leave for pages of other origins to ask: the CORS protocol of the Fetch standard, around an ASGI application."""
+"""Cross-origin requests of web pages: the CORS protocol of the Fetch standard, around an ASGI application."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _USUAL = {"http": ":80", "https": ":443"}  # browsers leave them out
 
 
 def origins_of(given: Sequence[str] | None, flag: str) -> frozenset[str]:
-    """As browsers write them: scheme://host or scheme://host:port, in lower case; "*" is any, and then the only one.
+    """Origins in the form that browsers send: scheme://host or scheme://host:port, in lower case; "*" means any, and
+    must stand alone.
 
     Raises ConfigError, which names `flag`.
     """
@@ -57,10 +58,10 @@ def hosts_of(origins: Iterable[str]) -> frozenset[str]:
 
 
 class Cors:
-    """The application as pages of other origins may ask it. Every answer is marked, errors and streams as well.
+    """CORS around the application. Every answer is marked, errors and streams as well.
 
-    origins: of `origins_of`. exposed: the headers of answers that pages may read. tell: hears of preflights of
-    strangers, which never reach the application.
+    origins: of `origins_of`. exposed: the headers of answers that pages may read. tell: called for preflights of
+    unknown origins, which never reach the application.
     """
 
     def __init__(self, app: Any, origins: frozenset[str], *, exposed: bytes = OURS, tell: Tell = tell_of_none) -> None:
@@ -96,7 +97,7 @@ class Cors:
         return self._any or request.get(b"origin") in self._origins
 
     async def _preflight(self, x: Exchange) -> None:
-        """Answer a browser that asks before it asks; it sends no key with that."""
+        """Answer a preflight request, which a browser sends without a key."""
         x.always = self.marked((), x.headers)
         try:
             check_headers(x.scope)

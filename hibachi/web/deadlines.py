@@ -1,4 +1,4 @@
-"""Connections whose requests must come in time and within bounds: uvicorn takes headers of any size, for ever."""
+"""Connections with bounds and deadlines for requests: uvicorn alone takes headers of any size, for ever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT = "hibachi.left"  # where a request's scope has its `Left`
 LINGERING = 1.0  # seconds that a client has to read why it was refused, while it may still be sending
 
 Tell = Callable[[Refused, "tuple[str, int] | None", float], None]
-"""Who hears of what was refused before it was a request: the refusal, the client's address, seconds it took."""
+"""Callback for what was refused before it became a request: the refusal, the client's address, seconds it took."""
 Pairs = list[tuple[bytes, bytes]]
 Dress = Callable[[Pairs, dict[bytes, bytes]], Pairs]
 """From the headers of an answer and those of its request, the headers to send."""
@@ -34,7 +34,7 @@ def too_large() -> Refused:
 
 
 def check_headers(scope: Any) -> None:
-    """Raises Refused for too many of them, and for those of which HTTP/1.1 has one each."""
+    """Raise Refused for too many headers, and for repeated headers of which HTTP/1.1 allows one each."""
     headers = scope["headers"]
     if len(headers) > MOST_HEADERS or sum(len(n) + len(v) for n, v in headers) + len(scope["raw_path"]) > MOST_BYTES:
         raise too_large()
@@ -63,8 +63,8 @@ def cut(receive: Any, *, unread: bool = False) -> None:
 
 
 class Left:
-    """Tells when the client of a request has left, without a task that waits for it. flow: of uvicorn's, which must be
-    reading, or nobody notices.
+    """Reports that the client of a request has left, without a task that waits for it. flow: of uvicorn's, which must
+    be reading, or a leaving client goes unnoticed.
     """
 
     def __init__(self, flow: Any) -> None:
@@ -77,7 +77,9 @@ class Left:
             self._call()
 
     def then(self, call: Callable[[], object] | None) -> None:
-        """What is called; at once, if the client has left already. None means nothing. The body must have been read."""
+        """Set the function to call; it is called at once if the client has left already. None means nothing. The body
+        must have been read.
+        """
         self._call = call
         if call is not None and self._flow is not None:
             self._flow.resume_reading()

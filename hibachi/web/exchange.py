@@ -1,4 +1,4 @@
-"""One request and its answer, on ASGI: bounded bodies, JSON, server-sent events, and a client that may leave."""
+"""One request and its answer, on ASGI: bounded bodies, JSON, server-sent events, and clients that leave."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Exchange:
                 return b"".join(parts)
 
     async def left(self) -> None:
-        """Returns when the client has left. The body must have been read."""
+        """Wait until the client has left. The body must have been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -156,7 +156,7 @@ class Exchange:
         self.writing = False
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Waits while the client reads slowly."""
+        """Send data; waits while the client reads slowly."""
         self.done, self.writing = not more, True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self.written, self.writing = asyncio.get_running_loop().time(), False
@@ -169,7 +169,7 @@ class Exchange:
         await self.answer(encode(answer), b"application/json", status, more)
 
     def blame(self, refused: Refused, error: BaseException) -> None:
-        """Tell the operator, of an event as well as of a status, and also what the client is not told."""
+        """Log the error for the operator, also where the client is not told all of it."""
         self.more["code"] = refused.code or refused.kind
         if refused.status == 500:
             log.error("request %s: %s %r", self.id, self.method, self.path[:200], exc_info=error)

@@ -1,7 +1,7 @@
-"""Which names a server that listens on loopback answers to.
+"""Checks the header Host: which names a server that listens on loopback answers to.
 
-A page may have its own name lead to 127.0.0.1 once it is loaded (DNS rebinding). What it asks then comes from this
-machine, and the browser takes the answer for one of the page's own server; only the header Host tells.
+A web page may have its own name resolve to 127.0.0.1 once it is loaded (DNS rebinding). Its requests then come from
+this machine, and the browser treats the answers as those of the page's own server; only the header Host shows it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
 def hosts_for(settings: SimpleNamespace, origins: frozenset[str], public: bool) -> frozenset[str] | None:
-    """The names to answer to besides those of loopback. None means to any, as no page gains by that: other machines
-    reach this server, or no browser does, or pages of any origin may ask. public: as `bound` says.
+    """Names to answer to besides those of loopback. None means any, where no page gains by that: other machines reach
+    this server, or no browser does, or pages of any origin may send requests. public: as `bound` says.
     """
     if public or settings.uds is not None or "*" in origins:
         return None
@@ -36,8 +36,8 @@ def _openai(path: str) -> Dialect:
 
 
 class Hosts:
-    """The application for who calls it by one of its names. flag: that of the settings which adds names. dialect: in
-    which a path is refused, without `root_path`.
+    """Passes requests that call the server by one of its names. flag: the setting that adds names. dialect: the dialect
+    in which a path is refused, without `root_path`.
     """
 
     def __init__(

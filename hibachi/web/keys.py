@@ -1,4 +1,4 @@
-"""Whose keys are taken: from the settings, and from a file of tenants."""
+"""API keys from the settings, and from a file of tenants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _FIELDS = ("key", "keys", "priority", "max_requests", "admin")
 
 
 def tenants_of(settings: SimpleNamespace) -> Tenants:
-    """A key of --api-key is a tenant of its own: key1, key2, ... Raises ConfigError, which shows no key."""
+    """The tenants. Each key of --api-key is a tenant of its own: key1, key2, ... Raises ConfigError, which shows no
+    key.
+    """
     keys = [(key, f"key{i}") for i, key in enumerate(settings.api_key or (), 1)]
     named: dict[str, Tenant] = {}
     if settings.api_keys is not None:
@@ -47,7 +49,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _tenant(where: str, table: Any) -> tuple[list[str], Tenant]:
-    """Its keys, and what it may."""
+    """A tenant of the file: its keys and its limits."""
     if not isinstance(table, Mapping):
         raise ConfigError(f'{where}: expected a table, [NAME] with key = "..." below it.')
     if unknown := table.keys() - set(_FIELDS):

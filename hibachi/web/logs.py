@@ -1,4 +1,4 @@
-"""How the log looks: a line of text, or a JSON object, with the time in UTC."""
+"""Formats of the log: a line of text, or a JSON object, with the time in UTC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server under a path of another one: what a proxy has in front of our routes."""
+"""Serves under a path prefix, as behind a proxy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROOT = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
 
 
 def root_of(given: str | None) -> str:
-    """Of --root-path; "" for none. Raises ConfigError."""
+    """The path of --root-path; "" for none. Raises ConfigError."""
     if given is not None and not _ROOT.fullmatch(given):
         raise ConfigError(f"--root-path: expected a path such as /llm, without a slash at its end; got {given[:80]!r}.")
     return given or ""

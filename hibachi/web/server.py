@@ -1,4 +1,4 @@
-"""A server on uvicorn, with an end in good order, that comes in time whatever hangs."""
+"""A server on uvicorn that shuts down in order and in time, whatever hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log: logging.Logger = logging.getLogger("hibachi.serve")
 BACKLOG = 2048  # connections that wait to be accepted
 KEPT = 75  # seconds an idle connection stays open: longer than balancers keep theirs, so that it is they who close
 FLUSHING = 1  # seconds for slow readers to fetch the end of their answers
-OVERTIME = 2.5  # seconds after the time of the requests, when whatever is left is let go
+OVERTIME = 2.5  # seconds after the time of the requests, when whatever is left is abandoned
 LAST = 2.9  # likewise, for what holds the interpreter
 LOOK = 0.25  # seconds from one look at the server to the next
 LOOKS = 4  # so often it must be found lost
@@ -35,7 +35,7 @@ TOLD_EVERY = 10.0  # seconds: complaints of the same kind are logged no more oft
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, with a certificate that may change. None means no TLS."""
+    """uvicorn's configuration, with a certificate that may change. None means no TLS."""
 
     def __init__(self, app: Any, certificate: Certificate | None, **more: Any) -> None:
         super().__init__(app, **more)
@@ -47,8 +47,8 @@ class Config(uvicorn.Config):
 
 
 def config_of(app: Any, arrival: float | None, tell: Tell, certificate: Certificate | None, **more: Any) -> Config:
-    """arrival: seconds for the headers of a request to come. tell: hears of what was no request. more: settings of
-    uvicorn.
+    """Make the configuration. arrival: seconds for the headers of a request to come. tell: called for what was no
+    request. more: settings of uvicorn.
     """
     # What never is a request passes no application, and browsers show its answer to a page only if it is marked.
     dress = app.marked if isinstance(app, Cors) else None
@@ -69,9 +69,10 @@ def config_of(app: Any, arrival: float | None, tell: Tell, certificate: Certific
 
 
 class Server(uvicorn.Server):
-    """Ends when all requests have. tidings: what to say when it listens. status: of the process, once it has ended.
+    """Ends when all requests have ended. tidings: what to say when it listens. status: of the process, once it has
+    ended.
 
-    What is served says how many requests are open, and what it takes to end them.
+    The application says how many requests are open, and how to end them.
     """
 
     tidings = ""
@@ -177,19 +178,19 @@ class Server(uvicorn.Server):
         raise NotImplementedError
 
     async def end_all(self, left: float) -> None:
-        """End what is there, in so many seconds and a little more."""
+        """End all connections, in about this many seconds."""
         raise NotImplementedError
 
     def works(self) -> bool:
-        """Will running requests end by themselves?"""
+        """Whether running requests will end by themselves."""
         return True
 
     def is_lost(self) -> str | None:
-        """Why the process must end, if it must; asked now and then."""
+        """Why the process must end, if it must; asked at intervals."""
         return None
 
     def leave(self) -> None:
-        """The process ends at once: what would outlive it?"""
+        """The process ends at once: release what would outlive it."""
 
     # ---- the watch ---------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Server(uvicorn.Server):
 
 
 def _descriptors_left() -> float:
-    """How many connections this process may open."""
+    """Number of connections that this process may still open."""
     try:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
     except (OSError, ValueError):
@@ -240,7 +241,7 @@ def _descriptors_left() -> float:
 
 
 def _say(text: str) -> None:
-    """A line on standard error, if anybody is there."""
+    """Write a line to standard error, if it is open."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(f"hibachi: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What signals do while no request is there to be brought to an end."""
+"""Handling of signals while no request runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def end(number: int, frame: object) -> NoReturn:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """SIGTERM is as orderly as Ctrl-C."""
+    """Treat SIGTERM as Ctrl-C: it raises an exception in this block."""
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield

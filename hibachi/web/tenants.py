@@ -1,4 +1,4 @@
-"""Who may come: API keys, whose they are, and what each may do."""
+"""Tenants: API keys, the tenant of each, and what each tenant may do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hibachi.api.errors import DENIED, LIMITED, Refused
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """priority: of its requests; they may name a worse one. max_requests: at once, each continuation and each vector
-    counted; None means any number. admin: may see what concerns others.
+    """A tenant. priority: of its requests, which may ask for a worse one. max_requests: at once, each continuation and
+    each vector counted; None means any number. admin: may see data of other tenants.
     """
 
     priority: int = 0
@@ -27,9 +27,9 @@ NOBODY = Tenant()
 
 @dataclass(eq=False)
 class Tenants:
-    """keys: (key, name of its tenant). Without any, everybody may come, and see everything.
+    """All tenants. keys: (key, name of its tenant). Without any key, every client may send requests and see everything.
 
-    share_prefixes: they share what their prompts have in common; else nobody finds out what another has sent.
+    share_prefixes: tenants share common beginnings of prompts; otherwise none finds out what another has sent.
     """
 
     keys: tuple[tuple[str, str], ...] = ()
@@ -46,7 +46,7 @@ class Tenants:
         return self.named.get(name, NOBODY)
 
     def whose(self, header: bytes | None) -> str | None:
-        """Whose key the header Authorization holds; None means nobody's."""
+        """The tenant whose key the header Authorization holds; None means it holds no valid key."""
         scheme, _, key = (header or b"").partition(b" ")
         given, found = _digest(key.strip()), None
         for digest, name in self._digests:  # all of them: how long it takes must not tell which was near
@@ -55,7 +55,7 @@ class Tenants:
         return found if scheme.lower() == b"bearer" else None
 
     def admit(self, header: bytes | None) -> str:
-        """Whose key the header Authorization holds. Raises Refused."""
+        """The tenant whose key the header Authorization holds. Raises Refused."""
         if not self.keys:
             return ""
         found = self.whose(header)
@@ -70,11 +70,11 @@ class Tenants:
         return found
 
     def may_see_all(self, header: bytes | None) -> bool:
-        """Is this the key of an admin, or is there none to be had, as there are no keys?"""
+        """Whether this is the key of an admin, or there are no keys at all."""
         return not self.keys or ((name := self.whose(header)) is not None and self.of(name).admin)
 
     def check(self, name: str, n: int) -> None:
-        """Raises Refused if a tenant may not have so many continuations more."""
+        """Raise Refused if a tenant may not have this many more continuations."""
         most = self.of(name).max_requests
         if most is None or self.served[name] + n <= most:
             return
@@ -95,9 +95,9 @@ class Tenants:
 
 
 def salt_of(tenant: str, given: str | None) -> str | None:
-    """What a tenant's prompts must have in common to share: its name, and what the request says.
+    """The cache salt of a tenant's request: the tenant's name, and the salt of the request.
 
-    The length of the name stands before it, so that no salt that a request may name makes it another tenant's.
+    The length of the name stands before it, so that no salt in a request can equal another tenant's.
     """
     return f"{len(tenant)}:{tenant}{given or ''}" if tenant else given
 

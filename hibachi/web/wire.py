@@ -1,4 +1,4 @@
-"""HTTP/1.1 responses and server-sent events out of bytes, however these are split. No input or output here."""
+"""Parses HTTP/1.1 responses and server-sent events from bytes, however these are split. No input or output here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;.*)?\r?")
 
 
 class BadAnswer(Exception):
-    """What came is no HTTP/1.1 response."""
+    """The bytes are no HTTP/1.1 response."""
 
 
 class Response:
@@ -176,7 +176,7 @@ def _after_chunk(data: bytes, at: int) -> int:
 
 
 class Events:
-    """The data of server-sent events (WHATWG HTML, 9.2.6), fed with bytes. What else an event has is dropped."""
+    """The data of server-sent events (WHATWG HTML, 9.2.6), fed with bytes. Other fields of an event are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -14,10 +14,8 @@ import pytest
 from .conftest import site
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-CURL = re.findall(r"^curl .*$", PAGE, re.MULTILINE)
+CURL = re.findall(r"^curl (?:.*\\\n)*.*$", PAGE, re.MULTILINE)
 (TEMPLATE,) = re.findall(r"^hibachi serve --chat-template '(.*)'$", PAGE, re.MULTILINE)
-CURL_HELP = ["curl", "--help", "all"]
-HAS_JSON = shutil.which("curl") and "--json" in subprocess.run(CURL_HELP, capture_output=True, text=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +25,11 @@ def here(texts):
 
 
 def test_the_commands_are_answered(here):
-    if not HAS_JSON:
-        pytest.skip("curl is not installed, or older than 7.82")
+    if not shutil.which("curl"):
+        pytest.skip("curl is not installed")
     assert len(CURL) >= 5
     for command in CURL:
-        words = [w.replace("127.0.0.1:8000", f"127.0.0.1:{here.port}") for w in shlex.split(command, comments=True)]
+        words = [w.replace("127.0.0.1:8000", f"127.0.0.1:{here.port}") for w in shlex.split(command.replace("\\\n", " "), comments=True)]
         done = subprocess.run([*words, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "-N" in words:

@@ -246,7 +246,7 @@ def test_a_request_that_does_not_come_in_time(start, slow_model):
 
 def test_what_is_not_done_in_time_is_cut_off(start):
     server = start("--drain-timeout", "0.1", "--host", "0.0.0.0").ready()
-    assert "whoever reaches http://0.0.0.0:" in server.wait_for("no --api-key")
+    assert "any client that reaches http://0.0.0.0:" in server.wait_for("no --api-key")
     answer = server.stream(LONG | {"max_tokens": 480})
     text = first(answer)
     assert server.end(signal.SIGINT) == 0

@@ -27,12 +27,12 @@ _loads = json.loads
 
 @dataclass(slots=True)
 class Sample:
-    """What became of a request. due, sent, end: seconds after the start; chunks: when each with new text came.
+    """The result of a request. due, sent, end: seconds after the start; chunks: times of chunks with new text.
 
-    due: when it should have been sent, where there is a rate; sent: when it was; waited: as only so many may run at a
-    time, there was no place for it. counted: tokens, as the server says. error: a kind, or None; message: what it said.
-    Times of the user count from `due`, so that a generator that is late does not make the server look fast; where there
-    is no rate, from `sent`.
+    due: when it should have been sent, where there is a rate; sent: when it was; waited: it was late because the most
+    requests at a time were running. counted: tokens, as the server says. error: a kind, or None; message: its text.
+    Times of the user count from `due`, so that a late generator does not make the server look fast; where there is no
+    rate, from `sent`.
     """
 
     id: int

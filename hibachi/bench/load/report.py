@@ -190,7 +190,7 @@ def plot(samples: Sequence[Sample], of: dict[str, Any], title: str, path: str | 
 
 
 def _shares(panel: Any, found: dict[str, Sequence[float]]) -> None:
-    """The share of requests that took at most so long."""
+    """Plot the share of requests over the time that they took at most."""
     found = {label: values for label, values in found.items() if len(values)}
     for colour, (label, values) in zip((COLOURS[1], COLOURS[0]), found.items(), strict=False):
         x = np.maximum(np.quantile(values, np.linspace(0, 1, 201)), 1e-6)

@@ -23,7 +23,7 @@ CLIFF = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Decode steps of so many rows at so much context. seconds: the median of a step."""
+    """Decode steps at this many rows and this much context. seconds: the median of a step."""
 
     rows: int
     context: int

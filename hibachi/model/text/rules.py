@@ -1,8 +1,8 @@
-"""The rules of a tokenizer.json: what they can make of a text, told from the file before any of them is run.
+"""Checks the rules of a tokenizer.json before any of them is run: how much longer they can make a text.
 
 A tokenizer.json comes with a model, from anywhere, and the library tokenizers runs it in this process. Nine rules that
-make ten letters of one ask for all memory there is, and a regular expression may try for ever. So growth is counted
-from the file, and rules whose cost the file does not tell are tried first in a process of their own.
+make ten letters of one ask for all memory there is, and a regular expression may try for ever. So growth is computed
+from the file, and rules whose cost the file does not tell are first tried in a process of their own.
 """
 
 from __future__ import annotations

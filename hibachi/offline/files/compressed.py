@@ -127,9 +127,9 @@ class Sink(Protocol):
 
 
 class Plain:
-    """The file itself, for libraries that close what they write to, also when they are thrown away half way.
+    """The file itself, for libraries that close what they write to, also when they are discarded half way.
 
-    After an error every write raises it again; once `dead`, nothing more is written and nobody is told.
+    After an error every write raises it again; once `dead`, nothing more is written and no error is raised.
     """
 
     closed = False

@@ -11,8 +11,8 @@ _CHUNK = 1 << 20
 
 
 def rows_in(sources: Sources) -> int | None:
-    """Lines stand for rows, so blank ones and quoted line ends count as well; None means nobody knows before the
-    end.
+    """Number of lines as an estimate of the rows: blank ones and quoted line ends count too. None means unknown before
+    the end.
     """
     total = 0
     for file in sources.files:

@@ -15,7 +15,7 @@ from hibachi.offline.files.compressed import Damaged
 from hibachi.offline.files.rows import LINE_LIMIT, InvalidInput, Row
 
 BOM = b"\xef\xbb\xbf"
-DEEPEST = 200  # arrays and objects in each other; a limit of ours, as Python's depends on who calls
+DEEPEST = 200  # arrays and objects in each other; a limit of ours, as Python's depends on the depth of the caller
 PIECE = 1 << 20  # bytes of a line that is too long, read at a time
 
 NOT_FINITE = "NaN or infinity written as null"

@@ -99,7 +99,7 @@ def values(array: Any) -> list[Any]:
     if _whole_type(pa, array.type):
         try:
             return list(array.to_pylist())
-        except (ValueError, OverflowError, TypeError, pa.ArrowException):  # years over 9999, zones nobody knows
+        except (ValueError, OverflowError, TypeError, pa.ArrowException):  # years over 9999, unknown zones
             pass
     return [_value(pa, each) for each in array]
 

@@ -1,1 +1,1 @@
-"""Who computes rows, and what their columns say."""
+"""Kinds of work that compute rows, and how columns are read."""

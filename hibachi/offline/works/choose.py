@@ -1,4 +1,4 @@
-"""Who computes the rows: which kind of work a task and a model need."""
+"""Chooses the kind of work that a task and a model need."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def work_of(
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """What a line of OpenAI's may call the model, where nobody says so: as it was given, or by its name."""
+    """The default model names that lines of OpenAI's batches may use: as the model was given, or its name."""
     return tuple(dict.fromkeys((model, name_of(model))))
 
 

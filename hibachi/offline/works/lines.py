@@ -1,4 +1,4 @@
-"""OpenAI's batch lines: {"custom_id", "method", "url", "body"}, whoever answers them.
+"""OpenAI's batch lines: {"custom_id", "method", "url", "body"}, by any kind of work.
 
 An answer is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}. As in vLLM, a line that is
 refused has a response as well, with a status of 400 or more; `error` then says why in short.
@@ -28,7 +28,7 @@ def are_lines(columns: Sequence[str] | None) -> bool:
 
 
 class Lines:
-    """What does not depend on who computes: names, ids, duplicates, answers.
+    """Reading and answering of lines, whatever computes them: names, ids, duplicates, answers.
 
     created: Unix time in seconds of the run's start.
     """

@@ -1,7 +1,7 @@
-"""Requests to a server, many at a time, from a thread with an event loop of its own; what may pass is tried again.
+"""Requests to a server, many at a time, from a thread with its own event loop; passing failures are retried.
 
-A server is taken to be there as long as it answers anybody. So a request that fails again and again while others are
-answered is at fault itself, and one that fails while nobody is answered is not.
+A server counts as reachable as long as it answers any request. So a request that fails again and again while others are
+answered is at fault itself, and one that fails while none is answered is not.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One request. outcome: status and body, or why there is none. since: answers that anybody had got when it began,
-    or failed the last time. pausing: nothing of it is at the server."""
+    """One request. outcome: status and body, or why there is none. since: number of answers to any request when it
+    began, or failed the last time. pausing: nothing of it is at the server.
+    """
 
     number: int
     path: str
@@ -138,7 +139,7 @@ class Sender:
             self._loop.call_soon_threadsafe(self._begin)
 
     def wait(self, timeout: float) -> Sequence[int]:
-        """Those that are done, after at most so many seconds."""
+        """The finished requests, after at most this many seconds."""
         done: list[int] = []
         with suppress(Empty):
             number = self._done.get(timeout=max(timeout, 0.0))
@@ -275,7 +276,7 @@ class Sender:
             raise self._end(Lost(f"{self._url} has answered nothing for a while. The last time: {why}."))
         told = _seconds(after)
         if status == BUSY and told is not None:
-            times = 1  # who says when is taken at their word, also where that is soon
+            times = 1  # a server that says when to retry is believed, even if that is soon
         seconds = patience.pause * patience.factor ** min(times - 1, patience.tries)
         seconds *= 0.75 + 0.5 * (flight.number * 0.618 % 1)  # not all at the same time
         flight.pausing = True

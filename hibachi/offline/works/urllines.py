@@ -31,7 +31,7 @@ from hibachi.offline.works.work import Prepared, Result, RowError
 
 _PROMPTS = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}
 _IDS = {COMPLETIONS: ("cmpl", "text"), CHAT: ("chatcmpl", "chat"), EMBEDDINGS: ("embd", "embedding")}
-_OF_COMPANY = ("timings", "kv_transfer_params")  # fields of answers that depend on time, or on who else was there
+_OF_COMPANY = ("timings", "kv_transfer_params")  # fields of answers that depend on time, or on other requests
 
 
 @dataclass(slots=True)

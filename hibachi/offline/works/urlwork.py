@@ -208,7 +208,7 @@ class UrlVectors(UrlRows):
 
 @dataclass(frozen=True, slots=True)
 class Said(SamplingParams):
-    """Parameters that know which of them somebody named: a server has defaults of its own for the others."""
+    """Parameters that remember which of them were given: a server has defaults of its own for the others."""
 
     named: frozenset[str] = frozenset()
 

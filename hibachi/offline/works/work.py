@@ -1,4 +1,4 @@
-"""What a run asks of whoever computes its rows: an engine here, one in another process, or a server."""
+"""The protocol of work that computes rows: by an engine here, one in another process, or a server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hibachi.offline.files.writers import Field
 
 @dataclass(slots=True)
 class Prepared:
-    """A row that can be computed. key: how its prompt begins, in blocks, for who shares it. longest: tokens of prompt
-    and answer, as far as that is known. size: bytes that it holds, about. what: for the `Work` that made it.
+    """A row that can be computed. key: the beginning of its prompt, in blocks, for rows that share it. longest: tokens
+    of prompt and answer, as far as known. size: about how many bytes it holds. what: for the `Work` that made it.
 
     For a plan, as far as a tokenizer here tells: prompt_tokens, of all its prompts; new_tokens, of all its answers, at
-    most; longest_answer, of one of them."""
+    most; longest_answer, of one of them.
+    """
 
     key: Any
     longest: int
@@ -30,8 +31,9 @@ class Prepared:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a row. values: by the names of `Work.fields`, as JSON holds them. Tokens: of the prompt, of those
-    the ones whose keys and values were found in the cache, and new ones."""
+    """The result of a row. values: by the names of `Work.fields`, as JSON holds them. Tokens: of the prompt, of these
+    those found in the cache, and new ones.
+    """
 
     values: dict[str, Any]
     prompt_tokens: int = 0
@@ -111,7 +113,7 @@ class Work(Protocol):
         ...
 
     def wait(self, timeout: float) -> Sequence[int]:
-        """The rows that are done, after at most so many seconds. Raises Lost if the engine hangs."""
+        """The rows that are done, after at most this many seconds. Raises Lost if the engine hangs."""
         ...
 
     def wake(self) -> None:

@@ -73,7 +73,7 @@ def adapter(name: str) -> ModuleType:
 
 
 def commands(engine: Engine, busy: threading.Event) -> Iterator[bytes]:
-    """The lines of the standard input. If it ends while the engine works, nobody waits for the answer any more."""
+    """The lines of the standard input. If it ends while the engine works, the answer is not needed any more."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -98,7 +98,7 @@ def close(engine: Engine) -> None:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print is for nobody to parse
+    os.dup2(2, 1)  # the output of engines must not be parsed
 
     def tell(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")
