@@ -51,33 +51,40 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     else the array.
 
     model: an object with `step` and `cache_spec` (level 2, `CachedModel`), `logits` (level 1, `LogitsModel`) or
-    `forward` (level 0, `Autoregressive`); the highest it has is used. stop_token: ends every request; a number or an
-    array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`. stop_rule: what else ends every request, as
-    `run(stop_rule=)` says it; with a tolerance of its own. token: one of the kind (shape and dtype) that all tokens
-    have, a number or an array (*tok). None means each request has its own kind; those of different kinds share no call.
+    `forward` (level 0, `Autoregressive`); the highest level it has is used.
+    stop_token: ends every request; a number or an array of shape (*tok) or (1, *tok). See also `run(stop_rule=)`.
+    stop_rule: a further stop rule for every request, as `run(stop_rule=)` takes it; with a tolerance of its own.
+    token: one of the kind (shape and dtype) that all tokens have, a number or an array (*tok). None means each request
+    has its own kind; requests of different kinds share no call.
     padding_token: (1, *tok), or a number; levels 0 and 1 pad shorter rows with it on the left. None means only rows of
-    equal length share a forward pass, and nothing is padded. Both must fit a request's tokens, or it is refused.
-    max_num_seqs: requests that run at once. max_model_len: most tokens of a request, prompt included; None means the
-    model's own `max_model_len`, else, with a stop_token or stop_rule, 2**20. max_num_batched_tokens: level 2, tokens
-    computed in a step. block_size: level 2, positions in a cache block; None means what suits the backend, 16 or more.
+    equal length share a forward pass, and nothing is padded. A request whose tokens do not fit stop_token or
+    padding_token is refused.
+    max_num_seqs: requests that run at once.
+    max_model_len: most tokens of a request, prompt included; None means the model's own `max_model_len`, else, with a
+    stop_token or stop_rule, 2**20.
+    max_num_batched_tokens: level 2, tokens computed in a step.
+    block_size: level 2, positions in a cache block; None means what suits the backend, 16 or more.
     kv_cache_memory_bytes: level 2, memory for keys and values; None means enough for a full batch, at most 1 GiB or the
-    device's. cache_tokens: level 2, positions that the cache holds, if the memory does; None means any number. dtype:
-    level 2, of the cache; None means the model's own `dtype`, where that is a name, else "float32".
-    enable_prefix_caching: level 2, requests share the keys and values of what they have in common at the beginning,
-    also with those that have ended, as long as nobody needs the memory. scheduling_policy: who is served next:
-    "priority" (None; by `Terms.priority`, then by arrival), "fcfs", "fair", "shares", "waiting-served", one that is
-    installed, or an object (`hibachi.plan.policy`). reserve_all: level 2, a request starts when there is memory for all
-    that it may generate, and is never preempted. False means when there is memory for its prompt; if memory runs out
-    later, the last in the order of service is preempted and computes its tokens again. max_prefill_tokens: tokens of
-    prompts computed in a step; None means what max_num_batched_tokens leaves. max_num_queued_reqs, pause_after,
-    restart, stall_after, record, overlap: see `BatchInference`. deterministic: who shares the batch never changes a
-    bit. Level 2: on a backend's kernels for that (`backend.invariant()`, on which the model must have been made), which
-    `selfcheck` tries when the engine is made. Levels 0 and 1: rows share calls between which no bit differs, which is
-    tried on the model, at level 0 with the first prompt; one row a call where there are none. None means level 2 as the
-    model was made, level 1 if it works when it is tried (not where each shape is compiled, nor if the model's attribute
-    `deterministic` is False), level 0 no. See docs/determinism.md. backend: a name, a backend, an object with the nine
-    operations (level 0), or None, which means the model's `backend`, else that of its parameters, its buffers, other
-    arrays that it holds (NumPy's apart), else of the first prompt.
+    device's.
+    cache_tokens: level 2, positions that the cache holds, if the memory does; None means any number.
+    dtype: level 2, of the cache; None means the model's own `dtype`, where that is a name, else "float32".
+    enable_prefix_caching: level 2, requests that begin alike share keys and values, also with ended requests, as long
+    as no other request needs the memory.
+    scheduling_policy: which request starts next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs",
+    "fair", "shares", "waiting-served", an installed one, or an object (`hibachi.plan.policy`).
+    reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.
+    False means that it starts when there is memory for its prompt; if memory runs out later, the last in the order of
+    service is preempted and computes its tokens again.
+    max_prefill_tokens: tokens of prompts computed in a step; None means what max_num_batched_tokens leaves.
+    max_num_queued_reqs, pause_after, restart, stall_after, record, overlap: see `BatchInference`.
+    deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
+    (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
+    Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
+    first prompt; otherwise each call has one row. None means level 2 as the model was made, level 1 if it works when it
+    is tried (not where each shape is compiled, nor if the model's attribute `deterministic` is False), level 0 no. See
+    docs/determinism.md.
+    backend: a name, a backend, or an object with the nine operations (level 0). None means the model's `backend`, else
+    that of its parameters, its buffers, other arrays that it holds (NumPy's apart), else of the first prompt.
 
     Raises ConfigError, BackendNotFound, BackendNotInstalled, UnsupportedOperation or NotDeterministic.
     """

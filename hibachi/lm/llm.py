@@ -25,27 +25,32 @@ QUANTIZATIONS = ("auto", "none", "int8")
 
 
 class LLM(Texts):
-    """A language model from its files, batched.
+    """A language model loaded from its files, with an engine that batches its requests.
 
     model: "tiny", which ships with hibachi; a folder in Hugging Face layout; a GGUF file; or "org/name" on the Hugging
-    Face Hub, from the local cache or downloaded (extra 'hf'). backend: a name, a backend, or None, which
-    means what the variable HIBACHI_DEFAULT_BACKEND names, else the first of torch, jax and numpy that imports.
-    device: in the backend's own notation. dtype: to compute in; None means the checkpoint's, where hibachi's kernels or
-    an accelerator compute it, else float32. max_model_len: None means what the model was trained for.
-    max_num_seqs: requests at once; max_num_batched_tokens: tokens of a step; kv_cache_memory_bytes, cache_tokens,
-    block_size: memory for keys and values; the options from enable_prefix_caching on: see
-    `AutoregressiveBatchInference`. deterministic: who shares the batch never changes a bit of an answer; None means
-    wherever hibachi's kernels load, and on the CPU with torch. See docs/determinism.md.
+    Face Hub, from the local cache or downloaded (extra 'hf').
+    backend: a name or a backend. None means what the variable HIBACHI_DEFAULT_BACKEND names, else the first of torch,
+    jax and numpy that imports.
+    device: in the backend's own notation.
+    dtype: to compute in; None means the checkpoint's, where hibachi's kernels or an accelerator compute it, else
+    float32.
+    max_model_len: longest sequence in tokens; None means what the model was trained for.
+    max_num_seqs: requests at once. max_num_batched_tokens: tokens of a step.
+    kv_cache_memory_bytes, cache_tokens, block_size: memory for keys and values. For the options from
+    enable_prefix_caching on, see `AutoregressiveBatchInference`.
+    deterministic: other requests in the batch never change a bit of an answer; None means wherever hibachi's kernels
+    load, and on the CPU with torch. See docs/determinism.md.
 
     autotune: seconds to time kernels on the model's shapes, "1s" or "full"; None means none, or what the environment
-    variable HIBACHI_AUTOTUNE says. Only what gives the same bits is chosen from, unless kernels is given: a file that
-    is taken if it is there, and else is written with the fastest of all, so that another machine can do the same. See
-    docs/backends.md.
+    variable HIBACHI_AUTOTUNE says. Only kernels that give the same bits are candidates, unless `kernels` is given.
+    kernels: a file. If it exists, its kernels are used; otherwise it is written with the fastest of all, so that
+    another machine can use the same. See docs/backends.md.
     quantization: "int8": matrices in eight bits, which takes half the memory of bfloat16 and less time; "auto": where
     it was measured to take less time on this machine; None or "none": as the dtype says. See docs/quantization.md.
 
-    default_params: the SamplingParams of a request that brings none; from the model's generation_config.json. As in
-    vLLM, parameters of one's own take the place of all of them; `llm.default_params.with_(...)` changes a few.
+    default_params: an attribute, the SamplingParams of a request that brings none; from the model's
+    generation_config.json. As in vLLM, parameters given with a request replace all of them;
+    `llm.default_params.with_(...)` changes a few.
 
     Raises UnknownArchitecture, InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound,
     BackendNotInstalled.

@@ -10,12 +10,13 @@ import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
-from hibachi.errors import InvalidRequest
+from hibachi.errors import InvalidRequest, shown
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
 from hibachi.lm.progress import counted, watch
 from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
+from hibachi.model.text.own import NoTokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
 from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.loops import give_way
@@ -305,7 +306,7 @@ class Texts(Holding):
             wanted[t.tenant] += p.runs
         self._check_room(wanted)  # before anything is made of them
         ready = [self._ready(prompt, own, p, t) for prompt, own, p, t in zip(prompts, ids, each, served, strict=True)]
-        return [
+        streams = [
             TextStream(
                 prompt,
                 own,
@@ -324,9 +325,19 @@ class Texts(Holding):
             )
             for prompt, own, p, some in zip(prompts, ids, each, ready, strict=True)
         ]
+        if isinstance(self.tokenizer, NoTokenizer):  # pieces without a text come with each token, not all at the end
+            for choice in (choice for stream in streams for choice in stream.choices):
+                choice.each = True
+        return streams
 
     def _ready(self, prompt: Prompt, ids: list[int], p: SamplingParams, terms: Terms) -> list[Any]:
         """The checked requests for one prompt: one for each continuation."""
+        if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
+            name = "stop" if p.stop else "bad_words"
+            raise InvalidRequest(
+                f"{name} takes a tokenizer, which this model has not; got {shown(getattr(p, name))}. Use stop_token_ids, "
+                f"or allowed_token_ids and logit_bias to keep tokens away."
+            )
         run = p
         if p.stop or p.bad_words or p.runs > 1:
             run = run.with_(stop=(), bad_words=(), n=1, best_of=None)

@@ -178,7 +178,7 @@ class Server(uvicorn.Server):
         raise NotImplementedError
 
     async def end_all(self, left: float) -> None:
-        """End all connections, in about this many seconds."""
+        """End what still runs, in `left` seconds and a little more."""
         raise NotImplementedError
 
     def works(self) -> bool:

@@ -333,7 +333,10 @@ def test_what_cannot_be_used_is_said_before_the_server_begins(place, pems, tmp_p
     other = str(pems("two")[1])
     for given, message in (
         ({"ssl_keyfile": key}, r"^--ssl-keyfile is the key of --ssl-certfile, which is missing"),
-        ({"ssl_ca_certs": cert}, r"^--ssl-ca-certs checks the certificates of clients over TLS, so it needs --ssl-certfile"),
+        (
+            {"ssl_ca_certs": cert},
+            r"^--ssl-ca-certs checks the certificates of clients over TLS, so it needs --ssl-certfile",
+        ),
         ({"ssl_certfile": cert}, r"^--ssl-certfile .*cert\.pem"),
         ({"ssl_certfile": cert, "ssl_keyfile": other}, r"^--ssl-certfile .*mismatch"),
         (

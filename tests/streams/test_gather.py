@@ -252,7 +252,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="a key of its own; 'a' is still there"):
         gather.add("a", [])
     p.channel.pause_after = 4
-    with pytest.raises(ConfigError, match="Give feed="):
+    with pytest.raises(ConfigError, match="Pass feed="):
         gather.add("b", [p.stream])
     gather.add("c", [p.stream], print)
 
