@@ -87,8 +87,11 @@ def served(page, folder):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_the_python_of_a_page_runs_and_prints_what_is_shown(page, tmp_path):
-    """Each block by itself, as a reader would paste it: with no name from another one, in an empty folder."""
+def test_the_python_of_a_page_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
+    """Each block by itself, as a reader would paste it: with no name from another one, in an empty folder, and without
+    the variable by which the tests choose NumPy.
+    """
+    monkeypatch.delenv("HIBACHI_DEFAULT_BACKEND")
     with served(page, tmp_path) as url:
         for source, shown in programs(page):
             printed = run_alone(source.replace(ADDRESS, url), page)

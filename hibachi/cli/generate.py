@@ -69,11 +69,8 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
     if limit is None and not hasattr(model, "max_model_len"):
         limit = len(prompt) + args.max_tokens
     with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_num_seqs=1) as engine:
-        stream = (
-            engine.run(prompt, params, include_stop=False)
-            if samples
-            else engine.run(prompt, max_tokens=args.max_tokens)
-        )
+        own: dict[str, Any] = {"params": params, "include_stop": False} if samples else {"max_tokens": args.max_tokens}
+        stream = engine.run(prompt, **own)
         _tell(prompt, stream, echo=args.echo)
     return 0
 

@@ -335,8 +335,8 @@ class Texts(Holding):
         if (p.stop or p.bad_words) and isinstance(self.tokenizer, NoTokenizer):
             name = "stop" if p.stop else "bad_words"
             raise InvalidRequest(
-                f"{name} takes a tokenizer, which this model has not; got {shown(getattr(p, name))}. Use stop_token_ids, "
-                f"or allowed_token_ids and logit_bias to keep tokens away."
+                f"{name} takes a tokenizer, and this model has none; got {shown(getattr(p, name))}. Use "
+                f"stop_token_ids; allowed_token_ids and logit_bias keep tokens away."
             )
         run = p
         if p.stop or p.bad_words or p.runs > 1:

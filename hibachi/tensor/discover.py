@@ -107,7 +107,9 @@ def best_and_why() -> tuple[str, str]:
 
 
 def why_missing(name: str) -> str | None:
-    """Why a registered backend does not load, or None if it does."""
+    """Why a backend does not load, or None if it does."""
+    if name not in _found():
+        return "no installed package registers it"
     try:
         _class(name)
     except Exception as e:  # a broken library must not take the working ones with it

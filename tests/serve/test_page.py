@@ -29,7 +29,8 @@ def test_the_commands_are_answered(here):
         pytest.skip("curl is not installed")
     assert len(CURL) >= 5
     for command in CURL:
-        words = [w.replace("127.0.0.1:8000", f"127.0.0.1:{here.port}") for w in shlex.split(command.replace("\\\n", " "), comments=True)]
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+        words = [word.replace("127.0.0.1:8000", f"127.0.0.1:{here.port}") for word in words]
         done = subprocess.run([*words, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "-N" in words:

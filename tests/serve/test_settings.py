@@ -178,7 +178,7 @@ def test_the_model_may_stand_without_a_flag(taken):
         (["--api-keys", "no/such.toml"], "--api-keys no/such.toml: No such file"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile is the key of --ssl-certfile, which is missing."),
         (["--ssl-certfile", "no/such"], "--ssl-certfile no/such"),
-        (["--ssl-ca-certs", "ca"], "--ssl-ca-certs checks the certificates of clients over TLS, so it needs --ssl-certfile."),
+        (["--ssl-ca-certs", "ca"], "checks the certificates of clients over TLS, so it needs --ssl-certfile."),
         (["--root-path", "llm"], "--root-path: expected a path such as /llm, without a slash at its end; got 'llm'."),
         (["--allowed-origins", "page.example"], "--allowed-origins: expected origins, such as https://page.example"),
         (["--chat-template", "no/such.jinja", "--port", "0"], "no/such.jinja: there is no such file"),
