@@ -17,8 +17,18 @@ from hibachi.engine.engine import Engine
 from .models import PATIENCE, Background, Gate, Next, ints, until
 
 
+before: set[threading.Thread] = set()  # threads of engines that other tests keep for all of theirs
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    before.update(threading.enumerate())
+    yield
+    before.clear()
+
+
 def engine_threads():
-    return [t for t in threading.enumerate() if t.name == "hibachi-engine"]
+    return [t for t in threading.enumerate() if t.name == "hibachi-engine" and t not in before]
 
 
 # ---- idle --------------------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def test_what_a_file_defines_goes_to_the_engine_and_back_whatever_it_is_called(t
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("", "defines Letters, Mute"),
+        ("", "Letters; its classes with a method .* are Letters, Mute"),
         (":Leters", "no 'Leters'. It defines Letters, "),
         (":TooFar", "A model needs one of `forward"),
         (":Skips", "A model needs one of `forward"),
