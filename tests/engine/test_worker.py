@@ -16,7 +16,6 @@ from hibachi.engine.engine import Engine
 
 from .models import PATIENCE, Background, Gate, Next, ints, until
 
-
 before: set[threading.Thread] = set()  # threads of engines that other tests keep for all of theirs
 
 
