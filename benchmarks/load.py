@@ -23,7 +23,7 @@ imported = time.perf_counter()
 with hibachi.LLM(sys.argv[1], backend=sys.argv[2], dtype=sys.argv[3]) as llm:
     loaded = time.perf_counter()
     stream = llm.stream("The capital of France is", hibachi.SamplingParams(temperature=0, max_tokens=4))
-    piece = next(iter(stream)).text
+    piece = next(stream).text
     first = time.perf_counter()
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 print(imported - began, loaded - imported, first - loaded, first - began, peak, repr(piece))

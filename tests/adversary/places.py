@@ -80,7 +80,7 @@ def options_of(rng: random.Random, level: int) -> dict[str, Any]:
         "max_num_seqs": rng.choice((3, 5, 8)),
         "max_num_queued_reqs": 80,
         "pause_after": rng.choice((1, 4, 16)),
-        "policy": rng.choice(("priority", "fcfs", "fair", "shares", "waiting-served", "aging")),
+        "scheduling_policy": rng.choice(("priority", "fcfs", "fair", "shares", "waiting-served", "aging")),
     }
     if level == 2:
         options |= {
@@ -92,7 +92,8 @@ def options_of(rng: random.Random, level: int) -> dict[str, Any]:
 
 
 def _policy(options: dict[str, Any]) -> dict[str, Any]:
-    return options | {"policy": Priority(age=1.0) if options["policy"] == "aging" else options["policy"]}
+    name = options["scheduling_policy"]
+    return options | {"scheduling_policy": Priority(age=1.0) if name == "aging" else name}
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +165,8 @@ def remote(level: int, model: type) -> Make:
     """A model of hostile.py in another process."""
 
     def make(options: dict[str, Any], rng: random.Random, solo: bool) -> Place:
-        asked = _alone(options) if solo else options | {"policy": options["policy"].replace("aging", "fair")}
+        policy = options["scheduling_policy"].replace("aging", "fair")
+        asked = _alone(options) if solo else options | {"scheduling_policy": policy}
         if level == 2 and not solo:
             asked["kv_cache_memory_bytes"] = _cache_bytes(model(), options)
         with _surroundings():

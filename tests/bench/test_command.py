@@ -8,7 +8,7 @@ import pytest
 from hibachi.bench import work
 from hibachi.cli import main
 
-TINY_WORK = ["--requests", "3", "--repeat", "1", "--rows", "4", "--no-bound"]
+TINY_WORK = ["--requests", "3", "--repeat", "1", "--max-num-seqs", "4", "--no-bound"]
 
 
 def test_throughput_and_compare(tmp_path, capsys):

@@ -191,7 +191,7 @@ def test_anthropics_key_is_a_key_and_goes_no_further(mock, route):
 
 
 def test_own_answers_are_for_pages_too_and_for_head(mock, route):
-    router = route(mock("m"), cors="*")
+    router = route(mock("m"), allowed_origins="*")
     answer = router.ask("/v1/models", None, b"Origin: https://page.example")
     assert answer[b"access-control-allow-origin"] == b"*"
     with router.wire() as wire:

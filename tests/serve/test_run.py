@@ -30,9 +30,8 @@ class Process:
     deaf = over = False
 
     def __init__(self, *args):
-        env = {
-            k: v for k, v in os.environ.items() if not k.startswith("HIBACHI_") or k.endswith(("NATIVE", "AUTOTUNE"))
-        }
+        kept = ("NATIVE", "AUTOTUNE", "DEFAULT_BACKEND")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("HIBACHI_") or k.endswith(kept)}
         self.popen = subprocess.Popen(
             [*COMMAND, *args], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=env
         )

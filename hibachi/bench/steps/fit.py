@@ -78,7 +78,7 @@ def measure(
             began = time.monotonic()
             streams = [_start(engine, rng.integers(0, vocab_size, c), new_tokens) for _ in range(r)]
             if r > 1:  # one more prompt when they decode
-                next(iter(streams[-1]), None)
+                next(streams[-1], None)
                 streams.append(_start(engine, rng.integers(0, vocab_size, c), 2))
             for stream in streams:
                 for _ in stream:
