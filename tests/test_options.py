@@ -185,6 +185,15 @@ def test_an_old_flag_is_told_the_new_one(line, old, new, capsys):
     assert told.err.endswith(f"hibachi {command}: error: {old.partition('=')[0]} is called {new} now\n")
 
 
+@pytest.mark.parametrize(
+    "line", ["route --max-queued 3", "run-batch --max-batch-size=3 -i in.csv", "bench fit --budget 3"]
+)
+def test_an_old_flag_is_told_before_what_is_missing(line, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert " now\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["generate", "chat", "demo", "bench growth"])
 def test_no_command_is_told_a_flag_that_it_lacks(line, capsys):
     with pytest.raises(SystemExit):
@@ -208,14 +217,14 @@ def test_an_old_name_in_a_file_or_a_variable_is_told_the_new_one(settings, old, 
     with pytest.raises(hibachi.ConfigError, match=f"config.toml: {old} is called {new} now\\.$"):
         settings.settle({}, {}, str(file))
     variable, now = (f"HIBACHI_{name.upper().replace('-', '_')}" for name in (old, new))
-    assert settings.misspelled({variable: "3"}) == [f"{variable} is called {now} now, and has no effect"]
+    assert settings.misspelled({variable: "3"}) == [f"{variable} has no effect here: its name is {now}"]
 
 
 def test_run_batch_warns_of_an_old_variable(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HIBACHI_MAX_BATCH_SIZE", "3")
     (tmp_path / "in.csv").write_text("")
     main(["run-batch", "-i", str(tmp_path / "in.csv"), "-o", str(tmp_path / "out.csv")])
-    remark = "hibachi: HIBACHI_MAX_BATCH_SIZE is called HIBACHI_MAX_NUM_SEQS now, and has no effect.\n"
+    remark = "hibachi: HIBACHI_MAX_BATCH_SIZE has no effect here: its name is HIBACHI_MAX_NUM_SEQS.\n"
     assert capsys.readouterr().err.startswith(remark)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import Any, NoReturn
 
 from hibachi.errors import HibachiError, printable
 from hibachi.options import renamed
@@ -32,11 +33,25 @@ FAILED = 1
 BROKEN_PIPE = 141  # as shells report a program whose reader closed the pipe
 
 
+class Parser(argparse.ArgumentParser):
+    """For a command line that cannot be read, an option that was renamed is told first."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = [*args]
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        known = {option[2:].replace("-", "_") for action in self._actions for option in action.option_strings}
+        super().error(_renamed(self._words, known) or message)
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line. only: the one command that is parsed, so that the others need not be imported;
     another word means all of them.
     """
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="hibachi",
         description="Continuous batching for any autoregressive model.",
         epilog="`hibachi demo` is a good beginning; `hibachi COMMAND --help` says more.",
@@ -65,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     args, rest = parser(words[0] if words else None).parse_known_args(words)
     if rest and args.command != "conformance":
-        args.parser.error(_unknown(rest, vars(args)))
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     try:
         with showing_phases():
@@ -80,17 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _unknown(rest: Sequence[str], options: Iterable[str]) -> str:
-    """The message for unknown arguments of a command; for an option that was renamed it names the new one."""
-    known = {*options}
-    if "enable_prefix_caching" in known:
-        known.add("no_enable_prefix_caching")
-    for word in rest:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-            if (new := renamed(flag[2:].replace("-", "_"), known)) is not None:
-                return f"{flag} is called --{new.replace('_', '-')} now"
-    return f"unrecognized arguments: {' '.join(rest)}"
+def _renamed(words: Sequence[str], known: Iterable[str]) -> str | None:
+    """The message for the first option that was renamed, if there is one. known: the options, with underscores."""
+    for word in words:
+        flag = word.partition("=")[0]
+        name = flag[2:].replace("-", "_")
+        if flag.startswith("--") and name not in known and (new := renamed(name, known)) is not None:
+            return f"{flag} is called --{new.replace('_', '-')} now"
+    return None
 
 
 def _explain(e: BaseException) -> int:

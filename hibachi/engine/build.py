@@ -287,23 +287,44 @@ def _bytes(dtype: str) -> int:
 
 
 def level_of(model: Any) -> int:
-    """The highest level of the ladder that the model implements. Raises ConfigError if none."""
+    """The highest level of the ladder that the model implements. Raises ConfigError if none, and for a method that
+    does not take what it is called with.
+    """
 
     def has(name: str) -> bool:
         return callable(getattr(model, name, None))
 
     if has("step") and has("cache_spec"):
+        _check_takes(model, "step", "params", "cache", "x")
         return 2
     if has("logits"):
         if not isinstance(getattr(model, "vocab_size", None), int):
             raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
+        _check_takes(model, "logits", "tokens", "lengths")
         return 1
     if has("forward"):
+        _check_takes(model, "forward", "tokens")
         return 0
     raise ConfigError(
         f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)` or `step(params, cache, x)` with "
         f"`cache_spec()`; {type(model).__name__} has none. See docs/models.md."
     )
+
+
+def _check_takes(model: Any, name: str, *arguments: str) -> None:
+    """Raise ConfigError if the method cannot be called with these arguments, by their places."""
+    try:
+        signature = inspect.signature(getattr(model, name))
+    except (TypeError, ValueError):  # compiled code need not tell
+        return
+    named = {"lengths": None} if name == "forward" and "lengths" in signature.parameters else {}
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as e:
+        raise ConfigError(
+            f"{type(model).__name__}.{name} is called as `{name}({', '.join(arguments)})`; got a method "
+            f"`{name}{signature}`: {e}. Add what is missing, or give defaults to what hibachi does not pass."
+        ) from None
 
 
 def has_hidden(model: Any) -> bool:

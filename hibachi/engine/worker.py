@@ -279,7 +279,7 @@ class Worker:
         """`stop`, then wait for the thread, at most `timeout` seconds (None means no limit). Closing twice is fine.
 
         After the timeout a model that hangs is abandoned: its `async def` call is cancelled, all streams end, and the
-        log says where the thread stands.
+        log says where the thread stands. A timeout of 0 asks for this, so it is told of a thread that still runs then.
         """
         self.stop()
         thread = self._thread
@@ -288,12 +288,15 @@ class Worker:
         thread.join(timeout)
         if not thread.is_alive():
             return
-        log.error("the engine's step did not end within %s s; it is let go at\n%s", timeout, where(thread))
+        stands = where(thread)
         for channel in self._channels():
             channel.end(Finish.CLOSED)
         self.engine.runner.interrupt()
         self._inbox.put(None)  # for the thread, should it ever come back
         thread.join(AFTER_INTERRUPT)
+        if timeout or thread.is_alive():
+            waited = timeout or AFTER_INTERRUPT
+            log.error("the engine's step did not end within %s s; it is let go at\n%s", waited, stands)
 
     def _channels(self) -> list[Channel[Any]]:
         """The channels of all requests, for a thread other than the engine's, which hangs or is gone. Empties the

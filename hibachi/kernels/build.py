@@ -13,8 +13,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -122,32 +122,31 @@ def build_probe(to: Path, cc: Sequence[str]) -> None:
 
 
 def run(commands: Iterable[list[str]], told: Callable[[int], object] = lambda done: None) -> None:
-    """All commands at the same time. told: called with the number of those that have ended, in their order.
+    """All commands at the same time. told: called with the number of those that have ended.
 
     None of them, and no process that they started, runs any more at the end. Raises BuildFailed with what a compiler
     says.
     """
-    running: list[subprocess.Popen[str]] = []
-    said: list[str] = []
-    try:
-        for c in commands:  # each leads a group of processes: g++ starts others, which would outlive it
-            running.append(
-                subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
-            )
-        end = time.monotonic() + _PATIENCE
-        for process in running:
-            said.append(process.communicate(timeout=max(end - time.monotonic(), 0.1))[0])
-            told(len(said))
-    except subprocess.TimeoutExpired as e:
-        raise BuildFailed(f"the compiler took more than {_PATIENCE} s.") from e
-    finally:
-        for process in running:
-            if process.poll() is None:
-                _kill(process)
-                process.communicate()
-    for process, text in zip(running, said, strict=True):
+    commands, running = list(commands), list[subprocess.Popen[str]]()
+    with ThreadPoolExecutor(len(commands) or 1, "hibachi-compile") as readers:
+        try:
+            for c in commands:  # each leads a group of processes: g++ starts others, which would outlive it
+                running.append(
+                    subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+                )
+            said = [readers.submit(process.communicate) for process in running]
+            for done, _ in enumerate(as_completed(said, _PATIENCE), 1):
+                told(done)
+        except TimeoutError as e:
+            raise BuildFailed(f"the compiler took more than {_PATIENCE} s.") from e
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    _kill(process)
+                    process.wait()
+    for process, each in zip(running, said, strict=True):
         if process.returncode:
-            raise BuildFailed(f"they do not compile (status {process.returncode}):\n{text[-2000:]}")
+            raise BuildFailed(f"they do not compile (status {process.returncode}):\n{each.result()[0][-2000:]}")
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -105,7 +105,7 @@ def misspelled(settings: Settings, environment: Mapping[str, str]) -> list[str]:
         if not name.startswith(PREFIX) or name in known:
             continue
         if (new := renamed(name.removeprefix(PREFIX).lower(), settings)) is not None:
-            found.append(f"{name} is called {settings[new].variable} now, and has no effect")
+            found.append(f"{name} has no effect here: its name is {settings[new].variable}")
         elif near := difflib.get_close_matches(name, known, 1, 0.9):
             found.append(f"{name} is not a setting; {near[0]} is")
     return found

@@ -85,8 +85,16 @@ def available_backends() -> list[str]:
 
 
 def best_backend() -> str:
-    """Name of the backend for a model from files where the caller names none. The log says which, and why."""
+    """Name of the backend for a model from files where the caller names none. The log says which, and why.
+
+    Raises like `resolve` if the variable HIBACHI_DEFAULT_BACKEND names one that does not start.
+    """
     name, why = best_and_why()
+    if VARIABLE in why:
+        try:
+            resolve(name)
+        except HibachiError as e:
+            raise type(e)(f"{VARIABLE}: {e}") from e
     log.info("backend=%s: %s", name, why)
     return name
 

@@ -397,13 +397,13 @@ def exec_in(module, function):
     return types.FunctionType(function.__code__, vars(sys.modules[module]), function.__name__)
 
 
-def test_h1_a_wrong_signature_is_the_models_fault(serve):
+def test_h1_a_wrong_signature_is_named_before_any_request(serve):
     class Two(Next):
         def forward(self, tokens, more):
             return tokens
 
-    with pytest.raises(ModelError, match="TypeError"):
-        Background(serve(Two()).run([1], max_tokens=1).collect).result()
+    with pytest.raises(ConfigError, match=r"Two\.forward is called as `forward\(tokens\)`; got .*argument: 'more'"):
+        serve(Two())
 
 
 # ---- failures keep text ------------------------------------------------------------------------------------------
@@ -755,6 +755,23 @@ def test_m10_close_lets_a_hanging_forward_go(caplog):
     model.over.set()
     engine._worker._thread.join(20)
     assert not engine._worker._thread.is_alive(), "it ends when its forward does"
+
+
+def test_a_close_that_waits_for_nothing_tells_of_nothing_but_what_hangs(caplog):
+    """The offline runs close so: on a full disk a user saw where an idle thread stood."""
+    engine = AutoregressiveBatchInference(Next(), max_model_len=100)
+    engine.run([1], max_tokens=2).collect()
+    engine.close(0)
+    assert "did not end" not in caplog.text
+    model = Hangs()
+    engine = AutoregressiveBatchInference(model, max_model_len=100)
+    running = engine.run([1])
+    assert model.inside.wait(20)
+    engine.close(0)
+    assert running.finish_reason == Finish.CLOSED
+    assert "did not end within 1.0 s" in caplog.text and "self.over.wait(30)" in caplog.text
+    model.over.set()
+    engine._worker._thread.join(20)
 
 
 @pytest.mark.parametrize("what", ["close", "drain"])

@@ -57,6 +57,21 @@ class Logits:
     def logits(self, tokens, lengths):
         return tokens
 
+class Short:
+    vocab_size = 3
+    def logits(self, tokens):
+        return tokens
+
+class Long:
+    def cache_spec(self):
+        return []
+    def step(self, params, cache, x, more):
+        return tokens
+
+class Bare:
+    def forward(self):
+        return 0
+
 class Everything(Logits):  # of three rungs
     vocab_size = 3
     def forward(self, tokens):
@@ -173,13 +188,19 @@ def test_who_takes_a_backend_gets_it(folder, monkeypatch):
         (
             "own_program.py",
             "Write own_program.py:Plain; its classes with a method `forward`, `logits` or `step` are Plain, Over, "
-            "Called, Needs, Breaks, Logits, Everything",
+            "Called, Needs, Breaks, Logits, Short, Long, Bare, Everything",
         ),
         ("own_program:Needs", "could not be made: TypeError.*'weights'.*a function that returns the model"),
         ("own_program:Breaks", "could not be made: OSError: weights are missing. That is what it raised itself"),
         ("own_program:nothing", "A model needs one of `forward"),
         ("own_program:ADDED", "int has none"),
         ("own_program:Logits", "also needs `vocab_size`"),
+        (
+            "own_program:Short",
+            r"Short.logits is called as `logits\(tokens, lengths\)`; got a method `logits\(tokens\)`",
+        ),
+        ("own_program:Long", r"called as `step\(params, cache, x\)`.*: missing a required argument: 'more'. Add what"),
+        ("own_program:Bare", r"Bare.forward is called as `forward\(tokens\)`; got a method `forward\(\)`"),
     ],
 )
 def test_what_is_wrong_is_said(folder, name, message):

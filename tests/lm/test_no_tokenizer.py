@@ -85,7 +85,7 @@ def test_texts_among_the_parameters_are_refused(llm, name):
 
 
 def test_a_conversation_is_refused(llm):
-    with pytest.raises(InvalidRequest, match="no tokenizer and no chat template"):
+    with pytest.raises(InvalidRequest, match="no tokenizer and no chat template: expected a prompt of token ids"):
         llm.chat([{"role": "user", "content": "x"}])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import fields
 from decimal import Decimal
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.lm.own import open_texts
 from hibachi.offline.files.rows import Row
-from hibachi.offline.works.columns import Asking, Columns, value_of
+from hibachi.offline.works.columns import _LISTS, PARAMS, Asking, Columns, value_of
 from hibachi.request import SamplingParams
 
 from .ran import TEMPLATE
@@ -58,6 +59,12 @@ def asked(columns, **values):
 def test_a_parameter_is_read_from_a_cell(name, given, value):
     found = value_of(name, given)
     assert found == value and type(found) is type(value)
+
+
+def test_the_parameters_that_are_lists_are_known():
+    """A new one is refused in a column of numbers, unless `_LISTS` names it."""
+    kinds = {f.name: str(f.type) for f in fields(SamplingParams) if f.name in PARAMS}
+    assert {name for name, kind in kinds.items() if "Sequence" in kind or "Mapping" in kind} == set(_LISTS)
 
 
 def test_equal_numbers_of_different_types_are_not_taken_for_each_other():

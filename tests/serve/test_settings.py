@@ -220,7 +220,7 @@ def test_an_empty_variable_is_none_and_a_misspelled_one_is_told_of():
     [line] = misspelled({"HIBACHI_APIKEY": "secret", "HIBACHI_VARIANT": "none", "HIBACHI_PORT": "1", "PATH": ""})
     assert line == "HIBACHI_APIKEY is not a setting; HIBACHI_API_KEY is"
     [line] = misspelled({"HIBACHI_MAX_BATCH_SIZE": "3"})
-    assert line == "HIBACHI_MAX_BATCH_SIZE is called HIBACHI_MAX_NUM_SEQS now, and has no effect"
+    assert line == "HIBACHI_MAX_BATCH_SIZE has no effect here: its name is HIBACHI_MAX_NUM_SEQS"
 
 
 def test_no_error_shows_a_key(tmp_path):

@@ -93,7 +93,7 @@ def test_the_argument_takes_precedence_over_the_variable(monkeypatch):
 def test_a_wrong_variable_is_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, "nosuch")
     for call in (LLM, load_model):
-        with pytest.raises(BackendNotFound, match="'nosuch' is neither a backend"):
+        with pytest.raises(BackendNotFound, match=r"^HIBACHI_DEFAULT_BACKEND: 'nosuch' is neither a backend"):
             call("tiny")
 
 

@@ -151,4 +151,7 @@ class NoTokenizer:
         return self.text_after
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        raise InvalidRequest("This model has no tokenizer and no chat template. Use /v1/completions with token ids.")
+        raise InvalidRequest(
+            "This model has no tokenizer and no chat template: expected a prompt of token ids (over HTTP at "
+            "/v1/completions); got messages."
+        )
