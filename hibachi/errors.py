@@ -15,14 +15,14 @@ HibachiError
 │   ├── EngineClosed                         the engine was closed
 │   ├── NotDeterministic                     with deterministic=True, the model's bits depend on the batch all the same
 │   ├── InternalError                        a defect of hibachi ended this one request; see __cause__
-│   ├── EngineFailed                         the device, the model or the engine's loop failed; see __cause__
+│   ├── EngineFailed                         the device, the engine's loop or its process failed; see __cause__
 │   └── OutOfCapacity                        no memory for even one token of this request; see __cause__
 ├── BackendError
 │   ├── BackendNotFound (LookupError)        no backend has this name, or none knows this array
 │   ├── BackendNotInstalled (ImportError)    the backend is known, the library below it is missing
 │   └── UnsupportedOperation (NotImplementedError)  the backend lacks an operation that the model needs
 └── ConfigError (ValueError)
-    ├── UnknownArchitecture                  config.json names an architecture that nobody registered
+    ├── UnknownArchitecture                  config.json names an architecture that is not registered
     ├── InvalidModelFiles                    a file of the model is missing, truncated or contradicts another
     ├── InvalidTrace                         a trace of requests cannot be read or replayed
     └── MissingExtra (ImportError)           an optional dependency is needed and not installed
@@ -150,7 +150,7 @@ class EngineClosed(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The device, the model for every request, or the engine's own loop failed; the original is `__cause__`."""
+    """The device was lost, or the engine's own loop or process failed; the original is `__cause__`."""
 
 
 class InternalError(EngineError):

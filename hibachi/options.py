@@ -6,11 +6,14 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from hibachi.errors import ConfigError
+from hibachi.request import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
+SAMPLED = frozenset(f.name for f in fields(SamplingParams))
 
 # The names of vLLM, which came later than these did. Flags, variables and keys of TOML files are the same with dashes.
 RENAMED: dict[str, str] = {
@@ -48,21 +51,37 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def spelled(init: F) -> F:
-    """Decorator for functions with keyword options: an unknown keyword raises ConfigError and names the nearest
-    option.
+    """Decorator for methods with keyword options: an unknown keyword raises ConfigError and names the nearest option,
+    or says that it is a field of SamplingParams.
     """
     parameters = inspect.signature(init).parameters
     known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     every = {*parameters}
 
-    @functools.wraps(init)
-    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
+    def check(self: Any, options: dict[str, Any]) -> None:
         if unknown := options.keys() - every:
             what = type(self).__name__ + ("" if init.__name__ == "__init__" else f".{init.__name__}")
             raise ConfigError(_told(what, min(unknown), known))
+
+    @functools.wraps(init)
+    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
+        check(self, options)
         return init(self, *args, **options)
 
-    return cast(F, checked)
+    @functools.wraps(init)
+    async def awaited(self: Any, /, *args: Any, **options: Any) -> Any:
+        check(self, options)
+        return await init(self, *args, **options)
+
+    return cast(F, awaited if inspect.iscoroutinefunction(init) else checked)
+
+
+def check_variables(what: str, variables: Iterable[str]) -> None:
+    """Check names that a chat template will see. Raises ConfigError for a field of SamplingParams, which was meant for
+    the request.
+    """
+    if meant := SAMPLED.intersection(variables):
+        raise ConfigError(_told(what, min(meant), []))
 
 
 def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
@@ -74,6 +93,8 @@ def check_options(what: str, options: dict[str, Any], known: list[str]) -> None:
 def _told(what: str, name: str, known: list[str]) -> str:
     if (new := renamed(name, known)) is not None:
         return f"{what} has no option {name!r} any more: it is called {new!r} now."
+    if name in SAMPLED:
+        return f"{what} has no option {name!r}: it is a field of the parameters. Pass SamplingParams({name}=...)."
     near = nearest(name, known)
     return f"{what} has no option {name!r}; " + (
         f"did you mean {near!r}?" if near else f"expected one of {', '.join(known)}."

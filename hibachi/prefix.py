@@ -151,7 +151,7 @@ def generate_many(
     even where the cache cannot hold all prefixes. Results come in the order of `prompts`; each prompt has its own
     parameters.
 
-    mode: "enable_prefix_caching", or "baseline", which computes every prompt on its own. Approximate reuse (kvboost's
+    mode: "prefix_cache", or "baseline", which computes every prompt on its own. Approximate reuse (kvboost's
     "chunk_kv_reuse" and recompute_strategy "selective" and "cacheblend") raises UnsupportedOperation. Raises what
     `llm.generate` raises.
     """

@@ -218,7 +218,7 @@ _values = operator.attrgetter(*_CHECK_OF)
 @_soon_pickled
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens from logits and when to end; definitions and defaults are vLLM's.
+    """How to draw tokens and when to end. Definitions and defaults are vLLM's, except max_tokens (None; vLLM: 16).
 
     The fields act in this order. `logprobs` are those of the raw logits. Then: allowed_token_ids; bad_words,
     logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k;
@@ -233,9 +233,9 @@ class SamplingParams:
     the last one kept are kept.
     repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied (1 means
     none).
-    presence_penalty: subtracted once from the logit of every token in the output.
-    frequency_penalty: subtracted once for each time that the token is in the output.
-    logit_bias: {token id: number added to its logit}; kept as a tuple of pairs.
+    presence_penalty: -2 to 2; subtracted once from the logit of every token in the output.
+    frequency_penalty: -2 to 2; subtracted once for each time that the token is in the output.
+    logit_bias: {token id: number from -100 to 100, added to its logit}; kept as a tuple of pairs.
     allowed_token_ids: only these tokens can be drawn (None means all).
     bad_words: texts that the output may not contain, at the beginning of a word or elsewhere (`hibachi.LLM` only). The
     token that would complete one is masked; the same text spelled with other tokens can still come.
@@ -250,7 +250,7 @@ class SamplingParams:
     ignore_eos: do not end at the model's own end-of-sequence token.
     skip_special_tokens: False means the text shows generated special tokens (`hibachi.LLM` only).
 
-    n: number of continuations (`hibachi.LLM` only).
+    n: number of continuations, 1 to 16384 (`hibachi.LLM` only).
     best_of: generate this many continuations and keep the n with the largest log-probability, best first; None means n
     (`hibachi.LLM` only). Continuation 0 has the seed, the others have seeds derived from it.
     logprobs: with each token, the log-probabilities (natural logarithm) of the N most likely tokens and of the token

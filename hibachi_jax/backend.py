@@ -59,10 +59,10 @@ class Variants(Protocol):
 
 
 class JaxBackend(ArrayBackend):
-    """device: a jax.Device, or a platform name such as "cpu"; None: JAX's default device.
+    """device: a jax.Device, or a platform name such as "cpu"; None means JAX's default device.
 
-    native: False means on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They
-    depend on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
+    native: False means that hibachi's kernels are not used on the CPU; None means that they are used where they load.
+    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.kernels.library`.
 
     What JAX compiles is kept in the user's cache folder (`hibachi_jax/programs.py`), unless a cache of JAX's is
     configured already or the environment variable HIBACHI_JAX_CACHE is 0.

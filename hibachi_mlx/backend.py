@@ -35,7 +35,7 @@ def _donated(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 class MlxBackend(ArrayBackend):
-    """device: "cpu", "gpu" or an mlx.core.Device; None: MLX's default device, on a Mac the GPU.
+    """device: "cpu", "gpu" or an mlx.core.Device; None means MLX's default device, on a Mac the GPU.
 
     In MLX arrays are on no device. A step makes its device the default one of the process until it ends, so engines on
     different devices belong into different processes.

@@ -31,10 +31,10 @@ class Variants(Protocol):
 
 
 class TorchBackend(ArrayBackend):
-    """device: "cpu", "cuda", "cuda:1" or a torch.device; None: CUDA if there is one, else the CPU.
+    """device: "cpu", "cuda", "cuda:1" or a torch.device; None means CUDA if there is one, else the CPU.
 
-    native: False means on the CPU, goes without hibachi's kernels, which are used wherever they are to be had. They
-    depend on the batch in no bit, so the backend is deterministic then. See `hibachi.kernels.library`.
+    native: False means that hibachi's kernels are not used on the CPU; None means that they are used where they load.
+    With them no bit depends on the batch, so the backend is deterministic. See `hibachi.kernels.library`.
     """
 
     name = "torch"

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 def throughput(args: argparse.Namespace) -> int:
     """tokens a second, times to and between tokens, memory, start-up
 
-    Medians over the repeats; between two of an engine the others have their
-    turn. Repeats while others used more than 3 % of the machine are marked.
+    Medians over the repeats. The engines take turns: each runs once before any
+    runs again. Repeats while others used more than 3 % of the machine are marked.
     """
     return _measure(args, args.work or ["W1", "W2", "W4"], (), fitting_only=args.work is None)
 
@@ -182,7 +182,7 @@ def _session_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("ENGINE", "NAME", "VALUE"),
-        help="its option, as JSON",
+        help="option of this peer, its value as JSON",
     )
     add("--no-hibachi", action="store_true", help="measure the peers only")
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for an engine (default: 600)")

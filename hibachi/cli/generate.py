@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--echo", action="store_true", help="write the prompt first")
     sampling_arguments(parser, max_tokens=128)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    add("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end before it; repeatable")
+    add("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end before this id; repeatable")
     add("--ignore-eos", action="store_true", help="go on at the model's end-of-text token")
 
 

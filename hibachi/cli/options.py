@@ -33,7 +33,7 @@ def model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny
     add(
         "--autotune",
         metavar="S",
-        help="seconds to time kernels that give the same bits, with --kernels any: 1s, full, off (default: off)",
+        help="take the fastest kernels of the same bits (with --kernels: of any): 1s, full, off (default: off)",
     )
     add("--kernels", metavar="FILE", help="use the kernels and dtype that a file names; with --autotune: write it")
     deterministic_argument(parser)
@@ -67,7 +67,8 @@ def deterministic_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
-        help="give each request the same bits whatever shares the batch (default: where that costs little)",
+        help="give each request the same bits whatever shares the batch "
+        "(default: on a CPU, with hibachi's kernels or with torch)",
     )
 
 

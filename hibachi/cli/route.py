@@ -4,8 +4,8 @@ Every setting may also stand in a TOML file (--config), by the name of its
 flag, or in the environment: HIBACHI_PORT=8000 is --port 8000. A flag wins over
 the environment, and that over the file. The variables of
 text-inference-batcher work as well: UPSTREAMS, MAX_CONNECT_PER_UPSTREAM,
-WAIT_FOR, TIMEOUT, DEBUG and TIB_PORT. SIGHUP: the file's upstreams are read
-again.
+WAIT_FOR, TIMEOUT, DEBUG and TIB_PORT. SIGHUP makes it read the file's
+upstreams again.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--priorities", type=int, metavar="N", help="assign priorities from 0 to N-1")
     change.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything random (default: 0)")
     group = parser.add_argument_group(
-        "the engine (policy, --max-num-seqs and --num-blocks may have several values)"
+        "the engine (--scheduling-policy, --max-num-seqs, --num-blocks: several values)"
     ).add_argument
     names = ", ".join(SHIPPED)
     text = f"{names}; or with options: priority:age=30 (default: fcfs)"

@@ -76,7 +76,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     False means that it starts when there is memory for its prompt; if memory runs out later, the last in the order of
     service is preempted and computes its tokens again.
     max_prefill_tokens: tokens of prompts computed in a step; None means what max_num_batched_tokens leaves.
-    max_num_queued_reqs, pause_after, restart, stall_after, record, overlap: see `BatchInference`.
+    max_num_queued_reqs: requests that may wait besides the running ones; beyond, `run` raises QueueFull. None means any
+    number.
+    pause_after: unread items of a stream; beyond, its request pauses until half of them are read. None means any
+    number.
+    restart: "on_failure" starts again after a lost device or a failed loop, up to three times. None means "never".
+    stall_after: seconds without a step, while work waits, after which `health` and the log report a stall; None means
+    never.
+    record: a file for all plans of the scheduler. None means only the last plans are kept, in memory.
+    overlap: begin a step before the tokens of the last one are read. None means where the backend is asynchronous.
     deterministic: other requests in the batch never change a bit of a request. Level 2: on a backend's kernels for that
     (`backend.invariant()`, on which the model must have been made), which `selfcheck` tries when the engine is made.
     Levels 0 and 1: rows share only calls in which no bit differs, which is tried on the model, at level 0 with the
@@ -153,7 +161,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         limit = max_model_len if max_model_len is not None else own
         if limit is None and stop_token is None and stop_rule is None:
             raise ConfigError(
-                "A request that never stops must end somewhere: expected max_model_len= (or a stop_token=, or an "
+                "Every request must end somewhere: expected max_model_len= (or stop_token=, or stop_rule=, or an "
                 "attribute max_model_len of the model); got none. Pass max_model_len=N, most tokens of a request."
             )
         _check_least(

@@ -46,7 +46,7 @@ class FeedforwardBatchInference(BatchInference, Generic[T]):
     dtype are never stacked; each kind gets its own forward pass.
 
     token: one input; all others must have its shape and are cast to its dtype. None means any shape and dtype.
-    max_num_queued_reqs, restart, stall_after, record: see `BatchInference`.
+    max_num_queued_reqs, restart, stall_after, record: see `AutoregressiveBatchInference`.
     """
 
     @spelled

@@ -22,6 +22,7 @@ class Holding(Closing):
         self.engine = engine
 
     def stats(self) -> Stats:
+        """A snapshot of the engine's counters: waiting, running, steps, tokens, free blocks."""
         return self.engine.stats()
 
     def meters(self) -> Meters:

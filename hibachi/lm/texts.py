@@ -18,6 +18,7 @@ from hibachi.lm.scores import SCORING, Embedding, Score, paired, score_of
 from hibachi.model.text import Detokenizer
 from hibachi.model.text.own import NoTokenizer
 from hibachi.model.text.prompts import Prompts, conversations, listed
+from hibachi.options import check_variables, spelled
 from hibachi.request import Pooling, Prompt, Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import amerge, merge
@@ -52,6 +53,7 @@ class Texts(Holding):
         self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
 
+    @spelled
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
         """Stream the text of one prompt piece by piece: iterate with `for` or `async for`.
 
@@ -79,6 +81,7 @@ class Texts(Holding):
         """
         return self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms)
 
+    @spelled
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -94,11 +97,15 @@ class Texts(Holding):
         params, terms: one for all, or one for each; None means `default_params`, and plain terms.
         progress: show progress on standard error, by tqdm where that is installed.
 
-        Raises InvalidRequest or PromptTooLong for a prompt that cannot be served (then none is), or the first error.
+        Without a max_tokens, in params or in `default_params`, a completion goes on to the end of the context.
+
+        Raises InvalidRequest or PromptTooLong before anything is queued, if one prompt cannot be served; QueueFull,
+        EngineClosed or EngineFailed; else the first error of a request that fails while it runs.
         """
         prompts = listed(prompts)
         return _finish(self._start(prompts, [self.prompts.given(p) for p in prompts], params, terms), progress)
 
+    @spelled
     async def agenerate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -142,6 +149,7 @@ class Texts(Holding):
         errors: str = "raise",
     ) -> Each[Any]: ...
 
+    @spelled
     def each(
         self,
         prompts: Iterable[Prompt],
@@ -193,6 +201,7 @@ class Texts(Holding):
         errors: str = "raise",
     ) -> AsyncEach[Any]: ...
 
+    @spelled
     def aeach(
         self,
         prompts: Iterable[Prompt] | AsyncIterable[Prompt],
@@ -224,6 +233,7 @@ class Texts(Holding):
         progress: see `generate`. variables: further variables of the template, such as tools. Raises InvalidRequest if
         the model has no template.
         """
+        check_variables(f"{type(self).__name__}.chat", variables)
         texts = [self.tokenizer.render_chat(m, **variables) for m in conversations(messages)]
         ids = [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
         return _finish(self._start(texts, ids, params, terms), progress)

@@ -26,7 +26,10 @@ class Autoregressive(Protocol[T]):
     """Level 0. Any token shape, any dtype; may be `async def`. Rows are never padded: see `PaddedAutoregressive`."""
 
     def forward(self, tokens: T, /) -> T | Awaitable[T]:
-        """(B, S, *tok) -> (B, *tok): the next token of each row."""
+        """(B, S, *tok), in the dtype of the prompts -> (B, *tok): the next token of each row.
+
+        Integers for integers, floats for floats; they are cast to the dtype of the prompts.
+        """
         ...
 
 
@@ -52,7 +55,10 @@ class LogitsModel(Protocol[T]):
     def vocab_size(self) -> int: ...
 
     def logits(self, tokens: T, lengths: T, /) -> T | Awaitable[T]:
-        """(B, S), (B,) -> (B, vocab_size): logits after the last token of each row (rows are padded on the left)."""
+        """Integers (B, S), int32 (B,) -> real numbers (B, vocab_size): logits after the last token of each row.
+
+        Row i is `S - lengths[i]` padding tokens, and then its own.
+        """
         ...
 
 

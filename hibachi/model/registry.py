@@ -91,7 +91,7 @@ def find(config: Config) -> tuple[str, Family | Loader]:
     found = f"architectures {classes}" if classes else f"model_type {kind!r} and no architectures"
     near = difflib.get_close_matches(classes[0] if classes else str(kind), known, n=4, cutoff=0.5)
     raise UnknownArchitecture(
-        f"config.json names {found}, which nobody registered. "
+        f"config.json names {found}, which is not registered. "
         + (f"Nearest known: {', '.join(near)}. " if near else f"Known: {', '.join(sorted(known))}. ")
         + "Register it with hibachi.register_model(name, family or loader), run it on the torch backend with the extra "
         "'hf' (through transformers), or write the model as a hibachi.model.ladder.CachedModel and pass the object to "

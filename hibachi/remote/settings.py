@@ -16,7 +16,7 @@ MODEL: tuple[Setting, ...] = (
     Setting("dtype", text("NAME"), None, "dtype to compute in", "the checkpoint's, else float32"),
     Setting("quantization", choice(*QUANTIZATIONS), None, "store matrices in eight bits; auto: where it was measured"
             " to be faster", "none"),
-    Setting("autotune", text("S"), None, "seconds to time kernels that give the same bits, with --kernels any: 1s,"
+    Setting("autotune", text("S"), None, "take the fastest kernels of the same bits (with --kernels: of any): 1s,"
             " full, off", "off"),
     Setting("kernels", text("FILE"), None, "use the kernels that a file names; with --autotune: write it", "by rule"),
     Setting("deterministic", SWITCH, None, "give each request the same bits whatever shares the batch", "wherever"

@@ -44,14 +44,14 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
         Setting("connect-timeout", seconds(0.01), 5.0, "seconds to open a connection to an upstream"),
         Setting("wait-for", seconds(), 5.0, "seconds to wait for a ready upstream, where none is ready"),
         Setting("max-num-queued-reqs", integer(0), 1024, "requests that may wait; beyond that they get 429"),
-        Setting("max-body-size", size(), "256M", "largest body of a request; what is above 1 MiB goes through a file"),
+        Setting("max-body-size", size(), "256M", "largest body of a request; bodies above 1 MiB wait in a file"),
         Setting("max-bodies-size", size(), "2G", "all bodies in files together; beyond that requests get 503"),
         Setting("arrival-timeout", seconds(), 60.0, "seconds to wait for a request's headers and body; 0 means no"
                 " limit"),
         Setting("drain-timeout", seconds(), 25.0, "seconds for running requests to end after SIGTERM"),
     ),
     "address": ADDRESS,
-    "doors": (
+    "access": (
         Setting("pass", texts("PATH"), None, "further paths to pass on; * at the end means all that begin so"),
         Setting("api-key", texts("KEY"), None, "accept only requests with one of these keys", "the upstream decides"),
         Setting("api-keys", text("FILE"), None, "TOML file of tenants and their keys"),

@@ -55,9 +55,7 @@ async def load(served: Served, x: Exchange) -> None:
 
 
 async def reset_prefix_cache(served: Served, x: Exchange) -> None:
-    """Forget all cached prefixes; running requests go on. Needs an admin's key, or without keys a client on this
-    machine.
-    """
+    """Forget all cached prefixes. Needs an admin's key or, without keys, a client on the same machine."""
     if served.tenants.keys:
         if not _sees_all(served, x):
             raise _denied("the key of an admin is needed")

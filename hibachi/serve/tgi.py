@@ -47,9 +47,7 @@ async def generate_stream(served: Served, x: Exchange) -> None:
 
 
 async def compatible(served: Served, x: Exchange) -> None:
-    """Continue a text, as a list of one answer or as a stream, behind the text itself unless `return_full_text` is
-    false.
-    """
+    """Continue a text: one answer in a list, or a stream; with the prompt unless `return_full_text` is false."""
     await _compatible(served, x, await served.body(x))
 
 

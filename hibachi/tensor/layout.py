@@ -24,7 +24,11 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A layer that keeps one recurrent state a row. shape: of one row's state, which starts as zeros."""
+    """A layer that keeps one recurrent state for each row.
+
+    shape: of one row's state, without the batch dimension; a row that starts gets zeros. dtype: name of the stored
+    dtype; None means the model's default.
+    """
 
     shape: tuple[int, ...]
     dtype: str | None = None

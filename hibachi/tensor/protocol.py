@@ -27,7 +27,11 @@ class Unsqueezable(Protocol[T]):
 
 @runtime_checkable
 class Backend(Unsqueezable[T], Protocol[T]):
-    """The nine operations (with `unsqueeze`) that batching needs of an array library."""
+    """The nine operations that batching needs of an array library: these eight, and `unsqueeze`.
+
+    name: of the backend. Each operation raises InvalidTensorOperation for arguments that have no meaning, before the
+    library is called; docs/backends.md says which.
+    """
 
     name: str
 

@@ -28,13 +28,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=PROMISE,
         metavar="SECONDS",
-        help="after which a promise is cut off, and shown as HUNG (default: %(default)g); 0: never",
+        help="seconds after which a promise is cut off and shown as HUNG; 0 means never (default: %(default)g)",
     )
     parser.add_argument("--no-smoke", action="store_true", help="go on where the smoke stage fails")
     parser.add_argument(
-        "--known-gaps", metavar="FILE", help="promises that need not be kept, one a line: name or glob # reason"
+        "--known-gaps", metavar="FILE", help="file of promises that need not be kept, one a line: name or glob # reason"
     )
-    parser.add_argument("--json", metavar="FILE", help="write what became of each promise as JSON; -: standard output")
+    parser.add_argument("--json", metavar="FILE", help="write what became of each promise as JSON; - means stdout")
     parser.add_argument("--model", help=argparse.SUPPRESS)  # what judges models is another command, and is named
 
 
