@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -324,7 +325,7 @@ class Texts(Holding):
                     TextChoice(
                         i,
                         self.engine.submit(one),
-                        self._text(p, after=own),
+                        partial(self._text, p, after=own),
                         p.logprobs is not None,
                         ends=() if p.ignore_eos else self.eos_ids,
                         delivers=bool(p.include_stop),

@@ -11,6 +11,7 @@ import operator
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
+from itertools import islice, repeat
 from typing import Any, Generic
 
 from hibachi.errors import EngineClosed, InvalidRequest, RequestError, shown
@@ -31,7 +32,8 @@ class ItemStream(Closing, Generic[T]):
 
     channel: Channel[Any]
     read: Callable[[Any], T]
-    left: bool = False  # a loop over it ended before the stream did
+    left: bool = False  # a loop over it ended before all was read
+    _read_out: bool = False  # a reader was told of its end
 
     def __init__(self, channel: Channel[Any], cancel: Callable[[], None], read: Callable[[Any], T]) -> None:
         self.channel, self.read = channel, read
@@ -89,11 +91,15 @@ class ItemStream(Closing, Generic[T]):
 
     def come(self) -> list[T]:
         """The items that have come and were not read yet, without waiting."""
-        channel, buffer = self.channel, self.channel.buffer
-        items = [self.read(buffer.popleft()) for _ in range(len(buffer))]
-        if channel.drained:
-            channel.eased()
-        return items
+        raw = deque[Any]()
+        self.come_into(raw)
+        return [self.read(item) for item in raw]
+
+    def come_into(self, raw: deque[Any]) -> None:
+        """Move the items that have come to `raw`, as the engine gave them: Ctrl-C loses none."""
+        move(self.channel.buffer, raw, len(self.channel.buffer))
+        if self.channel.drained:
+            self.channel.eased()
 
     def check(self) -> None:
         """Raise the request's error, if it failed and all its items were read."""
@@ -119,7 +125,7 @@ class ItemStream(Closing, Generic[T]):
         if channel.finish is None or channel.buffer:
             return False
         channel.buffer = deque(maxlen=0)  # the engine may not know yet that we closed: nothing comes after the end
-        self._cancel = None
+        self._cancel, self._read_out = None, True
         if self.left:
             raise closed(self)
         if channel.error is not None:
@@ -140,12 +146,12 @@ class ItemStream(Closing, Generic[T]):
             while len(raw) < wanted:
                 if not channel.ready:
                     channel.wait()
-                elif not self._taken(raw):
+                elif not self._taken(raw, wanted):
                     break
+            return [self.read(item) for item in raw]
         except BaseException:  # Ctrl-C
             channel.buffer.extendleft(reversed(raw))
             raise
-        return [self.read(item) for item in raw]
 
     async def atake(self, n: int) -> list[T]:
         """`take` for a task. Cancelling it does not cancel the request, and loses no item."""
@@ -156,22 +162,21 @@ class ItemStream(Closing, Generic[T]):
             while len(raw) < wanted:
                 if not channel.ready:
                     await channel.wait_async(trio)
-                elif not self._taken(raw):
+                elif not self._taken(raw, wanted):
                     break
+            return [self.read(item) for item in raw]
         except BaseException:
             channel.buffer.extendleft(reversed(raw))
             raise
-        return [self.read(item) for item in raw]
 
-    def _taken(self, raw: deque[Any]) -> bool:
-        """Move an item that has come to `raw`, if there is one; False means no more will come. Raises the request's
-        error if nothing was taken before it.
+    def _taken(self, raw: deque[Any], wanted: int) -> bool:
+        """Move items that have come to `raw`, until it has `wanted`; False means no more will come. Raises the
+        request's error if nothing was taken before it.
         """
-        channel = self.channel
+        channel, before = self.channel, len(raw)
         ended = channel.finish is not None  # read first: nothing comes after the end
-        try:
-            raw.append(channel.buffer.popleft())
-        except IndexError:
+        move(channel.buffer, raw, wanted - before)
+        if len(raw) == before:
             return not (ended and (raw or self.over()))
         if channel.drained:
             channel.eased()
@@ -205,13 +210,7 @@ class ItemStream(Closing, Generic[T]):
         channel, read, items = self.channel, self.read, deque[Any]()
         try:
             while True:
-                try:
-                    while True:
-                        items.append(channel.buffer.popleft())
-                except IndexError:
-                    pass
-                if channel.drained:
-                    channel.eased()
+                self.come_into(items)
                 if self.over():
                     return [read(item) for item in items]
                 if channel.pause_after is None:  # the reader need not be woken for each item
@@ -238,10 +237,12 @@ class ItemStream(Closing, Generic[T]):
         self._end()
 
     def leave(self) -> None:
-        """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
-        if self.channel.finish is None:
+        """`close`, by a loop that ends before a reader was told of the end. Reading the stream again raises
+        RequestError, which says so, whether or not the engine was done already.
+        """
+        if not self._read_out and self.channel.finish in LEAVABLE:
             self.left = True  # first: another reader looks as soon as the stream has ended
-            self.left = self._end()
+            self.left = self._end() or self.channel.finish in LEAVABLE
             if self.left:
                 self.channel.buffer = deque(maxlen=0)
 
@@ -256,6 +257,16 @@ class ItemStream(Closing, Generic[T]):
     def __del__(self) -> None:
         if hasattr(self, "channel"):
             self.close()
+
+
+LEAVABLE = None, Finish.STOP, Finish.LENGTH  # not a stream that failed, or that somebody closed
+_pop = operator.methodcaller("popleft")
+
+
+def move(buffer: deque[Any], to: deque[Any], n: int) -> None:
+    """Move up to n items. No signal is handled in the midst of it, as it runs no line of Python."""
+    with suppress(IndexError):  # another reader was faster
+        to.extend(islice(map(_pop, repeat(buffer)), min(n, len(buffer))))
 
 
 def checked_number(n: int) -> int:
@@ -387,8 +398,13 @@ def closed(stream: ItemStream[Any]) -> Exception:
     if stream.finish_reason == Finish.CLOSED:
         return EngineClosed("The engine was closed before this request was done. Make a new one.")
     if stream.left:
-        return RequestError(
-            "The request was cancelled, as a loop over its stream (or `acollect`) ended early. To read a part and then "
-            "go on, use next(stream) or stream.take(n)."
-        )
+        return left_early()
     return RequestError("The request was cancelled before it was done.")
+
+
+def left_early() -> RequestError:
+    """The error for a caller that reads on where a loop has ended early."""
+    return RequestError(
+        "A loop over its stream (or `acollect`) ended early, which cancels the request. To read a part and then go "
+        "on, use next(stream) or stream.take(n)."
+    )

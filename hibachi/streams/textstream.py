@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from hibachi.request import Finish, Prompt
 from hibachi.streams.closeable import Closing
 from hibachi.streams.loops import give_way
 from hibachi.streams.merge import await_any, wait_any
-from hibachi.streams.stream import ItemStream, checked_number, closed
+from hibachi.streams.stream import LEAVABLE, ItemStream, checked_number, closed, left_early, move
 
 Logprobs = list[dict[int, float] | None]
 
@@ -111,8 +111,8 @@ class Piece:
 class TextChoice:
     """One continuation while it is being generated.
 
-    ends: ids that are the model's own ends. delivers: the token that ends it is delivered. each: every token has a
-    piece of its own, also one without text; to be set before it is read.
+    text: makes a new detokenizer for it. ends: ids that are the model's own ends. delivers: the token that ends it is
+    delivered. each: every token has a piece of its own, also one without text; to be set before it is read.
     """
 
     index: int
@@ -122,20 +122,21 @@ class TextChoice:
         self,
         index: int,
         tokens: ItemStream[int],
-        text: Detokenizes,
+        text: Callable[[], Detokenizes],
         logprobs: bool,
         *,
         ends: Container[int] = (),
         delivers: bool = False,
     ) -> None:
         self.index, self.tokens = index, tokens
-        self._text, self._logprobs = text, logprobs
+        self._new_text, self._text, self._logprobs = text, text(), logprobs
         self._ends, self._delivers = ends, delivers
         self.each = False
         self._pieces: list[str] = []
         self._ids: list[int] = []
         self._held = 0  # tokens whose text has not come out yet
         self._flushed = False
+        self._unread: deque[int] = deque()  # tokens that have come and are not in the text yet
         self.over = False  # it has ended, and `TextStream.come` has given all of it
 
     @property
@@ -181,7 +182,32 @@ class TextChoice:
             self._pieces.append(out)
         return out
 
-    def piece(self, token: int) -> Piece | None:
+    def pieces_into(self, ready: deque[Piece], *, ended: bool) -> None:
+        """Append the pieces of the tokens that have come; with `ended`, what was held back too.
+
+        If this is interrupted, or the tokenizer raises, it is as if it had not been called.
+        """
+        before, pieces = (len(self._ids), len(self._pieces), self._held, self._flushed), len(ready)
+        self.tokens.come_into(self._unread)
+        tokens = [*self._unread]
+        try:
+            found = [self._piece(token) for token in tokens]
+            if ended or self._text.stopped:
+                found.append(self._rest())
+            ready.extend(piece for piece in found if piece is not None)
+            self._unread.clear()
+        except BaseException:
+            self._unread = deque(tokens)
+            while len(ready) > pieces:
+                ready.pop()
+            n, m, self._held, self._flushed = before
+            del self._ids[n:], self._pieces[m:]
+            self._text = self._new_text()
+            for token in self._ids:
+                self._text.push(token)
+            raise
+
+    def _piece(self, token: int) -> Piece | None:
         """The piece that a new token completes, if it does."""
         before = len(self._ids) - self._held
         text = self.feed([token])
@@ -191,7 +217,7 @@ class TextChoice:
         self._held = 0
         return self._cut(text, before)
 
-    def rest(self) -> Piece | None:
+    def _rest(self) -> Piece | None:
         """The text that was held back, at the end."""
         before = len(self._ids) - self._held
         self._held = 0
@@ -242,7 +268,7 @@ class TextStream(Closing):
         self.prompt, self.prompt_token_ids, self.choices = prompt, prompt_ids, list(choices)
         self._n = n
         self._pieces = _Pieces(self.choices)
-        self._left = False
+        self._left = self._read_out = False
 
     @property
     def tokens(self) -> ItemStream[int]:
@@ -289,27 +315,41 @@ class TextStream(Closing):
 
     def __next__(self) -> Piece:
         """The next piece, waiting for it. Does not cancel anything."""
+        if not self._comes():
+            raise StopIteration
+        return self._pieces.pop()
+
+    def _comes(self) -> bool:
+        """Wait until there is a piece; False at the end."""
         self._check_left()
         pieces = self._pieces
-        while (piece := pieces.poll()) is None:
+        while not pieces.fill():
             if not pieces.active:
-                raise StopIteration
+                self._read_out = True
+                return False
             wait_any([c.tokens for c in pieces.active])
-        return piece
+        return True
 
     def __iter__(self) -> Iterator[Piece]:
         return _Loop(self)
 
     async def __anext__(self) -> Piece:
         """The next piece. Does not cancel anything."""
+        if not await self._acomes():
+            raise StopAsyncIteration
+        return self._pieces.pop()
+
+    async def _acomes(self) -> bool:
+        """`_comes` for a task."""
         self._check_left()
         await give_way()
         pieces = self._pieces
-        while (piece := pieces.poll()) is None:
+        while not pieces.fill():
             if not pieces.active:
-                raise StopAsyncIteration
+                self._read_out = True
+                return False
             await await_any([c.tokens for c in pieces.active])
-        return piece
+        return True
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return _Loop(self)
@@ -319,31 +359,27 @@ class TextStream(Closing):
 
         Raises the request's error once all pieces before it were read, and InvalidRequest for a wrong n.
         """
-        pieces: list[Piece] = []
+        pieces, wanted = deque[Piece](), checked_number(n)
         try:
-            for _ in range(checked_number(n)):
-                pieces.append(next(self))
-        except StopIteration:
-            pass
+            while len(pieces) < wanted and self._comes():
+                self._pieces.move_to(pieces, wanted - len(pieces))
         except BaseException as e:  # an error is raised again by the next read; Ctrl-C loses nothing
             if not (pieces and isinstance(e, Exception)):
                 self._pieces.put_back(pieces)
                 raise
-        return pieces
+        return [*pieces]
 
     async def atake(self, n: int) -> list[Piece]:
         """`take` for a task. Cancelling it does not cancel the request, and loses no piece."""
-        pieces: list[Piece] = []
+        pieces, wanted = deque[Piece](), checked_number(n)
         try:
-            for _ in range(checked_number(n)):
-                pieces.append(await anext(self))
-        except StopAsyncIteration:
-            pass
+            while len(pieces) < wanted and await self._acomes():
+                self._pieces.move_to(pieces, wanted - len(pieces))
         except BaseException as e:
             if not (pieces and isinstance(e, Exception)):
                 self._pieces.put_back(pieces)
                 raise
-        return pieces
+        return [*pieces]
 
     async def come(self, *, each: bool = False) -> list[Piece]:
         """All pieces that have come since the last call, one for each continuation that has any; waits for some. [] at
@@ -362,14 +398,17 @@ class TextStream(Closing):
             choice.tokens.close()
 
     def leave(self) -> None:
-        """`close`, by a loop that ends early. Reading the stream again raises RequestError, which says so."""
+        """`close`, by a loop that ends before a reader was told of the end. Reading the stream again raises
+        RequestError, which says so.
+        """
+        if not self._read_out:
+            self._left = self._left or any(c.finish_reason in LEAVABLE for c in self.choices)
         for choice in self.choices:
             choice.tokens.leave()
-            self._left = self._left or choice.tokens.left
 
     def _check_left(self) -> None:
         if self._left:
-            raise closed(next((c.tokens for c in self.choices if c.tokens.left), self.tokens))
+            raise left_early()
 
 
 class _Loop:
@@ -417,42 +456,46 @@ class _Pieces:
             for choice in self.active:
                 choice.each = wanted
 
-    def put_back(self, pieces: list[Piece]) -> None:
-        """Pieces that were taken, and that nobody got."""
+    def put_back(self, pieces: deque[Piece]) -> None:
+        """Return pieces that were moved out and not delivered."""
         self._ready.extendleft(reversed(pieces))
 
+    def move_to(self, to: deque[Piece], n: int) -> None:
+        """Move up to n pieces."""
+        move(self._ready, to, n)
+
+    def pop(self) -> Piece:
+        return self._ready.popleft()
+
     def look(self) -> None:
-        """Take what has come, for whoever reads on. Raises the error of a continuation."""
-        found: list[Piece] = []
+        """Take what has come, for a reader that comes later. Raises the error of a continuation."""
+        found = deque[Piece]()
         try:
-            while (piece := self.poll()) is not None:
-                found.append(piece)
+            while self.fill():
+                self.move_to(found, len(self._ready))
         finally:
             self.put_back(found)
 
-    def poll(self) -> Piece | None:
-        """The next piece, if there is one. Raises the error of a continuation after its pieces."""
+    def fill(self) -> bool:
+        """Whether there is a piece. Raises the error of a continuation after its pieces."""
         for choice in list(self.active) if not self._ready else ():
             over = choice.tokens.finish_reason is not None  # read first: nothing comes after the end
-            pieces = [choice.piece(token) for token in choice.tokens.come()]
-            self._ready.extend(p for p in pieces if p is not None)
+            choice.pieces_into(self._ready, ended=over and choice.tokens.error is None)
             if over and not self._ready:
                 choice.tokens.check()
             if choice.stopped or (over and choice.tokens.error is None):
                 self.active.remove(choice)
                 choice.over = True
-                if (piece := choice.rest()) is not None:
-                    self._ready.append(piece)
-        return self._ready.popleft() if self._ready else None
+        return bool(self._ready)
 
     async def some(self) -> list[Piece]:
         """See `TextStream.come`."""
         await give_way()
-        while (piece := self.poll()) is None:
+        while not self.fill():
             if not self.active:
                 return []
             await await_any([c.tokens for c in self.active])
-        found = [piece, *self._ready]
+        found = [*self._ready]
         self._ready.clear()
         return _joined(found) if len(found) > 1 and not self._each else found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ class Told:
             TextChoice(
                 i,
                 ItemStream(channel, lambda: None, lambda item: item),
-                Detokenizer(tokenizer, params.stop, after=self.ids, include_stop=True),
+                partial(Detokenizer, tokenizer, params.stop, after=self.ids, include_stop=True),
                 params.logprobs is not None,
                 ends=ends,
                 delivers=True,

@@ -121,7 +121,7 @@ def test_wrong_values_are_explained_in_a_line(run, args, message):
     "what, message",
     [
         ("no config", "config.json is missing"),
-        ("unknown architecture", "which nobody registered. Nearest known: LlamaForCausalLM"),
+        ("unknown architecture", "which is not registered. Nearest known: LlamaForCausalLM"),
         ("no weights", "No weights in"),
         ("truncated weights", "not a complete safetensors file"),
         ("no tokenizer", "Without a tokenizer the prompt must be token ids; got 'x'"),

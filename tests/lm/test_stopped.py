@@ -89,7 +89,7 @@ def test_each_token_may_have_a_piece_of_its_own():
             ids = llm.tokenizer.encode("a🙂b")
             choice = llm.submit(["x"], SamplingParams(temperature=0.0, max_tokens=1))[0].choices[0]
             choice.each = True
-            return ids, [choice.piece(i) for i in ids]
+            return ids, [choice._piece(i) for i in ids]
 
     ids, found = asyncio.run(pieces())
     assert [p.token_ids for p in found] == [[i] for i in ids]

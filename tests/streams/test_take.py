@@ -7,6 +7,7 @@ import itertools
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ import trio
 from hibachi import LLM, InvalidRequest, ModelError, RequestError, SamplingParams
 from hibachi.remote.llm import RemoteLLM
 from hibachi.request import Finish, Request
+from hibachi.streams.stream import as_it_is, native_row
 from hibachi.streams.textstream import TextChoice, TextStream
 
 from ..engine.models import PATIENCE, Background, Next, until
 from ..engine.pipe import Pipe
 
-LEFT = r"loop over its stream.*ended early.*next\(stream\) or stream\.take\(n\)"
+LEFT = r"[Ll]oop over its stream.*ended early.*next\(stream\) or stream\.take\(n\)"
 
 
 def boom():
@@ -175,13 +177,25 @@ def test_leaving_cancels_and_reading_again_says_so(leave):
 
 
 @pytest.mark.parametrize("leave", [leave for leave in LEAVING if leave is not by_timeout])
-def test_a_stream_that_ended_by_itself_is_not_left(leave):
+def test_leaving_is_the_same_where_the_engine_was_faster(leave):
     p = Pipe(1, 2, 3, 4, end=Finish.LENGTH)
     leave(p.stream)
     gc.collect()
-    rest = p.stream.collect()
-    assert rest == list(range(5 - len(rest), 5)) and p.stream.take(1) == [] == list(p.stream)
-    assert (p.cancelled, p.stream.finish_reason, p.stream.left) == (0, Finish.LENGTH, False)
+    assert (p.cancelled, p.stream.finish_reason, p.stream.left) == (0, Finish.LENGTH, True)
+    for how, read in READING.items():
+        with pytest.raises(RequestError, match=LEFT):
+            pytest.fail(f"{how} gave {read(p.stream)}")
+
+
+@pytest.mark.parametrize("how", READING)
+def test_a_stream_that_was_read_to_its_end_is_not_left(how):
+    p = Pipe(1, 2, end=Finish.LENGTH)
+    if how in ("next", "anext", "take", "atake", "trio"):  # these tell of the end only when there is nothing more
+        assert p.stream.take(3) == [1, 2] and p.stream.take(1) == []
+    else:
+        assert READING[how](p.stream) == [1, 2]
+    by_an_iterator_that_never_ran(p.stream)
+    assert list(p.stream) == [] and not p.stream.left and p.cancelled == 0
 
 
 def test_a_failed_stream_is_not_left():
@@ -385,7 +399,7 @@ class Letters:
 
 
 def text_of(*pipes, stop=None):
-    choices = [TextChoice(i, p.stream, Letters(stop), False) for i, p in enumerate(pipes)]
+    choices = [TextChoice(i, p.stream, partial(Letters, stop), False) for i, p in enumerate(pipes)]
     return TextStream("prompt", [1], choices, len(pipes))
 
 
@@ -506,18 +520,99 @@ def test_of_a_text_that_was_left_one_continuation_may_have_ended(first):
 
 
 @pytest.mark.parametrize("stop", [None, "c"])
-def test_a_text_that_ended_by_itself_is_not_left(stop):
+def test_a_text_that_was_read_to_its_end_is_not_left(stop):
     p = Pipe(*b"ab ")
     text = text_of(p, stop=stop)
     if stop is None:
         p.end(Finish.LENGTH)
     else:
         p.push(*b"cdef")
-        assert said(text.take(2)) == [("a", 0), ("b", 0)]
-        assert said(text.take(5)) == [(" ", 0)] and p.cancelled == 1  # by the stop string
-    by_break(text)
+    assert said(text.take(1)) == [("a", 0)]
     assert text.completion().text == "ab " and text.finish_reason == ("length" if stop is None else "stop")
-    assert said(text) == ([("b", 0), (" ", 0)] if stop is None else [])  # `completion` took nothing from who reads
+    assert said(text.take(1)) == [("b", 0)]  # `completion` took nothing from readers
+    assert said(text.take(5)) == [(" ", 0)] and p.cancelled == (stop is not None)  # by the stop string
+    by_break(text)
+    assert text.completion().text == "ab " and list(text) == []
+
+
+@pytest.mark.parametrize("stop", [None, "c"])
+def test_leaving_a_text_is_the_same_where_the_engine_was_faster(stop):
+    p = Pipe(*b"ab c", end=Finish.LENGTH)
+    text = text_of(p, stop=stop)
+    by_break(text)
+    for read in (next, list, TextStream.completion):
+        with pytest.raises(RequestError, match=LEFT):
+            read(text)
+
+
+# ---- tokenizers that raise, and Ctrl-C within ------------------------------------------------------------------------
+
+
+class Breaks(Letters):
+    """Raises at "x", as often as `errors` says, and after it has taken the token in."""
+
+    errors = ()
+
+    def push(self, token):
+        out = super().push(token)
+        if chr(token) == "x" and Breaks.errors:
+            raise Breaks.errors.pop()
+        return out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no such letter")])
+@pytest.mark.parametrize("how", ["next", "take", "list"])
+def test_a_push_that_raises_loses_no_token(error, how):
+    p = Pipe(*b"ab xyz", end=Finish.LENGTH)
+    text = TextStream("prompt", [1], [TextChoice(0, p.stream, Breaks, False)], 1)
+    Breaks.errors = [error, error]
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            next(text) if how == "next" else text.take(9)
+    pieces = text.take(9) if how == "take" else list(text)
+    assert "".join(piece.text for piece in pieces) == "ab xyz"
+    assert [i for piece in pieces for i in piece.token_ids] == [*b"ab xyz"]
+    assert text.completion().text == "ab xyz"
+
+
+def test_a_push_that_always_raises_is_never_an_end():
+    p = Pipe(*b"ab xyz", end=Finish.LENGTH)
+    text = TextStream("prompt", [1], [TextChoice(0, p.stream, Breaks, False)], 1)
+    Breaks.errors = [ValueError("no such letter")] * 9
+    for read in (next, lambda t: t.take(2), TextStream.completion) * 3:
+        with pytest.raises(ValueError, match="no such letter"):
+            read(text)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_ctrl_c_anywhere_in_a_take_loses_nothing(rows):
+    """Also while items are converted, where most of the time goes."""
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    random, batch, hits = np.random.default_rng(5), np.arange(2000), 0
+    try:
+        for _ in range(20):
+            p = Pipe()
+            p.channel.buffer.extend((batch, i) for i in range(2000))
+            p.stream.read = native_row if rows else as_it_is
+            p.end(Finish.LENGTH)
+            got = []
+            while True:
+                found = None
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 2e-4))
+                    found = p.stream.take(100)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    hits += 1
+                if found is not None:  # else it was interrupted before it returned
+                    got += found
+                    if not found:
+                        break
+            assert [int(item) if rows else item[1] for item in got] == [*range(2000)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert hits
 
 
 def test_a_completion_needs_the_end_and_not_that_all_was_read():
