@@ -86,12 +86,13 @@ clean:  ## remove all that make made, environments included
 	@.venv/bin/python -m pip download --quiet --no-deps --dest .g2p g2p-en==2.1.0
 	@touch $@
 
-# Of what pip says: a dot for each package, a line for each large download, and that the longest silence has begun.
+# Of what pip says: a dot for each package, a line for each large download, and dots while it unpacks, which is long.
 TOLD = while read -r what name rest; do case "$$what $$name $$rest" in \
 	Collecting*|Processing*) printf . ;; \
 	Downloading*\([0-9][0-9]*MB\)|Downloading*GB\)) printf '\n  downloading %s %s ' "$${name%%-*}" "$$rest" ;; \
-	"Installing collected"*) printf '\n  unpacking %s packages ...\n' "$$(echo "$$rest" | wc -w)" ;; \
-	status*) exit "$$name" ;; \
+	"Installing collected"*) printf '\n  unpacking %s packages ' "$$(echo "$$rest" | wc -w)"; \
+		{ while sleep 2; do printf .; done; } & ticks=$$! ;; \
+	status*) echo; kill $$ticks 2>/dev/null; exit "$$name" ;; \
 	esac; done
 
 # Installs again when a project file or a constraint changed; otherwise nothing here needs the network.

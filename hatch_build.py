@@ -16,6 +16,7 @@ They are in this package, and not in one beside it, as nothing of ours is on an 
 that anybody may take.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -46,17 +47,30 @@ TARGETS = {  # name: (wheel tag, zig's target, extension)
 LINK = {"so": ["-Wl,-z,now"], "dylib": ["-Wl,-install_name,@rpath/hibachi-kernels.dylib"], "dll": []}
 
 
+@contextlib.contextmanager
+def asked(what):
+    """What the hooks below find out about: for the time of one call, as a frontend may make several in one process."""
+    os.environ["HIBACHI_BUILDS"] = what
+    try:
+        yield
+    finally:
+        del os.environ["HIBACHI_BUILDS"]
+
+
 def build_editable(*args, **kwargs):
-    os.environ["HIBACHI_BUILDS"] = "editable"
-    return hatchling.build.build_editable(*args, **kwargs)
+    with asked("editable"):
+        return hatchling.build.build_editable(*args, **kwargs)
 
 
-def prepare_metadata_for_build_wheel(folder, *args, **kwargs):
-    """Write the METADATA of a wheel, with paths in it, below `folder`; return the name of its .dist-info folder."""
-    os.environ["HIBACHI_BUILDS"] = "metadata"
-    with tempfile.TemporaryDirectory() as made, zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel:
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    """Write the METADATA of a wheel, with paths in it, below a folder; return the name of its .dist-info folder."""
+    with (
+        asked("metadata"),
+        tempfile.TemporaryDirectory() as made,
+        zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel,
+    ):
         [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
-        return Path(wheel.extract(name, folder)).parent.name
+        return Path(wheel.extract(name, metadata_directory)).parent.name
 
 
 class Extras(MetadataHookInterface):

@@ -38,6 +38,9 @@ RENAMED: dict[str, str] = {
 }
 
 
+UNITS = {"cache_mib": ", in bytes: 4096M for what was 4096"}  # where a number means something else by the new name
+
+
 def renamed(name: str, known: Iterable[str]) -> str | None:
     """The new name of an option that was renamed, if it is one of `known`."""
     new = RENAMED.get(name)
@@ -51,27 +54,29 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def spelled(init: F) -> F:
-    """Decorator for methods with keyword options: an unknown keyword raises ConfigError and names the nearest option,
-    or says that it is a field of SamplingParams.
+    """Decorator for functions with keyword options: an unknown keyword raises ConfigError and names the nearest
+    option, or says that it is a field of SamplingParams.
     """
     parameters = inspect.signature(init).parameters
     known = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     every = {*parameters}
 
-    def check(self: Any, options: dict[str, Any]) -> None:
+    def check(args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if unknown := options.keys() - every:
-            what = type(self).__name__ + ("" if init.__name__ == "__init__" else f".{init.__name__}")
+            what = init.__name__
+            if "self" in every:
+                what = type(args[0]).__name__ + ("" if what == "__init__" else f".{what}")
             raise ConfigError(_told(what, min(unknown), known))
 
     @functools.wraps(init)
-    def checked(self: Any, /, *args: Any, **options: Any) -> Any:
-        check(self, options)
-        return init(self, *args, **options)
+    def checked(*args: Any, **options: Any) -> Any:
+        check(args, options)
+        return init(*args, **options)
 
     @functools.wraps(init)
-    async def awaited(self: Any, /, *args: Any, **options: Any) -> Any:
-        check(self, options)
-        return await init(self, *args, **options)
+    async def awaited(*args: Any, **options: Any) -> Any:
+        check(args, options)
+        return await init(*args, **options)
 
     return cast(F, awaited if inspect.iscoroutinefunction(init) else checked)
 

@@ -13,9 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 INTERRUPTED = 130  # exit status, as shells report a program that Ctrl-C ended
 SHOW_AFTER = 0.6  # seconds of work until its phase is shown: what ends before does not flicker
@@ -78,14 +78,17 @@ def showing_phases(file: TextIO | None = None) -> Iterator[None]:
     out = Output(file)
     before, _phases.command = _phases.command, True
     drawn = is_live(out.file) and not _phases.shown
+    files = sys.stdout, sys.stderr
     if drawn:
         _phases.show(out)
+        sys.stdout, sys.stderr = (cast(TextIO, _Above(f)) if is_live(f) else f for f in files)
     try:
         yield
     finally:
         _phases.command = before
         if drawn:
             _phases.hide()
+            sys.stdout, sys.stderr = files
 
 
 @contextmanager
@@ -194,6 +197,30 @@ class _Phases:
         if self._drawn and self._out is not None:
             self._out.write("\x1b[J")
             self._drawn = False
+
+    def make_room(self) -> None:
+        """Erase the line, as something is about to be written where it stands. It comes back below."""
+        if self._drawn:
+            with self._lock:
+                self._erase()
+
+
+class _Above:
+    """A file of a terminal on which phases are shown: what is written goes above them. All else is the file's own."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        _phases.make_room()
+        return self._file.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        _phases.make_room()
+        self._file.writelines(lines)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 _phases = _Phases()

@@ -25,6 +25,7 @@ from hibachi.engine.build import level_of
 from hibachi.engine.given import check_paged, on_host
 from hibachi.errors import InvalidRequest, UnsupportedOperation, shown, text_of
 from hibachi.lm.texts import Texts
+from hibachi.options import spelled
 from hibachi.remote.engine import RemoteEngine
 from hibachi.request import Begun, Prompt, Request, SamplingParams, Terms, as_params, as_terms
 from hibachi.streams.stream import ItemStream
@@ -279,6 +280,7 @@ def prefill(
     return Prefilled(_side_by_side(kept), firsts, [len(ids) for ids in prompts])
 
 
+@spelled
 def batched_decode(
     model: Any,
     past_kv: KV,

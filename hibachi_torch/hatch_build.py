@@ -22,12 +22,18 @@ from hatchling.build import build_wheel as build_wheel
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
-def prepare_metadata_for_build_wheel(folder: str, *args: Any, **kwargs: Any) -> str:
-    """Write the METADATA of a wheel, with a path in it, below `folder`; return the name of its .dist-info folder."""
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    """Write the METADATA of a wheel, with a path in it, below a folder; return the name of its .dist-info folder."""
     os.environ["HIBACHI_BUILDS"] = "metadata"
-    with tempfile.TemporaryDirectory() as made, zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel:
-        [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
-        return Path(wheel.extract(name, folder)).parent.name
+    try:
+        with (
+            tempfile.TemporaryDirectory() as made,
+            zipfile.ZipFile(Path(made, hatchling.build.build_wheel(made))) as wheel,
+        ):
+            [name] = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+            return Path(wheel.extract(name, metadata_directory)).parent.name
+    finally:  # a frontend may build in the same process
+        del os.environ["HIBACHI_BUILDS"]
 
 
 class Dependencies(MetadataHookInterface):

@@ -68,6 +68,22 @@ def asked_first(source: Path, out: Path, **env: str) -> list[str]:
     return Parser().parsestr((folder / "METADATA").read_text()).get_all("Requires-Dist", [])
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_process_that_asked_for_metadata_builds_a_wheel_without_paths(name: str, tmp_path: Path):
+    """Frontends such as tox ask by keyword, and may keep the process."""
+    code = (
+        "import sys, hatch_build\n"
+        "hatch_build.prepare_metadata_for_build_wheel(metadata_directory=sys.argv[1], config_settings=None)\n"
+        "print(hatch_build.build_wheel(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=FOLDERS[name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "file:" not in metadata(tmp_path / done.stdout.splitlines()[-1]).as_string()
+    [asked] = tmp_path.glob("*.dist-info/METADATA")
+    assert "file:" in asked.read_text()
+
+
 def names(needs: list[str]) -> set[str]:
     return {re.match(r"[\w-]+", need)[0] for need in needs}
 

@@ -342,6 +342,22 @@ def test_text_that_another_writes_meanwhile_is_whole_on_the_last_line_too(hurrie
     assert [line for line in file.seen() if line] == ["1", "2", "3 and so on", "4", "5"]
 
 
+def test_lines_that_come_between_two_drawings_are_not_mixed_with_a_phase(monkeypatch):
+    monkeypatch.setattr(phases, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(phases, "_TICK", 0.05)
+    file = Terminal()
+    monkeypatch.setattr(sys, "stderr", file)
+    with showing_phases(), phase("opening a model of some size"):
+        until("opening", file)
+        print("a warning", file=sys.stderr)
+        print("x", file=sys.stderr)
+        assert shown_lines(file) == ["a warning", "x"]
+        until("opening", file)
+        sys.stderr.writelines(["y\n", "z\n"])
+        assert shown_lines(file) == ["a warning", "x", "y", "z"] and sys.stderr.isatty()
+    assert sys.stderr is file and shown_lines(file) == ["a warning", "x", "y", "z"]
+
+
 def test_what_is_short_is_never_shown(monkeypatch):
     monkeypatch.setattr(phases, "_TICK", 0.001)
     file = Terminal()

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
             said = _backend(name)
         print(f"  {name:{width}}  {said}")
     name, why = best_and_why()
-    print(f"\ndefault for models from files: {name}, {why}")
+    missing = why_missing(name) if name in known() else "no backend of that name is registered"
+    print(f"\ndefault for models from files: {name}, {why}{f' - {missing}' if missing else ''}")
     print("\nextras")
     for module, extra in _EXTRAS:
         with phase(f"importing {module}"):

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from hibachi.errors import HibachiError, printable
-from hibachi.options import renamed
+from hibachi.options import UNITS, renamed
 from hibachi.phases import INTERRUPTED, showing_phases
 
 COMMANDS = (
@@ -101,7 +101,7 @@ def _renamed(words: Sequence[str], known: Iterable[str]) -> str | None:
         flag = word.partition("=")[0]
         name = flag[2:].replace("-", "_")
         if flag.startswith("--") and name not in known and (new := renamed(name, known)) is not None:
-            return f"{flag} is called --{new.replace('_', '-')} now"
+            return f"{flag} is called --{new.replace('_', '-')} now{UNITS.get(name, '')}"
     return None
 
 

@@ -26,7 +26,7 @@ from hibachi.model.registry import load_model
 from hibachi.named import is_named, object_named
 from hibachi.phases import phase
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import best_backend, resolve
+from hibachi.tensor.discover import resolve_or_best
 from hibachi.verify.report import verify
 from hibachi.verify.subject import CHUNKS, SIZES, Subject, prompts_in
 
@@ -133,7 +133,7 @@ def _subject(args: argparse.Namespace) -> Subject:
 def _backend(args: argparse.Namespace) -> ArrayBackend | None:
     if args.backend is None and not args.deterministic:
         return None
-    backend = resolve(args.backend or ("numpy" if is_named(args.model) else best_backend()))
+    backend = resolve_or_best(args.backend or ("numpy" if is_named(args.model) else None))
     return backend.invariant() if args.deterministic else backend
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Hashable
@@ -36,6 +37,7 @@ from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.library import Library
 from hibachi.tensor.nine import NineBackend
 
+log: logging.Logger = logging.getLogger("hibachi.engine")
 NO_LIMIT = 2**31 - 2
 UNSTATED = 2**20  # longest request in tokens, where only a stop token ends it
 DEFAULT_CACHE_BYTES = 2**30
@@ -325,6 +327,14 @@ def _check_takes(model: Any, name: str, *arguments: str) -> None:
             f"{type(model).__name__}.{name} is called as `{name}({', '.join(arguments)})`; got a method "
             f"`{name}{signature}`: {e}. Add what is missing, or give defaults to what hibachi does not pass."
         ) from None
+
+
+def limit_of(model: Any) -> int | None:
+    """Most tokens of a request, as the model says it; None means that it does not."""
+    own: int | None = getattr(model, "max_model_len", None)
+    if own is None and isinstance(getattr(model, "max_len", None), int):
+        log.warning("%s.max_len is not read: the attribute is called max_model_len now", type(model).__name__)
+    return own
 
 
 def has_hidden(model: Any) -> bool:

@@ -131,9 +131,7 @@ def run(commands: Iterable[list[str]], told: Callable[[int], object] = lambda do
     with ThreadPoolExecutor(len(commands) or 1, "hibachi-compile") as readers:
         try:
             for c in commands:  # each leads a group of processes: g++ starts others, which would outlive it
-                running.append(
-                    subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
-                )
+                running.append(_started(c))
             said = [readers.submit(process.communicate) for process in running]
             for done, _ in enumerate(as_completed(said, _PATIENCE), 1):
                 told(done)
@@ -147,6 +145,13 @@ def run(commands: Iterable[list[str]], told: Callable[[int], object] = lambda do
     for process, each in zip(running, said, strict=True):
         if process.returncode:
             raise BuildFailed(f"they do not compile (status {process.returncode}):\n{each.result()[0][-2000:]}")
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    except OSError as e:
+        raise BuildFailed(f"the compiler {command[0]} does not start: {e.strerror or e}.") from e
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

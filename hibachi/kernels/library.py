@@ -231,6 +231,8 @@ def _alone(path: Path) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not phases_shown():
+                _log.warning("Waiting for another process, which compiles kernels")
             with phase("waiting for another process, which compiles kernels"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as e:  # some file systems of networks have no locks; then the work is perhaps done twice

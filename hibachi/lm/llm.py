@@ -18,7 +18,7 @@ from hibachi.options import spelled
 from hibachi.plan.policy import Policy
 from hibachi.request import Pooling, SamplingParams
 from hibachi.tensor.array_backend import ArrayBackend
-from hibachi.tensor.discover import best_backend, resolve
+from hibachi.tensor.discover import resolve_or_best
 from hibachi.tune.autotune import seconds_of, settle
 
 QUANTIZATIONS = ("auto", "none", "int8")
@@ -154,7 +154,7 @@ class LLM(Texts):
 
 def _backend(backend: str | ArrayBackend | None, device: Any) -> ArrayBackend:
     if backend is None or isinstance(backend, str):
-        return resolve(backend or best_backend(), device=device)
+        return resolve_or_best(backend, device=device)
     if not isinstance(backend, ArrayBackend):
         raise ConfigError(f"backend must be a name, an ArrayBackend or None; got {backend!r}.")
     if device is not None:

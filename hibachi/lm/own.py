@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import UNSTATED, level_of
+from hibachi.engine.build import UNSTATED, level_of, limit_of
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
@@ -125,7 +125,7 @@ def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInferen
     large.
     """
     longest = options.get("max_model_len")
-    if longest is None and getattr(made, "max_model_len", None) is None:
+    if longest is None and limit_of(made) is None:
         longest = UNSTATED
     return _engine(made, options, max_model_len=longest, stop_rule=own_stop(made))
 

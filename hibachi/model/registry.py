@@ -20,7 +20,7 @@ from hibachi.model.ladder import LanguageModel
 from hibachi.model.rope import HostArray
 from hibachi.model.tensors import Canonical
 from hibachi.tensor.array_backend import Array, ArrayBackend
-from hibachi.tensor.discover import best_backend, resolve
+from hibachi.tensor.discover import resolve_or_best
 
 GROUP = "hibachi.models"
 
@@ -118,7 +118,7 @@ def load_model(
     InvalidModelFiles, MissingExtra, ConfigError, UnsupportedOperation, BackendNotFound, BackendNotInstalled.
     """
     if backend is None or isinstance(backend, str):
-        backend = resolve(backend or best_backend())
+        backend = resolve_or_best(backend)
     files = model if isinstance(model, ModelFiles) else open_files(locate(model))
     try:
         _, found = find(files.config)

@@ -85,16 +85,8 @@ def available_backends() -> list[str]:
 
 
 def best_backend() -> str:
-    """Name of the backend for a model from files where the caller names none. The log says which, and why.
-
-    Raises like `resolve` if the variable HIBACHI_DEFAULT_BACKEND names one that does not start.
-    """
+    """Name of the backend for a model from files where the caller names none. The log says which, and why."""
     name, why = best_and_why()
-    if VARIABLE in why:
-        try:
-            resolve(name)
-        except HibachiError as e:
-            raise type(e)(f"{VARIABLE}: {e}") from e
     log.info("backend=%s: %s", name, why)
     return name
 
@@ -112,6 +104,18 @@ def best_and_why() -> tuple[str, str]:
         missing[name] = why
     others = "".join(f"; not {other}: {why}" for other, why in missing.items())
     return name, f"the first of {', '.join(BEST)} that imports{others}"
+
+
+def resolve_or_best(name: str | None, *, device: Any = None) -> ArrayBackend:
+    """`resolve` for a model from files: None means `best_backend`. Raises like `resolve`, and names the variable
+    HIBACHI_DEFAULT_BACKEND if the name is its.
+    """
+    try:
+        return resolve(name or best_backend(), device=device)
+    except HibachiError as e:
+        if name or not os.environ.get(VARIABLE):
+            raise
+        raise type(e)(f"{VARIABLE}: {e}") from e
 
 
 def why_missing(name: str) -> str | None:
