@@ -37,7 +37,7 @@ RULES = {
     "hibachi/shapes.py": Rule("errors", third_party=""),
     "hibachi/named.py": Rule("errors", third_party=""),
     "hibachi/cachefolder.py": Rule("", third_party=""),
-    "hibachi/settings": Rule("errors options request settings", third_party=""),
+    "hibachi/settings": Rule("errors options settings", third_party=""),
     "hibachi/phases.py": Rule("", third_party=""),
     "hibachi/progress.py": Rule("phases", third_party=""),
     "hibachi/kernels": Rule("errors cachefolder phases kernels"),
