@@ -1,4 +1,4 @@
-"""put files of prompts through a model, into a file; resume a run that was interrupted
+"""put files of prompts through a model; resume a run that was interrupted
 
 Reads JSON Lines, CSV and Parquet (gzip, zstd), row by row, also OpenAI's batch
 lines, and writes any of them, in the input's order. Kill it at any moment and
