@@ -15,6 +15,8 @@ import hibachi
 # Whoever is started in the background of a shell ignores Ctrl-C, and so do its children; tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # likewise below nohup, and tests send it to routers
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Which kernels are used is settled, unless a test asks for others: nothing is timed, nothing compiled on the side.
 os.environ.setdefault("HIBACHI_AUTOTUNE", "off")
