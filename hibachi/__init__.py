@@ -58,6 +58,7 @@ if _TYPE_CHECKING:
     from hibachi.model.ladder import Feedforward as Feedforward
     from hibachi.model.ladder import LanguageModel as LanguageModel
     from hibachi.model.ladder import LogitsModel as LogitsModel
+    from hibachi.model.ladder import OwnCacheModel as OwnCacheModel
     from hibachi.model.ladder import PaddedAutoregressive as PaddedAutoregressive
     from hibachi.model.registry import load_model as load_model
     from hibachi.model.registry import register_model as register_model
@@ -87,6 +88,7 @@ if _TYPE_CHECKING:
     from hibachi.tensor.discover import backend_for as backend_for
     from hibachi.tensor.discover import load_backend as load_backend
     from hibachi.tensor.layout import CacheSpec as CacheSpec
+    from hibachi.tensor.layout import OwnCache as OwnCache
     from hibachi.tensor.layout import Paged as Paged
     from hibachi.tensor.layout import State as State
     from hibachi.tensor.layout import StepInputs as StepInputs
@@ -144,7 +146,9 @@ _PLACES = {
     "NotDeterministic": "hibachi.errors",
     "NumpyBackend": "hibachi.tensor.numpy_backend",
     "OutOfCapacity": "hibachi.errors",
+    "OwnCacheModel": "hibachi.model.ladder",
     "PaddedAutoregressive": "hibachi.model.ladder",
+    "OwnCache": "hibachi.tensor.layout",
     "Paged": "hibachi.tensor.layout",
     "Piece": "hibachi.streams.textstream",
     "Policy": "hibachi.plan.policy",

@@ -16,7 +16,7 @@ from typing_extensions import TypeVar, Unpack
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, UNSTATED, Built, Plan, build, has_hidden, level_of, limit_of
+from hibachi.engine.build import NO_LIMIT, UNSTATED, Built, Plan, build, has_hidden, has_own_cache, level_of, limit_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
@@ -29,6 +29,7 @@ from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, Request, SamplingParams, Terms
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.job import Job
+from hibachi.runners.owncache import OwnCacheRunner
 from hibachi.runners.selfcheck import selfcheck
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
@@ -172,7 +173,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             max_prefill_tokens=1 if max_prefill_tokens is None else max_prefill_tokens,
         )
         _check_least(2, max_model_len=NO_LIMIT if limit is None else limit)
-        if self._level == 2 and limit is None:
+        if limit is None and (self._level == 2 or has_own_cache(model)):
             raise ConfigError("A model with a cache needs max_model_len=N, the most tokens of a request; got None.")
         self.max_model_len: int | Any = UNSTATED if limit is None else limit
         self._plan = Plan(
@@ -204,7 +205,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         first step.
         """
         runner = None if self._built is None else self._built.runner
-        return runner.deterministic if isinstance(runner, WholeRunner) else bool(self._deterministic)
+        if isinstance(runner, (WholeRunner, OwnCacheRunner)):
+            return runner.deterministic
+        return bool(self._deterministic)
 
     def _decide(self, deterministic: bool | None) -> bool | None:
         """Whether the batch must leave no trace in a request's bits; None means that a trial decides.
@@ -253,7 +256,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         first difference.
         """
         runner = None if self._built is None else self._built.runner
-        if isinstance(runner, WholeRunner):
+        if isinstance(runner, (WholeRunner, OwnCacheRunner)):
             return runner.selfcheck()
         return selfcheck(runner) if isinstance(runner, CachedRunner) else 0
 

@@ -26,6 +26,7 @@ from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.nine import NineRunner
+from hibachi.runners.owncache import OwnCacheRunner, takes_own_lengths
 from hibachi.runners.runner import Runner
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import same_bits
@@ -33,7 +34,7 @@ from hibachi.runners.tokentable import IDS, Kind, Tables
 from hibachi.runners.uncached import WholeRunner, takes_lengths
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.layout import Paged, State
+from hibachi.tensor.layout import OwnCache, Paged, State
 from hibachi.tensor.library import Library
 from hibachi.tensor.nine import NineBackend
 
@@ -117,6 +118,16 @@ def build(
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype)
         deterministic = check(cached)
+    elif has_own_cache(plan.model):
+        assert sampler is not None
+        tally = Tally()
+        head = Sampled(sampler, tables.of(IDS), tally, type(plan.model).__name__)
+        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally)
+        limits = _own_limits(plan, backend, own.layout.position_bytes)
+        own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
+        scheduler = Scheduler(limits, policy)
+        own.decide(deterministic)
+        deterministic = own.deterministic
     else:
         scheduler = Scheduler(_whole_limits(plan), policy)
         runner = whole = WholeRunner(
@@ -237,23 +248,8 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
     """
     spec = plan.model.cache_spec()
     paged = [s for s in spec if isinstance(s, Paged)]
-    blocks = 0
-    if paged:
-        position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or plan.dtype) for s in paged)
-        allowed = plan.kv_cache_memory_bytes
-        if allowed is None:
-            memory, one = backend.memory(), position * (plan.longest + size)
-            allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
-            if memory is None and one <= _physical_memory():
-                allowed = max(allowed, one)
-        blocks = min(plan.rows * -(-plan.longest // size), allowed // (position * size)) + 1
-        if plan.cache_tokens is not None:
-            blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
-        if blocks < 2:
-            raise ConfigError(
-                f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or "
-                f"make block_size smaller."
-            )
+    position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or plan.dtype) for s in paged)
+    blocks = _blocks(plan, backend, position, size) if paged else 0
     states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
     return Limits(
         plan.rows,
@@ -267,6 +263,43 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
         checkpoints=CHECKPOINTS * plan.rows if states else 0,
         checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
     )
+
+
+def _own_limits(plan: Plan, backend: ArrayBackend, position: int) -> Limits:
+    """Limits for a model with a cache of its own, in which a position takes `position` bytes."""
+    size = plan.block_size or backend.block_size
+    blocks = _blocks(plan, backend, max(1, position), size)
+    return Limits(
+        plan.rows,
+        plan.budget,
+        plan.budget,
+        plan.longest,
+        blocks,
+        size,
+        prefill=plan.prefill,
+        reserve_all=plan.reserve_all,
+    )
+
+
+def _blocks(plan: Plan, backend: ArrayBackend, position: int, size: int) -> int:
+    """Blocks for a full batch of the longest requests, if memory allows; at least for one. position: bytes of one;
+    size: positions of a block.
+    """
+    allowed = plan.kv_cache_memory_bytes
+    if allowed is None:
+        memory, one = backend.memory(), position * (plan.longest + size)
+        allowed = memory[0] * 8 // 10 if memory else DEFAULT_CACHE_BYTES
+        if memory is None and one <= _physical_memory():
+            allowed = max(allowed, one)
+    blocks = min(plan.rows * -(-plan.longest // size), allowed // (position * size)) + 1
+    if plan.cache_tokens is not None:
+        blocks = min(blocks, -(-plan.cache_tokens // size) + 1)
+    if blocks < 2:
+        raise ConfigError(
+            f"A cache block needs {position * size} bytes; got kv_cache_memory_bytes={allowed}. Allow more, or make "
+            f"block_size smaller."
+        )
+    return blocks
 
 
 def _generated_key(tables: Tables, size: int, seq: Seq, n: int) -> Hashable:
@@ -299,6 +332,11 @@ def level_of(model: Any) -> int:
     if has("step") and has("cache_spec"):
         _check_takes(model, "step", "params", "cache", "x")
         return 2
+    if has_own_cache(model):
+        if not isinstance(getattr(model, "vocab_size", None), int):
+            raise ConfigError(f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer.")
+        _check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
+        return 1
     if has("logits"):
         if not isinstance(getattr(model, "vocab_size", None), int):
             raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
@@ -308,9 +346,15 @@ def level_of(model: Any) -> int:
         _check_takes(model, "forward", "tokens")
         return 0
     raise ConfigError(
-        f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)` or `step(params, cache, x)` with "
-        f"`cache_spec()`; {type(model).__name__} has none. See docs/models.md."
+        f"A model needs one of `forward(tokens)`, `logits(tokens, lengths)`, `step(tokens, lengths, past)` with an "
+        f"attribute `past`, or `step(params, cache, x)` with `cache_spec()`; {type(model).__name__} has none. See "
+        f"docs/models.md."
     )
+
+
+def has_own_cache(model: Any) -> bool:
+    """Whether the model keeps a cache of its own: a `step` and an attribute `past`, which is an `OwnCache`."""
+    return isinstance(getattr(model, "past", None), OwnCache) and callable(getattr(model, "step", None))
 
 
 def _check_takes(model: Any, name: str, *arguments: str) -> None:

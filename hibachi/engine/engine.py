@@ -194,6 +194,8 @@ class Engine:
         if plan is None:
             if flight is not None:
                 self._land(flight, None, began)
+            elif not self._live:
+                self.runner.idle()
             return flight is not None
         if refused := self._admit(plan, now):
             # The others of the plan may share what these were to compute, so it does not happen.

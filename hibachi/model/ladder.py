@@ -2,6 +2,7 @@
 
     0  Autoregressive   tokens in, next token out: the forward pass you train with
     1  LogitsModel      tokens in, logits out: the engine samples
+    -  OwnCacheModel    new tokens and the model's own cache in, logits and that cache out
     2  CachedModel      new tokens and a cache in: the engine owns paged keys and values, or recurrent state
     -  Feedforward      one input, one output, batched
 
@@ -16,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from typing_extensions import TypeVar, override
 
-from hibachi.tensor.layout import CacheSpec, StepInputs
+from hibachi.tensor.layout import CacheSpec, OwnCache, StepInputs
 
 T = TypeVar("T", default=Any)  # an array of the model's library
 
@@ -58,6 +59,31 @@ class LogitsModel(Protocol[T]):
         """Integers (B, S), int32 (B,) -> real numbers (B, vocab_size): logits after the last token of each row.
 
         Row i is `S - lengths[i]` padding tokens, and then its own.
+        """
+        ...
+
+
+@runtime_checkable
+class OwnCacheModel(Protocol[T]):
+    """Between levels 1 and 2: a model that keeps a cache of its own; the engine samples.
+
+    past: an `OwnCache`, which says where the cache's arrays have rows and positions, or lets the engine find out.
+    """
+
+    past: OwnCache
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def step(self, tokens: T, lengths: T, past: Any, /) -> tuple[T, Any]:
+        """int32 (B, q), int32 (B,), the cache -> (logits (B, vocab_size), the cache).
+
+        tokens: the q newest tokens of each row. lengths: tokens of each row, these included. past: what `step` returned
+        for the tokens before, any nesting of arrays; None where there are none. Rows are right-aligned in it: the
+        newest position is the last one, and row i has `lengths[i] - q` real ones, with padding before them. Return all
+        positions, or the new ones only, which the engine appends. The logits are those after the last token of a row.
+
+        A model whose `step` has no parameter `lengths` is called as `step(tokens, past)`, with rows of one length.
         """
         ...
 
@@ -130,5 +156,5 @@ class Feedforward(Protocol[T]):
         ...
 
 
-Model: TypeAlias = Autoregressive[T] | PaddedAutoregressive[T] | LogitsModel[T] | CachedModel[T]
+Model: TypeAlias = Autoregressive[T] | PaddedAutoregressive[T] | LogitsModel[T] | OwnCacheModel[T] | CachedModel[T]
 """What an engine takes: a model on any rung."""

@@ -123,6 +123,10 @@ class Runner(Protocol):
         """Save recurrent states: for each (row, checkpoint), the row's state is kept in the checkpoint."""
         ...
 
+    def idle(self) -> None:
+        """There is nothing to compute: free what is kept for rows that have gone."""
+        ...
+
     def interrupt(self) -> None:
         """Cancel an `async def` call of the model, and begin no other. Callable from any thread."""
         ...
@@ -171,6 +175,9 @@ class BaseRunner:
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """There are no states."""
+
+    def idle(self) -> None:
+        """Nothing is kept for rows."""
 
     def interrupt(self) -> None:
         """Nothing is awaited."""

@@ -38,6 +38,18 @@ CacheSpec: TypeAlias = Sequence[Paged | State]
 
 
 @dataclass(frozen=True, slots=True)
+class OwnCache:
+    """The attribute `past` of a model that keeps a cache of its own: where the arrays in it have rows and positions.
+
+    batch, position: axes of all arrays in the cache. None means that the engine finds them, for each array, by calling
+    the model with other numbers of rows and of tokens: an array in which no axis grows with the tokens is a state.
+    """
+
+    batch: int | None = None
+    position: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs(Generic[T]):
     """One step, packed: the new tokens of all rows one after another. All index arrays are int32, on the device.
 

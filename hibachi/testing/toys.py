@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.layout import CacheSpec, Paged, State, StepInputs
+from hibachi.tensor.layout import CacheSpec, OwnCache, Paged, State, StepInputs
 
 VOCAB = 10
 SURE = 1000.0
@@ -78,6 +78,47 @@ class SumLogits(SumTokens):
         return self.backend.program(_next_logits)(tokens, lengths) * self.margin
 
     forward = None  # type: ignore[assignment]  # one rung only
+
+
+class SumOwn(Toy):
+    """Between levels 1 and 2: a cache of its own keeps each token, and the sum is made of it anew.
+
+    new_only: `step` returns the new positions only.
+    """
+
+    vocab_size = VOCAB
+    max_model_len = 64
+    past = OwnCache()
+
+    def __init__(self, backend: ArrayBackend, new_only: bool = False) -> None:
+        super().__init__(backend)
+        self.new_only = new_only
+
+    def step(self, tokens: Array, lengths: Array, past: Any) -> tuple[Array, Any]:
+        self._see(tokens, lengths)
+        b, xp = self.backend, self.backend.xp
+        new = b.float32(tokens)[:, None, :]
+        seen = new if past is None else xp.concat([past["layers"][0][0], new], axis=2)
+        width = seen.shape[2]
+        place = xp.reshape(b.put(np.arange(width, dtype=np.int32)), (1, -1))
+        real = place >= width - xp.reshape(lengths, (-1, 1))
+        sums = xp.sum(xp.where(real, seen[:, 0, :], xp.zeros_like(seen[:, 0, :])), axis=1)
+        return one_hot(b, (sums + 1) % VOCAB) * SURE, {"layers": [(new if self.new_only else seen,)]}
+
+
+class SumOwnState(Toy):
+    """Likewise, with the running sum of each row as the whole cache; it needs no lengths."""
+
+    vocab_size = VOCAB
+    max_model_len = 64
+    past = OwnCache()
+
+    def step(self, tokens: Array, past: Any) -> tuple[Array, Any]:
+        self._see(tokens)
+        b, xp = self.backend, self.backend.xp
+        sums = xp.sum(b.float32(tokens), axis=1, keepdims=True)
+        sums = (sums if past is None else past + sums) % VOCAB
+        return one_hot(b, (sums[:, 0] + 1) % VOCAB) * SURE, sums
 
 
 class SumPaged(Toy):

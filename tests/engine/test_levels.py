@@ -1,5 +1,7 @@
 """Every rung of the ladder gives the tokens of a solo run, whoever shares the batch. Toys: the sum of all, plus 1."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from hibachi import (
     SamplingParams,
     StopRule,
 )
-from hibachi.testing.toys import SumBoth, SumLogits, SumPaged, SumState, SumTokens, expected
+from hibachi.testing.toys import SumBoth, SumLogits, SumOwn, SumOwnState, SumPaged, SumState, SumTokens, expected
 
 from .models import PATIENCE, GatedNumpy, Next, ints, until
 
@@ -45,6 +47,13 @@ RUNGS = [
     PAGED,
     Rung("paged in chunks", SumPaged, block_size=3, max_num_batched_tokens=7),
     Rung("paged, little memory", SumPaged, block_size=4, kv_cache_memory_bytes=12 * 4 * 16),  # 16 blocks of 4 positions
+    Rung("own cache", SumOwn),
+    Rung("own cache, new positions", partial(SumOwn, new_only=True), deterministic=False),
+    Rung("own cache in chunks", SumOwn, max_num_batched_tokens=7, deterministic=False),
+    Rung("own cache, little memory", SumOwn, block_size=4, kv_cache_memory_bytes=4 * 4 * 16, deterministic=False),
+    Rung("own cache, alone", SumOwn, max_num_batched_tokens=7, deterministic=True),
+    Rung("own state", SumOwnState, deterministic=False),
+    Rung("own state in chunks", SumOwnState, max_num_batched_tokens=7, deterministic=False),
     Rung("state", SumState),
     Rung("state in chunks", SumState, max_num_batched_tokens=7),
     Rung("both", SumBoth, block_size=4),
@@ -60,7 +69,15 @@ def gated(serve):
 
     def make(rung, **options):
         backend = GatedNumpy()
-        return serve(rung.model(backend), backend=backend, **rung.options | options), backend
+        model = rung.model(backend)
+        # a model with a cache of its own is tried when the engine is made
+        tries = hasattr(model, "past") + bool(rung.options.get("deterministic"))
+        for _ in range(tries):
+            backend.let()
+        engine = serve(model, backend=backend, **rung.options | options)
+        for _ in range(tries):
+            backend.wait()
+        return engine, backend
 
     return make
 

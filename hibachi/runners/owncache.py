@@ -1,0 +1,363 @@
+"""Runner for models that keep a cache of their own: `step(tokens, lengths, past) -> (logits, past)`.
+
+The rows that decode lie in one past, which the model gets back as it returned it while no row comes or goes. A row that
+comes is computed in a past of its own and then joined to the others; one that goes is cut out. The new tokens of a call
+are as many for each row, so nothing is padded but the past.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
+from hibachi.plan.scheduler import Scheduler
+from hibachi.plan.sequence import Seq
+from hibachi.plan.step import StepPlan
+from hibachi.runners.faults import drop_frames, is_signal
+from hibachi.runners.heads import Sampled
+from hibachi.runners.meters import Tally
+from hibachi.runners.pasts import Layout, Past, layout_of
+from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
+from hibachi.runners.tokentable import IDS, Tables
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.layout import OwnCache
+
+log: logging.Logger = logging.getLogger("hibachi.engine")
+PROMPT = 7  # tokens of the prompts of a trial, the shortest; each of the others has one more
+TRIAL_ROWS = 4
+TRIAL_NEW = 3
+
+
+class OwnCacheRunner(BaseRunner):
+    """Computes rows with pasts that the model makes.
+
+    apart: each row is computed by itself, its prompt in one call and then token by token, whatever the plan says. So no
+    bit depends on other rows, on chunks, or on whether it was preempted.
+    """
+
+    backend: ArrayBackend
+    tables: Tables
+    layout: Layout
+    head: Sampled
+    apart: bool = False
+    deterministic: bool = False
+
+    def __init__(
+        self, model: Any, backend: ArrayBackend, tables: Tables, rows: int, head: Sampled, tally: Tally
+    ) -> None:
+        """rows: the most there may be at once. Raises ConfigError, and what the model raises when it is tried."""
+        super().__init__(backend, tables)
+        self.tally = tally
+        self._rows, self.head = rows, head
+        self.name: str = head.name
+        self._step: Any = model.step
+        self._with_lengths = takes_own_lengths(model)
+        self._of: dict[int, Past] = {}  # the past that a row is in
+        self._seqs: dict[int, Seq] = {}
+        self._most, self._chunk = 2**31, 2**31
+        vocab, random = head.sampler.vocab_size, np.random.default_rng(0)
+
+        def first(rows: int, tokens: int) -> Any:
+            ids = random.integers(0, vocab, (rows, tokens)).astype(np.int32)
+            return self.called(ids, np.full(rows, tokens, np.int32), None)[1]
+
+        spec = model.past
+        assert isinstance(spec, OwnCache)
+        try:
+            with backend.guard():
+                self.layout = layout_of(spec, first, backend, self.name)
+        except ConfigError:
+            raise
+        except Exception as e:
+            raise ConfigError(
+                f"{self.name} failed when it was tried on random tokens, 2 or 3 rows of 3 or 4 each, to see its "
+                f"past: {text_of(e)}."
+            ) from e
+
+    def bound(self, positions: int, chunk: int) -> None:
+        """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
+        self._most, self._chunk = positions, chunk
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    @override
+    def admit(self, seq: Seq) -> None:
+        super().admit(seq)
+        self.head.admit(seq.owner)
+        self._forget([seq.row])
+        self._seqs[seq.row] = seq
+
+    @override
+    def suspend(self, seq: Seq, row: int) -> None:
+        super().suspend(seq, row)
+        self._forget([row])
+
+    @override
+    def adopt(self, scheduler: Scheduler) -> None:
+        self._of.clear()
+        self._seqs.clear()
+
+    @override
+    def rebuild(self, *, keep: bool) -> None:
+        self._of.clear()
+
+    @override
+    def idle(self) -> None:
+        self._forget([row for row, seq in self._seqs.items() if seq.row != row])
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._of.pop(row, None)
+
+    # ---- the promise -------------------------------------------------------------------------------------------
+
+    def decide(self, deterministic: bool | None) -> None:
+        """Try whether rows may share calls without changing bits. deterministic: True means that each row is computed
+        by itself if they may not; None means that they share calls then, which the log says; False tries nothing.
+        """
+        if deterministic is False:
+            return
+        why = f"rows of one length only share a call of {self.name}" if not self._with_lengths else ""
+        try:
+            if not why:
+                self.selfcheck()
+        except BaseException as e:
+            if is_signal(e):
+                raise
+            why = text_of(e)
+            drop_frames(e)
+        self.apart, self.deterministic = bool(deterministic and why), bool(deterministic or not why)
+        if self.apart:
+            log.warning("%s computes each row by itself: %s", self.name, why)
+        elif why:
+            log.warning("deterministic=False for %s, as who shares a call changes its bits", self.name)
+
+    def selfcheck(self) -> int:
+        """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
+        Raises NotDeterministic, and what the model raises.
+        """
+        return Trial(self).run()
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def run(self, plan: StepPlan) -> Outcome:
+        self.idle()
+        outcome = Outcome([], {})
+        for idx in self._calls(plan):
+            outcome += isolate(lambda idx: self._forward(plan, idx), idx, self.backend, self.theirs)
+        return outcome
+
+    def _calls(self, plan: StepPlan) -> Iterator[Any]:
+        """Which rows of a step share a call: [n] places in the plan each."""
+        if self.apart:
+            for i in np.flatnonzero(plan.emit).tolist():
+                yield np.array([i])
+            return
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, (start, q) in enumerate(zip(plan.start.tolist(), plan.q.tolist(), strict=True)):
+            groups.setdefault((q, start if not self._with_lengths else min(start, 1)), []).append(i)
+        for group in groups.values():
+            yield from self._fitting(np.array(group), plan.end)
+
+    def _fitting(self, idx: Any, end: Any) -> Iterator[Any]:
+        """Rows in as many parts as memory wants, those of like length together."""
+        if len(idx) * int(end[idx].max()) <= self._most or len(idx) == 1:
+            yield idx
+            return
+        order = idx[np.argsort(end[idx], kind="stable")]
+        half = len(order) // 2
+        for part in (order[:half], order[half:]):
+            yield from self._fitting(np.sort(part), end)
+
+    def _forward(self, plan: StepPlan, idx: Any) -> Part:
+        rows, emit = plan.rows[idx], plan.emit[idx]
+        with self.backend.guard():
+            if self.apart:
+                out = self._alone(int(rows[0]), plan.seqs[int(idx[0])].prompt_len, int(plan.end[idx[0]]))
+            else:
+                self._catch_up(rows, plan.start[idx])
+                out = self._advance(rows, plan.start[idx], int(plan.q[idx[0]]))
+            wanted = np.flatnonzero(emit)
+            if not len(wanted):
+                return Part(idx[emit], np.zeros(0, np.int32), None, np.zeros(0, bool))
+            if len(wanted) < len(rows):
+                out = self.head.sampler.rows(out, wanted)
+            return self.head.part(plan, idx[emit], out, out.shape[0])
+
+    def _alone(self, row: int, prompt: int, end: int) -> Array:
+        """The logits of a row after its first `end` tokens, in calls that depend on nothing but the row."""
+        past = self._of.get(row)
+        have = 0 if past is None else past.counts[past.place(row)]
+        if have not in range(prompt, end):
+            self._forget([row])
+            have, out = prompt, self._advance(np.array([row]), np.zeros(1, np.int32), prompt)
+        for at in range(have, end):
+            out = self._advance(np.array([row]), np.array([at], np.int32), 1)
+        return out
+
+    def _catch_up(self, rows: Any, start: Any) -> None:
+        """Compute again what is not there: of a row whose past a failed step has taken along."""
+        for row, n in zip(rows.tolist(), start.tolist(), strict=True):
+            past = self._of.get(row)
+            if n and (past is None or past.counts[past.place(row)] != n):
+                self._forget([row])
+                for at in range(0, n, self._chunk):
+                    self._advance(np.array([row]), np.array([at], np.int32), min(self._chunk, n - at))
+
+    def _advance(self, rows: Any, start: Any, q: int) -> Array:
+        """Compute q tokens of each row; returns the logits after them, [m >= n, vocab]."""
+        out: Array = None
+        for piece in _pieces(q) if self.backend.shapes.compiled else [q]:
+            out = self._piece(rows, start, piece)
+            start = start + piece
+        return out
+
+    def _piece(self, rows: Any, start: Any, q: int) -> Array:
+        n, ends = len(rows), start + q
+        size = self.backend.shapes.rows(n, self._rows)
+        before = self._gathered(rows.tolist(), start, size) if int(start[0]) else None
+        self._forget(rows.tolist())  # until it has succeeded: the model may write into the past that it is given
+        filled = np.pad(rows, (0, size - n), mode="edge")
+        lengths = np.pad(ends, (0, size - n), mode="edge").astype(np.int32)
+        each = np.repeat(np.arange(size), q)
+        positions = np.repeat(lengths - q, q) + np.tile(np.arange(q), size)
+        table = self.tables.of(IDS)
+        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions).reshape(size, q)
+        wide = 0 if before is None else before.width
+        self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
+        out, past = self.called(tokens, lengths, None if before is None else before.tree)
+        out = check_output(out, self.backend, (size, self.head.sampler.vocab_size), self.name, kind="logits")
+        after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
+        width = self._width(int(ends.max()))
+        if width != after.width:
+            after = self.layout.part(after, range(size), width)
+        for row in rows.tolist():
+            self._of[row] = after
+        return out
+
+    def _width(self, longest: int) -> int:
+        return self.backend.shapes.length(longest)
+
+    def called(self, tokens: HostArray, lengths: HostArray, past: Any) -> tuple[Any, Any]:
+        put = self.backend.put
+        with self.tally, self.theirs:
+            arguments = (put(tokens), put(lengths), past) if self._with_lengths else (put(tokens), past)
+            found = self._step(*arguments)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise InvalidModelOutput(
+                f"{self.name} must return a pair (logits, past); got {type(found).__qualname__}. Return both."
+            )
+        return found[0], found[1]
+
+    # ---- pasts -------------------------------------------------------------------------------------------------
+
+    def _gathered(self, rows: list[int], start: Any, size: int) -> Past:
+        """One past of just these rows, in this order, and filler. Rows that stay behind get pasts of their own."""
+        first = self._of[rows[0]]
+        if first.rows == rows and first.size == size:
+            return first
+        width = self._width(int(start.max()))
+        sources: list[tuple[Past, list[int]]] = []
+        for row in rows:
+            past = self._of[row]
+            if not sources or sources[-1][0] is not past:
+                sources.append((past, []))
+            sources[-1][1].append(past.place(row))
+        parts = [self.layout.part(past, places, width) for past, places in sources]
+        if filler := size - len(rows):
+            parts.append(self.layout.part(parts[-1], [parts[-1].size - 1] * filler, width))
+            parts[-1].rows, parts[-1].counts = [], []
+        found = self.layout.joined(parts)
+        for past in {id(past): past for past, _ in sources}.values():
+            self._part_from(past, rows)
+        return found
+
+    def _part_from(self, past: Past, rows: list[int]) -> None:
+        """Rows of a past that others leave get a smaller one, so that its memory goes."""
+        stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
+        if not stay:
+            return
+        width = self._width(max(past.counts[i] for i in stay))
+        smaller = self.layout.part(past, stay, width)
+        copied = [self.backend.copy(a) for a in smaller.arrays]  # a view would keep the whole
+        smaller = self.layout.with_arrays(smaller, copied)
+        for row in smaller.rows:
+            self._of[row] = smaller
+
+
+def takes_own_lengths(model: Any) -> bool:
+    """Whether `step` takes the number of tokens of each row; without it, rows of one length share a call."""
+    try:
+        return "lengths" in inspect.signature(model.step).parameters
+    except (TypeError, ValueError):  # compiled code need not tell
+        return True
+
+
+def _pieces(n: int) -> list[int]:
+    """Powers of two that add up to n, the largest first: few shapes."""
+    return [1 << i for i in reversed(range(n.bit_length())) if n >> i & 1]
+
+
+class Trial:
+    """Computes a few texts alone, and in company with chunks, and compares every bit of the logits."""
+
+    def __init__(self, runner: OwnCacheRunner) -> None:
+        self._runner, self._layout, self._backend = runner, runner.layout, runner.backend
+        random = np.random.default_rng(1)
+        lengths = [PROMPT + i for i in range(TRIAL_ROWS)]
+        vocab = runner.head.sampler.vocab_size
+        self._texts = [random.integers(0, vocab, n + TRIAL_NEW).astype(np.int32) for n in lengths]
+
+    def run(self) -> int:
+        """Returns how many outputs were compared. Raises NotDeterministic, and what the model raises."""
+        with self._backend.guard():
+            alone = [self._alone(text) for text in self._texts]
+            beside = self._beside()
+        for i, (one, other) in enumerate(zip(alone, beside, strict=True)):
+            if not np.array_equal(one, other):
+                raise NotDeterministic(
+                    f"{self._runner.name} does not compute the same bits whatever shares the batch: expected equal "
+                    f"logits for a text of {len(self._texts[i])} tokens, alone and in company; they differ by up to "
+                    f"{float(np.abs(one - other).max()):.1e}. Pass deterministic=True, which computes each row by "
+                    f"itself, or deterministic=False."
+                )
+        return sum(len(one) for one in alone)
+
+    def _call(self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int]) -> tuple[Any, Past]:
+        n, q = tokens.shape
+        out, tree = self._runner.called(tokens, np.array(ends, np.int32), None if before is None else before.tree)
+        past = self._layout.taken(tree, before, rows, ends, n, q)
+        return self._backend.get(out), past
+
+    def _alone(self, text: HostArray) -> HostArray:
+        prompt = len(text) - TRIAL_NEW
+        out, past = self._call(text[None, :prompt], [prompt], None, [0])
+        found = [out[0]]
+        for at in range(prompt, len(text)):
+            out, past = self._call(text[None, at : at + 1], [at + 1], past, [0])
+            found.append(out[0])
+        return np.array(found)
+
+    def _beside(self) -> list[HostArray]:
+        parts, found = list[Past](), list[list[HostArray]]()
+        for row, text in enumerate(self._texts):
+            prompt, cut = len(text) - TRIAL_NEW, (len(text) - TRIAL_NEW) // 2
+            _, past = self._call(text[None, :cut], [cut], None, [row])
+            out, past = self._call(text[None, cut:prompt], [prompt], past, [row])
+            parts.append(past)
+            found.append([out[0]])
+        width = max(past.width for past in parts)
+        together = self._layout.joined([self._layout.part(past, [0], width) for past in parts])
+        for step in range(TRIAL_NEW):
+            ends = [len(text) - TRIAL_NEW + step + 1 for text in self._texts]
+            tokens = np.array([[text[end - 1]] for text, end in zip(self._texts, ends, strict=True)])
+            out, together = self._call(tokens, ends, together, range(len(ends)))
+            for each, logits in zip(found, out, strict=True):
+                each.append(logits)
+        return [np.array(each) for each in found]

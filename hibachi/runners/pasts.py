@@ -1,0 +1,251 @@
+"""The caches that models keep themselves ("pasts"): where rows and positions lie in them, and how rows join and part.
+
+In a past, rows stand right-aligned: the newest position of each is the last one, and what lies before a shorter row is
+padding, zeros or whatever. An array without an axis of positions is a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import ConfigError, InvalidModelOutput
+from hibachi.runners.nested import arrays_in, with_arrays
+from hibachi.tensor.array_backend import Array, ArrayBackend
+from hibachi.tensor.layout import OwnCache
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array of a past. place: such as "[0].keys". batch, position: axes; None means it has none."""
+
+    place: str
+    batch: int | None
+    position: int | None
+    shape: tuple[int, ...]  # with 0 at these axes
+    dtype: Any
+
+
+@dataclass(slots=True, eq=False)
+class Past:
+    """A past of the rows `rows` [n] of the batch, and perhaps filler rows after them.
+
+    tree: as the model returned it, whose arrays are `arrays`. counts [n]: positions of each. width: positions that the
+    arrays have. size: rows that they have, filler included.
+    """
+
+    tree: Any
+    arrays: list[Array]
+    rows: list[int]
+    counts: list[int]
+    width: int
+    size: int
+
+    def place(self, row: int) -> int:
+        return self.rows.index(row)
+
+
+class Layout:
+    """Where rows and positions lie in the pasts of a model. name: of its method, for errors."""
+
+    leaves: tuple[Leaf, ...]
+
+    def __init__(self, leaves: Sequence[Leaf], backend: ArrayBackend, name: str) -> None:
+        self.leaves, self.backend, self.name = tuple(leaves), backend, name
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some array has rows and no positions."""
+        return any(leaf.batch is not None and leaf.position is None for leaf in self.leaves)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes that a position of a row takes."""
+        found = 0
+        for leaf in self.leaves:
+            if leaf.position is not None:
+                others = [n for axis, n in enumerate(leaf.shape) if axis not in (leaf.batch, leaf.position)]
+                found += int(np.prod(others, dtype=np.int64)) * _itemsize(leaf.dtype, self.backend.xp)
+        return found
+
+    def taken(
+        self, tree: Any, before: Past | None, rows: Sequence[int], counts: Sequence[int], size: int, new: int
+    ) -> Past:
+        """The past that a call has returned: `new` positions after those of `before`, for `size` rows.
+
+        The model returned all positions, or the new ones only. counts: positions of each of `rows` after the call.
+        Raises InvalidModelOutput.
+        """
+        owns = self.backend.owns
+        found = arrays_in(tree, owns)
+        if [place for place, _ in found] != [leaf.place for leaf in self.leaves]:
+            places = ", ".join(place for place, _ in found) or "none"
+            raise InvalidModelOutput(
+                f"{self.name} must return a past with arrays at {', '.join(leaf.place for leaf in self.leaves)}; got "
+                f"{places}. Return (logits, past), with the same past as in other calls."
+            )
+        width = (0 if before is None else before.width) + new
+        arrays, appended = [], False
+        for i, (leaf, (_, array)) in enumerate(zip(self.leaves, found, strict=True)):
+            self._check(leaf, array, size, width, new)
+            if leaf.position is not None and array.shape[leaf.position] != width:
+                assert before is not None
+                array = self.backend.xp.concat([before.arrays[i], array], axis=leaf.position)
+                appended = True
+            arrays.append(array)
+        if appended:
+            tree = with_arrays(tree, owns, arrays)
+        return Past(tree, arrays, [*rows], [*counts], width, size)
+
+    def _check(self, leaf: Leaf, array: Array, size: int, width: int, new: int) -> None:
+        shape = list(leaf.shape)
+        if leaf.batch is not None:
+            shape[leaf.batch] = size
+        widths = [width, new]
+        if leaf.position is not None and len(array.shape) == len(shape) and array.shape[leaf.position] in widths:
+            shape[leaf.position] = array.shape[leaf.position]
+        elif leaf.position is not None:
+            shape[leaf.position] = width
+        if tuple(array.shape) != tuple(shape) or array.dtype != leaf.dtype:
+            only = f", or the {new} new ones only" if leaf.position is not None and new != width else ""
+            raise InvalidModelOutput(
+                f"{self.name} must return a past whose array {leaf.place} has shape {tuple(shape)} and dtype "
+                f"{leaf.dtype}: {size} rows{f', {width} positions{only}' if leaf.position is not None else ''}; got "
+                f"{tuple(array.shape)} of {array.dtype}. Return the past that was given, with the new positions behind."
+            )
+
+    def part(self, past: Past, places: Sequence[int], width: int) -> Past:
+        """Some rows of a past, at these places, with `width` positions: the last ones, or padding before them.
+
+        Where nothing changes, arrays are the same ones; where only a range is cut out, views where a library has them.
+        """
+        arrays = [
+            self._wide(leaf, self._rows(leaf, array, past.size, places), past.width, width)
+            for leaf, array in zip(self.leaves, past.arrays, strict=True)
+        ]
+        return Past(
+            self._tree(past, arrays),
+            arrays,
+            [past.rows[i] for i in places if i < len(past.rows)],
+            [past.counts[i] for i in places if i < len(past.rows)],
+            width,
+            len(places),
+        )
+
+    def joined(self, parts: Sequence[Past]) -> Past:
+        """Pasts of one width, side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        arrays = [
+            first.arrays[i]
+            if leaf.batch is None
+            else self.backend.xp.concat([part.arrays[i] for part in parts], axis=leaf.batch)
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return Past(
+            self._tree(first, arrays),
+            arrays,
+            [row for part in parts for row in part.rows],
+            [n for part in parts for n in part.counts],
+            first.width,
+            sum(part.size for part in parts),
+        )
+
+    def with_arrays(self, past: Past, arrays: list[Array]) -> Past:
+        """The same past in other memory."""
+        return Past(self._tree(past, arrays), arrays, past.rows, past.counts, past.width, past.size)
+
+    def _tree(self, past: Past, arrays: list[Array]) -> Any:
+        if all(a is b for a, b in zip(past.arrays, arrays, strict=True)):
+            return past.tree
+        return with_arrays(past.tree, self.backend.owns, arrays)
+
+    def _rows(self, leaf: Leaf, array: Array, size: int, places: Sequence[int]) -> Array:
+        if leaf.batch is None or [*places] == [*range(size)]:
+            return array
+        first, last = places[0], places[-1] + 1
+        if [*places] == [*range(first, last)]:
+            return array[(*(slice(None),) * leaf.batch, slice(first, last), ...)]
+        index = self.backend.put(np.array(places, np.int32))
+        return self.backend.xp.take(array, index, axis=leaf.batch)
+
+    def _wide(self, leaf: Leaf, array: Array, now: int, wanted: int) -> Array:
+        if leaf.position is None or now == wanted:
+            return array
+        axis = leaf.position
+        if now > wanted:
+            return array[(*(slice(None),) * axis, slice(now - wanted, now), ...)]
+        shape = [*array.shape]
+        shape[axis] = wanted - now
+        xp = self.backend.xp
+        padding = xp.zeros(tuple(shape), dtype=array.dtype, device=self.backend.device)
+        return xp.concat([padding, array], axis=axis)
+
+
+def _itemsize(dtype: Any, xp: Any) -> int:
+    size = getattr(dtype, "itemsize", None)
+    if isinstance(size, int):
+        return size
+    if xp.isdtype(dtype, "bool"):
+        return 1
+    limits = xp.iinfo(dtype) if xp.isdtype(dtype, "integral") else xp.finfo(dtype)
+    return int(limits.bits) // 8
+
+
+TRIED = (2, 3), (3, 3), (2, 4)  # rows and tokens of the calls by which axes are found
+
+Call = Callable[[int, int], Any]
+"""(rows, tokens) -> the past of a first call with that many rows of as many tokens."""
+
+
+def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> Layout:
+    """Find the layout of a model's pasts by calling it. Raises ConfigError, and what `call` raises."""
+    found = [arrays_in(call(rows, tokens), backend.owns) for rows, tokens in TRIED]
+    base, rows, tokens = found
+    if not base:
+        raise ConfigError(
+            f"{name} must return (logits, past) with arrays of {backend.name} in the past; found none. Return the "
+            f"model's cache, such as `past_key_values`."
+        )
+    if any([place for place, _ in one] != [place for place, _ in base] for one in found):
+        raise ConfigError(
+            f"{name} must return a past with the same arrays in every call; got {len(base)}, {len(rows)} and "
+            f"{len(tokens)} of them in three calls. Make all of them in the first call."
+        )
+    leaves = []
+    for (place, a), (_, b), (_, c) in zip(base, rows, tokens, strict=True):
+        batch = _axis(a, b, f"{name}: the past's array {place}", "rows", 2, 3)
+        position = _axis(a, c, f"{name}: the past's array {place}", "tokens", 3, 4)
+        for what, given, real in (("batch", spec.batch, batch), ("position", spec.position, position)):
+            if given is not None and real is not None and given % len(a.shape) != real:
+                raise ConfigError(
+                    f"{name}: OwnCache({what}={given}) does not fit the past's array {place} of shape "
+                    f"{tuple(a.shape)}: expected {what}={real}. Leave it out, and it is found."
+                )
+        shape = [0 if axis in (batch, position) else int(n) for axis, n in enumerate(a.shape)]
+        leaves.append(Leaf(place, batch, position, tuple(shape), a.dtype))
+    if all(leaf.batch is None for leaf in leaves):
+        raise ConfigError(
+            f"{name}: no array of the past has an axis of rows; expected one that is 2 long for 2 rows and 3 for 3. "
+            f"Return the past of all rows."
+        )
+    return Layout(leaves, backend, name)
+
+
+def _axis(a: Array, b: Array, what: str, of: str, before: int, after: int) -> int | None:
+    """The axis in which two arrays differ; None means none. Raises ConfigError unless it is as long as it should be."""
+    if len(a.shape) != len(b.shape):
+        raise ConfigError(f"{what} must have as many dimensions in every call; got {len(a.shape)} and {len(b.shape)}.")
+    axes = [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m]
+    if not axes:
+        return None
+    if len(axes) > 1 or (a.shape[axes[0]], b.shape[axes[0]]) != (before, after):
+        raise ConfigError(
+            f"{what} must be as long in one axis as there are {of}; got shape {tuple(a.shape)} for {before} and "
+            f"{tuple(b.shape)} for {after} {of}. Give rows and positions axes of their own."
+        )
+    return axes[0]
