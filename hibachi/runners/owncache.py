@@ -31,6 +31,7 @@ from hibachi.tensor.layout import OwnCache
 log: logging.Logger = logging.getLogger("hibachi.engine")
 PROMPT = 7  # tokens of the prompts of a trial, the shortest; each of the others has one more
 TRIAL_ROWS = 4
+ALIKE = 0.05  # of the largest logit: what those of a model that goes on from a past may differ by, in any dtype
 TRIAL_NEW = 3
 
 
@@ -72,6 +73,7 @@ class OwnCacheRunner(BaseRunner):
         try:
             with backend.guard():
                 self.layout = layout_of(spec, first, backend, self.name)
+                self._try_going_on(random.integers(0, vocab, (2, 4)).astype(np.int32))
         except ConfigError:
             raise
         except Exception as e:
@@ -79,6 +81,28 @@ class OwnCacheRunner(BaseRunner):
                 f"{self.name} failed when it was tried on random tokens, 2 or 3 rows of 3 or 4 each, to see its "
                 f"past: {text_of(e)}."
             ) from e
+
+    def _try_going_on(self, ids: HostArray) -> None:
+        """Check that the model goes on from the past that it is given. ids: [2, 4]. Raises ConfigError."""
+        ends = [4, 4]
+        whole, _ = self.called(ids, np.array(ends, np.int32), None)
+        _, tree = self.called(ids[:, :3], np.array([3, 3], np.int32), None)
+        before = self.layout.taken(tree, None, [0, 1], [3, 3], 2, 3)
+        given = self.layout.part(before, [1, 0], 3)  # in memory of its own, and in the other order
+        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree)
+        self.layout.taken(tree, given, [1, 0], ends, 2, 1)
+        expected = (2, self.head.sampler.vocab_size)
+        want, got = (
+            self.backend.get(self.backend.float32(check_output(o, self.backend, expected, self.name, kind="logits")))
+            for o in (whole, out)
+        )
+        far = float(np.abs(got[::-1] - want).max())
+        if far > ALIKE * float(np.abs(want).max()):
+            raise ConfigError(
+                f"{self.name} must go on from the past that it is given: expected the logits that it returns for four "
+                f"tokens at once, after three tokens and one more; got others, by up to {far:.3g}. Pass `past` on "
+                f"to the network, make positions and masks from `lengths`, and switch off dropout (`.eval()`)."
+            )
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""

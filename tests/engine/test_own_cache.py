@@ -329,6 +329,24 @@ def test_a_past_without_rows_and_positions_is_refused(made, words):
         AutoregressiveBatchInference(Made(made), backend="numpy")
 
 
+@pytest.mark.parametrize("how", ["ignores the past", "mixes its rows", "takes lengths for positions"])
+def test_a_model_that_does_not_go_on_from_its_past_is_refused(how):
+    class Wrong(SumOwn):
+        def step(self, tokens, lengths, past):
+            if past is not None and how == "ignores the past":
+                logits, new = super().step(tokens, np.full_like(lengths, tokens.shape[1]), None)
+                return logits, new
+            if past is not None and how == "mixes its rows":
+                past = {"layers": [(past["layers"][0][0][::-1],)]}
+            logits, new = super().step(tokens, lengths, past)
+            if past is not None and how == "takes lengths for positions":
+                logits = np.roll(logits, 1, axis=1)
+            return logits, new
+
+    with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past.*eval"):
+        AutoregressiveBatchInference(Wrong(NUMPY), backend="numpy")
+
+
 def test_declared_axes_must_fit():
     def right_axes(b, n):
         return np.zeros((2, b, 5, n))
