@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any
 
-from hibachi.engine.build import level_of
+from hibachi.engine.build import has_own_cache, level_of
 from hibachi.lm.named import model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
@@ -69,6 +69,7 @@ def _own(spec: str, for_programs: bool) -> int:
     facts = {
         "model": f"{place(type(model).__module__)}:{type(model).__qualname__}",
         "level": level,
+        "own_cache": level == 1 and has_own_cache(model),
         "samples": "the engine" if level and vocab is not None else "the model itself",
         "vocab_size": vocab if level else None,
         "max_model_len": getattr(model, "max_model_len", None),
@@ -82,8 +83,9 @@ def _own(spec: str, for_programs: bool) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     rungs = ("tokens in, next token out", "tokens in, logits out", "new tokens and a cache in")
+    own = has_own_cache(model) and level == 1
     _line("model", facts["model"])
-    _line("level", f"{level}: {rungs[level]}")
+    _line("level", "between 1 and 2: a cache of its own" if own else f"{level}: {rungs[level]}")
     _line("drawn by", facts["samples"])
     _line("vocabulary", facts["vocab_size"] or "any tokens")
     _line("context", f"{facts['max_model_len']} tokens" if facts["max_model_len"] else "as the engine is told")

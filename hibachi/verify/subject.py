@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.build import level_of
+from hibachi.engine.build import has_own_cache, level_of
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.runners.stops import as_token
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
@@ -138,6 +138,11 @@ class Subject:
         self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
         feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
         self.rung: int | None = None if feedforward else level_of(model)
+        if self.rung == 1 and has_own_cache(model):
+            raise ConfigError(
+                f"{self.name} keeps a cache of its own, which `hibachi verify` does not know yet: expected a model of "
+                f"level 0, 1 or 2, or feed-forward. An engine tries such a model when it is made."
+            )
         self.backend: ArrayBackend = subject_backend(backend, model)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
