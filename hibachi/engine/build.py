@@ -122,7 +122,8 @@ def build(
         assert sampler is not None
         tally = Tally()
         head = Sampled(sampler, tables.of(IDS), tally, type(plan.model).__name__)
-        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally)
+        examples = _examples(plan.model, prompts, vocab or 1)
+        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally, examples)
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         scheduler = Scheduler(limits, policy)

@@ -68,6 +68,7 @@ class OwnCacheModel(Protocol[T]):
     """Between levels 1 and 2: a model that keeps a cache of its own; the engine samples.
 
     past: an `OwnCache`, which says where the cache's arrays have rows and positions, or lets the engine find out.
+    `example_prompts`: as at level 1.
     """
 
     past: OwnCache

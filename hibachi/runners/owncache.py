@@ -50,9 +50,19 @@ class OwnCacheRunner(BaseRunner):
     deterministic: bool = False
 
     def __init__(
-        self, model: Any, backend: ArrayBackend, tables: Tables, rows: int, head: Sampled, tally: Tally
+        self,
+        model: Any,
+        backend: ArrayBackend,
+        tables: Tables,
+        rows: int,
+        head: Sampled,
+        tally: Tally,
+        examples: Sequence[HostArray],
     ) -> None:
-        """rows: the most there may be at once. Raises ConfigError, and what the model raises when it is tried."""
+        """rows: the most there may be at once. examples: prompts of ids, of whose tokens those for trials are drawn.
+
+        Raises ConfigError.
+        """
         super().__init__(backend, tables)
         self.tally = tally
         self._rows, self.head = rows, head
@@ -62,25 +72,29 @@ class OwnCacheRunner(BaseRunner):
         self._of: dict[int, Past] = {}  # the past that a row is in
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
-        vocab, random = head.sampler.vocab_size, np.random.default_rng(0)
+        self._examples, self._random = np.concatenate(examples).astype(np.int32), np.random.default_rng(0)
 
         def first(rows: int, tokens: int) -> Any:
-            ids = random.integers(0, vocab, (rows, tokens)).astype(np.int32)
-            return self.called(ids, np.full(rows, tokens, np.int32), None)[1]
+            return self.called(self.example(rows, tokens), np.full(rows, tokens, np.int32), None)[1]
 
         spec = model.past
         assert isinstance(spec, OwnCache)
         try:
             with backend.guard():
                 self.layout = layout_of(spec, first, backend, self.name)
-                self._try_going_on(random.integers(0, vocab, (2, 4)).astype(np.int32))
+                self._try_going_on(self.example(2, 4))
         except ConfigError:
             raise
         except Exception as e:
             raise ConfigError(
-                f"{self.name} failed when it was tried on random tokens, 2 or 3 rows of 3 or 4 each, to see its "
-                f"past: {text_of(e)}."
+                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e)}. The attribute "
+                f"`example_prompts` of a model names prompts of ids that it can be tried on."
             ) from e
+
+    def example(self, *shape: int) -> HostArray:
+        """Token ids for a trial."""
+        found: HostArray = self._random.choice(self._examples, shape)
+        return found
 
     def _try_going_on(self, ids: HostArray) -> None:
         """Check that the model goes on from the past that it is given. ids: [2, 4]. Raises ConfigError."""
@@ -284,8 +298,8 @@ class OwnCacheRunner(BaseRunner):
     def _gathered(self, rows: list[int], start: Any, size: int) -> Past:
         """One past of just these rows, in this order, and filler. Rows that stay behind get pasts of their own."""
         first = self._of[rows[0]]
-        if first.rows == rows and first.size == size:
-            return first
+        if first.rows == rows and first.size == size and all(self._of[row] is first for row in rows):
+            return first  # (a row that another request has got since then is in another past)
         width = self._width(int(start.max()))
         sources: list[tuple[Past, list[int]]] = []
         for row in rows:
@@ -333,10 +347,7 @@ class Trial:
 
     def __init__(self, runner: OwnCacheRunner) -> None:
         self._runner, self._layout, self._backend = runner, runner.layout, runner.backend
-        random = np.random.default_rng(1)
-        lengths = [PROMPT + i for i in range(TRIAL_ROWS)]
-        vocab = runner.head.sampler.vocab_size
-        self._texts = [random.integers(0, vocab, n + TRIAL_NEW).astype(np.int32) for n in lengths]
+        self._texts = [runner.example(PROMPT + i + TRIAL_NEW) for i in range(TRIAL_ROWS)]
 
     def run(self) -> int:
         """Returns how many outputs were compared. Raises NotDeterministic, and what the model raises."""

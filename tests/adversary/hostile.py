@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi import NumpyBackend, Paged, State, StepInputs
+from hibachi import NumpyBackend, OwnCache, Paged, State, StepInputs
 
 from .drawn import EXCEPTIONS, NAN, WORDS, scribble
 from .watch import note_memory, tidy
@@ -350,6 +350,18 @@ class Mischief:
             return compute()
         return self(np.sort(shown[bad]), Call(compute, bad.any(axis=1), given, self))
 
+    def own(self, compute: Callable[[], Any], tokens: Array, lengths: Array, past: list[Any] | None) -> Any:
+        """A call of a model with a cache of its own."""
+        self.begins()
+        bad = self.hostile(tokens)
+        if not bad.any():
+            return compute()
+        rows = bad.any(axis=1)
+        cache = [] if past is None else past
+        return self(
+            np.sort(tokens[bad]), Call(compute, rows, [tokens, lengths], self, cache, None, np.flatnonzero(rows))
+        )
+
     def step(self, compute: Callable[[], Any], cache: list[Any], x: StepInputs[Array]) -> Any:
         """A call of level 2."""
         self.begins()
@@ -459,6 +471,22 @@ class Logits(Forward):
 
     def logits(self, tokens: Array, lengths: Array) -> Any:
         return self.mischief.whole(lambda: self.backend.put(answers(tokens, lengths)), tokens, [tokens, lengths])
+
+
+class OwnStep(Logits):
+    """Between levels 1 and 2: the histories lie in a cache of its own, a list of one array [B, S]."""
+
+    past, example_prompts = OwnCache(), [[*range(WORDS)]]
+    logits = None  # type: ignore[assignment]
+
+    def step(self, tokens: Array, lengths: Array, past: list[Any] | None) -> Any:
+        return self.mischief.own(lambda: self._step(tokens, lengths, past), tokens, lengths, past)
+
+    def _step(self, tokens: Array, lengths: Array, past: list[Any] | None) -> tuple[Any, list[Any]]:
+        new = np.asarray(tokens, np.float32)
+        seen = new if past is None else np.concatenate([past[0], new], axis=1)
+        with np.errstate(invalid="ignore"):  # NaN of a hostile row
+            return answers(seen, lengths), [seen]
 
 
 class Step:

@@ -24,7 +24,7 @@ from hibachi.remote.llm import RemoteLLM
 
 from . import hostile
 from .drawn import STOP, WORDS, Predicate, Processor
-from .hostile import VOCAB, Forward, ForwardOfFloats, Logits, Mischief, Step, StepOfTokens, StepWithState
+from .hostile import VOCAB, Forward, ForwardOfFloats, Logits, Mischief, OwnStep, Step, StepOfTokens, StepWithState
 from .watch import MALLOC, NOTES, OWN_NOTES
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +121,8 @@ def own(level: int, *models: type, library: str = "numpy") -> Make:
         asked = _alone(options) if solo else _policy(options)
         if level < 2:
             asked["padding_token"] = np.zeros((1, 2)) if made is ForwardOfFloats else np.zeros(1, np.int64)
+            if made is OwnStep and not solo:
+                asked["max_num_batched_tokens"], asked["cache_tokens"] = rng.choice((8, 24, 64)), int(2.5 * LENGTH)
         elif not solo:
             asked["kv_cache_memory_bytes"] = _cache_bytes(model, options)
         if not solo:
@@ -206,6 +208,7 @@ def _torch(native: bool) -> Any:
 CASES: dict[str, Case] = {
     "numpy, level 0": Case(own(0, Forward, ForwardOfFloats), 0),
     "numpy, level 1": Case(own(1, Logits), 1),
+    "numpy, own cache": Case(own(1, OwnStep), 1),
     "numpy, level 2": Case(own(2, Step, StepWithState, StepOfTokens), 2),
     "torch, level 2": Case(shipped(lambda: _torch(False)), 2),
     "another process, level 1": Case(remote(1, Logits), 1),

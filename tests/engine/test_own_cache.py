@@ -20,6 +20,7 @@ from hibachi import (
     SamplingParams,
 )
 from hibachi.runners.nested import arrays_in, with_arrays
+from hibachi.runners.pasts import Past
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
 from .models import until
@@ -181,6 +182,19 @@ def test_pasts_are_freed_with_their_requests(serve):
     until(lambda: not engine._worker.engine.runner._of)
     assert answers(engine) == right()
     until(lambda: not engine._worker.engine.runner._of)
+
+
+def test_a_row_that_another_request_has_got_is_not_taken_for_the_one_before(serve):
+    """Three rows shared a past; the last ended, and a new request has its row and a past of its own."""
+    runner = serve(SumOwn(NUMPY))._worker.engine.runner
+
+    def past(rows, numbers):
+        array = np.array(numbers, np.float32).reshape(len(rows), 1, -1)
+        return Past({"layers": [(array,)]}, [array], rows, [2] * len(rows), 2, len(rows))
+
+    before, new = past([0, 1, 2], [[1, 1], [2, 2], [3, 3]]), past([2], [[7, 7]])
+    runner._of = {0: before, 1: before, 2: new}
+    assert runner._gathered([0, 1, 2], np.array([2, 2, 2]), 3).arrays[0].tolist() == [[[1, 1]], [[2, 2]], [[7, 7]]]
 
 
 # ---- faults stay alone -----------------------------------------------------------------------------------------------
@@ -361,7 +375,7 @@ def test_what_the_model_raises_when_it_is_tried_is_told():
     def broken(b, n):
         raise KeyError("layers")
 
-    with pytest.raises(ConfigError, match=r"Made\.step failed when it was tried on random tokens.*KeyError: 'layers'"):
+    with pytest.raises(ConfigError, match=r"Made\.step failed when it was tried on a few tokens.*KeyError: 'layers'"):
         AutoregressiveBatchInference(Made(broken), backend="numpy")
 
 
