@@ -54,6 +54,23 @@ class Transformer(torch.nn.Module):
 
         return self.layers(tokens, torch.arange(begin, begin + tokens.shape[1]), layer), past
 
+    def aligned(self, tokens, lengths, past):
+        """`net` for rows of several lengths, right-aligned: (B, q), (B,), the past -> (B, q, V), the past."""
+        n = tokens.shape[1]
+        width = n + (past[0][0].shape[2] if past else 0)
+        place = torch.arange(width) - (width - lengths[:, None])
+        mask = ((place[:, None] >= 0) & (place[:, None] <= place[:, -n:, None]))[:, None]
+        new = []
+
+        def layer(i, qkv):
+            q, k, v = qkv.unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            if past:
+                k, v = torch.cat([past[i][0], k], 2), torch.cat([past[i][1], v], 2)
+            new.append((k, v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+        return self.layers(tokens, place[:, -n:].clamp(min=0), layer), new
+
     def layers(self, tokens, places, attend):
         x = self.embed(tokens) + self.place(places)
         for i, (qkv, out, up, down) in enumerate(zip(self.qkv, self.out, self.up, self.down, strict=True)):
@@ -78,6 +95,23 @@ class Logits:  # level 1
 
     def logits(self, tokens, lengths):
         return self.model.net(tokens)[0][:, -1]
+
+
+class OwnState:  # a cache of its own: a state needs no lengths
+    vocab_size, past = VOCAB, hibachi.OwnCache()
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, tokens, past):
+        out, past = self.model.net(tokens, past)
+        return out[:, -1], past
+
+
+class OwnPast(OwnState):  # a cache of its own: keys and values
+    def step(self, tokens, lengths, past):
+        out, past = self.model.aligned(tokens, lengths, past)
+        return out[:, -1], past
 
 
 class Recurrent:  # level 2 with a State
@@ -141,8 +175,8 @@ def main():
     prompts = torch.randint(0, VOCAB, (ROWS, PROMPT))
     backend = hibachi.load_backend("torch")
     print("network      you write          own loop  at once   ratio  same tokens")
-    for model, cached in ((Gru(), Recurrent), (Transformer(), lambda m: Attention(m, backend))):
-        rungs = {"forward(tokens)": Tokens, "logits(...)": Logits, "step(...)": cached}
+    for model, own, cached in ((Gru(), OwnState, Recurrent), (Transformer(), OwnPast, lambda m: Attention(m, backend))):
+        rungs = {"forward(tokens)": Tokens, "logits(...)": Logits, "step(..., past)": own, "step(..., x)": cached}
         for name, make in rungs.items():
             with hibachi.AutoregressiveBatchInference(make(model.eval()), backend=backend, max_model_len=256) as engine:
                 # Level 0 returns tokens and has nothing to sample.
@@ -154,17 +188,17 @@ def main():
                     return [[int(token) for token in stream.collect()] for stream in streams]
 
                 at_once()
-                own, ours, pairs = [], [], []
+                loop, ours, pairs = [], [], []
                 for _ in range(rounds):
                     theirs, seconds = timed(lambda model=model: own_loop(model, prompts))
-                    own.append(seconds)
+                    loop.append(seconds)
                     found, seconds = timed(at_once)
                     ours.append(seconds)
-                    pairs.append(own[-1] / ours[-1])
+                    pairs.append(loop[-1] / ours[-1])
             same = sum(a == b for a, b in zip(theirs, found, strict=True))
             tokens = ROWS * NEW
             print(
-                f"{type(model).__name__:12} {name:16} {tokens / statistics.median(own):8,.0f} "
+                f"{type(model).__name__:12} {name:16} {tokens / statistics.median(loop):8,.0f} "
                 f"{tokens / statistics.median(ours):8,.0f} {statistics.median(pairs):6.1f}x  {same} of {ROWS}",
                 flush=True,
             )

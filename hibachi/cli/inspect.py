@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any
 
-from hibachi.engine.build import has_own_cache, level_of
+from hibachi.engine.build import has_own_cache, level_of, level_told
 from hibachi.lm.named import model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
@@ -82,10 +82,8 @@ def _own(spec: str, for_programs: bool) -> int:
     if for_programs:
         print(json.dumps(facts, indent=2))
         return 0
-    rungs = ("tokens in, next token out", "tokens in, logits out", "new tokens and a cache in")
-    own = has_own_cache(model) and level == 1
     _line("model", facts["model"])
-    _line("level", "between 1 and 2: a cache of its own" if own else f"{level}: {rungs[level]}")
+    _line("level", level_told(model).removeprefix("level "))
     _line("drawn by", facts["samples"])
     _line("vocabulary", facts["vocab_size"] or "any tokens")
     _line("context", f"{facts['max_model_len']} tokens" if facts["max_model_len"] else "as the engine is told")

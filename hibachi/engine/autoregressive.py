@@ -16,7 +16,18 @@ from typing_extensions import TypeVar, Unpack
 from hibachi.engine.admission import check_pooling, checked, embeddings
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import NO_LIMIT, UNSTATED, Built, Plan, build, has_hidden, has_own_cache, level_of, limit_of
+from hibachi.engine.build import (
+    NO_LIMIT,
+    UNSTATED,
+    Built,
+    Plan,
+    build,
+    has_hidden,
+    has_own_cache,
+    level_of,
+    level_told,
+    limit_of,
+)
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
@@ -158,6 +169,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         )
         self.model = model
         self._level = level_of(model)
+        log.info("%s: %s", type(model).__name__, level_told(model))
         limit = max_model_len if max_model_len is not None else limit_of(model)
         if limit is None and stop_token is None and stop_rule is None:
             raise ConfigError(

@@ -358,6 +358,23 @@ def has_own_cache(model: Any) -> bool:
     return isinstance(getattr(model, "past", None), OwnCache) and callable(getattr(model, "step", None))
 
 
+def level_told(model: Any) -> str:
+    """The level at which a model is used, what it does, and what the next one would take, in a line. Raises like
+    `level_of`.
+    """
+    level = level_of(model)
+    if level == 2:
+        return "level 2, a step over the engine's cache: only new tokens are computed"
+    if level == 1 and has_own_cache(model):
+        return "between levels 1 and 2, a cache of its own: only new tokens are computed"
+    done = "logits out" if level else "tokens out"
+    higher = "" if level else "; with `logits` the engine would sample"
+    return (
+        f"level {level}, {done}: the whole sequence is computed in each step{higher}; with `past` and `step`, or "
+        f"`cache_spec` and `step`, only new tokens would be"
+    )
+
+
 def _check_takes(model: Any, name: str, *arguments: str) -> None:
     """Raise ConfigError if the method cannot be called with these arguments, by their places."""
     try:

@@ -123,5 +123,9 @@ def test_a_model_of_the_user(inspect, facts):
     assert (status, d["level"], d["paged_layers"], d["state_layers"]) == (0, 2, 1, 1)
     assert (d["numbers_per_token"], d["numbers_per_request"], d["vocab_size"]) == (3, 1, 10)
     status, out, _ = inspect("hibachi.testing.toys:Count")
-    assert status == 0 and "0: tokens in, next token out" in out and "the model itself" in out
+    assert status == 0 and "0, tokens out: the whole sequence is computed in each step" in out
+    assert "the model itself" in out
+    status, d = facts("hibachi.testing.toys:SumOwn")
+    assert (status, d["level"], d["own_cache"], d["vocab_size"]) == (0, 1, True, 10)
+    assert "between levels 1 and 2, a cache of its own" in inspect("hibachi.testing.toys:SumOwn")[1]
     assert inspect("hibachi.testing.toys:Nobody")[0] == 1
