@@ -97,8 +97,8 @@ TOLD = while read -r what name rest; do case "$$what $$name $$rest" in \
 
 # Installs again when a project file or a constraint changed; otherwise nothing here needs the network.
 %/installed: $(PROJECTS)
-	@test -x $*/bin/pip || { $(or $(PYTHON),python3) -c '$(NEW_ENOUGH)' && $(or $(PYTHON),python3) -m venv $*; }
 	@echo "Installing hibachi[$(EXTRAS)] into $*, once ($(TAKES)) ..."
+	@test -x $*/bin/pip || { $(or $(PYTHON),python3) -c '$(NEW_ENOUGH)' && $(or $(PYTHON),python3) -m venv $*; }
 	@$*/bin/python -m pip install --quiet "pip>=23.2"
 	@{ $*/bin/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"; echo "status $$?"; } | $(TOLD)
 	@touch $@

@@ -24,5 +24,7 @@ class Letters:
         np.add.at(self.counts, (ids[:-3], ids[1:-2], ids[2:-1], ids[3:]), 1)
 
     def logits(self, tokens, lengths):  # (batch, sequence), (batch,) -> (batch, letters)
+        real = np.arange(tokens.shape[1]) >= tokens.shape[1] - lengths[:, None]
+        tokens = np.where(real, tokens, 0)  # padding, on the left of shorter rows, reads as ends of lines
         last = np.pad(tokens, ((0, 0), (3, 0)))[:, -3:]
         return np.log(self.counts[tuple(last.T)] + 1e-9)

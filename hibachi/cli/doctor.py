@@ -36,6 +36,8 @@ _EXTRAS = (
     ("uvicorn", "serve"),
     ("msgspec", "serve"),
     ("prometheus_client", "serve"),
+    ("aiohttp", "route"),
+    ("pyarrow", "batch"),
     ("pytest", "test"),
 )
 

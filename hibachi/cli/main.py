@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from hibachi.errors import HibachiError, printable
-from hibachi.options import UNITS, renamed
+from hibachi.options import UNITS, nearest, renamed
 from hibachi.phases import INTERRUPTED, showing_phases
 
 COMMANDS = (
@@ -43,7 +43,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        known = {option[2:].replace("-", "_") for action in self._actions for option in action.option_strings}
+        options = [option for action in self._actions for option in action.option_strings]
+        known = {option[2:].replace("-", "_") for option in options}
+        if message.startswith("unrecognized arguments") and (near := _nearest(self._words, options)):
+            message = f"{message} (did you mean {near}?)"
         super().error(_renamed(self._words, known) or message)
 
 
@@ -78,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted, 141 the reader went away."""
     _mend_streams()
     words = sys.argv[1:] if argv is None else argv
-    args, rest = parser(words[0] if words else None).parse_known_args(words)
-    if rest and args.command != "conformance":
-        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.rest = rest
-    try:
+    try:  # also around the imports of the command, which take a while
+        args, rest = parser(words[0] if words else None).parse_known_args(words)
+        if rest and args.command != "conformance":
+            args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.rest = rest
         with showing_phases():
             status: int = args.run(args)
         sys.stdout.flush()
@@ -93,6 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError:  # Python flushes once more at exit; give it a place where that works
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def _nearest(words: Sequence[str], options: Sequence[str]) -> str | None:
+    """The option that the first misspelt one was probably meant to be."""
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in options:
+            return nearest(flag, options)
+    return None
 
 
 def _renamed(words: Sequence[str], known: Iterable[str]) -> str | None:

@@ -42,6 +42,7 @@ from hibachi.runners.cached import CachedRunner
 from hibachi.runners.job import Job
 from hibachi.runners.owncache import OwnCacheRunner
 from hibachi.runners.selfcheck import selfcheck
+from hibachi.runners.trial import telling
 from hibachi.runners.uncached import WholeRunner
 from hibachi.streams.channel import Channel
 from hibachi.streams.stream import Item, ItemStream, as_it_is, native_row
@@ -250,7 +251,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         """
         if self._deterministic:
             try:
-                selfcheck(runner, unused=True)
+                with telling(runner.name):
+                    selfcheck(runner, unused=True)
             except Exception as e:
                 if self._asked:
                     raise

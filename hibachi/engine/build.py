@@ -328,7 +328,8 @@ def level_of(model: Any) -> int:
     """
 
     def has(name: str) -> bool:
-        return callable(getattr(model, name, None))
+        found = getattr(model, name, None)  # PyTorch's modules all have a `forward`, perhaps one that only raises
+        return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
 
     if has("step") and has("cache_spec"):
         _check_takes(model, "step", "params", "cache", "x")

@@ -58,6 +58,7 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
     if host.ndim == 0:
         raise InvalidRequest(
             f"A prompt must have the shape (sequence, *token), rank 1 or higher; got a scalar: {shown(host[()])}."
+            f"{' Texts take a tokenizer: see hibachi.LLM.' if host.dtype.kind == 'U' else ''}"
         )
     if not host.shape[0]:
         raise InvalidRequest("A prompt must hold at least one token; got an empty one. Start it with a start token.")

@@ -101,7 +101,7 @@ def _library(asked: str) -> Library | str:
         why = str(e)
         if asked != "none" and why not in _said:
             _said.add(why)
-            _log.warning("There are no kernels for this machine: %s", why)
+            _log.warning("There are no kernels for this machine: %s Models compute the same, many times slower.", why)
         return why
 
 

@@ -87,7 +87,8 @@ def locate(model: str | Path) -> Path:
         return local_snapshot(model)
     raise InvalidModelFiles(
         f'There is no folder {path}: expected "tiny", a folder with a model in Hugging Face layout (config.json, '
-        f"model.safetensors, tokenizer.json), a .gguf file, or a name on the Hugging Face Hub such as org/name."
+        f"model.safetensors, tokenizer.json), a .gguf file, or a name on the Hugging Face Hub such as org/name. A "
+        f"model of your own is file.py:Class or package.module:Class."
     )
 
 

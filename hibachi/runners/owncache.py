@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
+from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
@@ -25,6 +26,7 @@ from hibachi.runners.meters import Tally
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
 from hibachi.runners.tokentable import IDS, Tables
+from hibachi.runners.trial import telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
@@ -87,8 +89,8 @@ class OwnCacheRunner(BaseRunner):
             raise
         except Exception as e:
             raise ConfigError(
-                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e)}. The attribute "
-                f"`example_prompts` of a model names prompts of ids that it can be tried on."
+                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e).rstrip('.')}. The "
+                f"attribute `example_prompts` of a model names prompts of ids that it can be tried on."
             ) from e
 
     def example(self, *shape: int) -> HostArray:
@@ -97,26 +99,33 @@ class OwnCacheRunner(BaseRunner):
         return found
 
     def _try_going_on(self, ids: HostArray) -> None:
-        """Check that the model goes on from the past that it is given. ids: [2, 4]. Raises ConfigError."""
-        ends = [4, 4]
-        whole, _ = self.called(ids, np.array(ends, np.int32), None)
-        _, tree = self.called(ids[:, :3], np.array([3, 3], np.int32), None)
-        before = self.layout.taken(tree, None, [0, 1], [3, 3], 2, 3)
-        given = self.layout.part(before, [1, 0], 3)  # in memory of its own, and in the other order
+        """Check that the model goes on from the past that it is given, beside a row of another length. ids: [2, 4].
+        Raises ConfigError.
+        """
+        rows = [ids[:1], ids[1:, self._with_lengths :]]  # the second is shorter
+        want, parts = [], []
+        for i, row in enumerate(rows):
+            n = row.shape[1]
+            want.append(self._logits(self.called(row, np.array([n], np.int32), None)[0], 1))
+            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None)
+            parts.append(self.layout.taken(tree, None, [i], [n - 1], 1, n - 1))
+        given = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
+        ends = [row.shape[1] for row in reversed(rows)]
         out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree)
         self.layout.taken(tree, given, [1, 0], ends, 2, 1)
-        expected = (2, self.head.sampler.vocab_size)
-        want, got = (
-            self.backend.get(self.backend.float32(check_output(o, self.backend, expected, self.name, kind="logits")))
-            for o in (whole, out)
-        )
-        far = float(np.abs(got[::-1] - want).max())
-        if far > ALIKE * float(np.abs(want).max()):
+        far = float(np.abs(self._logits(out, 2)[::-1] - np.concatenate(want)).max())
+        if far > ALIKE * float(np.abs(np.concatenate(want)).max()):
             raise ConfigError(
-                f"{self.name} must go on from the past that it is given: expected the logits that it returns for four "
-                f"tokens at once, after three tokens and one more; got others, by up to {far:.3g}. Pass `past` on "
-                f"to the network, make positions and masks from `lengths`, and switch off dropout (`.eval()`)."
+                f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
+                f"expected the logits that it returns for a few tokens at once, after all but the last and then the "
+                f"last beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make "
+                f"positions and a mask from `lengths`, and switch off dropout (`.eval()`)."
             )
+
+    def _logits(self, out: Any, rows: int) -> HostArray:
+        expected = (rows, self.head.sampler.vocab_size)
+        out = check_output(out, self.backend, expected, self.name, kind="logits")
+        return self.backend.get(self.backend.float32(out))
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
@@ -164,7 +173,8 @@ class OwnCacheRunner(BaseRunner):
         why = f"rows of one length only share a call of {self.name}" if not self._with_lengths else ""
         try:
             if not why:
-                self.selfcheck()
+                with phase("trying whether requests can share calls"), telling(self.name):
+                    self.selfcheck()
         except BaseException as e:
             if is_signal(e):
                 raise

@@ -65,11 +65,13 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
         if not np.array_equal(got, want, equal_nan=True):
             apart = got != want  # not those that are -inf in both, whose difference is no number
             off = np.abs(got[apart].astype(np.float64) - want[apart]).max()
+            how = f"let the model multiply and attend with the `linear` and `attend` of {runner.backend!r}"
+            if runner.backend.name == "torch":
+                how += ", or pass its network through hibachi_torch.invariant(...)"
             raise NotDeterministic(
                 f"{runner.name} does not compute the same bits whatever shares the batch: the output after {at} random "
                 f"tokens differs by up to {off:.2g} between a run alone and one beside {len(texts) - 1} others in "
-                f"chunks of {CHUNK}. Pass deterministic=False, or let the model multiply and attend with the `linear` "
-                f"and `attend` of {runner.backend!r}."
+                f"chunks of {CHUNK}. Pass deterministic=False, or {how}."
             )
     return len(alone)
 

@@ -9,11 +9,14 @@ the width changes no bit either, rows of all lengths share calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from hibachi.errors import NotDeterministic, text_of
+from hibachi.phases import phases_shown
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.groups import Grouping, Traceless
 from hibachi.tensor.array_backend import HostArray
@@ -24,6 +27,28 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 FIRST = 13, 45  # tokens of the longest row of the first trials
 MOST_ROWS = 32  # texts of a trial
 MOST_TOKENS = 2**15  # tokens of a call that is tried, as others wait meanwhile. Longer rows are alone
+
+TOLD_AFTER = 2.0  # seconds of trials, until a program without a terminal command is told of them
+
+
+@contextmanager
+def telling(name: str) -> Iterator[None]:
+    """While trials run that may take long: the log says so, where no phase is shown to a user."""
+    if phases_shown():
+        yield
+        return
+    told = (
+        "%s takes long to be tried for whether other requests change the bits of one; requests wait meanwhile. "
+        "deterministic=False leaves this out"
+    )
+    timer = threading.Timer(TOLD_AFTER, log.warning, (told, name))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
 
 Ask = Callable[[list[HostArray], int, int], HostArray]
 """(prompts [length, *tok], width, rows) -> an output [n, ...] for each prompt, from one call with this many rows."""

@@ -33,7 +33,7 @@ from hibachi.runners.runner import (
 )
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import Tables
-from hibachi.runners.trial import Trials
+from hibachi.runners.trial import Trials, telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
@@ -120,7 +120,7 @@ class WholeRunner(BaseRunner):
         ask, why = partial(self._asked_for, padding=padding), "who shares a call changes its bits"
         trials = Trials(ask, prompts, self._alone, self._rows, one=compiled)
         try:
-            with phase("trying whether requests can share calls"):
+            with phase("trying whether requests can share calls"), telling(self.name):
                 works = trials.begin()
         except BaseException as e:
             if is_signal(e):

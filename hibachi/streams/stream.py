@@ -111,13 +111,14 @@ class ItemStream(Closing, Generic[T]):
             try:
                 item = channel.buffer.popleft()
             except IndexError:
-                if self.over():
-                    raise StopIteration from None
-                channel.wait()
-            else:
+                item = _NOTHING  # waiting in here would put this error before that of a Ctrl-C
+            if item is not _NOTHING:
                 if channel.drained:
                     channel.eased()
                 return self.read(item)
+            if self.over():
+                raise StopIteration
+            channel.wait()
 
     def over(self) -> bool:
         """Whether everything has been read. Raises the request's error."""
@@ -194,13 +195,14 @@ class ItemStream(Closing, Generic[T]):
             try:
                 item = channel.buffer.popleft()
             except IndexError:
-                if self.over():
-                    raise StopAsyncIteration from None
-                await channel.wait_async(trio)
-            else:
+                item = _NOTHING
+            if item is not _NOTHING:
                 if channel.drained:
                     channel.eased()
                 return self.read(item)
+            if self.over():
+                raise StopAsyncIteration
+            await channel.wait_async(trio)
 
     def __aiter__(self) -> AsyncIterator[T]:
         return _Cursor(self)
@@ -260,6 +262,7 @@ class ItemStream(Closing, Generic[T]):
 
 
 LEAVABLE = None, Finish.STOP, Finish.LENGTH  # not a stream that failed, or that somebody closed
+_NOTHING: Any = object()
 _pop = operator.methodcaller("popleft")
 
 

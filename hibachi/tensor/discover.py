@@ -102,7 +102,7 @@ def best_and_why() -> tuple[str, str]:
         if (why := why_missing(name)) is None:
             break
         missing[name] = why
-    others = "".join(f"; not {other}: {why}" for other, why in missing.items())
+    others = "".join(f"; not {other}: {why.rstrip('.')}" for other, why in missing.items())
     return name, f"the first of {', '.join(BEST)} that imports{others}"
 
 
@@ -184,6 +184,7 @@ def _object(spec: str) -> tuple[Any, bool]:
     except (ImportError, TypeError, ValueError) as e:  # the others: a name like ".x" or ""
         raise BackendNotFound(
             f"{spec!r} is neither a backend (known: {', '.join(known())}) nor a module that can be imported ({e})."
+            f"{f' For a GPU: a backend with device={spec!r}.' if spec in ('cuda', 'gpu', 'mps', 'tpu', 'cpu') else ''}"
         ) from e
     for part in filter(None, attribute.split(".")):
         if not hasattr(found, part):

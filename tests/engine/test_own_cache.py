@@ -343,7 +343,7 @@ def test_a_past_without_rows_and_positions_is_refused(made, words):
         AutoregressiveBatchInference(Made(made), backend="numpy")
 
 
-@pytest.mark.parametrize("how", ["ignores the past", "mixes its rows", "takes lengths for positions"])
+@pytest.mark.parametrize("how", ["ignores the past", "mixes its rows", "is wrong", "looks at padding"])
 def test_a_model_that_does_not_go_on_from_its_past_is_refused(how):
     class Wrong(SumOwn):
         def step(self, tokens, lengths, past):
@@ -353,8 +353,10 @@ def test_a_model_that_does_not_go_on_from_its_past_is_refused(how):
             if past is not None and how == "mixes its rows":
                 past = {"layers": [(past["layers"][0][0][::-1],)]}
             logits, new = super().step(tokens, lengths, past)
-            if past is not None and how == "takes lengths for positions":
+            if past is not None and how == "is wrong":
                 logits = np.roll(logits, 1, axis=1)
+            if how == "looks at padding":
+                logits = np.roll(logits, int(new["layers"][0][0].shape[2] - lengths.min()), axis=1)
             return logits, new
 
     with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past.*eval"):

@@ -148,7 +148,7 @@ def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tm
     command = [sys.executable, "-m", "hibachi", "serve", f"{file}:Letters", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
         try:
-            url = re.search(r"on (http://\S+) ", server.stderr.readline())[1]
+            url = next(found[1] for line in server.stderr if (found := re.search(r"on (http://\S+) ", line)))
             headers = {"Content-Type": "application/json"}
             for _ in range(20):  # on a machine that is busy all may come at once
                 with urlopen(Request(f"{url}/v1/completions", body.encode(), headers), timeout=30) as answer:
