@@ -340,11 +340,15 @@ class OwnCacheRunner(BaseRunner):
 
 
 def takes_own_lengths(model: Any) -> bool:
-    """Whether `step` takes the number of tokens of each row; without it, rows of one length share a call."""
+    """Whether `step` takes the number of tokens of each row: a parameter `lengths`, or three of any names. Without it,
+    rows of one length share a call.
+    """
     try:
-        return "lengths" in inspect.signature(model.step).parameters
+        parameters = inspect.signature(model.step).parameters
     except (TypeError, ValueError):  # compiled code need not tell
         return True
+    needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return "lengths" in parameters or len(needed) == 3
 
 
 def _pieces(n: int) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.verify.drive import CachedDriver, Outputs, Span, WholeDriver
 from hibachi.verify.inside import GENERATOR, training
+from hibachi.verify.ownpasts import OwnDriver
 from hibachi.verify.subject import Result, Subject
 from hibachi.verify.trials import IN_ORDER
 
@@ -90,7 +91,7 @@ LEAKS = _cause(
     "padding-leaks",
     "Padding leaks into the row: what is in the padding changes the output",
     "Mask it: row i has width - lengths[i] padding tokens in front of its own. Attention must hide them (-inf before "
-    "softmax), sums and means must leave them out. Or never pad: leave padding_token out.",
+    "softmax), sums and means must leave them out. Or never pad: leave padding_token out; `--no-padding` judges it so.",
 )
 COUNTS = _cause(
     "padding-counts",
@@ -106,7 +107,7 @@ RIGHT = _cause(
 PAD = _cause(
     "padding",
     "A row with padding in front is not what it is alone",
-    "Mask the padding by `lengths`, or never pad: leave padding_token out.",
+    "Mask the padding by `lengths`, or never pad: leave padding_token out; `--no-padding` judges it so.",
 )
 POSITION = _cause(
     "resume-position",
@@ -120,6 +121,18 @@ PAST = _cause(
     "A call does not see what earlier calls have computed",
     "Attend over the cache (`backend.attend`), not over this call's tokens alone; begin with the state that `step` "
     "gets.",
+)
+OWN_PAST = _cause(
+    "past-not-continued",
+    "Token by token, or in chunks, it computes something else than at once: it does not go on from `past`",
+    "Hand `past` to the network, and return the cache that comes back. The new tokens of row i stand at positions "
+    "lengths[i] - q to lengths[i] - 1, q of them; none may see a later one.",
+)
+OWN_PADDING = _cause(
+    "past-padding",
+    "Padding in the past of a shorter row changes its output: rows of equal length are right, others are not",
+    "Rows are right-aligned in `past`: row i has lengths[i] - q real positions, at the end. Hide what lies before by a "
+    "mask made from `lengths`, and count positions from `lengths`, not from the width of the past.",
 )
 RETURN = _cause(
     "state-not-returned",
@@ -284,7 +297,7 @@ def _memory(s: Subject, again: bool) -> Cause:
 
 def _pieces(s: Subject, bad: set[str], results: dict[str, Result]) -> Iterator[Cause]:
     if bad & PIECES:
-        yield _resumed(s, bad)
+        yield OWN_PAST if isinstance(s.driver, OwnDriver) else _resumed(s, bad)
     if bad & {"slots", "blocks"}:
         yield SLOT if "slots" in bad and IN_ORDER in results["slots"].bad else BLOCKS
     elif "used" in bad:
@@ -376,6 +389,8 @@ def _company(s: Subject, bad: set[str]) -> Cause | None:
     if not bad & {"copies", "neighbours", "order", "ragged", "mixed"}:
         return None
     if not bad & {"copies", "neighbours", "order"}:
+        if isinstance(s.driver, OwnDriver):
+            return OWN_PADDING
         return LENGTH if "ragged" in bad else RAGGED
     rows = _first_bad(s)
     if (both := _runs(lambda: s.together(rows))) is None:

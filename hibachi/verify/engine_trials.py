@@ -16,6 +16,7 @@ from hibachi.tensor.array_backend import Array, HostArray
 from hibachi.verify.answers import Trouble, show
 from hibachi.verify.drive import Found, Outputs
 from hibachi.verify.engines import Engines
+from hibachi.verify.ownpasts import OWN
 from hibachi.verify.prompts import draw
 from hibachi.verify.spy import SpiedCall
 from hibachi.verify.subject import Subject, Variant
@@ -46,7 +47,7 @@ def requests(s: Subject) -> Iterator[Variant]:
     yield together("all at once", padding=None)
     for pad in e.pads:
         yield together(f"padded with {show(pad.ravel())}", padding=pad)
-    if s.rung == 2:
+    if s.rung in (OWN, 2):
         yield together("two at a time, in chunks of at most 3 tokens", rows=2, max_num_batched_tokens=3, block_size=4)
     else:
         yield together("two at a time", rows=2)

@@ -25,13 +25,13 @@ CANDIDATES = 8  # tokens whose log-probabilities are compared
 class Engines:
     """Engines for a model, which are made when they are first asked for.
 
-    rung: 0, 1 or 2; None means feed-forward. vocab: size of the logits; None means tokens come out. prompts: (S, *tok),
-    or inputs of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be padded with.
-    tolerance: of log-probabilities and real values, absolute and relative.
+    rung: 0, 1, `OWN` or 2; None means feed-forward. vocab: size of the logits; None means tokens come out. prompts:
+    (S, *tok), or inputs of a feed-forward model. new: tokens of an answer. pads: tokens [1, *tok] that rows may be
+    padded with. tolerance: of log-probabilities and real values, absolute and relative.
     """
 
     backend: ArrayBackend
-    rung: int | None
+    rung: float | None
     vocab: int | None
     prompts: list[HostArray]
     n: int
@@ -43,7 +43,7 @@ class Engines:
         model: Any,
         backend: ArrayBackend,
         *,
-        rung: int | None,
+        rung: float | None,
         vocab: int | None,
         prompts: Sequence[HostArray],
         new: int,

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.runners.owncache import takes_own_lengths
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
 
+OWN = 1.5  # between levels 1 and 2: a cache of the model's own
 PATIENCE = 60.0  # seconds that a call is held at most
 
 
@@ -35,7 +37,7 @@ class SpiedCall:
 
 
 class Spy:
-    """rung: 0, 1 or 2; None means feed-forward.
+    """rung: 0, 1, `OWN` or 2; None means feed-forward.
 
     before(call): called in the engine's thread before each call of the model; may raise.
     after(call, out): gives what the engine gets as the call's output.
@@ -44,7 +46,7 @@ class Spy:
 
     calls: int
 
-    def __init__(self, model: Any, backend: ArrayBackend, rung: int | None) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, rung: float | None) -> None:
         self._plain = backend
         self.backend: ArrayBackend = copy.copy(backend)
         self.model: Any = model
@@ -109,8 +111,10 @@ class Spy:
                 self._sequences[place] = np.concatenate([self._sequences.get(place, new[:0])[: start[i]], new])
         return [self._sequences[int(row[seg[j]])][: pos[j] + 1] for j in last.tolist()]
 
-    def _wrapped(self, model: Any, rung: int | None) -> Any:
+    def _wrapped(self, model: Any, rung: float | None) -> Any:
         """An object with the one method of this rung, called as the model is; it has the name of the model's class."""
+        if rung == OWN:
+            return self._wrapped_own(model)
         inner = model.logits if rung == 1 else model.forward
         get = self._plain.get
 
@@ -128,6 +132,27 @@ class Spy:
             methods = {"logits": staticmethod(run), "vocab_size": model.vocab_size}
         elif takes_lengths(model, rung):
             methods = {"forward": staticmethod(lambda tokens, lengths: run(tokens, lengths=lengths))}
+        return type(type(model).__name__, (), methods)()
+
+    def _wrapped_own(self, model: Any) -> Any:
+        """Likewise, of a model with a cache of its own. Which requests its rows belong to cannot be seen."""
+
+        def run(*args: Any) -> Any:
+            call = SpiedCall(model.step, args, {}, [])
+            self._see(call)
+            logits, past = model.step(*args)
+            return self.after(call, logits), past
+
+        def with_lengths(tokens: Array, lengths: Array, past: Any) -> Any:
+            return run(tokens, lengths, past)
+
+        def without(tokens: Array, past: Any) -> Any:
+            return run(tokens, past)
+
+        step = with_lengths if takes_own_lengths(model) else without
+        methods = {"step": staticmethod(step), "vocab_size": model.vocab_size, "past": model.past}
+        if hasattr(model, "example_prompts"):
+            methods["example_prompts"] = model.example_prompts
         return type(type(model).__name__, (), methods)()
 
     async def _later(self, call: SpiedCall, out: Awaitable[Any]) -> Any:
@@ -155,7 +180,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def takes_lengths(model: Any, rung: int | None) -> bool:
+def takes_lengths(model: Any, rung: float | None) -> bool:
     return rung == 1 or (rung == 0 and "lengths" in inspect.signature(model.forward).parameters)
 
 

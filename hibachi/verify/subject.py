@@ -22,8 +22,15 @@ from hibachi.tensor.whose import backend_of
 from hibachi.verify import prompts
 from hibachi.verify.drive import CachedDriver, Driver, FeedforwardDriver, Found, Outputs, Span, WholeDriver
 from hibachi.verify.engines import Engines
+from hibachi.verify.ownpasts import OWN, OwnDriver
 
-KINDS = {0: "level 0, tokens out", 1: "level 1, logits out", 2: "level 2, a step over a cache", None: "feed-forward"}
+KINDS: dict[float | None, str] = {
+    0: "level 0, tokens out",
+    1: "level 1, logits out",
+    OWN: "between levels 1 and 2, a cache of its own",
+    2: "level 2, a step over a cache",
+    None: "feed-forward",
+}
 MAIN, LONG, STEPS = 10, 23, 3  # tokens that most prompts have beyond the shortest, a long one, and after the prompt
 LEAST = 8 + STEPS  # tokens beyond the shortest prompt, for all trials to have room
 SIZES, CHUNKS, PADS = (2, 3, 8), (1, 3, 7), (1, 3, 8)
@@ -137,12 +144,9 @@ class Subject:
     ) -> None:
         self.model, self.name, self.exact, self.seed = model, name or type(model).__name__, exact, seed
         feedforward = hasattr(model, "example_inputs") if feedforward is None else feedforward
-        self.rung: int | None = None if feedforward else level_of(model)
+        self.rung: float | None = None if feedforward else level_of(model)
         if self.rung == 1 and has_own_cache(model):
-            raise ConfigError(
-                f"{self.name} keeps a cache of its own, which `hibachi verify` does not know yet: expected a model of "
-                f"level 0, 1 or 2, or feed-forward. An engine tries such a model when it is made."
-            )
+            self.rung = OWN
         self.backend: ArrayBackend = subject_backend(backend, model)
         self.sizes, self.chunks = tuple(sizes), tuple(chunks)
         if not self.sizes or min(self.sizes) < 2 or not self.chunks or min(self.chunks) < 1:
@@ -181,8 +185,10 @@ class Subject:
     def _driver(self) -> Driver:
         if self.rung is None:
             return FeedforwardDriver(self.model, self.backend)
+        if self.rung == OWN:
+            return OwnDriver(self.model, self.backend, self.vocab or 0)
         if self.rung < 2:
-            return WholeDriver(self.model, self.backend, self.vocab, self.rung)
+            return WholeDriver(self.model, self.backend, self.vocab, int(self.rung))
         rows = max(*self.sizes, 3) + 1
         return CachedDriver(
             self.model, self.backend, self.vocab, longest=self.long + STEPS, rows=rows, dtype=self.dtype

@@ -14,9 +14,12 @@ from typing import Any
 from hibachi.phases import phase
 from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
+from hibachi.verify.ownpasts import OWN
 from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
 
-WHOLE, CACHED, SEQUENCES, ALL = (0, 1), (2,), (0, 1, 2), (0, 1, 2, None)
+WHOLE, CACHED, PASTS, SEQUENCES = (0, 1), (2,), (OWN, 2), (0, 1, OWN, 2)
+ALL = (*SEQUENCES, None)
+TOLD = (0, 1, 2, None)  # of these, rows of a call can be told apart from outside
 IN_ORDER = "blocks in order"
 
 
@@ -30,7 +33,7 @@ class Trial:
 
     key: str
     title: str
-    rungs: tuple[int | None, ...]
+    rungs: tuple[float | None, ...]
     variants: Callable[[Subject], Iterator[Variant]]
     skip: Callable[[Subject], str] = lambda s: ""
     first: bool = False
@@ -349,14 +352,14 @@ TRIALS = (
     Trial("blocks", "other blocks of the cache", CACHED, blocks, no_pages),
     Trial("after", "after and between other requests", ALL, after, first=True),
     Trial("wanted", "outputs of other tokens asked for", CACHED, wanted, no_lookahead),
-    Trial("decode", "the prompt at once, not token by token", CACHED, decode),
-    Trial("chunks", "the prompt in chunks", CACHED, chunks),
+    Trial("decode", "the prompt at once, not token by token", PASTS, decode),
+    Trial("chunks", "the prompt in chunks", PASTS, chunks),
     Trial("used", "a cache that was used before", CACHED, used),
     Trial("prefix", "blocks shared with another request", CACHED, prefix, has_state),
     Trial("copies", "beside copies of itself", ALL, copies),
     Trial("neighbours", "beside others of its length", ALL, neighbours),
     Trial("order", "rows in another order", ALL, order),
-    Trial("ragged", "beside longer and shorter ones", CACHED, ragged),
+    Trial("ragged", "beside longer and shorter ones", PASTS, ragged),
     Trial("mixed", "prefill and decode in one call", CACHED, mixed),
     Trial("padding", "padding in front of it", WHOLE, padded, no_padding),
     Trial("values", "other values in the padding", WHOLE, values, one_fill),
@@ -368,7 +371,7 @@ TRIALS = (
     Trial("cancels", "another is cancelled", ALL, live.cancels, last=True),
     Trial("ones", "prompts of one token", SEQUENCES, live.ones, last=True),
     Trial("longest", "the longest prompt", SEQUENCES, live.longest, live.no_limit, last=True),
-    Trial("raises", "a call raises for another", ALL, live.raises, live.no_guilty, last=True),
-    Trial("nan", "the output for another is NaN", ALL, live.nan, live.no_nan, last=True),
+    Trial("raises", "a call raises for another", TOLD, live.raises, live.no_guilty, last=True),
+    Trial("nan", "the output for another is NaN", TOLD, live.nan, live.no_nan, last=True),
     Trial("shapes", "outputs of a wrong shape", ALL, live.shapes, last=True),
 )

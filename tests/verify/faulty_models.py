@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hibachi import NumpyBackend, Paged
+from hibachi import NumpyBackend, OwnCache, Paged
 from hibachi.testing.toys import SumPaged, SumState, TinyDecoder, tiny_weights
 
 NUMPY = NumpyBackend(native=False)
@@ -310,7 +310,75 @@ class BelievesAllRowsEmit(Decoder):
         return out[: len(x.last)], cache
 
 
+class OwnPast:
+    """Right: attention over a past of its own, {"k", "v"} [B, positions, WIDTH]."""
+
+    vocab_size, max_model_len, past = VOCAB, 64, OwnCache()
+
+    def __init__(self):
+        self.tokens, self.places = draw(1, VOCAB, WIDTH), draw(2, 64, WIDTH)
+        self.weights = draw(3, 3, WIDTH, WIDTH) / 3
+
+    def step(self, tokens, lengths, past):
+        place = lengths[:, None] - tokens.shape[1] + np.arange(tokens.shape[1])
+        x = self.tokens[tokens] + self.places[np.maximum(place, 0)]
+        q, k, v = x @ self.weights[:, None]
+        if past is not None:
+            k, v = (np.concatenate([past[name], new], axis=1) for name, new in (("k", k), ("v", v)))
+        column = np.arange(k.shape[1]) - (k.shape[1] - lengths[:, None])
+        seen = (column[:, None] >= 0) & (column[:, None] <= place[..., None])
+        x = x + softmax(np.where(seen, q @ k.swapaxes(1, 2), -1e30)) @ v
+        return x[:, -1] @ self.tokens.T, {"k": k, "v": v}
+
+
+class ForgetsItsPast(OwnPast):
+    def step(self, tokens, lengths, past):
+        return super().step(tokens, np.full_like(lengths, tokens.shape[1]), None)
+
+
+class ShowsThePadding(OwnPast):
+    def step(self, tokens, lengths, past):
+        width = tokens.shape[1] + (0 if past is None else past["k"].shape[1])
+        return super().step(tokens, np.full_like(lengths, width), past)
+
+
+class TurnsItsRows(OwnPast):
+    def step(self, tokens, lengths, past):
+        logits, past = super().step(tokens, lengths, past)
+        return logits[::-1].copy(), past
+
+
+class TurnsItsPast(OwnPast):
+    def step(self, tokens, lengths, past):
+        logits, past = super().step(tokens, lengths, past)
+        return logits, {name: a[::-1].copy() for name, a in past.items()}
+
+
+class KeepsItsPast(OwnPast):
+    last = None
+
+    def step(self, tokens, lengths, past):
+        if past is not None and self.last is not None and self.last["k"].shape == past["k"].shape:
+            past = self.last
+        logits, self.last = super().step(tokens, lengths, past)
+        return logits, self.last
+
+
+class GrowsByTwo(OwnPast):
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        if past is not None:
+            new = {name: np.concatenate([a, a[:, -1:]], axis=1) for name, a in new.items()}
+        return logits, new
+
+
 FAULTY = [
+    Faulty(ForgetsItsPast, "past-not-continued", "decode"),
+    Faulty(ShowsThePadding, "past-padding", "ragged", "^beside a longer prompt: row a, new token 2"),
+    Faulty(TurnsItsRows, "row-order", "neighbours"),
+    Faulty(TurnsItsPast, "rows-mixed", "neighbours"),
+    Faulty(KeepsItsPast, "shared-state", "after", "turn by turn", r"KeepsItsPast\.last"),
+    Faulty(GrowsByTwo, "fails-alone", "alone", r"or the 1 new ones only"),
     Faulty(AttendsToPadding, "padding-leaks", "padding", r"1 in front of a prompt of 11: row a, new token 1, output"),
     Faulty(CountsPositionsFromThePadding, "padding-counts", "padding"),
     Faulty(TakesManyForTwoHalves, "rows-mixed", "neighbours", "^8 rows: row e, new token 1"),

@@ -16,6 +16,8 @@ TOYS = {
     toys.Halve: {"examples": VALUES},
     toys.SumTokens: {"examples": FRAMES},
     toys.SumLogits: {},
+    toys.SumOwn: {},
+    toys.SumOwnState: {},
     toys.SumPaged: {},
     toys.SumFrames: {"examples": FRAMES},
     toys.SumState: {},

@@ -1,0 +1,90 @@
+"""Calls a model that keeps a cache of its own, with the past of each row put together by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hibachi.runners.owncache import takes_own_lengths
+from hibachi.runners.pasts import Layout, Past, layout_of
+from hibachi.runners.runner import check_output
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.verify.drive import Driver, Found, Outputs, Span
+from hibachi.verify.spy import OWN as OWN
+
+
+class OwnDriver(Driver):
+    """Between levels 1 and 2. vocab: size of the logits."""
+
+    vocab: int
+    with_lengths: bool
+
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int) -> None:
+        super().__init__(model, backend, f"{type(model).__name__}.step")
+        self.vocab, self.with_lengths = vocab, takes_own_lengths(model)
+        self._layout: Layout | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Found with the first tokens of the rows."""
+        if self._layout is None:
+            ids = np.concatenate([*self.tokens.values()]).astype(np.int32)
+
+            def first(rows: int, tokens: int) -> Any:
+                batch = np.resize(ids, (rows, tokens))
+                return self.step(batch, np.full(rows, tokens, np.int32), None)[1]
+
+            with self.backend.guard():
+                self._layout = layout_of(self.model.past, first, self.backend, self.name)
+        return self._layout
+
+    def fresh(self, **layout: Any) -> OwnSession:
+        return OwnSession(self)
+
+    def step(self, tokens: HostArray, lengths: HostArray, past: Any) -> tuple[HostArray, Any]:
+        given = {"tokens": (self.put(tokens), tokens)}
+        if self.with_lengths:
+            given["lengths"] = (self.put(lengths), lengths)
+        found = self.model.step(*(native for native, _ in given.values()), past)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
+        out = check_output(found[0], self.backend, (len(tokens), self.vocab), self.name, kind="logits")
+        for name, (native, host) in given.items():
+            self.check_untouched(name, native, host)
+        return self.host(out), found[1]
+
+
+class OwnSession:
+    """The pasts of requests, each of one row and in memory of its own."""
+
+    def __init__(self, driver: OwnDriver) -> None:
+        self._driver = driver
+        self._pasts: dict[str, Past] = {}
+
+    def call(self, pieces: Sequence[Span], **how: Any) -> Outputs:
+        """The calls that an engine makes of this: rows with equally many new tokens share one."""
+        d, groups = self._driver, dict[tuple[int, int], list[Span]]()
+        for p in pieces:
+            groups.setdefault((p.end - p.start, min(p.start, 1) if d.with_lengths else p.start), []).append(p)
+        out: Outputs = {}
+        with d.backend.guard():
+            for group in groups.values():
+                out |= self._step(group)
+        return out
+
+    def _step(self, pieces: Sequence[Span]) -> Outputs:
+        d, layout = self._driver, self._driver.layout
+        ends = [p.end for p in pieces]
+        before: Past | None = None
+        if pieces[0].start:
+            width = max(p.start for p in pieces)
+            before = layout.joined([layout.part(self._pasts[p.row], [0], width) for p in pieces])
+        tokens = np.stack([d.of(p.row)[p.start : p.end] for p in pieces]).astype(np.int32)
+        logits, tree = d.step(tokens, np.array(ends, np.int32), None if before is None else before.tree)
+        after = layout.taken(tree, before, range(len(pieces)), ends, len(pieces), tokens.shape[1])
+        for i, p in enumerate(pieces):
+            mine = layout.part(after, [i], p.end)
+            self._pasts[p.row] = layout.with_arrays(mine, [d.backend.copy(a) for a in mine.arrays])
+        return {(p.row, p.end): logits[i] for i, p in enumerate(pieces) if p.emit}
