@@ -62,7 +62,14 @@ def start(folder):
 NAMES = "letters.py:Letters", "letters:Letters", "afar:Letters"
 
 
-@pytest.mark.parametrize("program", [("-m", "hibachi"), ("-mhibachi",), ("-m", "hibachi.__main__")], ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("-m", "hibachi"),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (("-mhibachi",), ("-m", "hibachi.__main__"))),
+    ],
+    ids=str,
+)
 def test_a_command_starts(start, program):
     out, err = (process := start("doctor", program=program)).communicate()
     assert process.returncode == 0 and "shadowed" not in out + err, out + err

@@ -364,7 +364,7 @@ def test_without_a_compiler_the_backend_goes_without_and_says_so_once(monkeypatc
         assert type(JaxBackend("cpu")) is JaxBackend
     why = "no C++ compiler was found. Install g++ or clang++, or set CXX."
     said = [r.getMessage() for r in caplog.records if r.name.startswith("hibachi")]
-    assert said == [f"There are no kernels for this machine: {why}"]
+    assert said == [f"There are no kernels for this machine: {why} Models compute the same, many times slower."]
 
 
 def test_the_kernels_are_candidates_where_they_can_be_had(monkeypatch, tmp_path):

@@ -56,6 +56,7 @@ def test_three_faults_and_a_hang_are_named_once_in_two_minutes(sick):
     check_faulty(status, said)
 
 
+@pytest.mark.slow
 def test_a_hang_does_not_keep_the_faults_after_it_from_being_found(sick):
     some = "smoke or take_gives or pop or idx or write_cache or attend_equals or decoder"
     status, said = sick("Faulty", arguments=(SOON, "-k", some))
@@ -147,6 +148,7 @@ def test_a_backend_that_hangs_while_it_is_loaded_does_not_keep_the_others_waitin
     assert sick("never", arguments=("--promise-timeout=0.2", "-k", "softmax"))[0] == 1
 
 
+@pytest.mark.slow
 def test_what_a_library_leaves_running_does_not_keep_the_kit_from_ending(sick):
     assert sick("SlowToClose", arguments=("-k", "softmax"))[0] == 0
 
@@ -324,6 +326,7 @@ def test_a_bad_file_of_gaps_is_an_error_before_anything_runs(conformance, tmp_pa
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_tells_what_became_of_each_promise(sick, tmp_path):
     (tmp_path / "gaps").write_text("idx* # any is enough\n")
     arguments = (SOON, "--json=told.json", "--known-gaps=gaps", "-k", "pop or idx or take or silu or array_can")

@@ -275,11 +275,12 @@ class SlowHalves(Halves):
     waits = "bfloat16"
 
 
+@pytest.mark.slow
 def test_the_fastest_dtype_is_taken_that_the_checkpoint_allows(tmp_path):
     files = (tmp_path / f"{i}.json" for i in range(99))
 
     def settled(backend, stored, dtype=None, **how):
-        how |= {"stored": stored, "deterministic": False, "budget": 0.15, "file": next(files)}
+        how |= {"stored": stored, "deterministic": False, "budget": 0.05, "file": next(files)}
         return settle(backend, ARCH, dtype, **how)
 
     choice = settled(Halves(), "bfloat16")

@@ -332,7 +332,7 @@ def hog(tmp_path):
     return f"{file}:Hog"
 
 
-@pytest.mark.parametrize("how", ["stopped", "hangs"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "hangs"])
 def test_6_an_engine_that_does_not_read_takes_nothing_else_down(start, hog, how):
     model = [] if how == "stopped" else ["--model", hog]
     server = start(*model, "--stall-after", "1", "--drain-timeout", "1").ready()

@@ -104,7 +104,7 @@ def test_16_a_body_does_not_lift_the_servers_timeout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", ["exit", "sleep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hog", "stopped"))]
+    "how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "hog", "stopped"))]
 )
 def test_14_with_restart_another_engine_begins(start, model, how):
     """Its process dies, its forward hangs, with the interpreter or without, or it is stopped from outside."""
@@ -121,7 +121,7 @@ def test_14_with_restart_another_engine_begins(start, model, how):
     assert server.end() == 0
 
 
-@pytest.mark.parametrize("how", ["exit", pytest.param("sleep", marks=pytest.mark.slow), "stopped"])
+@pytest.mark.parametrize("how", ["exit", *(pytest.param(how, marks=pytest.mark.slow) for how in ("sleep", "stopped"))])
 def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how):
     server = start("--model", model, "--exit-on-failure", "--stall-after", "1").ready()
     assert ask(server, "a")[0] == 200
@@ -132,6 +132,7 @@ def test_14_the_server_ends_if_it_is_to_end_with_its_engine(start, model, how):
     server.wait_for("the engine is lost, and the server ends")
 
 
+@pytest.mark.slow
 def test_14_not_while_another_engine_may_begin(start, model):
     server = start("--model", model, "--exit-on-failure", "--restart").ready()
 
@@ -159,7 +160,7 @@ def test_14_an_engine_here_that_fails_for_good_ends_the_server_too(start, model)
 
 
 @pytest.mark.parametrize("engine", ["own", "child"])
-@pytest.mark.parametrize("how", ["sleep", "hog"])
+@pytest.mark.parametrize("how", ["sleep", pytest.param("hog", marks=pytest.mark.slow)])
 def test_15_whatever_hangs_the_end_comes_in_time(start, model, engine, how):
     if (engine, how) == ("own", "hog"):
         pytest.skip("the interpreter that would hear the signal is held")
@@ -357,6 +358,7 @@ def test_28_a_handshake_must_come_in_time(start, tmp_path):
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_15_a_log_that_nobody_reads_does_not_hold_up_the_end(model):
     """Standard error is a pipe that is full."""
     reading, writing = os.pipe()
@@ -386,7 +388,8 @@ def test_15_a_log_that_nobody_reads_does_not_hold_up_the_end(model):
         os.close(writing)
 
 
-@pytest.mark.parametrize("flag", ["--restart", pytest.param("--exit-on-failure", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--restart", "--exit-on-failure"])
 def test_14_a_server_that_was_stopped_itself_finds_its_engine_well(start, flag):
     server = start(flag, "--stall-after", "1").ready()
     server.popen.send_signal(signal.SIGSTOP)
