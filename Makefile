@@ -33,7 +33,7 @@ chat: .venv/installed .smollm2/fetched  ## talk with SmolLM2-135M-Instruct, on P
 docs: .venv-docs/installed  ## the documentation as a site that needs no network, in site/, with every link checked
 	@.venv-docs/bin/python tools/docs/build.py
 
-quick: check  ## lint, types and the tests that are fast and need no JAX: about a minute
+quick: check  ## lint, types and the tests that are fast and need no JAX: two to three minutes
 	$(TESTS) --dist worksteal -m "not slow and not install and not long" -k "not jax" $(ARGS)
 
 long: .venv/installed  ## measure which tests `make quick` leaves out (tests/long.txt)

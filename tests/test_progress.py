@@ -360,6 +360,7 @@ def test_lines_that_come_between_two_drawings_are_not_mixed_with_a_phase(monkeyp
 
 def test_what_is_short_is_never_shown(monkeypatch):
     monkeypatch.setattr(phases, "_TICK", 0.001)
+    monkeypatch.setattr(phases, "_PAUSE", 0.0)  # it does not belong to what another test has just done
     file = Terminal()
     with showing_phases(file), phase("soon done"):
         time.sleep(0.01)
