@@ -9,7 +9,7 @@ from hibachi.verify import Subject, prompts, verify
 from hibachi.verify import engine_trials as trials
 from hibachi.verify.answers import Answer, different
 from hibachi.verify.drive import Found
-from hibachi.verify.spy import Spy
+from hibachi.verify.spy import OWN, Spy
 from hibachi.verify.subject import subject_backend
 from hibachi.verify.trials import TRIALS
 
@@ -51,7 +51,8 @@ def test_a_good_model_of_every_rung_passes_each_trial(toy):
     report = verify(subject)
     tried = {r.key: (r.state, r.why) for r in report.results if r.key in LIVE}
     skipped = {key: why for key, (state, why) in tried.items() if state == "skipped"}
-    assert set(tried) == set(LIVE) and {state for state, _ in tried.values()} <= {"alike", "skipped"}
+    told = set(LIVE) - ({"raises", "nan"} if subject.rung == OWN else set())  # rows of a past do not say whose they are
+    assert set(tried) == told and {state for state, _ in tried.values()} <= {"alike", "skipped"}
     without_limit = toy in (toys.Count, toys.Halve, toys.SumTokens, toys.SumLogits)
     assert skipped.get("longest", "") == ("it has no max_model_len" if without_limit else "")
     integers = toy in (toys.Count, toys.SumTokens, toys.SumFrames)

@@ -9,7 +9,7 @@ for name in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
 
 from .storm import storm  # noqa: E402
 
-SECONDS = 8.0
+SECONDS = 12.0
 SEED = int(os.environ.get("HIBACHI_FUZZ_SEED", "0"))
 
 
