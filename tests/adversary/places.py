@@ -210,7 +210,7 @@ CASES: dict[str, Case] = {
     "numpy, level 1": Case(own(1, Logits), 1),
     "numpy, own cache": Case(own(1, OwnStep), 1),
     "numpy, level 2": Case(own(2, Step, StepWithState, StepOfTokens), 2),
-    "torch, level 2": Case(shipped(lambda: _torch(False)), 2),
+    "torch, level 2": Case(shipped(lambda: _torch(False)), 2, soak=True),
     "another process, level 1": Case(remote(1, Logits), 1),
     "another process, level 2": Case(remote(2, Step), 2, soak=True),
     "torch, native, level 2": Case(shipped(lambda: _torch(True)), 2, soak=True),

@@ -17,7 +17,10 @@ SWEEP = Path(__file__).with_name("sweep.py")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "what",
-    ["numpy float32", "numpy float32 plain", "torch bfloat16", "torch float32 plain", "torch bfloat16 plain"],
+    [
+        *("numpy float32", "numpy float32 plain", "torch bfloat16"),
+        *(pytest.param(f"torch {dtype} plain", marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
     ids=lambda w: w.replace(" ", "-"),
 )
 def test_no_row_of_any_company_differs_from_the_row_alone(what, threads):
