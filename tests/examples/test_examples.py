@@ -26,6 +26,7 @@ COVERED = {
     "llm_stream",
     "music_codebooks",
     "nine_numpy",
+    "own_cache",
     "paged_attention",
     "recurrent_state",
     "served_letters",
@@ -138,6 +139,13 @@ def test_llm_stream_streams_two_texts_and_drops_one(tmp_path):
     assert "* As soon as breakfast was over, they " in out
     assert re.search(r"\* greedy: .+, ended by (length|stop)", out)
     assert float(re.search(r"first token: (-[\d.]+)", out)[1]) < 0
+
+
+def test_own_cache_gives_the_tokens_of_the_library(tmp_path):
+    pytest.importorskip("transformers")
+    found = re.fullmatch(r"16 of 16 have the tokens of `generate`; at once ([\d.]+) times as fast\n",
+                         run("own_cache", cwd=tmp_path))  # fmt: skip
+    assert float(found[1]) > 0
 
 
 def test_served_letters_is_what_the_readme_shows_and_streams_letter_by_letter(tmp_path):
