@@ -170,7 +170,9 @@ class OwnCacheRunner(BaseRunner):
         """
         if deterministic is False:
             return
-        why = f"rows of one length only share a call of {self.name}" if not self._with_lengths else ""
+        why, short = "", "who shares a call changes its bits"
+        if not self._with_lengths:
+            why = short = "rows of one length only share a call, which is not tried"
         try:
             if not why:
                 with phase("trying whether requests can share calls"), telling(self.name):
@@ -184,7 +186,7 @@ class OwnCacheRunner(BaseRunner):
         if self.apart:
             log.warning("%s computes each row by itself: %s", self.name, why)
         elif why:
-            log.warning("deterministic=False for %s, as who shares a call changes its bits", self.name)
+            log.warning("deterministic=False for %s, as %s", self.name, short)
 
     def selfcheck(self) -> int:
         """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
