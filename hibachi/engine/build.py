@@ -252,15 +252,8 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
     position = sum(s.kv_heads * (s.k_dim + s.v_dim) * _bytes(s.dtype or plan.dtype) for s in paged)
     blocks = _blocks(plan, backend, position, size) if paged else 0
     states = plan.enable_prefix_caching and any(isinstance(s, State) for s in spec)
-    return Limits(
-        plan.rows,
-        plan.budget,
-        plan.budget,
-        plan.longest,
-        blocks,
-        size,
-        prefill=plan.prefill,
-        reserve_all=plan.reserve_all,
+    return replace(
+        _limits(plan, blocks, size),
         checkpoints=CHECKPOINTS * plan.rows if states else 0,
         checkpoint_every=max(1, CHECKPOINT_TOKENS // size),
     )
@@ -269,7 +262,10 @@ def _cached_limits(plan: Plan, backend: ArrayBackend, size: int) -> Limits:
 def _own_limits(plan: Plan, backend: ArrayBackend, position: int) -> Limits:
     """Limits for a model with a cache of its own, in which a position takes `position` bytes."""
     size = plan.block_size or backend.block_size
-    blocks = _blocks(plan, backend, max(1, position), size)
+    return _limits(plan, _blocks(plan, backend, max(1, position), size), size)
+
+
+def _limits(plan: Plan, blocks: int, size: int) -> Limits:
     return Limits(
         plan.rows,
         plan.budget,
