@@ -201,6 +201,7 @@ def check(site: Path) -> Counter[str]:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     site = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site").resolve()
+    print("Making the pages, and then checking every link: half a minute ...", flush=True)
     make(site)
     n = check(site)
     print(
