@@ -11,28 +11,24 @@ from typing import Any
 
 from hibachi.tensor.array_backend import Array
 
-_DEEPEST = 32
-
 
 def arrays_in(tree: Any, owns: Callable[[Any], bool]) -> list[tuple[str, Array]]:
     """Each array with its place, such as "[0].keys", always in the same order. owns: is this an array?
 
     An array that lies in two places is found twice; a container that does, once.
     """
-    return list(_found(tree, owns, "", set(), 0))
+    return list(_found(tree, owns, "", set()))
 
 
-def _found(
-    tree: Any, owns: Callable[[Any], bool], place: str, seen: set[int], depth: int
-) -> Iterator[tuple[str, Array]]:
+def _found(tree: Any, owns: Callable[[Any], bool], place: str, seen: set[int]) -> Iterator[tuple[str, Array]]:
     if owns(tree):
         yield place or "the cache itself", tree
         return
-    if depth > _DEEPEST or id(tree) in seen:
+    if id(tree) in seen:
         return
     seen.add(id(tree))
     for name, child in _children(tree):
-        yield from _found(child, owns, f"{place}{name}", seen, depth + 1)
+        yield from _found(child, owns, f"{place}{name}", seen)
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
@@ -59,23 +55,21 @@ def with_arrays(tree: Any, owns: Callable[[Any], bool], arrays: list[Array]) -> 
     not copied.
     """
     left = iter(arrays)
-    made = _with(tree, owns, left, {}, 0)
+    made = _with(tree, owns, left, {})
     assert next(left, None) is None
     return made
 
 
-def _with(tree: Any, owns: Callable[[Any], bool], left: Iterator[Array], made: dict[int, Any], depth: int) -> Any:
+def _with(tree: Any, owns: Callable[[Any], bool], left: Iterator[Array], made: dict[int, Any]) -> Any:
     if owns(tree):
         return next(left)
-    if depth > _DEEPEST:
-        return tree
     if id(tree) in made:
         return made[id(tree)]
     if not (children := _children(tree)):
         return tree
     if not isinstance(tree, tuple):
         made[id(tree)] = copy.copy(tree)  # first: what is inside may lead back to it
-    new = [_with(child, owns, left, made, depth + 1) for _, child in children]
+    new = [_with(child, owns, left, made) for _, child in children]
     if all(a is b for a, (_, b) in zip(new, children, strict=True)):
         made[id(tree)] = tree
     elif isinstance(tree, tuple):

@@ -57,11 +57,6 @@ class Layout:
         self.leaves, self.backend, self.name = tuple(leaves), backend, name
 
     @property
-    def has_states(self) -> bool:
-        """Whether some array has rows and no positions."""
-        return any(leaf.batch is not None and leaf.position is None for leaf in self.leaves)
-
-    @property
     def position_bytes(self) -> int:
         """Bytes that a position of a row takes."""
         found = 0

@@ -363,6 +363,17 @@ def test_a_model_that_does_not_go_on_from_its_past_is_refused(how):
         AutoregressiveBatchInference(Wrong(NUMPY), backend="numpy")
 
 
+def test_a_past_that_grows_by_two_for_one_token_is_refused():
+    class Grows(SumOwn):
+        def step(self, tokens, lengths, past):
+            logits, new = super().step(tokens, lengths, past)
+            seen = new["layers"][0][0]
+            return logits, new if past is None else {"layers": [(np.concatenate([seen, seen[..., -1:]], 2),)]}
+
+    with pytest.raises(ConfigError, match=r"failed when it was tried .* 4 positions, or the 1 new ones only; got"):
+        AutoregressiveBatchInference(Grows(NUMPY), backend="numpy")
+
+
 def test_declared_axes_must_fit():
     def right_axes(b, n):
         return np.zeros((2, b, 5, n))
