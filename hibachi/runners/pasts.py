@@ -53,8 +53,9 @@ class Layout:
 
     leaves: tuple[Leaf, ...]
 
-    def __init__(self, leaves: Sequence[Leaf], backend: ArrayBackend, name: str) -> None:
-        self.leaves, self.backend, self.name = tuple(leaves), backend, name
+    def __init__(self, leaves: Sequence[Leaf], backend: ArrayBackend, name: str, only: str | None = None) -> None:
+        """only: see `OwnCache`."""
+        self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
 
     @property
     def position_bytes(self) -> int:
@@ -75,6 +76,7 @@ class Layout:
         Raises InvalidModelOutput.
         """
         owns = self.backend.owns
+        tree = belonging(tree, self.backend, self._only)
         found = arrays_in(tree, owns)
         if [place for place, _ in found] != [leaf.place for leaf in self.leaves]:
             places = ", ".join(place for place, _ in found) or "none"
@@ -181,6 +183,14 @@ class Layout:
         return xp.concat([padding, array], axis=axis)
 
 
+def belonging(tree: Any, backend: ArrayBackend, only: str | None) -> Any:
+    """A past without the arrays that do not belong to the cache. only: see `OwnCache`."""
+    found = arrays_in(tree, backend.owns) if only is not None else []
+    if all(only is None or only in place for place, _ in found):
+        return tree
+    return with_arrays(tree, backend.owns, [array if only and only in place else None for place, array in found])
+
+
 def _itemsize(dtype: Any, xp: Any) -> int:
     size = getattr(dtype, "itemsize", None)
     if isinstance(size, int):
@@ -199,7 +209,7 @@ Call = Callable[[int, int], Any]
 
 def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> Layout:
     """Find the layout of a model's pasts by calling it. Raises ConfigError, and what `call` raises."""
-    found = [arrays_in(call(rows, tokens), backend.owns) for rows, tokens in TRIED]
+    found = [arrays_in(belonging(call(rows, n), backend, spec.only), backend.owns) for rows, n in TRIED]
     base, rows, tokens = found
     if not base:
         raise ConfigError(
@@ -228,7 +238,7 @@ def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> L
             f"{name}: no array of the past has an axis of rows; expected one that is 2 long for 2 rows and 3 for 3. "
             f"Return the past of all rows."
         )
-    return Layout(leaves, backend, name)
+    return Layout(leaves, backend, name, spec.only)
 
 
 def _axis(a: Array, b: Array, what: str, of: str, before: int, after: int) -> int | None:

@@ -43,10 +43,13 @@ class OwnCache:
 
     batch, position: axes of all arrays in the cache. None means that the engine finds them, for each array, by calling
     the model with other numbers of rows and of tokens: an array in which no axis grows with the tokens is a state.
+    only: a part of the places of the arrays that belong to the cache, such as "cached_kv" of "[0].cached_kv[1]". What
+    else `step` returns is replaced by None, for caches that come with other results. None means all arrays belong.
     """
 
     batch: int | None = None
     position: int | None = None
+    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,23 @@ def test_a_past_may_be_nested_in_any_way(serve, how):
     assert answers(serve(Nested(how), max_num_seqs=4, max_model_len=60)) == right()
 
 
+def test_results_beside_the_cache_are_left_out(serve):
+    class More(SumOwn):
+        past = OwnCache(only="seen")
+
+        def step(self, tokens, lengths, past):
+            assert past is None or past["scores"] == [None, 3]
+            inner = None if past is None else {"layers": [(past["seen"],)]}
+            logits, new = super().step(tokens, lengths, inner)
+            width = new["layers"][0][0].shape[2]
+            return logits, {"seen": new["layers"][0][0], "scores": [np.zeros((len(tokens), width, width)), 3]}
+
+    assert answers(serve(More(NUMPY), max_num_seqs=4, max_model_len=60)) == right()
+    with pytest.raises(ConfigError, match="found none"):
+        More.past = OwnCache(only="keys")
+        AutoregressiveBatchInference(More(NUMPY), backend="numpy")
+
+
 def test_arrays_are_found_and_replaced_in_one_order():
     shared = [np.ones(2)]
     circle = Cache()
