@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -173,7 +173,12 @@ def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
     """Token ids to try a model with: its own `example_prompts`, or arbitrary ones."""
     own = getattr(model, "example_prompts", None)
     if own is not None:
-        return [prompts.taken(prompt)[0] for prompt in (own() if callable(own) else own)]
+        given = own() if callable(own) else own
+        if not isinstance(given, Iterable) or not (found := [prompts.taken(prompt)[0] for prompt in given]):
+            raise ConfigError(
+                f"{type(model).__name__}.example_prompts must be prompts of ids, at least one; got {shown(given)}."
+            )
+        return found
     random = np.random.default_rng(0)
     return [random.integers(0, vocab, 128).astype(np.int32) for _ in range(128)]
 
@@ -331,13 +336,13 @@ def level_of(model: Any) -> int:
         _check_takes(model, "step", "params", "cache", "x")
         return 2
     if has_own_cache(model):
-        if not isinstance(getattr(model, "vocab_size", None), int):
-            raise ConfigError(f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer.")
+        if not _has_vocabulary(model):
+            raise ConfigError(f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1.")
         _check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
         return 1
     if has("logits"):
-        if not isinstance(getattr(model, "vocab_size", None), int):
-            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer.")
+        if not _has_vocabulary(model):
+            raise ConfigError(f"{type(model).__name__} has `logits`, so it also needs `vocab_size`, an integer >= 1.")
         _check_takes(model, "logits", "tokens", "lengths")
         return 1
     if has("forward"):
@@ -348,6 +353,11 @@ def level_of(model: Any) -> int:
         f"attribute `past`, or `step(params, cache, x)` with `cache_spec()`; {type(model).__name__} has none. See "
         f"docs/models.md."
     )
+
+
+def _has_vocabulary(model: Any) -> bool:
+    size = getattr(model, "vocab_size", None)
+    return isinstance(size, int) and size > 0
 
 
 def has_own_cache(model: Any) -> bool:

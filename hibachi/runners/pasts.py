@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hibachi.errors import ConfigError, InvalidModelOutput
+from hibachi.errors import ConfigError, InvalidModelOutput, shown
 from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
@@ -209,6 +209,13 @@ Call = Callable[[int, int], Any]
 
 def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> Layout:
     """Find the layout of a model's pasts by calling it. Raises ConfigError, and what `call` raises."""
+    for what, axis in (("batch", spec.batch), ("position", spec.position)):
+        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+            raise ConfigError(
+                f"OwnCache({what}=...) must be an axis, an integer (None: it is found); got {shown(axis)}."
+            )
+    if spec.only is not None and not isinstance(spec.only, str):
+        raise ConfigError(f"OwnCache(only=...) must be a text (None: all arrays belong); got {shown(spec.only)}.")
     found = [arrays_in(belonging(call(rows, n), backend, spec.only), backend.owns) for rows, n in TRIED]
     base, rows, tokens = found
     if not base:
@@ -226,7 +233,7 @@ def layout_of(spec: OwnCache, call: Call, backend: ArrayBackend, name: str) -> L
         batch = _axis(a, b, f"{name}: the past's array {place}", "rows", 2, 3)
         position = _axis(a, c, f"{name}: the past's array {place}", "tokens", 3, 4)
         for what, given, real in (("batch", spec.batch, batch), ("position", spec.position, position)):
-            if given is not None and real is not None and given % len(a.shape) != real:
+            if given is not None and real is not None and given not in (real, real - len(a.shape)):
                 raise ConfigError(
                     f"{name}: OwnCache({what}={given}) does not fit the past's array {place} of shape "
                     f"{tuple(a.shape)}: expected {what}={real}. Leave it out, and it is found."

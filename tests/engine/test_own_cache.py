@@ -21,7 +21,7 @@ from hibachi import (
 )
 from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.runners.pasts import Past
-from hibachi.testing.toys import SumOwn, SumOwnState, expected
+from hibachi.testing.toys import SumLogits, SumOwn, SumOwnState, expected
 
 from .models import until
 
@@ -396,9 +396,29 @@ def test_declared_axes_must_fit():
         return np.zeros((2, b, 5, n))
 
     AutoregressiveBatchInference(Made(right_axes, OwnCache(batch=1, position=-1)), backend="numpy").close()
-    for given, real in ({"batch": 0}, "batch=1"), ({"position": 2}, "position=3"):
+    for given, real in (
+        *(({"batch": axis}, "batch=1") for axis in (0, 5, -7, 2**31, 2**63)),
+        *(({"position": axis}, "position=3") for axis in (2, 7, -2)),
+    ):
         with pytest.raises(ConfigError, match=f"does not fit .* expected {real}"):
             AutoregressiveBatchInference(Made(right_axes, OwnCache(**given)), backend="numpy")
+
+
+@pytest.mark.parametrize(
+    "given", [*({name: value} for name in ("batch", "position") for value in (np.nan, 1e300, True, "0")), {"only": 5}]
+)
+def test_an_axis_is_an_integer(given):
+    with pytest.raises(ConfigError, match=r"OwnCache\(.*=\.\.\.\) must be"):
+        AutoregressiveBatchInference(Made(lambda b, n: np.zeros((b, n)), OwnCache(**given)), backend="numpy")
+
+
+@pytest.mark.parametrize("level", [SumOwn, SumLogits])
+@pytest.mark.parametrize("examples", [[], 5, lambda: []])
+def test_examples_are_prompts(level, examples):
+    model = level(NUMPY)
+    model.example_prompts = examples
+    with pytest.raises(ConfigError, match="example_prompts must be prompts of ids, at least one"):
+        AutoregressiveBatchInference(model, backend="numpy", max_model_len=20)
 
 
 def test_what_the_model_raises_when_it_is_tried_is_told():
@@ -414,6 +434,8 @@ def test_what_the_model_raises_when_it_is_tried_is_told():
     [
         ({"max_model_len": None}, "max_model_len"),
         ({"vocab_size": None}, "has `past`, so it also needs `vocab_size`"),
+        ({"vocab_size": 0}, "has `past`, so it also needs `vocab_size`, an integer >= 1"),
+        ({"vocab_size": -1}, "has `past`, so it also needs `vocab_size`"),
         ({"step": lambda tokens: 0}, r"step is called as `step\(tokens, past\)`"),
         ({"step": lambda tokens, lengths, past, more: 0}, "missing a required argument: 'more'"),
     ],
