@@ -20,12 +20,13 @@ from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.beside import Arguments, Beside, declared_by, wanted
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled
 from hibachi.runners.meters import Tally
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
-from hibachi.runners.tokentable import IDS, Tables
+from hibachi.runners.tokentable import Tables
 from hibachi.runners.trial import telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
@@ -60,6 +61,7 @@ class OwnCacheRunner(BaseRunner):
         head: Sampled,
         tally: Tally,
         examples: Sequence[HostArray],
+        beside: Beside,
     ) -> None:
         """rows: the most there may be at once. examples: prompts of ids, of whose tokens those for trials are drawn.
 
@@ -71,6 +73,7 @@ class OwnCacheRunner(BaseRunner):
         self.name: str = head.name
         self._step: Any = model.step
         self._with_lengths = takes_own_lengths(model)
+        self._beside, self._arguments = beside, Arguments(model.step, beside)
         self._of: dict[int, Past] = {}  # the past that a row is in
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
@@ -95,7 +98,7 @@ class OwnCacheRunner(BaseRunner):
 
     def example(self, *shape: int) -> HostArray:
         """Token ids for a trial."""
-        found: HostArray = self._random.choice(self._examples, shape)
+        found: HostArray = self._random.choice(self._examples, shape)  # of its first axis
         return found
 
     def _try_going_on(self, ids: HostArray) -> None:
@@ -123,7 +126,7 @@ class OwnCacheRunner(BaseRunner):
             )
 
     def _logits(self, out: Any, rows: int) -> HostArray:
-        expected = (rows, self.head.sampler.vocab_size)
+        expected = (rows, *self.head.sampler.shape)
         out = check_output(out, self.backend, expected, self.name, kind="logits")
         return self.backend.get(self.backend.float32(out))
 
@@ -136,6 +139,7 @@ class OwnCacheRunner(BaseRunner):
     @override
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
+        self._beside.admit(seq.owner)
         self.head.admit(seq.owner)
         self._forget([seq.row])
         self._seqs[seq.row] = seq
@@ -277,12 +281,13 @@ class OwnCacheRunner(BaseRunner):
         lengths = np.pad(ends, (0, size - n), mode="edge").astype(np.int32)
         each = np.repeat(np.arange(size), q)
         positions = np.repeat(lengths - q, q) + np.tile(np.arange(q), size)
-        table = self.tables.of(IDS)
-        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions).reshape(size, q)
+        table = self.tables.at(rows[0])
+        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions)
+        tokens = tokens.reshape(size, q, *tokens.shape[1:])
         wide = 0 if before is None else before.width
         self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
-        out, past = self.called(tokens, lengths, None if before is None else before.tree)
-        out = check_output(out, self.backend, (size, self.head.sampler.vocab_size), self.name, kind="logits")
+        out, past = self.called(tokens, lengths, None if before is None else before.tree, filled)
+        out = check_output(out, self.backend, (size, *self.head.sampler.shape), self.name, kind="logits")
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
         width = self._width(int(ends.max()))
         if width != after.width:
@@ -294,11 +299,15 @@ class OwnCacheRunner(BaseRunner):
     def _width(self, longest: int) -> int:
         return self.backend.shapes.length(longest)
 
-    def called(self, tokens: HostArray, lengths: HostArray, past: Any) -> tuple[Any, Any]:
-        put = self.backend.put
+    def called(self, tokens: HostArray, lengths: HostArray, past: Any, rows: Any = None) -> tuple[Any, Any]:
+        """rows: of whom the call is; None means of no request, for a trial."""
+        put, named = self.backend.put, dict[str, HostArray]()
+        if self._arguments:
+            rows = self._beside.nobody(len(tokens)) if rows is None else rows
+            named = self._arguments.of(rows, lengths, tokens.shape[1])
         with self.tally, self.theirs:
             arguments = (put(tokens), put(lengths), past) if self._with_lengths else (put(tokens), past)
-            found = self._step(*arguments)
+            found = self._step(*arguments, **{name: put(array) for name, array in named.items()})
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise InvalidModelOutput(
                 f"{self.name} must return a pair (logits, past); got {type(found).__qualname__}. Return both."
@@ -349,8 +358,9 @@ def takes_own_lengths(model: Any) -> bool:
         parameters = inspect.signature(model.step).parameters
     except (TypeError, ValueError):  # compiled code need not tell
         return True
+    named = wanted(model.step, declared_by(model))
     needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return "lengths" in parameters or len(needed) == 3
+    return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3
 
 
 def _pieces(n: int) -> list[int]:
