@@ -52,7 +52,7 @@ class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     logprobs: int | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
-    codebooks: list[dict[str, float]] | None = None
+    codebooks: list[dict[str, int | float]] | None = None
     inputs: dict[str, Raw] | None = None
 
 
@@ -141,7 +141,7 @@ def _of_msgpack(raw: bytes) -> TokensBody:
 _OF_JSON: Mapping[str, Any] = {
     "logit_bias": dict[str, float],
     "allowed_token_ids": list[int],
-    "codebooks": list[dict[str, float]],
+    "codebooks": list[dict[str, int | float]],
     "inputs": dict[str, Raw],
 }
 
