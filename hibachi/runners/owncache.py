@@ -23,7 +23,7 @@ from hibachi.plan.step import StepPlan
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled
 from hibachi.runners.meters import Tally
-from hibachi.runners.pasts import Layout, Past, layout_of
+from hibachi.runners.pasts import Group, Layout, Past, layout_of
 from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
 from hibachi.runners.tokentable import IDS, Tables
 from hibachi.runners.trial import telling
@@ -312,33 +312,22 @@ class OwnCacheRunner(BaseRunner):
         first = self._of[rows[0]]
         if first.rows == rows and first.size == size and all(self._of[row] is first for row in rows):
             return first  # (a row that another request has got since then is in another past)
-        width = self._width(int(start.max()))
-        sources: list[tuple[Past, list[int]]] = []
-        for row in rows:
-            past = self._of[row]
-            if not sources or sources[-1][0] is not past:
-                sources.append((past, []))
-            sources[-1][1].append(past.place(row))
-        parts = [self.layout.part(past, places, width) for past, places in sources]
-        if filler := size - len(rows):
-            parts.append(self.layout.part(parts[-1], [parts[-1].size - 1] * filler, width))
-            parts[-1].rows, parts[-1].counts = [], []
-        found = self.layout.joined(parts)
-        for past in {id(past): past for past, _ in sources}.values():
-            self._part_from(past, rows)
+        pasts = [self._of[row] for row in rows]
+        picks = [(past, past.place(row)) for past, row in zip(pasts, rows, strict=True)]
+        picks += picks[-1:] * (size - len(rows))
+        groups = [Group(picks, rows, start.tolist(), self._width(int(start.max())))]
+        for past in {id(past): past for past in pasts}.values():
+            stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
+            if stay:
+                counts = [past.counts[i] for i in stay]
+                rest = [(past, i) for i in stay]
+                groups.append(Group(rest, [past.rows[i] for i in stay], counts, self._width(max(counts))))
+        for group in groups:
+            self._forget(group.rows)  # until it has succeeded: the pasts are taken apart
+        found, *others = self.layout.arranged(groups)
+        for past in others:
+            self._of |= dict.fromkeys(past.rows, past)
         return found
-
-    def _part_from(self, past: Past, rows: list[int]) -> None:
-        """Rows of a past that others leave get a smaller one, so that its memory goes."""
-        stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
-        if not stay:
-            return
-        width = self._width(max(past.counts[i] for i in stay))
-        smaller = self.layout.part(past, stay, width)
-        copied = [self.backend.copy(a) for a in smaller.arrays]  # a view would keep the whole
-        smaller = self.layout.with_arrays(smaller, copied)
-        for row in smaller.rows:
-            self._of[row] = smaller
 
 
 def takes_own_lengths(model: Any) -> bool:
