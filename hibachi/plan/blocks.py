@@ -62,6 +62,9 @@ class BlockPool:
         """The number of what is published in this block."""
         return self._node[block]
 
+    def publishes(self, block: int, node: Hashable) -> bool:
+        return block in self._place and self._node[block] == node
+
     def keeps(self, block: int, node: Hashable) -> bool:
         """Whether an idle block still has these contents."""
         return block in self._idle and self._node[block] == node

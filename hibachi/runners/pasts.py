@@ -257,6 +257,53 @@ class Layout:
         rows, counts = [row for part in parts for row in part.rows], [n for part in parts for n in part.counts]
         return self.arranged([Group(picks, rows, counts, parts[0].width)])[0]
 
+    # ---- prefixes ----------------------------------------------------------------------------------------------
+
+    @property
+    def uncut(self) -> str:
+        """The place of an array of which no prefix can be cut, as it is a state; "" means there is none."""
+        return next((leaf.place for leaf in self.leaves if (leaf.batch is None) != (leaf.position is None)), "")
+
+    def template(self, past: Past) -> Past:
+        """All that is in a past besides positions of rows."""
+        arrays = [a if leaf.position is None else None for leaf, a in zip(self.leaves, past.arrays, strict=True)]
+        return Past(emptied(past.tree, self.backend.owns), arrays, [], [], 0, 0)
+
+    def cut(self, past: Past, place: int, begin: int, end: int) -> list[Array]:
+        """Positions `begin` to `end` - 1 of a row: [1 row, those positions] of each array, None of those without. Views
+        where a library has them.
+        """
+        at = past.width - past.counts[place] + begin
+        index = None if self._views else self.backend.put(np.arange(at, at + end - begin, dtype=np.int32))
+        row = None if self._views else self.backend.put(np.array([place], np.int32))
+        found: list[Array] = []
+        for leaf, array in zip(self.leaves, past.arrays, strict=True):
+            if leaf.position is None or leaf.batch is None:
+                found.append(None)
+            elif self._views:
+                where = [slice(None)] * len(leaf.shape)
+                where[leaf.batch], where[leaf.position] = slice(place, place + 1), slice(at, at + end - begin)
+                found.append(array[tuple(where)])
+            else:  # by arrays of places: where they are numbers, a library that compiles does so for each
+                take = self.backend.xp.take
+                found.append(take(take(array, row, axis=leaf.batch), index, axis=leaf.position))
+        return found
+
+    def begun(self, template: Past, blocks: Sequence[list[Array]], row: int, count: int, width: int) -> Past:
+        """The past of one row of `count` positions, from equal blocks as `cut` returns them, which are taken apart."""
+        each = count // len(blocks)
+        padding, rest = divmod(width - count, each)
+        arrays = [*template.arrays]
+        for i, leaf in enumerate(self.leaves):
+            if leaf.position is not None:
+                parts = [block[i] for block in blocks]
+                for block in blocks:
+                    block[i] = None
+                nothing = [self._zeros(leaf, 1, n) for n in (rest, each if padding else 0) if n]
+                parts = [*nothing[: rest > 0], *nothing[-1:] * padding, *parts]
+                arrays[i] = self.backend.xp.concat(parts, axis=leaf.position)
+        return Past(filled(template.tree, arrays), arrays, [row], [count], width, 1)
+
     def with_arrays(self, past: Past, arrays: list[Array]) -> Past:
         """The same past in other memory."""
         tree = with_arrays(past.tree, self.backend.owns, arrays)

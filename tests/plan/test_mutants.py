@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant("a row's own block is taken over by another", Copies, "idle",
            "if self._pool.is_idle(block)", "", "", copying),
     Mutant("rows share what is to be copied", Copies, "given",
-           "theirs = iter(more), set(idle)", "theirs = iter(more), set(found)", "hold one block|two sequences", copying),
+           "theirs = iter(more), set(idle)", "theirs = iter(more), set(found)", "nobody knows", copying),
     Mutant("what nobody looked at is kept", Scheduler, "_vacate",
            "self.pool.withdraw(self.pool.unsound(seq.blocks))", "pass", "nobody vouched", copying),
     Mutant("what who failed had computed is kept", Scheduler, "fail",
