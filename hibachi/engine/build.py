@@ -134,9 +134,12 @@ def build(
         runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally, examples, beside)
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
-        scheduler = Scheduler(limits, policy)
         own.decide(deterministic)
         deterministic = own.deterministic
+        if plan.enable_prefix_caching and own.try_copies():
+            limits, size = replace(limits, copies=True), limits.block_size
+        scheduler = Scheduler(limits, policy, partial(_generated_key, tables, size) if size else None)
+        own.adopt(scheduler)
     else:
         scheduler = Scheduler(_whole_limits(plan), policy)
         runner = whole = WholeRunner(

@@ -26,10 +26,12 @@ class BlockPool:
     total: int
     block_size: int
     evictions: int
+    taken: int
 
     def __init__(self, total: int, block_size: int) -> None:
         self.total, self.block_size = total, block_size
         self.evictions = 0  # idle blocks that were reused for other contents
+        self.taken = 0  # idle blocks that are not idle any more
         self._free = list(range(total - 1, 0, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # in the order in which they became idle
         self._held: set[int] = set()
@@ -53,6 +55,20 @@ class BlockPool:
     def idle(self) -> int:
         return len(self._idle)
 
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
+    def node(self, block: int) -> Hashable:
+        """The number of what is published in this block."""
+        return self._node[block]
+
+    def publishes(self, block: int, node: Hashable) -> bool:
+        return block in self._place and self._node[block] == node
+
+    def keeps(self, block: int, node: Hashable) -> bool:
+        """Whether an idle block still has these contents."""
+        return block in self._idle and self._node[block] == node
+
     def blocks_for(self, positions: int) -> int:
         """Number of blocks that hold this many positions."""
         return -(-positions // self.block_size)
@@ -66,6 +82,7 @@ class BlockPool:
         for _ in range(n - len(self._free)):
             block, _ = self._idle.popitem(last=False)
             self._withdraw(block)
+            self.taken += 1
             # At the front, so that n blocks taken at once are those of n single calls, in their order (stretch.py needs
             # it).
             self._free.insert(0, block)
@@ -83,6 +100,7 @@ class BlockPool:
             if block in self._idle:
                 del self._idle[block]
                 self._held.add(block)
+                self.taken += 1
             else:
                 self._shared[block] = self._shared.get(block, 0) + 1
 
@@ -158,6 +176,7 @@ class BlockPool:
             if block in self._idle:
                 del self._idle[block]
                 self._give_back([block])
+                self.taken += 1
 
     def withdraw_nodes(self, published: Iterable[tuple[int, Hashable]]) -> None:
         """`withdraw` for (block, node) pairs, except blocks that hold other contents by now."""

@@ -23,6 +23,7 @@ class Limits:
     reserve_all: bool = False
     checkpoints: int = 0  # recurrent states kept for prompts to come; 0 means the model has none, or nothing is shared
     checkpoint_every: int = 16  # blocks from one to the next
+    copies: bool = False  # rows do not share blocks, but start with copies of what was computed: see `Copies`
 
     def __post_init__(self) -> None:
         assert 0 < self.rows <= self.budget and self.chunk > 0 and self.max_model_len > 1, self

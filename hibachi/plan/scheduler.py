@@ -21,6 +21,7 @@ import numpy as np
 from hibachi.errors import QueueFull
 from hibachi.plan.blocks import BlockPool
 from hibachi.plan.checkpoints import Checkpoints
+from hibachi.plan.copies import Copied, Copies
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Fcfs, Policy
 from hibachi.plan.rows import NEVER, Bools, Index, Ints, RowTable
@@ -53,6 +54,7 @@ class Scheduler:
         self.checkpoints: Checkpoints | None = (
             Checkpoints(limits.checkpoints, limits.checkpoint_every) if limits.checkpoints else None
         )
+        self.copies: Copies | None = Copies(self.pool) if self.pool and limits.copies else None
         self._slots: dict[Seq, list[tuple[int, int]]] = {}  # checkpoints that it has written: (blocks, slot)
         rows = limits.rows
         width = min(self.pool.blocks_for(limits.max_model_len), self.pool.usable) if self.pool else 0
@@ -263,6 +265,8 @@ class Scheduler:
         if self.pool:
             tainted = set(self.pool.unsound(seq.blocks))
             self.pool.withdraw(tainted)
+            if self.copies:
+                self.pool.withdraw(seq.blocks)  # the model may have spoilt all of its past
             for other in [s for s in self.order if s is not seq and s.row >= 0 and tainted.intersection(s.blocks)]:
                 self.pool.withdraw(self.pool.unsound(other.blocks))
                 sent.append(self._preempt(other))
@@ -357,10 +361,13 @@ class Scheduler:
             ]
         fresh: list[tuple[Seq, int, int]] = []
         restores: list[tuple[int, int]] = []
+        copied: list[Copied] = []
         # Where a row was just preempted blocks are short, so none starts: it would mostly be the same request again.
         if self.waiting and tokens_left > 0 and self.free_rows and not self.preempted:
             at_work = [] if decode else [seqs[i] for i in np.flatnonzero(end < table.known[rows]).tolist()]
-            fresh = self._admit(tokens_left, at_work, published, restores)
+            if self.copies:  # what these compute, it is worth to wait for
+                at_work = [seqs[i] for i in np.flatnonzero(~table.emitted[rows]).tolist()]
+            fresh = self._admit(tokens_left, at_work, published, restores, copied)
         if fresh:
             rows = np.concatenate([rows, np.array([s.row for s, _, _ in fresh], np.intp)])
             start = np.concatenate([start, np.array([at for _, at, _ in fresh], np.int32)])
@@ -390,6 +397,7 @@ class Scheduler:
             published=published,
             restores=restores,
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
+            copies=copied,
         )
 
     def refresh(self) -> None:
@@ -510,6 +518,7 @@ class Scheduler:
         at_work: list[Seq],
         published: list[Published],
         restores: list[tuple[int, int]],
+        copied: list[Copied],
     ) -> list[tuple[Seq, int, int]]:
         """Give rows and blocks to waiting sequences while the budget lasts: (sequence, tokens it found computed, its
         share).
@@ -524,7 +533,7 @@ class Scheduler:
         while tokens_left > 0 and self.free_rows and (seq := policy.peek()) is not None:
             if self.short(seq) or seq.tenant in self.resting:
                 break
-            found = self._reserve(seq, at_work, published)
+            found = self._reserve(seq, at_work, published, copied)
             if found is None:  # no sequence overtakes: the next in order gets the next blocks
                 self._held_back = seq
                 break
@@ -555,13 +564,15 @@ class Scheduler:
             if seq.keys is not None and not (seq.started or seq.begun):
                 self.counts.prefix_queries += seq.length
                 self.counts.prefix_hits += hit
-            if hit + q < seq.length:
+            if hit + q < seq.length or self.copies:
                 at_work = [*at_work, seq]
             seq.started = True
             started.append((seq, hit, q))
         return started
 
-    def _reserve(self, seq: Seq, at_work: list[Seq], published: list[Published]) -> tuple[int, int | None] | None:
+    def _reserve(
+        self, seq: Seq, at_work: list[Seq], published: list[Published], copied: list[Copied]
+    ) -> tuple[int, int | None] | None:
         """Give a sequence its blocks: (blocks that are computed, checkpoint to start from); None means not yet."""
         pool, limits = self.pool, self.limits
         most = (seq.length - 1) // limits.block_size  # at least the last token must be computed
@@ -595,20 +606,30 @@ class Scheduler:
                 )
             ):
                 return None  # another computes the same in its next step
-        need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(found)
+            if self.copies:
+                sound = self.copies.sound(found, at_work)
+                if sound is None:
+                    return None  # another has computed the same, or does so in this step
+                found, node = pool.match(seq.salt, seq.keys, sound)
+        idle = found if self.copies is None else self.copies.idle(found)  # or held by others, where blocks are shared
+        need = pool.blocks_for(seq.end - 1 if limits.reserve_all else seq.length) - len(idle)
         spare = 0  # blocks to be left for running sequences, so that they do not preempt it at once
         if self.running and not limits.reserve_all:
             spare = max(pool.usable // 100, self.running if seq.started else 0)
         # Held before `alloc`, and before `free` is read: blocks that were found may be idle, and would be taken or
         # counted.
-        pool.hold(found)
+        sources = self.copies.sources(found, [*self.order, *at_work]) if self.copies else []
+        pool.hold(idle)
         more = pool.alloc(need) if pool.free >= need + spare else None
         if more is None:
-            pool.release(found, sound=0)
+            pool.release(idle, sound=0)
             self._stuck = seq, pool.free
             return None
         self._stuck = None
         seq.blocks, seq.node = found + more, node
+        if self.copies and found:
+            seq.blocks = self.copies.given(found, idle, more)
+            copied.append((seq, sources))
         return len(found), slot
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -740,7 +761,12 @@ class Scheduler:
             # Withdrawn before they are released: a block that is still published then would become idle, and be found.
             if seq.published > full:  # blocks that a step in flight computes: its result will not be known
                 self.pool.withdraw(seq.blocks[full : seq.published])
+            if self.copies:
+                self.pool.vouch(seq.blocks[: full if emitted else 0])
+                self.pool.withdraw(self.pool.unsound(seq.blocks))
             self.pool.release(seq.blocks, sound=full if emitted else 0)
+            if self.copies:
+                self.copies.leave(seq, row, seq.blocks)
         if self.checkpoints:
             for _, slot in self._slots.pop(seq, ()):
                 self.checkpoints.release(slot)

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from hibachi.plan.copies import Copied
 from hibachi.plan.rows import Bools, Index, Ints
 from hibachi.plan.sequence import Seq
 
@@ -31,6 +32,7 @@ class StepPlan:
     restores: list[tuple[int, int]] = field(default_factory=list)  # (row, checkpoint) that it starts from
     # (sequence, row, checkpoint) to write after the step
     saves: list[tuple[Seq, int, int]] = field(default_factory=list)
+    copies: list[Copied] = field(default_factory=list)  # of what its blocks were found in; see `Copies`
 
     @property
     def end(self) -> Ints:

@@ -60,6 +60,20 @@ def with_arrays(tree: Any, owns: Callable[[Any], bool], arrays: list[Array]) -> 
     return made
 
 
+HOLE = object()
+"""Stands for an array in a container that was emptied."""
+
+
+def emptied(tree: Any, owns: Callable[[Any], bool]) -> Any:
+    """A copy of `tree` that holds on to none of its arrays; `filled` puts others in their places."""
+    return with_arrays(tree, owns, [HOLE for _ in arrays_in(tree, owns)])
+
+
+def filled(tree: Any, arrays: list[Array]) -> Any:
+    """A copy of what `emptied` returned, with these arrays, in the order of `arrays_in`."""
+    return with_arrays(tree, lambda child: child is HOLE, arrays)
+
+
 def _with(tree: Any, owns: Callable[[Any], bool], left: Iterator[Array], made: dict[int, Any]) -> Any:
     if owns(tree):
         return next(left)

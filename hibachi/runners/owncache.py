@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
 from hibachi.phases import phase
+from hibachi.plan.copies import Copies
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
@@ -24,7 +26,8 @@ from hibachi.runners.beside import Arguments, Beside, declared_by, wanted
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled
 from hibachi.runners.meters import Tally
-from hibachi.runners.pasts import Layout, Past, layout_of
+from hibachi.runners.pasts import Group, Layout, Past, layout_of
+from hibachi.runners.prefixes import Prefixes
 from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
 from hibachi.runners.tokentable import Tables
 from hibachi.runners.trial import telling
@@ -36,6 +39,7 @@ PROMPT = 7  # tokens of the prompts of a trial, the shortest; each of the others
 TRIAL_ROWS = 4
 ALIKE = 0.05  # of the largest logit: what those of a model that goes on from a past may differ by, in any dtype
 TRIAL_NEW = 3
+COMMON = 4  # tokens with which two of them begin
 
 
 class OwnCacheRunner(BaseRunner):
@@ -77,6 +81,9 @@ class OwnCacheRunner(BaseRunner):
         self._of: dict[int, Past] = {}  # the past that a row is in
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
+        self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
+        self._prefixes: Prefixes | None = None
+        self._copies: Copies | None = None
         self._examples, self._random = np.concatenate(examples).astype(np.int32), np.random.default_rng(0)
 
         def first(rows: int, tokens: int) -> Any:
@@ -138,6 +145,7 @@ class OwnCacheRunner(BaseRunner):
 
     @override
     def admit(self, seq: Seq) -> None:
+        self._keep()
         super().admit(seq)
         self._beside.admit(seq.owner)
         self.head.admit(seq.owner)
@@ -146,6 +154,7 @@ class OwnCacheRunner(BaseRunner):
 
     @override
     def suspend(self, seq: Seq, row: int) -> None:
+        self._keep()
         super().suspend(seq, row)
         self._forget([row])
 
@@ -153,14 +162,22 @@ class OwnCacheRunner(BaseRunner):
     def adopt(self, scheduler: Scheduler) -> None:
         self._of.clear()
         self._seqs.clear()
+        if scheduler.copies and scheduler.pool and self._template:
+            self._copies = scheduler.copies
+            self._prefixes = Prefixes(self.layout, self._template, scheduler.pool)
 
     @override
     def rebuild(self, *, keep: bool) -> None:
         self._of.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     @override
     def idle(self) -> None:
+        self._keep()
         self._forget([row for row, seq in self._seqs.items() if seq.row != row])
+        if self._prefixes is not None:
+            self._prefixes.drop()
 
     def _forget(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -198,9 +215,37 @@ class OwnCacheRunner(BaseRunner):
         """
         return Trial(self).run()
 
+    def try_copies(self) -> bool:
+        """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
+        why = ""
+        if place := self.layout.uncut:
+            why = f"the array {place} of its past is a state"
+        elif self.apart:
+            why = "each row is computed by itself"
+        else:
+            try:
+                with self.backend.guard():
+                    why = self._try_copy()
+            except Exception as e:
+                why = f"a trial of it raised {text_of(e)}"
+                drop_frames(e)
+        if why:
+            log.info("%s: no request begins with what others have computed, as %s", self.name, why)
+        return not why
+
+    def _try_copy(self) -> str:
+        template, want, got = Trial(self).copied()
+        if float(np.abs(got - want).max()) > ALIKE * float(np.abs(want).max()):
+            return "its past has more in it than positions: a copy of the first few goes on otherwise"
+        if self.deterministic and not np.array_equal(got, want):
+            return "a copy changes its bits"
+        self._template = template
+        return ""
+
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> Outcome:
+        self._begin(plan)
         self.idle()
         outcome = Outcome([], {})
         for idx in self._calls(plan):
@@ -314,6 +359,38 @@ class OwnCacheRunner(BaseRunner):
             )
         return found[0], found[1]
 
+    # ---- prefixes ----------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Keep what is wanted of the rows that have gone, before their pasts do."""
+        if self._prefixes is None or self._copies is None:
+            return
+        for row, seq, idle in self._copies.take_left():
+            past = self._of.get(row)
+            if past is not None and self._seqs.get(row) is seq:
+                with self._or_not("kept"), self.backend.guard():
+                    self._prefixes.keep(past, row, idle)
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Give rows that start the positions that were found computed."""
+        self._keep()
+        for seq, sources in plan.copies if self._prefixes is not None else ():
+            with self._or_not("copied"), self.backend.guard():
+                assert self._prefixes is not None
+                width = self._width(len(sources) * self._prefixes.size)
+                past = self._prefixes.begin(seq.row, sources, self._of, width)
+                if past is not None:
+                    self._of[seq.row] = past
+
+    @contextmanager
+    def _or_not(self, what: str) -> Iterator[None]:
+        """What fails here costs time only."""
+        try:
+            yield
+        except Exception as e:
+            log.info("%s: a prefix could not be %s: %s", self.name, what, text_of(e))
+            drop_frames(e)
+
     # ---- pasts -------------------------------------------------------------------------------------------------
 
     def _gathered(self, rows: list[int], start: Any, size: int) -> Past:
@@ -321,33 +398,22 @@ class OwnCacheRunner(BaseRunner):
         first = self._of[rows[0]]
         if first.rows == rows and first.size == size and all(self._of[row] is first for row in rows):
             return first  # (a row that another request has got since then is in another past)
-        width = self._width(int(start.max()))
-        sources: list[tuple[Past, list[int]]] = []
-        for row in rows:
-            past = self._of[row]
-            if not sources or sources[-1][0] is not past:
-                sources.append((past, []))
-            sources[-1][1].append(past.place(row))
-        parts = [self.layout.part(past, places, width) for past, places in sources]
-        if filler := size - len(rows):
-            parts.append(self.layout.part(parts[-1], [parts[-1].size - 1] * filler, width))
-            parts[-1].rows, parts[-1].counts = [], []
-        found = self.layout.joined(parts)
-        for past in {id(past): past for past, _ in sources}.values():
-            self._part_from(past, rows)
+        pasts = [self._of[row] for row in rows]
+        picks = [(past, past.place(row)) for past, row in zip(pasts, rows, strict=True)]
+        picks += picks[-1:] * (size - len(rows))
+        groups = [Group(picks, rows, start.tolist(), self._width(int(start.max())))]
+        for past in {id(past): past for past in pasts}.values():
+            stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
+            if stay:
+                counts = [past.counts[i] for i in stay]
+                rest = [(past, i) for i in stay]
+                groups.append(Group(rest, [past.rows[i] for i in stay], counts, self._width(max(counts))))
+        for group in groups:
+            self._forget(group.rows)  # until it has succeeded: the pasts are taken apart
+        found, *others = self.layout.arranged(groups)
+        for past in others:
+            self._of |= dict.fromkeys(past.rows, past)
         return found
-
-    def _part_from(self, past: Past, rows: list[int]) -> None:
-        """Rows of a past that others leave get a smaller one, so that its memory goes."""
-        stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
-        if not stay:
-            return
-        width = self._width(max(past.counts[i] for i in stay))
-        smaller = self.layout.part(past, stay, width)
-        copied = [self.backend.copy(a) for a in smaller.arrays]  # a view would keep the whole
-        smaller = self.layout.with_arrays(smaller, copied)
-        for row in smaller.rows:
-            self._of[row] = smaller
 
 
 def takes_own_lengths(model: Any) -> bool:
@@ -396,9 +462,22 @@ class Trial:
         past = self._layout.taken(tree, before, rows, ends, n, q)
         return self._backend.get(out), past
 
-    def _alone(self, text: HostArray) -> HostArray:
-        prompt = len(text) - TRIAL_NEW
-        out, past = self._call(text[None, :prompt], [prompt], None, [0])
+    def copied(self) -> tuple[Past, HostArray, HostArray]:
+        """A text that begins like another, which is computed first: (a template of pasts, its logits alone, and from a
+        copy of what the two have in common). Raises what the model raises.
+        """
+        layout, (text, other) = self._layout, self._texts[:2]
+        with self._backend.guard():
+            _, past = self._call(np.concatenate([text[:COMMON], other[COMMON:-2]])[None], [len(other) - 2], None, [0])
+            _, past = self._call(other[None, -2:-1], [len(other) - 1], past, [0])
+            template, half = layout.template(past), COMMON // 2
+            blocks = [layout.cut(past, 0, at, at + half) for at in (0, half)]
+            begun = layout.begun(template, blocks, 0, COMMON, COMMON)
+            return template, self._alone(text), self._alone(text, begun)
+
+    def _alone(self, text: HostArray, past: Past | None = None) -> HostArray:
+        prompt, begin = len(text) - TRIAL_NEW, 0 if past is None else past.width
+        out, past = self._call(text[None, begin:prompt], [prompt], past, [0])
         found = [out[0]]
         for at in range(prompt, len(text)):
             out, past = self._call(text[None, at : at + 1], [at + 1], past, [0])

@@ -7,13 +7,13 @@ padding, zeros or whatever. An array without an axis of positions is a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput, shown
-from hibachi.runners.nested import arrays_in, with_arrays
+from hibachi.runners.nested import arrays_in, emptied, filled, with_arrays
 from hibachi.tensor.array_backend import Array, ArrayBackend
 from hibachi.tensor.layout import OwnCache
 
@@ -34,7 +34,8 @@ class Past:
     """A past of the rows `rows` [n] of the batch, and perhaps filler rows after them.
 
     tree: as the model returned it, whose arrays are `arrays`. counts [n]: positions of each. width: positions that the
-    arrays have. size: rows that they have, filler included.
+    arrays have. size: rows that they have, filler included. room: for each array a longer one that it is the first
+    positions of, or None; new positions are written behind it.
     """
 
     tree: Any
@@ -43,9 +44,49 @@ class Past:
     counts: list[int]
     width: int
     size: int
+    room: list[Array] = field(default_factory=list)  # empty where no array has any
 
     def place(self, row: int) -> int:
         return self.rows.index(row)
+
+    def twin(self) -> Past:
+        """Another record of the same arrays, which may be taken apart."""
+        return replace(self, arrays=[*self.arrays], room=[])
+
+    def let_go(self, i: int) -> None:
+        """Hold on to array i no more."""
+        self.tree = self.arrays[i] = None
+        if self.room:
+            self.room[i] = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A past to be made: of each of `picks` [size] the row at that place of a past, with `width` positions.
+
+    rows, counts [n]: as of the `Past`. What comes after the first n picks is filler.
+    """
+
+    picks: Sequence[tuple[Past, int]]
+    rows: list[int]
+    counts: list[int]
+    width: int
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it is a past as it is."""
+        past = self.picks[0][0]
+        return self.width == past.width and [*self.picks] == [(past, i) for i in range(past.size)]
+
+    @property
+    def sources(self) -> list[tuple[Past, list[int]]]:
+        """The pasts, in the order of `picks`, with the places in each."""
+        found: list[tuple[Past, list[int]]] = []
+        for past, place in self.picks:
+            if not found or found[-1][0] is not past:
+                found.append((past, []))
+            found[-1][1].append(place)
+        return found
 
 
 class Layout:
@@ -56,6 +97,8 @@ class Layout:
     def __init__(self, leaves: Sequence[Leaf], backend: ArrayBackend, name: str, only: str | None = None) -> None:
         """only: see `OwnCache`."""
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
+        self._views = has_views(backend)
+        self._new_only = False  # the model has returned new positions only
 
     @property
     def position_bytes(self) -> int:
@@ -73,7 +116,7 @@ class Layout:
         """The past that a call has returned: `new` positions after those of `before`, for `size` rows.
 
         The model returned all positions, or the new ones only. counts: positions of each of `rows` after the call.
-        Raises InvalidModelOutput.
+        before: it is taken apart where new positions are written behind its own. Raises InvalidModelOutput.
         """
         owns = self.backend.owns
         tree = belonging(tree, self.backend, self._only)
@@ -85,17 +128,42 @@ class Layout:
                 f"{places}. Return (logits, past), with the same past as in other calls."
             )
         width = (0 if before is None else before.width) + new
-        arrays, appended = [], False
-        for i, (leaf, (_, array)) in enumerate(zip(self.leaves, found, strict=True)):
+        arrays = [array for _, array in found]
+        short = []
+        for i, (leaf, array) in enumerate(zip(self.leaves, arrays, strict=True)):
             self._check(leaf, array, size, width, new)
             if leaf.position is not None and array.shape[leaf.position] != width:
-                assert before is not None
-                array = self.backend.xp.concat([before.arrays[i], array], axis=leaf.position)
-                appended = True
-            arrays.append(array)
-        if appended:
-            tree = with_arrays(tree, owns, arrays)
-        return Past(tree, arrays, [*rows], [*counts], width, size)
+                short.append(i)
+        if not short:
+            return Past(tree, arrays, [*rows], [*counts], width, size)
+        assert before is not None
+        self._new_only = True
+        room = before.room or [None] * len(arrays)
+        for i in short:
+            arrays[i], room[i] = self._appended(self.leaves[i], before.arrays[i], room[i], arrays[i], before.width)
+            before.tree = before.arrays[i] = None
+        return Past(with_arrays(tree, owns, arrays), arrays, [*rows], [*counts], width, size, room)
+
+    def _appended(self, leaf: Leaf, old: Array, room: Array, new: Array, width: int) -> tuple[Array, Array]:
+        """An array of `width` positions with new ones behind, and where there is room for more. room: of the old one.
+
+        Room grows by an eighth, so that a position is copied some eight times, however many steps there are.
+        """
+        axis = leaf.position
+        assert axis is not None
+        if not self._views:
+            return self.backend.xp.concat([old, new], axis=axis), None
+        end = width + new.shape[axis]
+        if room is None or room.shape[axis] < end:
+            room = self._zeros(leaf, old.shape[leaf.batch] if leaf.batch is not None else 0, _with_room(end))
+            room[_along(axis, 0, width)] = old
+        room[_along(axis, width, end)] = new
+        return room[_along(axis, 0, end)], room
+
+    def _zeros(self, leaf: Leaf, rows: int, positions: int) -> Array:
+        sizes = {leaf.batch: rows, leaf.position: positions}
+        shape = tuple(sizes.get(axis, n) for axis, n in enumerate(leaf.shape))
+        return self.backend.xp.zeros(shape, dtype=leaf.dtype, device=self.backend.device)
 
     def _check(self, leaf: Leaf, array: Array, size: int, width: int, new: int) -> None:
         shape = list(leaf.shape)
@@ -114,52 +182,132 @@ class Layout:
                 f"{tuple(array.shape)} of {array.dtype}. Return the past that was given, with the new positions behind."
             )
 
+    def arranged(self, groups: Sequence[Group]) -> list[Past]:
+        """Pasts of rows of others. These are taken apart, array by array, so that no more than one array of each is
+        there twice at any time.
+
+        Where nothing changes, arrays are the same ones. If it raises, the others are lost.
+        """
+        pasts = {id(past): past for group in groups for past, _ in group.picks}.values()
+        same, sources = [group.unchanged for group in groups], [group.sources for group in groups]
+        made = []
+        for group, as_is in zip(groups, same, strict=True):
+            tree = group.picks[0][0].tree
+            tree = tree if as_is else emptied(tree, self.backend.owns)
+            made.append(Past(tree, [], group.rows, group.counts, group.width, len(group.picks)))
+        for i, leaf in enumerate(self.leaves):
+            for k, new in enumerate(made):
+                first = sources[k][0][0]
+                if same[k]:
+                    array, room = first.arrays[i], first.room[i] if first.room else None
+                else:
+                    array, room = self._joined(leaf, i, sources[k], new)
+                new.arrays.append(array)
+                new.room.append(room)
+            for past in pasts:
+                past.let_go(i)
+        for k, new in enumerate(made):
+            if not same[k]:
+                new.tree = filled(new.tree, new.arrays)
+            if all(room is None for room in new.room):
+                new.room = []
+        return made
+
+    def _joined(self, leaf: Leaf, i: int, sources: Sequence[tuple[Past, list[int]]], new: Past) -> tuple[Array, Array]:
+        """Array i of a new past, and where there is room for more positions."""
+        first, places = sources[0]
+        if leaf.batch is None:
+            return self._wide(leaf, first.arrays[i], first.width, new.width), None
+        if not self._views:
+            parts = [
+                self._wide(leaf, self._rows(leaf, past.arrays[i], past.size, places), past.width, new.width)
+                for past, places in sources
+            ]
+            return (self.backend.xp.concat(parts, axis=leaf.batch) if len(parts) > 1 else parts[0]), None
+        grows = self._new_only and leaf.position is not None
+        array = room = self._zeros(leaf, new.size, _with_room(new.width) if grows else new.width)
+        if grows and leaf.position is not None:
+            array = room[_along(leaf.position, 0, new.width)]
+        at = 0
+        for past, places in sources:
+            have = min(past.width, new.width)
+            for begin, end in _ranges(places):
+                to, of = [slice(None)] * len(leaf.shape), [slice(None)] * len(leaf.shape)
+                to[leaf.batch], of[leaf.batch] = slice(at, at + end - begin), slice(begin, end)
+                if leaf.position is not None:
+                    to[leaf.position] = slice(new.width - have, new.width)
+                    of[leaf.position] = slice(past.width - have, past.width)
+                array[tuple(to)] = past.arrays[i][tuple(of)]
+                at += end - begin
+        return array, room if grows else None
+
     def part(self, past: Past, places: Sequence[int], width: int) -> Past:
         """Some rows of a past, at these places, with `width` positions: the last ones, or padding before them.
 
-        Where nothing changes, arrays are the same ones; where only a range is cut out, views where a library has them.
+        The past stays as it is. Where nothing changes, the arrays are the same ones.
         """
-        arrays = [
-            self._wide(leaf, self._rows(leaf, array, past.size, places), past.width, width)
-            for leaf, array in zip(self.leaves, past.arrays, strict=True)
-        ]
-        return Past(
-            self._tree(past, arrays),
-            arrays,
-            [past.rows[i] for i in places if i < len(past.rows)],
-            [past.counts[i] for i in places if i < len(past.rows)],
-            width,
-            len(places),
-        )
+        of = past.twin()
+        real = [i for i in places if i < len(past.rows)]
+        group = Group([(of, i) for i in places], [past.rows[i] for i in real], [past.counts[i] for i in real], width)
+        return self.arranged([group])[0]
 
     def joined(self, parts: Sequence[Past]) -> Past:
-        """Pasts of one width, side by side."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-        arrays = [
-            first.arrays[i]
-            if leaf.batch is None
-            else self.backend.xp.concat([part.arrays[i] for part in parts], axis=leaf.batch)
-            for i, leaf in enumerate(self.leaves)
-        ]
-        return Past(
-            self._tree(first, arrays),
-            arrays,
-            [row for part in parts for row in part.rows],
-            [n for part in parts for n in part.counts],
-            first.width,
-            sum(part.size for part in parts),
-        )
+        """Pasts of one width, side by side. They are taken apart."""
+        picks = [(part, i) for part in parts for i in range(part.size)]
+        rows, counts = [row for part in parts for row in part.rows], [n for part in parts for n in part.counts]
+        return self.arranged([Group(picks, rows, counts, parts[0].width)])[0]
+
+    # ---- prefixes ----------------------------------------------------------------------------------------------
+
+    @property
+    def uncut(self) -> str:
+        """The place of an array of which no prefix can be cut, as it is a state; "" means there is none."""
+        return next((leaf.place for leaf in self.leaves if (leaf.batch is None) != (leaf.position is None)), "")
+
+    def template(self, past: Past) -> Past:
+        """All that is in a past besides positions of rows."""
+        arrays = [a if leaf.position is None else None for leaf, a in zip(self.leaves, past.arrays, strict=True)]
+        return Past(emptied(past.tree, self.backend.owns), arrays, [], [], 0, 0)
+
+    def cut(self, past: Past, place: int, begin: int, end: int) -> list[Array]:
+        """Positions `begin` to `end` - 1 of a row: [1 row, those positions] of each array, None of those without. Views
+        where a library has them.
+        """
+        at = past.width - past.counts[place] + begin
+        index = None if self._views else self.backend.put(np.arange(at, at + end - begin, dtype=np.int32))
+        row = None if self._views else self.backend.put(np.array([place], np.int32))
+        found: list[Array] = []
+        for leaf, array in zip(self.leaves, past.arrays, strict=True):
+            if leaf.position is None or leaf.batch is None:
+                found.append(None)
+            elif self._views:
+                where = [slice(None)] * len(leaf.shape)
+                where[leaf.batch], where[leaf.position] = slice(place, place + 1), slice(at, at + end - begin)
+                found.append(array[tuple(where)])
+            else:  # by arrays of places: where they are numbers, a library that compiles does so for each
+                take = self.backend.xp.take
+                found.append(take(take(array, row, axis=leaf.batch), index, axis=leaf.position))
+        return found
+
+    def begun(self, template: Past, blocks: Sequence[list[Array]], row: int, count: int, width: int) -> Past:
+        """The past of one row of `count` positions, from equal blocks as `cut` returns them, which are taken apart."""
+        each = count // len(blocks)
+        padding, rest = divmod(width - count, each)
+        arrays = [*template.arrays]
+        for i, leaf in enumerate(self.leaves):
+            if leaf.position is not None:
+                parts = [block[i] for block in blocks]
+                for block in blocks:
+                    block[i] = None
+                nothing = [self._zeros(leaf, 1, n) for n in (rest, each if padding else 0) if n]
+                parts = [*nothing[: rest > 0], *nothing[-1:] * padding, *parts]
+                arrays[i] = self.backend.xp.concat(parts, axis=leaf.position)
+        return Past(filled(template.tree, arrays), arrays, [row], [count], width, 1)
 
     def with_arrays(self, past: Past, arrays: list[Array]) -> Past:
         """The same past in other memory."""
-        return Past(self._tree(past, arrays), arrays, past.rows, past.counts, past.width, past.size)
-
-    def _tree(self, past: Past, arrays: list[Array]) -> Any:
-        if all(a is b for a, b in zip(past.arrays, arrays, strict=True)):
-            return past.tree
-        return with_arrays(past.tree, self.backend.owns, arrays)
+        tree = with_arrays(past.tree, self.backend.owns, arrays)
+        return Past(tree, arrays, past.rows, past.counts, past.width, past.size)
 
     def _rows(self, leaf: Leaf, array: Array, size: int, places: Sequence[int]) -> Array:
         if leaf.batch is None or [*places] == [*range(size)]:
@@ -181,6 +329,38 @@ class Layout:
         xp = self.backend.xp
         padding = xp.zeros(tuple(shape), dtype=array.dtype, device=self.backend.device)
         return xp.concat([padding, array], axis=axis)
+
+
+def has_views(backend: ArrayBackend) -> bool:
+    """Whether an array can be written to, and what is cut out of it shows that."""
+    xp = backend.xp
+    whole = xp.zeros((2, 2), dtype=xp.float32, device=backend.device)
+    half = whole[:, :1]
+    try:
+        whole[:, :1] = xp.ones((2, 1), dtype=xp.float32, device=backend.device)
+    except Exception:  # each library has its own for what is never written to
+        return False
+    return bool(backend.get(half)[0, 0] == 1)
+
+
+def _with_room(positions: int) -> int:
+    return positions + max(8, positions // 8)
+
+
+def _along(axis: int, begin: int, end: int) -> tuple[slice, ...]:
+    """The index of a range of one axis."""
+    return (*(slice(None),) * axis, slice(begin, end))
+
+
+def _ranges(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Places as ranges (first, one beyond the last), in their order."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and found[-1][1] == place:
+            found[-1] = found[-1][0], place + 1
+        else:
+            found.append((place, place + 1))
+    return found
 
 
 def belonging(tree: Any, backend: ArrayBackend, only: str | None) -> Any:

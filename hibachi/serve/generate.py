@@ -265,7 +265,8 @@ class _Answer:
     def _end(self) -> End:
         """End the answer. Raises EngineClosed for one that was cut off."""
         stream = self._stream
-        cached = stream.reused if self._served.what.engine.facts.cached else None
+        facts = self._served.what.engine.facts
+        cached = stream.reused if facts.cached or facts.limits.copies else None
         stopped = stream.stop_token if stream.stop_token in self._asked.ids else None
         return End(reason_of(stream.finish_reason), stopped, answers.usage(self._prompt, self._came, cached))
 

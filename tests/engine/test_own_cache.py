@@ -135,6 +135,7 @@ def test_the_past_comes_back_as_it_is_while_no_row_comes_or_goes(serve):
 
     model = Same(NUMPY)
     engine = serve(model, max_model_len=60)
+    model.same = 0  # in trials
     assert engine.run([1, 2], GREEDY).collect() == expected([1, 2], 8) and model.same == 7
 
 

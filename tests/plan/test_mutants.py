@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-from hibachi.plan import blocks, policy, scheduler
+from hibachi.plan import blocks, copies, policy, scheduler
 from hibachi.plan.blocks import BlockPool
+from hibachi.plan.copies import Copies
 from hibachi.plan.policy import Fair, Priority
 from hibachi.plan.scheduler import Scheduler
 
@@ -24,6 +25,15 @@ def properties(seeds=range(120), policies=KEEPING):
     for seed in seeds:
         rng = random.Random(seed)
         world = random_world(rng, strict=rng.random() < 0.7, policies=policies)
+        requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 16))]
+        drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.5, 0.9)))
+
+
+def copying():
+    """The same, where rows start with copies of prefixes."""
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        world = random_world(rng, strict=rng.random() < 0.7, policies=KEEPING, copies=True)
         requests = [random_request(i, rng, world.limits) for i in range(rng.randint(1, 16))]
         drive(world, requests, rng, unlucky=rng.random() < 0.8, arrive=rng.choice((0.5, 0.9)))
 
@@ -91,6 +101,18 @@ MUTANTS = [
     Mutant("what is in flight stays known when its row leaves", Scheduler, "_vacate",
            "self.pool.withdraw(seq.blocks[full : seq.published])", "pass", "",
            test_properties.test_what_nobody_heard_of_is_not_found),
+    Mutant("what is not known to be sound is copied", Copies, "sound",
+           "return n", "return len(found)", "",
+           test_properties.test_what_a_step_computes_is_not_copied_in_it),
+    Mutant("a row's own block is taken over by another", Copies, "idle",
+           "if self._pool.is_idle(block)", "", "", copying),
+    Mutant("rows share what is to be copied", Copies, "given",
+           "theirs = iter(more), set(idle)", "theirs = iter(more), set(found)", "nobody knows", copying),
+    Mutant("what nobody looked at is kept", Scheduler, "_vacate",
+           "self.pool.withdraw(self.pool.unsound(seq.blocks))", "pass", "nobody vouched", copying),
+    Mutant("what who failed had computed is kept", Scheduler, "fail",
+           "self.pool.withdraw(seq.blocks)", "pass", "",
+           test_properties.test_nothing_of_who_failed_is_copied),
     Mutant("deadlines are ignored", Scheduler, "expire",
            "late = time == seq.deadline or not (seq.started or seq.row >= 0)",
            "late = not (seq.started or seq.row >= 0)", "a deadline was not kept"),
@@ -120,7 +142,7 @@ MUTANTS = [
 
 def broken(mutant):
     """The method with its line changed. The rest of its module is as it was."""
-    module = {BlockPool: blocks, Scheduler: scheduler}.get(mutant.where, policy)
+    module = {BlockPool: blocks, Copies: copies, Scheduler: scheduler}.get(mutant.where, policy)
     honest = inspect.getsource(getattr(mutant.where, mutant.method))
     name = f"{mutant.where.__name__}.{mutant.method}"
     assert honest.count(mutant.line) == 1, f"{name} has changed: bring its mutant along"

@@ -31,6 +31,74 @@ def test_every_stream_equals_its_solo_run(policy, seed, n, depth, unlucky):
     drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
 
 
+@settings(max_examples=200, **QUIET)
+@given(seed=st.integers(0, 2**32), n=st.integers(1, 16), unlucky=st.booleans())
+def test_every_stream_equals_its_solo_run_where_prefixes_are_copied(seed, n, unlucky):
+    rng = random.Random(seed)
+    world = random_world(rng, copies=True)
+    drive(world, [random_request(i, rng, world.limits) for i in range(n)], rng, unlucky=unlucky)
+
+
+def test_prefixes_are_copied_from_rows_and_taken_over_from_who_has_gone():
+    world = World(Limits(3, 64, 64, 40, 20, 4, copies=True))
+
+    def start(name):
+        request = Request(name, [1] * 13 + [name], 6)
+        world.add(request)
+        return request
+
+    first, second = start(0), start(1)
+    world.tick()
+    assert first.seq.row >= 0 > second.seq.row, "the second waits for what the first computes"
+    world.commit()
+    world.launch()
+    assert second.seq.reused == 12 and not {*first.seq.blocks} & {*second.seq.blocks}
+    assert world.tally["copied from a row"] == 3
+    while world.tick():
+        pass
+    assert world.scheduler.pool.idle, "full blocks are kept"
+    third = start(2)
+    world.launch()
+    assert third.seq.reused == 12 and world.tally["taken over"] == 3
+
+
+def test_what_is_kept_of_who_left_is_told_once():
+    world = World(Limits(2, 64, 64, 40, 20, 4, copies=True))
+    request = Request(0, [1] * 13, 6)
+    world.add(request)
+    while world.tick():
+        pass
+    ((row, seq, kept),) = world.scheduler.copies.take_left()
+    assert (row, seq, [n for n, _, _ in kept]) == (0, request.seq, [0, 1, 2, 3])
+    assert all(world.scheduler.pool.keeps(block, node) for _, block, node in kept)
+    assert not world.scheduler.copies.take_left()
+
+
+def test_what_a_step_computes_is_not_copied_in_it():
+    """A row that decodes fills a block in the step in which another with the same tokens starts."""
+    world = World(Limits(2, 64, 64, 40, 20, 4, copies=True))
+    first = Request(0, [1] * 7, 6)
+    world.add(first)
+    world.launch()
+    world.commit()
+    second = Request(1, [1] * 7 + [*first.got, 3], 2)
+    world.add(second)
+    world.launch()
+    assert first.seq.published == 2 and second.seq.reused == 4
+
+
+def test_nothing_of_who_failed_is_copied():
+    world = World(Limits(2, 64, 64, 40, 20, 4, copies=True))
+    request = Request(0, [1] * 19, 6, salt="a")
+    world.add(request)
+    world.launch()
+    world.commit()
+    request.guilty = True
+    world.scheduler.fail(request.seq)
+    world.ended(request, Finish.ERROR)
+    assert found(world) == 0
+
+
 @pytest.mark.slow
 @settings(max_examples=6000, **QUIET)
 @given(seed=st.integers(0, 2**32), strict=st.booleans())

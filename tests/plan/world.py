@@ -302,9 +302,23 @@ class World:
         for seq, start in zip(plan.seqs, plan.start.tolist(), strict=True):
             for block in seq.blocks[-(-start // size) :]:  # it has written to none of these
                 self.salts[block] = seq.salt
-        for seq in plan.fresh:
+        for seq in plan.fresh if not s.copies else ():
             found = seq.blocks[: seq.reused // size]
             assert all(self.salts[block] == seq.salt for block in found), "found under another salt"
+        for seq, sources in plan.copies:
+            assert len(sources) == seq.reused // size and seq in plan.fresh, "it copies what it did not find"
+            for n, (source, own) in enumerate(zip(sources, seq.blocks, strict=False)):
+                block = own
+                if source.lender >= 0:
+                    lender = next(other for other in s.order if other.row == source.lender)
+                    assert lender is not seq and lender.blocks[n] != own, "it copies from itself"
+                    block = lender.blocks[n]
+                    self.tally["copied from a row"] += 1
+                else:
+                    self.tally["taken over"] += 1
+                assert s.pool.node(block) == source.node, "it copies other contents"
+                place = np.arange(size)
+                self.device.memory[own * size + place] = self.device.memory[block * size + place]
         x = lower(plan.rows, plan.start, plan.q, plan.emit, s.block_table, size, tiles=(1, 4))
         tokens, wanted, slots = self.host[x.row[x.seg], x.pos], len(x.last), x.slot
         if self.padded:
@@ -371,6 +385,9 @@ class World:
         assert s.running == len(running) == sum(r.seq.row >= 0 for r in self.live.values())
         holders = Counter(block for seq in running for block in seq.blocks)
         known = set(pool._trie.values())
+        if s.copies:
+            assert max(holders.values(), default=1) == 1, "two rows hold one block"
+            assert not pool._unsound.intersection(pool._idle), "a block is kept that nobody vouched for"
         for seq in running:
             for block in seq.blocks[int(s.table.computed[seq.row]) // size :]:
                 assert holders[block] == 1, "a block that is still written to is shared"
@@ -475,7 +492,7 @@ SHARES = (Shares, lambda: Shares({"x": 2.0, "y": 0.5}))
 POLICIES = KEEPING + SHARES
 
 
-def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES):
+def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES, copies=False):
     """A world with few rows, few blocks and tight budgets."""
     rows = rng.randint(1, 6)
     budget = max(rows, rng.randint(1, 40))
@@ -489,6 +506,7 @@ def random_world(rng, *, depth=None, strict=True, policy=None, policies=POLICIES
         max_num_queued_reqs=rng.choice((None, None, None, 4)),
         prefill=rng.choice((None, None, 1, 4, 12)),
         reserve_all=rng.random() < 0.15,
+        copies=copies,
     )
     return World(
         limits,

@@ -1,0 +1,66 @@
+"""Prefixes of pasts: what ended requests have computed is kept in blocks of positions, and rows that start get copies.
+
+Which blocks are kept, and which a row starts with, is up to the scheduler (`hibachi.plan.copies`); here are the arrays.
+Whatever is missing here costs time only: a row whose past is not there is computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from hibachi.plan.blocks import BlockPool
+from hibachi.plan.copies import Source
+from hibachi.runners.pasts import Layout, Past
+from hibachi.tensor.array_backend import Array
+
+
+class Prefixes:
+    """The blocks that are kept, by their nodes in the pool's trie.
+
+    template: a past of the model, for all in it that is no position of a row. pool: of the scheduler.
+    """
+
+    def __init__(self, layout: Layout, template: Past, pool: BlockPool) -> None:
+        self._layout, self._template, self._pool, self.size = layout, template, pool, pool.block_size
+        self._kept: dict[Hashable, tuple[int, list[Array]]] = {}  # node -> block, its arrays
+        self._taken = pool.taken
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, past: Past, row: int, idle: Sequence[tuple[int, int, Hashable]]) -> None:
+        """Copy blocks of a row that has gone. idle: (number of the block in its row, block, node)."""
+        place = past.place(row)
+        for n, block, node in idle:
+            end = (n + 1) * self.size
+            if node in self._kept or end > past.counts[place] or not self._pool.publishes(block, node):
+                continue
+            found = self._layout.cut(past, place, end - self.size, end)
+            self._kept[node] = block, [None if a is None else self._layout.backend.copy(a) for a in found]
+
+    def begin(self, row: int, sources: Sequence[Source], of: Mapping[int, Past], width: int) -> Past | None:
+        """The past of a row that starts with the blocks of these sources, `width` positions wide; None if one is not
+        there. of: the pasts that rows are in.
+        """
+        blocks = []
+        for n, source in enumerate(sources):
+            if source.lender < 0:
+                _, arrays = self._kept.pop(source.node, (0, None))  # it moves into the row's past
+            else:
+                past, end = of.get(source.lender), (n + 1) * self.size
+                place = 0 if past is None else past.place(source.lender)
+                there = past is not None and past.counts[place] >= end
+                arrays = self._layout.cut(past, place, end - self.size, end) if past is not None and there else None
+            if arrays is None:
+                return None
+            blocks.append(arrays)
+        return self._layout.begun(self._template, blocks, row, len(blocks) * self.size, width)
+
+    def drop(self) -> None:
+        """Free what the scheduler has given to others."""
+        if self._pool.taken != self._taken:
+            self._taken = self._pool.taken
+            self._kept = {node: kept for node, kept in self._kept.items() if self._pool.keeps(kept[0], node)}
+
+    def clear(self) -> None:
+        self._kept.clear()

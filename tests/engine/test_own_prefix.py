@@ -1,0 +1,406 @@
+"""Models with a cache of their own: a request that begins like another starts with a copy of what that one computed."""
+
+import gc
+import logging
+import random
+
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import (
+    AutoregressiveBatchInference,
+    ModelError,
+    NonFiniteOutput,
+    NumpyBackend,
+    OwnCache,
+    SamplingParams,
+    Terms,
+)
+from hibachi.testing.toys import SumOwn, SumOwnState, expected
+
+from .models import Turnstile, until
+from .test_own_cache import Attends, Poisoned, told
+
+NUMPY = NumpyBackend()
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def ids(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 10, n).tolist()
+
+
+def computed(model):
+    """Tokens that the model was given since the last call."""
+    n = sum(tokens.size for tokens, _ in model.seen)
+    model.seen.clear()
+    return n
+
+
+def runner_of(engine):
+    return engine._worker.engine.runner
+
+
+def answer(engine, prompt, params=GREEDY, **terms):
+    stream = engine.run(prompt, params, terms=Terms(**terms))
+    return stream.collect(), stream.reused
+
+
+@pytest.fixture
+def own(serve):
+    """own(model, **options): an engine of blocks of 4 positions, whose model has seen no trial."""
+
+    def make(model=None, **options):
+        model = SumOwn(NUMPY) if model is None else model
+        engine = serve(model, **{"max_model_len": 60, "block_size": 4} | options)
+        if hasattr(model, "seen"):
+            model.seen.clear()
+        return engine
+
+    return make
+
+
+class Slow(SumOwn):
+    gate = None
+
+    def step(self, tokens, lengths, past):
+        if self.gate is not None:
+            self.gate.arrive()
+        return super().step(tokens, lengths, past)
+
+
+def gated(own, **options):
+    """An engine that takes one step at a time, and what lets it."""
+    model = Slow(NUMPY)
+    engine, model.gate = own(model, **options), Turnstile()
+    return engine, model.gate
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_only", [False, True])
+def test_a_second_identical_prompt_computes_its_end_only(own, new_only):
+    model = SumOwn(NUMPY, new_only)
+    engine = own(model)
+    assert answer(engine, ids(21)) == (expected(ids(21), 8), 0) and computed(model) == 21 + 7
+    assert answer(engine, ids(21)) == (expected(ids(21), 8), 20) and computed(model) == 1 + 7
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (42, 20) and stats.free_blocks == stats.blocks
+    assert stats.cached_blocks == len(runner_of(engine)._prefixes) == 7  # of 28 positions, computed and full
+
+
+def test_the_last_token_of_a_prompt_is_always_computed(own):
+    engine = own()
+    assert [answer(engine, ids(20)) for _ in range(2)] == [(expected(ids(20), 8), n) for n in (0, 16)]
+
+
+def test_what_was_generated_is_found_by_the_next_turn(own):
+    engine = own()
+    turn, _ = answer(engine, ids(10))
+    assert answer(engine, [*ids(10), *turn, 3]) == (expected([*ids(10), *turn, 3], 8), 16)
+
+
+def test_another_salt_finds_nothing(own):
+    engine = own()
+    assert [answer(engine, ids(21), cache_salt=salt)[1] for salt in ("a", "b", None, "b")] == [0, 0, 0, 20]
+
+
+def test_switched_off_nothing_is_found_or_kept(own):
+    engine = own(enable_prefix_caching=False)
+    assert [answer(engine, ids(21))[1] for _ in range(2)] == [0, 0]
+    assert engine.stats().prefix_queries == engine.stats().cached_blocks == 0 and runner_of(engine)._prefixes is None
+
+
+def test_a_burst_with_a_common_prefix_computes_it_once(own):
+    model = SumOwn(NUMPY)
+    engine = own(model, max_num_seqs=8)
+    prompts = [ids(24) + ids(5, 1 + i) for i in range(8)]
+    streams = [engine.run(prompt, GREEDY) for prompt in prompts]
+    assert [stream.collect() for stream in streams] == [expected(prompt, 8) for prompt in prompts]
+    assert sorted(stream.reused for stream in streams) == [0] + [24] * 7
+    assert computed(model) == 24 + 8 * 5 + 8 * 7
+
+
+def test_a_running_request_lends_what_it_has(own):
+    engine, gate = gated(own)
+    first = engine.run(ids(21), SamplingParams(temperature=0, max_tokens=30))
+    gate.wait()
+    gate.let()
+    gate.wait()
+    second = engine.run(ids(21), GREEDY)
+    gate.open()
+    assert second.collect() == expected(ids(21), 8) and second.reused == 20
+    assert first.collect() == expected(ids(21), 30) and first.reused == 0
+
+
+def test_prompts_in_chunks_and_longer_ones(own):
+    model = SumOwn(NUMPY)
+    engine = own(model, max_num_batched_tokens=6)
+    for prompt, reused in ((ids(30), 0), (ids(30), 28), (ids(30) + ids(9, 1), 28), (ids(30)[:17], 16)):
+        assert answer(engine, prompt) == (expected(prompt, 8), reused)
+
+
+def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
+    model = SumOwn(NUMPY)
+    engine = own(model, max_num_seqs=4, cache_tokens=80)
+    prompts = [ids(15, i) for i in range(4)]
+    long = SamplingParams(temperature=0, max_tokens=30)
+    streams = [engine.run(prompt, long) for prompt in prompts]
+    assert [stream.collect() for stream in streams] == [expected(prompt, 30) for prompt in prompts]
+    stats = engine.stats()
+    assert stats.preemptions and stats.free_blocks == stats.blocks
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_makes_room_for_what_runs(own):
+    engine = own(cache_tokens=64, max_num_seqs=2)
+    for i in range(12):
+        prompt = ids(21, i)
+        assert answer(engine, prompt) == (expected(prompt, 8), 0)
+        kept = runner_of(engine)._prefixes
+        until(lambda kept=kept: len(kept) == engine.stats().cached_blocks)
+        assert len(kept) <= 16
+    stats = engine.stats()
+    assert stats.evictions > 0 and stats.free_blocks == stats.blocks == 16
+    assert answer(engine, ids(21, 11))[1] == 20 and answer(engine, ids(21, 0))[1] == 0  # the newest is there
+
+
+def test_arrays_of_what_is_kept_are_as_long_as_a_block(own):
+    """A view would keep the whole past."""
+    engine = own()
+    answer(engine, ids(21))
+    kept = runner_of(engine)._prefixes._kept
+    assert [a.shape for _, arrays in kept.values() for a in arrays] == [(1, 1, 4)] * 7
+    assert all(a.base is None for _, arrays in kept.values() for a in arrays)
+
+
+def test_dropped_prefixes_are_freed(own):
+    engine = own()
+    answer(engine, ids(21))
+    engine.reset_cache()
+    until(lambda: not len(runner_of(engine)._prefixes))
+    assert answer(engine, ids(21))[1] == 0
+
+
+def test_a_copy_is_not_the_lenders_array(own):
+    """The model may write into the past that it is given."""
+
+    class Scribbles(SumOwn):
+        def step(self, tokens, lengths, past):
+            logits, new = super().step(tokens, lengths, past)
+            if past is not None:
+                past["layers"][0][0][:] = 7
+            return logits, new
+
+    engine = own(Scribbles(NUMPY))
+    for _ in range(3):
+        assert answer(engine, ids(5))[0] == expected(ids(5), 8)
+    streams = [engine.run(ids(5), GREEDY) for _ in range(4)]
+    assert [stream.collect() for stream in streams] == [expected(ids(5), 8)] * 4
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault, error", [("raises", ModelError), ("nan", NonFiniteOutput)])
+def test_nothing_of_a_request_that_failed_is_found(own, fault, error):
+    model = Poisoned(fault)
+    engine = own(model)
+    model.armed = True
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 9]
+    assert answer(engine, prompt[:11], SamplingParams(temperature=0, max_tokens=1)) == (expected(prompt[:11], 1), 0)
+    stream = engine.run(prompt, GREEDY)  # it starts with what the one before computed, and spoils it
+    with pytest.raises(error):
+        stream.collect()
+    assert stream.reused == 8
+    model.armed = False
+    assert answer(engine, prompt) == (expected(prompt, 8), 0)
+
+
+def test_a_past_that_a_failed_step_has_taken_along_is_not_kept(own):
+    class Once(SumOwn):
+        fails = False
+
+        def step(self, tokens, lengths, past):
+            if past is not None and self.fails:
+                self.fails = False
+                past["layers"][0][0][:] = 5
+                raise RuntimeError("once")
+            return super().step(tokens, lengths, past)
+
+    model = Once(NUMPY)
+    engine = own(model)
+    answer(engine, ids(21))
+    for _ in range(3):
+        model.fails = True
+        assert answer(engine, ids(21))[0] == expected(ids(21), 8)
+    model.fails = True
+    assert answer(engine, ids(21) + ids(6, 2))[0] == expected(ids(21) + ids(6, 2), 8)
+
+
+def test_without_memory_for_a_copy_the_tokens_are_computed(own, monkeypatch):
+    model = SumOwn(NUMPY)
+    engine = own(model)
+    answer(engine, ids(21))
+
+    def no_memory(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(type(runner_of(engine).layout), "begun", no_memory)
+    assert answer(engine, ids(21)) == (expected(ids(21), 8), 20)
+    computed(model)
+    monkeypatch.setattr(type(runner_of(engine).layout), "cut", no_memory)
+    assert answer(engine, ids(21, 3)) == (expected(ids(21, 3), 8), 0)
+
+
+def test_cancelled_in_its_prompt_nothing_is_kept_that_nobody_heard_of(own):
+    engine, gate = gated(own, max_num_batched_tokens=6)
+    stream = engine.run(ids(40), GREEDY)
+    gate.wait()
+    gate.let()
+    gate.wait()
+    stream.close()
+    gate.open()
+    assert answer(engine, ids(40)) == (expected(ids(40), 8), 0)
+
+
+# ---- which models ----------------------------------------------------------------------------------------------------
+
+
+class Counts(SumOwn):
+    """A number in the past says how many calls there were, and several tokens come in the first two only."""
+
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        calls = 1 if past is None else past["calls"] + 1
+        return np.roll(logits, calls > 2 and tokens.shape[1] > 1, axis=1), new | {"calls": calls}
+
+
+@pytest.mark.parametrize(
+    "make, options, why",
+    [
+        (SumOwnState, {}, "the array the cache itself of its past is a state"),
+        (Counts, {}, "more in it than positions"),
+        (SumOwn, {"deterministic": True}, "each row is computed by itself"),
+    ],
+)
+def test_where_nothing_is_reused_the_log_says_why(own, caplog, make, options, why, monkeypatch):
+    if options:
+        monkeypatch.setattr(hibachi.runners.owncache.OwnCacheRunner, "selfcheck", lambda self: 1 / 0)
+    with caplog.at_level(logging.INFO, "hibachi.engine"):
+        engine = own(make(NUMPY), max_num_seqs=1, **options)
+    found = [record for record in caplog.records if "begins with what others" in record.getMessage()]
+    assert len(found) == 1 and why in found[0].getMessage() and found[0].levelno == logging.INFO
+    assert [answer(engine, ids(21)) for _ in range(2)] == [(expected(ids(21), 8), 0)] * 2
+
+
+def test_a_table_beside_the_rows_is_no_hindrance(own):
+    class Table(SumOwn):
+        def step(self, tokens, lengths, past):
+            assert past is None or past["table"].tolist() == [1, 2, 3]
+            logits, new = super().step(tokens, lengths, past)
+            return logits, new | {"table": np.array([1, 2, 3])}
+
+    engine = own(Table(NUMPY))
+    assert [answer(engine, ids(21)) for _ in range(2)] == [(expected(ids(21), 8), n) for n in (0, 20)]
+
+
+def test_bits_are_the_same_with_and_without():
+    """A model whose bits do not depend on who shares a call, on chunks, or on padding: in integers."""
+
+    class Whole(Attends):
+        def step(self, tokens, lengths, past):
+            new = tokens.astype(np.float32)[:, :, None]
+            seen = new if past is None else np.concatenate([past[0], new], 1)
+            real = np.arange(seen.shape[1]) >= seen.shape[1] - lengths[:, None]
+            total = (seen[:, :, 0] * real).sum(1)
+            return np.sin(total[:, None] + np.arange(50)).astype(np.float32), (seen,)
+
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=10, logprobs=3) for i in range(8)]
+    prompts = [[*range(9), *np.random.default_rng(i).integers(0, 50, i).tolist()] for i in range(8)]
+    found, hits = [], []
+    for reuse in (True, False):
+        with AutoregressiveBatchInference(
+            Whole(), backend="numpy", enable_prefix_caching=reuse, block_size=4
+        ) as engine:
+            assert engine.deterministic and not runner_of(engine).apart
+            found += [told([engine.run(*each) for each in zip(prompts, params, strict=True)]) for _ in range(2)]
+            hits.append(engine.stats().prefix_hits)
+    assert found[1:] == [found[0]] * 3 and hits[0] > 100 and hits[1] == 0
+
+
+# ---- whatever comes --------------------------------------------------------------------------------------------------
+
+
+class Exact:
+    """Keys and values that a sum over all real positions is made of, on any library; integers, so bits agree.
+
+    new_only: the new positions only are returned.
+    """
+
+    vocab_size, max_model_len, past = 50, 64, OwnCache()
+
+    def __init__(self, backend, new_only):
+        self.backend, self.new_only = backend, new_only
+
+    def step(self, tokens, lengths, past):
+        b, xp = self.backend, self.backend.xp
+        keys = b.float32(tokens)[:, None, :, None]
+        values = b.float32(tokens)[:, :, None] * 3 + 1
+        new = keys, values
+        if past is not None:
+            keys, values = xp.concat([past[0], keys], axis=2), xp.concat([past[1], values], axis=1)
+        width = values.shape[1]
+        place = xp.reshape(b.put(np.arange(width, dtype=np.int32)), (1, -1)) - (width - xp.reshape(lengths, (-1, 1)))
+        weight = xp.where(place >= 0, b.float32(place % 7 + 1), 0 * b.float32(place))
+        total = xp.sum(weight * (keys[:, 0, :, 0] + values[:, :, 0]), axis=1)
+        total = xp.reshape(b.float32(total % 50), (-1, 1))
+        logits = -xp.abs(total - xp.reshape(b.float32(b.put(np.arange(50, dtype=np.int32))), (1, -1)))
+        return logits, (new if self.new_only else (keys, values))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("new_only", [False, True])
+@pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_whatever_comes_each_stream_is_that_of_a_solo_run(library, new_only, seed):
+    backend = hibachi.load_backend(library)
+    rng = random.Random(f"{seed} {new_only}")
+    heads = [[rng.randrange(50) for _ in range(24)] for _ in range(3)]
+    prompts = []
+    for _ in range(40):
+        head = rng.choice(heads)
+        prompts.append(head[: rng.randrange(1, 25)] + [rng.randrange(50) for _ in range(rng.randrange(6))])
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with AutoregressiveBatchInference(
+        Exact(backend, new_only), backend=backend, max_num_seqs=1, enable_prefix_caching=False, deterministic=False
+    ) as engine:
+        solo = {tuple(prompt): engine.run(prompt, params).collect() for prompt in prompts}
+    options = {
+        "max_num_seqs": rng.choice((3, 6)),
+        "cache_tokens": rng.choice((100, 160)),
+        "block_size": rng.choice((1, 3, 4)),
+        "max_num_batched_tokens": rng.choice((8, 64)),
+    }
+    with AutoregressiveBatchInference(
+        Exact(backend, new_only), backend=backend, deterministic=False, **options
+    ) as engine:
+        streams = []
+        for prompt in prompts:
+            stream = engine.run(prompt, params, terms=Terms(cache_salt=rng.choice((None, None, "a"))))
+            if rng.random() < 0.2:
+                next(stream)
+                stream.close()
+            elif rng.random() < 0.3:
+                assert stream.collect() == solo[tuple(prompt)]
+            else:
+                streams.append((prompt, stream))
+        for prompt, stream in streams:
+            assert stream.collect() == solo[tuple(prompt)]
+        stats = engine.stats()
+        until(lambda: engine.stats().free_blocks == engine.stats().blocks)
+        assert stats.prefix_hits > 50
+        until(lambda: len(runner_of(engine)._prefixes) <= engine.stats().cached_blocks)
+    gc.collect()
