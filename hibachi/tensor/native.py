@@ -240,7 +240,6 @@ class NativeBackend(NativeLayers):
                 f"slots and positions as queries; got {heads} heads, and {tokens}, {len(k)}, {len(v)}, {len(slot)} and "
                 f"{len(pos)}, in {rows} rows with a block table of {len(table)}."
             )
-        bias, sinks = (None if t is None else self.row_major(t) for t in terms(self, bias, sinks, heads))
         sizes = _sizes(
             *(tokens, rows, heads, kv_heads, k_dim, v_dim, table.shape[1], block_size, len(keys)),
             *(q_stride, k_stride, v_stride, window or 0),
@@ -248,7 +247,10 @@ class NativeBackend(NativeLayers):
         )
         out = self.empty((tokens, heads, v_dim), dtype)
         places = (self.address(t) for t in (q, k, v, keys, values, slot, pos, cu_q, table))
-        added = self._pointer(bias), 0 if bias is None else bias.shape[1], self._pointer(sinks)
+        added: tuple[int | None, int, int | None] = None, 0, None
+        if bias is not None or sinks is not None:
+            bias, sinks = (None if t is None else self.row_major(t) for t in terms(self, bias, sinks, heads))
+            added = self._pointer(bias), 0 if bias is None else bias.shape[1], self._pointer(sinks)
         self._run.attend(self.codes[dtype], addressof(sizes), *places, self.cascade, *added, self.address(out))
         return out, cache
 
