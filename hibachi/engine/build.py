@@ -127,11 +127,12 @@ def build(
         runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)
         deterministic = check(cached)
     elif has_own_cache(plan.model):
-        assert sampler is not None
-        tally = Tally()
-        head = Sampled(sampler, tables.of(kind_of_ids(plan.codebooks)), tally, type(plan.model).__name__)
-        examples = _examples(plan.model, prompts, vocab or 1)
-        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally, examples, beside)
+        examples = _examples(plan.model, prompts, vocab)
+        kind = prompts.kind
+        assert kind is not None  # of all: these examples have fixed it
+        tally, name = Tally(), type(plan.model).__name__
+        head = Tokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
+        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, kind, tally, examples, beside)
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
@@ -197,17 +198,28 @@ def _grouping(plan: Plan, tokens: dict[str, Any], backend: Library) -> Grouping:
     return Grouping(padded=padded, longest=plan.longest, bucket=shapes.length if shapes.compiled else bucket)
 
 
-def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
-    """Token ids to try a model with: its own `example_prompts`, or arbitrary ones."""
+def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostArray]:
+    """Prompts to try a model with: its own `example_prompts`, or arbitrary ones. vocab: None means that tokens are no
+    ids: all requests have the kind of the examples then. Raises ConfigError.
+    """
     own = getattr(model, "example_prompts", None)
     if own is not None:
         given = own() if callable(own) else own
-        if not isinstance(given, Iterable) or not (found := [prompts.taken(prompt)[0] for prompt in given]):
+        if not isinstance(given, Iterable) or not (found := [prompts.taken(prompt) for prompt in given]):
             raise ConfigError(
-                f"{type(model).__name__}.example_prompts must be prompts of ids, at least one; got {shown(given)}."
+                f"{type(model).__name__}.example_prompts must be prompts{'' if vocab is None else ' of ids'}, at least "
+                f"one; got {shown(given)}."
             )
-        return found
-    random, shape = np.random.default_rng(0), () if prompts.kind is None else prompts.kind.shape
+        prompts.kind = prompts.kind or found[0][1]
+        return [prompt for prompt, kind, _ in found if kind == prompts.kind]
+    if prompts.kind is None:
+        raise ConfigError(
+            f"{type(model).__name__} returns tokens, and nothing says of what kind: expected token=, one token, or an "
+            f"attribute `example_prompts` of the model; got neither."
+        )
+    random, (shape, dtype) = np.random.default_rng(0), prompts.kind
+    if vocab is None:
+        return [random.normal(size=(128, *shape)).astype(dtype) for _ in range(4)]
     return [random.integers(0, vocab, (128, *shape)).astype(np.int32) for _ in range(128)]
 
 
@@ -405,8 +417,11 @@ def level_of(model: Any) -> int:
         _check_takes(model, "step", "params", "cache", "x")
         return 2
     if has_own_cache(model):
-        if not _has_vocabulary(model):
-            raise ConfigError(f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1.")
+        if not _has_vocabulary(model) and getattr(model, "vocab_size", 0) is not None:
+            raise ConfigError(
+                f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1, or None: then "
+                f"`step` returns the next tokens."
+            )
         _check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
         return 1
     if has("logits"):

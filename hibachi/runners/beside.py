@@ -21,7 +21,8 @@ from hibachi.tensor.array_backend import HostArray
 from hibachi.tensor.layout import Input
 
 MOST_DRAWS = 2**16
-EXAMPLE = 5  # the size, in an example, of a dimension of any size; the next examples are longer by one each
+EXAMPLE = 8  # the size, in an example, of a dimension of any size; the next examples are two and three times as long
+LENGTHS = 3
 _ALWAYS = ("prompt_len", "seed")
 _DRAWN = ("uniform", "normal")
 ENCODED = "encoded"
@@ -173,19 +174,16 @@ class Beside:
 
 
 def example(one: Input, i: int = 0) -> HostArray:
-    """An array as an input might be; several differ in their length."""
+    """An array as an input might be; of an input of any size, three that follow each other differ much in length."""
+    part = 1 - (i % LENGTHS) / 4  # of an example that is given
     if one.example is not None:
         found: HostArray = np.asarray(one.example).astype(one.dtype)
-        cut = (
-            [
-                slice(None) if n is not None or m <= i % 4 else slice(m - i % 4)
-                for n, m in zip(one.shape, found.shape, strict=True)
-            ]
-            if one.per == "request"
-            else []
-        )
-        return found[tuple(cut)]
-    sizes = [EXAMPLE + i % 4 if n is None else n for n in one.shape]
+        if one.per == "position":
+            return found
+        return found[
+            tuple(slice(max(1, int(m * part)) if n is None else m) for n, m in zip(one.shape, found.shape, strict=True))
+        ]
+    sizes = [EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in one.shape]
     return np.zeros((1, *sizes) if one.per == "position" else sizes, one.dtype)
 
 
