@@ -174,6 +174,14 @@ def test_any_floating_dtype_is_as_good_as_float32(library):
     )
 
 
+def test_terms_may_be_cut_out_of_wider_arrays(library):
+    wide = np.random.default_rng(0).normal(size=(2 * HEADS, 7)).astype(np.float32)
+    t = library.put(wide)
+    got = library.get(call(library, bias=t[::2, 1:4], sinks=t[:HEADS, 5]))
+    want = call(library, bias=library.put(wide[::2, 1:4].copy()), sinks=library.put(wide[:HEADS, 5].copy()))
+    np.testing.assert_array_equal(got, library.get(want))
+
+
 def test_a_program_looks_at_no_numbers_but_those_that_it_was_made_with():
     jax = pytest.importorskip("jax")
     backend = hibachi.load_backend("jax")
