@@ -77,7 +77,7 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
         limit = len(prompt) + args.max_tokens
     with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_num_seqs=1) as engine:
         own: dict[str, Any] = {"params": params, "include_stop": False} if samples else {"max_tokens": args.max_tokens}
-        if declared.draws and not samples:
+        if declared.seeded and not samples:
             own["params"] = SamplingParams(seed=params.seed)
         stream = engine.run(prompt, **own)
         _tell(prompt, stream, echo=args.echo)

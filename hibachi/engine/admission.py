@@ -53,7 +53,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         check_pooling(request.pooling, facts.has_hidden)
         params, limit = (None if vocab is None else _PLAIN), 1
     if vocab is None:
-        params = _seeded(params, facts.draws)
+        params = _seeded(params, facts.seeded)
         limit = params.max_tokens if limit is None and params is not None else limit
     else:
         params = as_params(params, _PLAIN)
@@ -90,11 +90,11 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     )
 
 
-def _seeded(given: Any, draws: int) -> SamplingParams | None:
-    """The parameters of a request to a model that returns tokens: a seed, where it gets random numbers. Raises
+def _seeded(given: Any, seeded: bool) -> SamplingParams | None:
+    """The parameters of a request to a model that returns tokens: a seed, where it draws itself. Raises
     InvalidRequest.
     """
-    if given is None or not draws:
+    if given is None or not seeded:
         if given is not None:
             raise InvalidRequest(
                 f"This model returns tokens, not logits, so it samples by itself; got params={given!r}. Leave params "

@@ -35,8 +35,8 @@ class Facts:
     reads, writes: the model has `read`, or `write`: see `BatchEngine`.
     quantization: of the matrices.
     eos_ids: for a model that returns logits, token ids that end a request, unless its parameters say ignore_eos.
-    codebooks: of a token that is sampled; None means it is one id. draws: random numbers that the model gets for each
-    token, so that a request may have a seed. inputs: arrays that come with each request.
+    codebooks: of a token that is sampled; None means it is one id. seeded: the model draws itself, from a request's
+    seed. inputs: arrays that come with each request.
     """
 
     vocab_size: int | None
@@ -59,7 +59,7 @@ class Facts:
     quantization: str = "none"
     eos_ids: tuple[int, ...] = ()
     codebooks: int | None = None
-    draws: int = 0
+    seeded: bool = False
     inputs: Mapping[str, Input] = field(default_factory=dict)
 
     @property

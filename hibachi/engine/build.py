@@ -242,7 +242,7 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         quantization=getattr(backend, "quantization", "none"),
         eos_ids=eos_ids_of(plan.model, plan.vocab_size, plan.codebooks),
         codebooks=plan.codebooks,
-        draws=(declared := declared_by(plan.model)).draws,
+        seeded=(declared := declared_by(plan.model)).seeded,
         inputs=declared.inputs,
         **said_by(plan.model),
     )

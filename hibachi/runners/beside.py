@@ -27,17 +27,23 @@ _ALWAYS = ("prompt_len", "seed")
 _DRAWN = ("uniform", "normal")
 ENCODED = "encoded"
 _ITEMS = frozenset("biuf")
+_METHODS = ("forward", "logits", "step")
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a model declares that it wants beside its tokens. draws: random numbers for each output."""
+    """What a model declares that it wants beside its tokens.
+
+    draws: random numbers for each output. seeded: it says so (0 of them too), or a method takes the seed; then a
+    request may have one, also where the model returns tokens.
+    """
 
     draws: int = 0
+    seeded: bool = False
     inputs: Mapping[str, Input] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.draws or self.inputs)
+        return bool(self.seeded or self.inputs)
 
 
 def declared_by(model: Any) -> Declared:
@@ -53,7 +59,8 @@ def declared_by(model: Any) -> Declared:
         raise ConfigError(f"{name}.inputs must be a mapping, {{name: hibachi.Input(...)}}; got {shown(inputs)}.")
     for key, one in inputs.items():
         _check(f"{name}.inputs[{key!r}]", key, one)
-    return Declared(count, dict(inputs))
+    seeded = hasattr(model, "draws") or any("seed" in parameters_of(getattr(model, name, None)) for name in _METHODS)
+    return Declared(count, seeded, dict(inputs))
 
 
 def _check(where: str, key: str, one: Any) -> None:
@@ -247,12 +254,17 @@ def check_taken(model: Any, declared: Declared, *methods: str, fields: bool = Fa
             )
 
 
+def parameters_of(method: Any) -> Mapping[str, Any]:
+    """{} for what is no method, and for compiled code, which need not tell."""
+    try:
+        return inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def wanted(method: Callable[..., Any], declared: Declared) -> frozenset[str]:
     """Names of what a method takes beside tokens, lengths and past. Raises ConfigError if it was not declared."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # compiled code need not tell
-        return frozenset()
+    parameters = parameters_of(method)
     if not declared.draws and (asked := sorted(parameters.keys() & {*_DRAWN})):
         raise ConfigError(
             f"A method takes {', '.join(asked)}, random numbers that the model does not declare: expected an attribute "

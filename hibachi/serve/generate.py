@@ -70,7 +70,7 @@ async def generate(served: Served, x: Exchange) -> None:
         await served.arrays.run(size, partial(given.stop, dtype), x.tenant),
         feedforward=facts.feedforward,
         defaults=None if facts.vocab_size is None else what.default_params,
-        draws=bool(facts.draws),
+        seeded=facts.seeded,
         codebooks=facts.codebooks is not None,
         eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,

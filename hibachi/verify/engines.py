@@ -20,7 +20,7 @@ from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Input
 from hibachi.verify.answers import Answer, Trouble, different
 from hibachi.verify.prompts import begins
-from hibachi.verify.spy import Spy, takes_lengths
+from hibachi.verify.spy import OWN, Spy, takes_lengths
 
 CANDIDATES = 8  # tokens whose log-probabilities are compared
 
@@ -68,6 +68,8 @@ class Engines:
         options |= {"max_num_seqs": rows, "max_model_len": longest, "padding_token": padding}
         if self.rung < 2:
             options["deterministic"] = False  # no calls but those of the requests
+        if self.rung == OWN and self.vocab is None:
+            options["token"] = self.prompts[0][0]
         options["enable_prefix_caching"] = (
             False  # everything is to be computed by the model, also what was computed before
         )
@@ -104,7 +106,7 @@ class Engines:
             "inputs": {name: self._example(one, len(prompt) + n) for name, one in self.declared.inputs.items()}
         }
         if self.vocab is None:
-            params = SamplingParams(seed=zlib.crc32(prompt.tobytes()), max_tokens=n) if self.declared.draws else None
+            params = SamplingParams(seed=zlib.crc32(prompt.tobytes()), max_tokens=n) if self.declared.seeded else None
             return engine.run(prompt, params, max_tokens=n, **how)
         logprobs = min(CANDIDATES, self.vocab)
         seed = zlib.crc32(prompt.tobytes())  # of what a model draws itself besides

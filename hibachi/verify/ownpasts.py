@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.runners.beside import ENCODED
+from hibachi.runners.encoded import Encoded
 from hibachi.runners.owncache import takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
@@ -16,15 +18,16 @@ from hibachi.verify.spy import OWN as OWN
 
 
 class OwnDriver(Driver):
-    """Between levels 1 and 2. vocab: size of the logits."""
+    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out."""
 
-    vocab: int
+    vocab: int | None
     with_lengths: bool
 
-    def __init__(self, model: Any, backend: ArrayBackend, vocab: int) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
         self.vocab, self.with_lengths = vocab, takes_own_lengths(model)
         self._layout: Layout | None = None
+        self._encoded: Encoded | None = None
 
     @property
     def layout(self) -> Layout:
@@ -37,6 +40,9 @@ class OwnDriver(Driver):
                 return self.step(batch, np.full(rows, tokens, np.int32), None, [""] * rows)[1]
 
             with self.backend.guard():
+                if callable(encode := getattr(self.model, "encode", None)):
+                    beside, name = self.beside([""]), type(self.model).__name__
+                    self._encoded = Encoded(encode, self.backend, beside, name, lambda f, **given: f(**given))
                 self._layout = layout_of(self.model.past, first, self.backend, self.name)
         return self._layout
 
@@ -49,11 +55,16 @@ class OwnDriver(Driver):
         if self.with_lengths:
             given["lengths"] = (self.put(lengths), lengths)
         named = self.named(self.model.step, rows, lengths, tokens.shape[1])
+        if self._encoded is not None:
+            names = list(self.tokens)
+            which = [names.index(row.partition("#")[0]) if row else 0 for row in rows]
+            named[ENCODED] = self._encoded.tried(which)
         found = self.model.step(*(native for native, _ in given.values()), past, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
         shape = (len(tokens), *logits_shape(self.vocab, tokens.shape[2:]))
-        out = check_output(found[0], self.backend, shape, self.name, kind="logits")
+        kind = tokens.dtype.kind if self.vocab is None else "logits"
+        out = check_output(found[0], self.backend, shape, self.name, kind=kind)
         for name, (native, host) in given.items():
             self.check_untouched(name, native, host)
         return self.host(out), found[1]

@@ -186,7 +186,7 @@ class Subject:
         if self.rung is None:
             return FeedforwardDriver(self.model, self.backend)
         if self.rung == OWN:
-            return OwnDriver(self.model, self.backend, self.vocab or 0)
+            return OwnDriver(self.model, self.backend, self.vocab)
         if self.rung < 2:
             return WholeDriver(self.model, self.backend, self.vocab, int(self.rung))
         rows = max(*self.sizes, 3) + 1

@@ -56,11 +56,11 @@ def asked_of(
     defaults: SamplingParams | None,
     eos_ids: tuple[int, ...],
     bounds: Bounds,
-    draws: bool = False,
+    seeded: bool = False,
     codebooks: bool = False,
 ) -> Asked:
     """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
-    the model. draws: it gets random numbers to sample with, so that a request may have a seed. codebooks: its tokens
+    the model. seeded: it draws itself, from a request's seed. codebooks: its tokens
     have several. Raises Refused, which names the field.
     """
     if feedforward:
@@ -68,7 +68,7 @@ def asked_of(
         if stop is not None or said.stream:
             raise _no("stop" if stop is not None else "stream", "gives one output for each input")
     elif defaults is None:
-        names = tuple(name for name in _SAMPLING if name != "seed" or not draws)
+        names = tuple(name for name in _SAMPLING if name != "seed" or not seeded)
         _none(said, names, "returns tokens, not logits, and samples by itself")
     elif said.atol:
         raise _no("atol", "has ids as tokens, which are equal or not")
@@ -85,7 +85,7 @@ def asked_of(
             asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
             if codebooks and stop is not None:
                 asked.stop = _rule(stop, None, bounds)
-        elif draws and said.seed is not None:
+        elif seeded and said.seed is not None:
             asked.params = SamplingParams(seed=said.seed % 2**64, max_tokens=limit)
         if defaults is None and (stop is not None or said.atol is not None):
             asked.stop = _rule(stop, said.atol, bounds)

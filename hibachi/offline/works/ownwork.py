@@ -114,7 +114,7 @@ class TokenWork(_OwnWork):
     def taken(self, facts: Facts) -> Sequence[str]:
         if facts.codebooks is not None:
             return self.params
-        return ("max_tokens", "seed") if facts.draws else ("max_tokens",)
+        return ("max_tokens", "seed") if facts.seeded else ("max_tokens",)
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
