@@ -304,6 +304,16 @@ class Layout:
                 arrays[i] = self.backend.xp.concat(parts, axis=leaf.position)
         return Past(filled(template.tree, arrays), arrays, [row], [count], width, 1)
 
+    def finite(self, past: Past) -> bool:
+        """Whether all positions are finite, where they are floats: a model may write NaN into a past unnoticed."""
+        xp = self.backend.xp
+        floats = [
+            array
+            for leaf, array in zip(self.leaves, past.arrays, strict=True)
+            if leaf.position is not None and xp.isdtype(leaf.dtype, ("real floating", "complex floating"))
+        ]
+        return not floats or bool(self.backend.get(xp.all(xp.stack([xp.all(xp.isfinite(a)) for a in floats]))))
+
     def with_arrays(self, past: Past, arrays: list[Array]) -> Past:
         """The same past in other memory."""
         tree = with_arrays(past.tree, self.backend.owns, arrays)

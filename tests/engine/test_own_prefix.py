@@ -236,6 +236,40 @@ def test_nothing_of_a_request_that_failed_is_found(own, fault, error):
     assert answer(engine, prompt) == (expected(prompt, 8), 0)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_what_is_not_finite_is_not_copied_though_nobody_noticed(own, running):
+    """A nine writes NaN into all that its row has, and the outputs stay finite."""
+
+    class Quiet(Slow):
+        def step(self, tokens, lengths, past):
+            with np.errstate(invalid="ignore"):
+                logits, new = super().step(tokens, lengths, past)
+            seen = new["layers"][0][0]
+            if self.armed:
+                seen[(np.isnan(seen) | (seen == 9)).any(axis=(1, 2))] = np.nan
+            return np.nan_to_num(logits), new
+
+        armed = False
+
+    model = Quiet(NUMPY)
+    engine = own(model)
+    model.armed, common = True, [1, 2, 3, 4, 5, 6, 7, 8]
+    gate = model.gate = Turnstile()
+    first = engine.run([*common, 9], SamplingParams(temperature=0, max_tokens=40 if running else 4))
+    gate.wait()
+    gate.let(2)
+    if running:
+        next(first)
+    else:
+        gate.open()
+        first.collect()
+    model.armed = False
+    second = engine.run([*common, 1], GREEDY)
+    gate.open()
+    assert second.collect() == expected([*common, 1], 8) and second.reused == 8
+    first.close()
+
+
 def test_a_past_that_a_failed_step_has_taken_along_is_not_kept(own):
     class Once(SumOwn):
         fails = False
