@@ -9,11 +9,18 @@ import numpy as np
 
 from hibachi import Paged, StepInputs
 
+ARRAYS = ("bias", "sinks")  # arguments of attend that are arrays, as q is
+
 
 @cache
-def compiled(backend: Any, special: tuple[tuple[str, Any], ...]) -> Any:
-    """Attention as a step of the engine runs it. special: scale, window or softcap, where there is one."""
-    return backend.compile(lambda *args: backend.attend(*args, **dict(special)), donate=(3,))
+def compiled(backend: Any, special: tuple[tuple[str, Any], ...], more: tuple[str, ...]) -> Any:
+    """Attention as a step of the engine runs it. special: scale, window or softcap, where there is one. more: names of
+    the arrays that follow the five arguments that there always are."""
+
+    def attend(*args: Any) -> Any:
+        return backend.attend(*args[:5], **dict(special), **dict(zip(more, args[5:], strict=True)))
+
+    return backend.compile(attend, donate=(3,))
 
 
 class Row(NamedTuple):
@@ -55,9 +62,9 @@ class Memory:
     ) -> None:
         """Random queries, keys and values for the new tokens of all rows. AssertionError: attention is wrong.
 
-        special: scale, window and softcap of `attend`. pad: so many padding tokens, rows and blocks follow; padding:
-        their values are multiplied by it. sick: so many of the first tokens are NaN, and nothing is asked of them. nan:
-        new tokens whose values are NaN.
+        special: scale, window, softcap, bias and sinks of `attend`, the last two as NumPy's arrays. pad: so many
+        padding tokens, rows and blocks follow; padding: their values are multiplied by it. sick: so many of the first
+        tokens are NaN, and nothing is asked of them. nan: new tokens whose values are NaN.
         """
         host, real = step_inputs(rows, self.block_size, tile, pad), sum(row.q for row in rows)
 
@@ -83,8 +90,10 @@ class Memory:
         shapes = ((self.heads, self.k_dim), (self.kv_heads, self.k_dim), (self.kv_heads, self.v_dim))
         q, k, v = (draw(tokens, *shape).astype("float32") for shape in shapes)
         x = StepInputs(**{name: put(a) for name, a in host.items()})
+        more = {name: put(special.pop(name)) for name in ARRAYS if name in special}
+        attend = compiled(self.backend, tuple(special.items()), tuple(more))
         with self.backend.guard():
-            out, self.cache = compiled(self.backend, tuple(special.items()))(put(q), put(k), put(v), self.cache, x)
+            out, self.cache = attend(put(q), put(k), put(v), self.cache, x, *more.values())
         got = self.backend.get(out)
         assert got.shape == (tokens, self.heads, self.v_dim), f"attend gave shape {got.shape}"
         return q, k, v, got
@@ -96,6 +105,8 @@ class Memory:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: np.ndarray | None = None,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         """Token by token and head by head, in float64."""
         scale = self.k_dim**-0.5 if scale is None else scale
@@ -108,9 +119,19 @@ class Memory:
             for head in range(self.heads):
                 scores = keys[:, head // group] @ q[token, head] * scale
                 scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-                weights = np.exp(scores - scores.max())
-                out.append(weights / weights.sum() @ values[:, head // group])
+                if bias is not None:
+                    scores = scores + [far_off(bias[head].tolist(), at - p) for p in range(first, at + 1)]
+                sink = -np.inf if sinks is None else float(sinks[head])
+                most = max(scores.max(), sink)
+                weights = np.exp(scores - most)
+                out.append(weights / (weights.sum() + np.exp(sink - most)) @ values[:, head // group])
         return np.reshape(out, (-1, self.heads, self.v_dim))
+
+
+def far_off(bias: list[float], distance: int) -> float:
+    """A head's bias at a distance: what the table says, then a straight line through its last two numbers."""
+    more = max(0, distance + 1 - len(bias))
+    return bias[distance - more] + more * (bias[-1] - bias[-2])
 
 
 def slot_of(blocks: tuple[int, ...], position: int, block_size: int) -> int:

@@ -1,8 +1,13 @@
 """Attention over the paged cache equals attention written out token by token."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from .paged import Memory, Row
+from hibachi import StepInputs
+
+from .paged import Memory, Row, step_inputs
 
 pytestmark = pytest.mark.promise("paged attention", parts=["arrays and arithmetic"])
 
@@ -118,3 +123,68 @@ def test_attend_gives_nan_to_what_sees_it_and_to_nothing_else(backend):
     memory.step([Row(3, 1, (1, 2, 7)), Row(1, 1, (5, 3))], tile=1)
     memory.step([Row(5, 1, (4, 6)), Row(2, 1, (5, 3))], tile=1, nan=(1,))
     memory.step([Row(6, 1, (4, 6)), Row(3, 1, (5, 3))], tile=1)
+
+
+def alibi(heads: int = 4) -> np.ndarray:
+    """Of each head a slope, that goes on for ever."""
+    return np.array([[0, -(2.0 ** -(i + 1))] for i in range(heads)], "float32")
+
+
+def table(heads: int = 4, n: int = 6) -> np.ndarray:
+    """Numbers for some distances, the last of which hold for all beyond."""
+    random = np.random.default_rng(1).normal(size=(heads, n - 1))
+    return np.concatenate([random, random[:, -1:]], axis=1).astype("float32")
+
+
+def sinks(heads: int = 4) -> np.ndarray:
+    return np.linspace(2, -1, heads).astype("float32")
+
+
+def test_attend_adds_a_bias_by_distance(backend):
+    """In a straight line that never ends (ALiBi), or in a table whose end holds (T5): of prompts, chunks and tokens."""
+    for bias in (alibi(), table()):
+        memory = Memory(backend).dirty()
+        memory.step([Row(0, 9, (3, 1, 6)), Row(0, 2, (5,))], bias=bias)
+        memory.step([Row(9, 1, (3, 1, 6)), Row(2, 1, (5,))], tile=1, bias=bias)
+        memory.step([Row(3, 1, (5,)), Row(10, 2, (3, 1, 6))], bias=bias, pad=3 if backend.shapes.compiled else 0)
+
+
+def test_attend_adds_the_bias_after_scale_and_cap_and_sees_no_further_for_it(backend):
+    for window in (3, None):
+        memory = Memory(backend).dirty(float("nan"))
+        memory.step([Row(0, 9, (3, 1, 6)), Row(0, 2, (5,))], bias=table(), scale=2.0, softcap=1.5, window=window)
+        memory.step([Row(9, 1, (3, 1, 6))], tile=1, bias=table(), scale=2.0, softcap=1.5, window=window)
+
+
+def test_attend_gives_sinks_a_share_without_a_value(backend):
+    for sink in (sinks(), sinks() + 30, sinks() - 30):  # all that there is, and as good as nothing
+        memory = Memory(backend).dirty()
+        memory.step([Row(0, 7, (1, 2)), Row(0, 2, (5,))], sinks=sink)
+        memory.step([Row(2, 1, (5,)), Row(7, 4, (1, 2, 3))], sinks=sink, pad=2 if backend.shapes.compiled else 0)
+        memory.step([Row(11, 1, (1, 2, 3)), Row(3, 1, (5,))], tile=1, sinks=sink)
+
+
+def test_attend_leaves_sinks_out_of_scale_and_cap_and_bias(backend):
+    for window in (1, 3, None):
+        memory = Memory(backend, heads=6, kv_heads=2)
+        both: dict[str, Any] = dict(bias=table(6), sinks=sinks(6), scale=3.0, softcap=1.5, window=window)
+        memory.step([Row(0, 7, (1, 2)), Row(0, 2, (5,))], **both)
+        memory.step([Row(7, 1, (1, 2)), Row(2, 1, (5,))], tile=1, **both)
+
+
+def test_attend_refuses_a_bias_or_sinks_that_do_not_fit(backend):
+    """A ValueError that names the argument. NaN too, in an array whose numbers can be seen without waiting."""
+    memory = Memory(backend)
+    x = StepInputs(**{name: backend.put(a) for name, a in step_inputs([Row(0, 2, (1,))], 4, 2, 0).items()})
+    q, k, v = (backend.put(np.ones((2, *shape), "float32")) for shape in ((4, 8), (2, 8), (2, 6)))
+    spoilt = dict(bias=table(), sinks=sinks())
+    for values in spoilt.values():
+        values.flat[-1] = np.nan
+    wrong = [
+        *(("bias", bias) for bias in (table(3), table()[0], table()[:, :1], table()[None], table().astype("int32"))),
+        *(("sinks", sink) for sink in (sinks(3), sinks()[:, None], sinks().astype("int32"))),
+        *((name, a) for name, a in spoilt.items() if backend.peek(backend.put(a)) is not None),
+    ]
+    for name, values in wrong:
+        with pytest.raises(ValueError, match=f"attend: expected {name} to be"), backend.guard():
+            backend.attend(q, k, v, memory.cache, x, **{name: backend.put(values)})

@@ -128,7 +128,8 @@ def test_attend_gives_a_token_the_same_bits_in_every_step(backend):
     data = [random(8, 3 * 40, heads, 8)[i] for i, heads in enumerate((4, 2, 2))]
     blocks = tuple(range(1, 11)), tuple(range(11, 21)), tuple(range(21, 31))
     most = b.shapes.sizes[0] if b.shapes.sizes else 100
-    for special in ({}, {"window": 20, "softcap": 3.0}):
+    bias, sinks = (b.put(np.array(a, "float32")) for a in ([[0, -0.3], [1, 2], [0, 0], [0.1, 0]], [1, -2, 0, 3]))
+    for special in ({}, {"window": 20, "softcap": 3.0}, {"bias": bias, "sinks": sinks}, {"sinks": sinks, "window": 9}):
         want = attended(b, [(0, [1] * 40)], data, blocks, most, **special)[0]
         for chunks in ([40],) if b.shapes.sizes else ([40], [7, 24, 9], [39, 1]):
             got = attended(b, [(0, chunks)], data, blocks, most, **special)[0]

@@ -58,6 +58,7 @@ SHARED = dict(
 )
 EXCEPT: dict[str, dict[str, Any]] = {
     "bamba": dict(mamba_n_heads=8, mamba_d_head=12),
+    "codegen": dict(rotary_dim=8),
     "cohere_compass_text": dict(rope_parameters={k: dict(rope_theta=1e4, rope_type="default") for k in LAYERS}),
     "dbrx": dict(
         attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
@@ -67,6 +68,7 @@ EXCEPT: dict[str, dict[str, Any]] = {
     "gemma4_text": SHARED | dict(global_head_dim=16),
     "gemma4_unified_text": dict(global_head_dim=16, layer_types=["full_attention", *LAYERS[:2]]),
     "gpt_neo": dict(num_hidden_layers=2, attention_types=[[["global", "local"], 1]]),
+    "gptj": dict(rotary_dim=8),
     "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_head=12),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),

@@ -88,6 +88,7 @@ if _TYPE_CHECKING:
     from hibachi.tensor.discover import backend_for as backend_for
     from hibachi.tensor.discover import load_backend as load_backend
     from hibachi.tensor.layout import CacheSpec as CacheSpec
+    from hibachi.tensor.layout import Input as Input
     from hibachi.tensor.layout import OwnCache as OwnCache
     from hibachi.tensor.layout import Paged as Paged
     from hibachi.tensor.layout import State as State
@@ -148,6 +149,7 @@ _PLACES = {
     "OutOfCapacity": "hibachi.errors",
     "OwnCacheModel": "hibachi.model.ladder",
     "PaddedAutoregressive": "hibachi.model.ladder",
+    "Input": "hibachi.tensor.layout",
     "OwnCache": "hibachi.tensor.layout",
     "Paged": "hibachi.tensor.layout",
     "Piece": "hibachi.streams.textstream",

@@ -183,6 +183,22 @@ def _processors(p: SamplingParams) -> None:
     object.__setattr__(p, "logits_processors", processors)
 
 
+def _codebooks(p: SamplingParams) -> None:
+    given, known = p.codebooks, _FILTERS[:5]
+    found = []
+    for each in _tuple(given):
+        try:
+            changes = dict(each)
+        except (TypeError, ValueError):
+            changes = None
+        fine = changes is not None and all(name in known for name in changes)
+        _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(known)}", given)
+        assert changes is not None
+        bare = SamplingParams(**changes)
+        found.append(tuple((name, getattr(bare, name)) for name in changes))
+    object.__setattr__(p, "codebooks", tuple(found))
+
+
 def _clip_ints(p: SamplingParams, *names: str) -> None:
     for name in names:
         if (n := getattr(p, name)) is not None and n > MOST_INT:
@@ -210,6 +226,7 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _allowed_ids: ("allowed_token_ids",),
     _bias: ("logit_bias",),
     _processors: ("logits_processors",),
+    _codebooks: ("codebooks",),
 }
 _CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
 _values = operator.attrgetter(*_CHECK_OF)
@@ -257,6 +274,9 @@ class SamplingParams:
     itself.
     prompt_logprobs: the same for each token of the prompt but the first (models with a cache only).
 
+    codebooks: for tokens of several codebooks, one mapping for each: those of temperature, top_k, top_p, min_p and
+    typical_p that differ there. () means all codebooks are drawn alike. Kept as a tuple of tuples of pairs.
+
     Numbers beyond a useful range are clipped without changing their meaning: integers to 2^31 - 1, temperature and
     repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
     """
@@ -285,6 +305,7 @@ class SamplingParams:
     best_of: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    codebooks: Sequence[Mapping[str, float]] = ()
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -293,6 +314,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def of_codebook(self, i: int) -> SamplingParams:
+        """The parameters of one codebook."""
+        return self.with_(**dict(self.codebooks[i])) if self.codebooks else self
 
     @property
     def runs(self) -> int:
@@ -445,6 +470,7 @@ class Request:
     pooling: a vector is wanted in place of tokens, pooled in this way from the model's hidden states. unit: scale it to
     length 1.
     begun: the request was begun elsewhere.
+    inputs: arrays that stay with the request, by the names that the model declares.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
     """
@@ -461,3 +487,4 @@ class Request:
     unit: bool = False
     begun: Begun | None = None
     kept: list[Any] | None = None
+    inputs: Mapping[str, Any] | None = None

@@ -15,6 +15,7 @@ from jax import lax
 
 from hibachi.tensor.array_backend import Array
 from hibachi.tensor.layout import StepInputs
+from hibachi.tensor.terms import by_distance
 
 SPAN = 64  # cached positions of a turn for single tokens
 TILE_SPAN = 128  # for a query tile
@@ -22,11 +23,13 @@ GROUP = 16  # rows of a group
 
 
 class Scoring(NamedTuple):
-    """What does not change from layer to layer."""
+    """How scores become weights; bias [heads, n] and sinks [heads] are float32, see `ArrayBackend.attend`."""
 
     scale: float
     window: int | None
     softcap: float | None
+    bias: Array | None = None
+    sinks: Array | None = None
 
 
 def attend(q: Array, keys: Array, values: Array, x: StepInputs[Array], how: Scoring) -> Array:
@@ -108,6 +111,8 @@ def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: i
         seen, place = i * span + jnp.arange(span, dtype=jnp.int32), at[:, :, None]
         hidden = seen > place if how.window is None else (seen > place) | (seen <= place - how.window)
         hidden = jnp.tile(hidden, (1, many // tile, 1))[:, None]
+        if how.bias is not None:
+            scores = scores + by_distance(jnp, how.bias, place - seen, kv_heads).reshape(scores.shape)
         scores = jnp.where(hidden, -jnp.inf, scores)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
@@ -115,11 +120,13 @@ def _look(q: Array, at: Array, table: Array, keys: Array, values: Array, span: i
         return higher, mass * keep + weights.sum(axis=-1), total * keep[..., None] + part
 
     shape = (count, kv_heads, many)
-    start = (
-        jnp.full(shape, jnp.finfo(jnp.float32).min),  # not -inf: the difference with itself would be NaN
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, v_dim), jnp.float32),
-    )
+    if how.sinks is None:
+        top = jnp.full(shape, jnp.finfo(jnp.float32).min)  # not -inf: the difference with itself would be NaN
+        mass = jnp.zeros(shape, jnp.float32)
+    else:
+        top = jnp.broadcast_to(jnp.repeat(how.sinks.reshape(kv_heads, -1), tile, axis=1), shape)
+        mass = jnp.ones(shape, jnp.float32)  # of exp(sink - top)
+    start = top, mass, jnp.zeros((*shape, v_dim), jnp.float32)
     begin = 0 if how.window is None else jnp.maximum(jnp.min(at) - how.window + 1, 0) // span
     _, mass, total = lax.fori_loop(begin, jnp.max(at) // span + 1, turn, start)
     return (total / mass[..., None]).astype(values.dtype)

@@ -20,6 +20,7 @@ from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.candidates import Candidate
 from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.tensor.terms import terms
 from hibachi_jax import programs, tpu
 from hibachi_jax.attention import Scoring, attend
 
@@ -113,6 +114,10 @@ class JaxBackend(ArrayBackend):
         return parts
 
     @override
+    def peek(self, t: Array) -> HostArray | None:
+        return None if isinstance(t, jax.core.Tracer) else self.get(t)
+
+    @override
     def row_major(self, t: Array) -> Array:
         return t  # XLA decides
 
@@ -169,14 +174,19 @@ class JaxBackend(ArrayBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
-        how = Scoring(q.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+        bias, sinks = terms(self, bias, sinks, q.shape[1])
+        how = Scoring(q.shape[2] ** -0.5 if scale is None else scale, window, softcap, bias, sinks)
         if len(cache) != 1 and not self._loops:
-            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+            return super().attend(q, k, v, cache, x, **how._asdict())
         k, v = self.storable(k, v, cache[-1].dtype)
         if len(cache) == 1:
             pages = tpu.write(cache[0], x.slot, k, v)
-            return tpu.attend(q, pages, x, how), (pages,)
+            if bias is None and sinks is None:
+                return tpu.attend(q, pages, x, how), (pages,)
+            return super().attend(q, k, v, tpu.halves(pages), x, **how._asdict())[0], (pages,)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         return attend(q, keys, values, x, how), (keys, values)
 

@@ -22,6 +22,8 @@ from typing_extensions import override
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, ArrayBackend, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
+from hibachi.tensor.terms import by_distance, terms
+from hibachi_jax.attention import Scoring
 from hibachi_jax.backend import JaxBackend
 
 STEP_TOKENS = 8
@@ -79,12 +81,16 @@ class InvariantJaxBackend(JaxBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
+        factor = q.shape[2] ** -0.5 if scale is None else scale
+        how = Scoring(factor, window, softcap, *terms(self, bias, sinks, q.shape[1]))
         k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
 
         def look(q: Array, pos: Array, seg: Array) -> Array:
-            return _attend(q, keys, values, x.block_table[seg], pos, scale=scale, window=window, softcap=softcap)
+            return _attend(q, keys, values, x.block_table[seg], pos, how)
 
         return _by_tiles(look, q, x.pos, x.seg), (keys, values)
 
@@ -100,17 +106,7 @@ def _by_tiles(f: Callable[..., Array], *rows: Array) -> Array:
     return out.reshape(-1, *out.shape[2:])[:n]
 
 
-def _attend(
-    q: Array,
-    keys: Array,
-    values: Array,
-    table: Array,
-    pos: Array,
-    *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Array:
+def _attend(q: Array, keys: Array, values: Array, table: Array, pos: Array, how: Scoring) -> Array:
     """Attention of each token to the positions up to its own: q [T, heads, dim] -> [T, heads, v_dim].
 
     keys, values [blocks, block_size, kv_heads, ...]; table [T, width]: the blocks of each token's sequence; pos [T].
@@ -123,7 +119,6 @@ def _attend(
     span = blocks * size
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % blocks)))
     q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
-    factor = dim**-0.5 if scale is None else scale
     at = pos[:, None]
 
     def turn(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -131,20 +126,24 @@ def _attend(
         piece = jax.lax.dynamic_slice_in_dim(table, i * blocks, blocks, axis=1)
         k, v = keys[piece].reshape(tokens, span, kv_heads, dim), values[piece].reshape(tokens, span, kv_heads, v_dim)
         seen = i * span + jnp.arange(span, dtype=jnp.int32)
-        hidden = seen > at if window is None else (seen > at) | (seen <= at - window)  # [T, span]
-        scores = jnp.einsum("tkgd,tskd->tkgs", q, k).astype(jnp.float32) * factor
-        if softcap is not None:
-            scores = jnp.tanh(scores / softcap) * softcap
+        hidden = seen > at if how.window is None else (seen > at) | (seen <= at - how.window)  # [T, span]
+        scores = jnp.einsum("tkgd,tskd->tkgs", q, k).astype(jnp.float32) * how.scale
+        if how.softcap is not None:
+            scores = jnp.tanh(scores / how.softcap) * how.softcap
+        if how.bias is not None:
+            scores = scores + by_distance(jnp, how.bias, (at - seen)[:, None, :], kv_heads)[..., 0, :]
         scores = jnp.where(hidden[:, None, None, :], -jnp.inf, scores)
         higher = jnp.maximum(top, scores.max(axis=-1))
         weights, keep = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         part = jnp.einsum("tkgs,tskd->tkgd", weights.astype(v.dtype), v).astype(jnp.float32)
         return higher, mass * keep + weights.sum(axis=-1), total * keep[..., None] + part
 
-    start = (
-        jnp.full(q.shape[:-1], jnp.finfo(jnp.float32).min),  # not -inf: the difference with itself would be NaN
-        jnp.zeros(q.shape[:-1], jnp.float32),
-        jnp.zeros((*q.shape[:-1], v_dim), jnp.float32),
-    )
+    if how.sinks is None:
+        top = jnp.full(q.shape[:-1], jnp.finfo(jnp.float32).min)  # not -inf: the difference with itself would be NaN
+        mass = jnp.zeros(q.shape[:-1], jnp.float32)
+    else:
+        top = jnp.broadcast_to(how.sinks.reshape(kv_heads, -1), q.shape[:-1])
+        mass = jnp.ones(q.shape[:-1], jnp.float32)  # of exp(sink - top)
+    start = top, mass, jnp.zeros((*q.shape[:-1], v_dim), jnp.float32)
     _, mass, total = jax.lax.fori_loop(0, jnp.max(pos) // span + 1, turn, start)
     return (total / mass[..., None]).astype(values.dtype).reshape(tokens, heads, v_dim)

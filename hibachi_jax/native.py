@@ -26,6 +26,7 @@ from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, int8_packed, unpacked
 from hibachi.tensor.program import ACTIVATIONS
 from hibachi.tensor.shapechecks import check_attend, check_convolve, check_experts, check_route, check_scan, expect
+from hibachi.tensor.terms import terms
 from hibachi_jax.backend import JaxBackend
 
 HANDLERS = (
@@ -202,9 +203,12 @@ class NativeJaxBackend(JaxBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         if not isinstance(cache, PagedCache):
-            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+            how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias, "sinks": sinks}
+            return super().attend(q, k, v, cache, x, **how)
         keys, values, dtype = cache.keys, cache.values, q.dtype
         if dtype == jnp.float16:
             q, k, v = (t.astype(keys.dtype) for t in (q, k, v))
@@ -212,13 +216,16 @@ class NativeJaxBackend(JaxBackend):
             raise ValueError(f"expected {keys.dtype}, as in the cache; got {q.dtype}, {k.dtype} and {v.dtype}")
         check_attend(q, k, v, keys.shape[1], cache.k_dim, cache.v_dim, x)
         index = [t.astype(jnp.int32) for t in (x.slot, x.pos, x.cu_q, x.block_table)]
+        added = terms(self, bias, sinks, q.shape[1])
+        reach = 0 if added[0] is None else added[0].shape[1]
         out, keys, values = jax.ffi.ffi_call(
             target("attend"),
             (jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype), _like(keys), _like(values)),
             input_output_aliases={3: 1, 4: 2},
         )(
             *(q, k, v, keys, values, *index),
-            ints=np.array([cache.block_size, window or 0, 1], np.int64),
+            *(t for t in added if t is not None),
+            ints=np.array([cache.block_size, window or 0, 1, reach], np.int64),
             reals=np.array([q.shape[2] ** -0.5 if scale is None else scale, softcap or 0.0], np.float32),
         )
         return out.astype(dtype), replace(cache, keys=keys, values=values)

@@ -50,6 +50,11 @@ def write(pages: Array, slot: Array, k: Array, v: Array) -> Array:
     return pages.at[slot // size, slot % size].set(both)
 
 
+def halves(pages: Array) -> tuple[Array, Array]:
+    """Keys and values [blocks, block_size, kv_heads, dim] of pages: copies, for what the kernel does not compute."""
+    return pages[:, :, 0::2], pages[:, :, 1::2]
+
+
 def attend(q: Array, pages: Array, x: StepInputs[Array], how: Scoring) -> Array:
     """q [T, heads, dim] over what the pages hold: [T, heads, dim]. Padding rows have no tokens and come last.
 

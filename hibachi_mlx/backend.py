@@ -130,11 +130,15 @@ class MlxBackend(ArrayBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         # MLX's own gives hidden positions the lowest number of the dtype as a score; in float16 a sum that overflows is
         # lower. With CUDA it adds -inf to their scores, and NaN stays NaN.
-        if softcap is not None or q.dtype == mx.float16 or self._cuda:
-            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+        more = {"softcap": softcap, "bias": bias, "sinks": sinks}
+        if any(value is not None for value in more.values()) or q.dtype == mx.float16 or self._cuda:
+            how: dict[str, Any] = {"scale": scale, "window": window, **more}
+            return super().attend(q, k, v, cache, x, **how)
         k, v = self.storable(k, v, cache[1].dtype)
         cache = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         (tiles, tile), (_, heads, dim) = x.tile_q.shape, q.shape

@@ -148,11 +148,16 @@ class CudaTorchBackend(TorchBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         keys, values = cache
-        kernel = self._kernel(q, keys, values, window=window is not None, softcap=softcap is not None)
+        given = {"softcap": softcap, "bias": bias, "sinks": sinks}
+        lacks = tuple(name for name, value in given.items() if value is not None)
+        kernel = self._kernel(q, keys, values, window=window is not None, lacks=lacks)
         if kernel is None:
-            out, _ = super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+            how: dict[str, Any] = {"scale": scale, "window": window, **given}
+            out, _ = super().attend(q, k, v, cache, x, **how)
             return out, cache
         if x.tile_q.shape[1] > 1:  # the kernel itself passes over what lies behind a row's end: `find` looks
             k, v = self.storable(k, v, values.dtype)
@@ -162,12 +167,13 @@ class CudaTorchBackend(TorchBackend):
         out = kernel(q, keys, values, x, scale=q.shape[2] ** -0.5 if scale is None else scale, window=window)
         return out, cache
 
-    def _kernel(self, q: Array, keys: Array, values: Array, *, window: bool, softcap: bool) -> Kernel | None:
-        kind = q.shape[1], q.dtype, keys.shape[1:], keys.dtype, values.shape[3], window, softcap
+    def _kernel(self, q: Array, keys: Array, values: Array, *, window: bool, lacks: tuple[str, ...]) -> Kernel | None:
+        """lacks: what is wanted and no kernel has."""
+        kind = q.shape[1], q.dtype, keys.shape[1:], keys.dtype, values.shape[3], window, lacks
         found = self._kernels.get(kind)
         if found is None:
-            if softcap:
-                found = "it has no softcap"
+            if lacks:
+                found = f"it has no {' and no '.join(lacks)}"
             elif q.dtype != keys.dtype:
                 found = f"queries are {q.dtype} and keys {keys.dtype}"
             else:

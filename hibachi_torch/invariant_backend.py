@@ -27,6 +27,7 @@ from typing_extensions import override
 from hibachi.shapes import CallShapes
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.layout import StepInputs
+from hibachi.tensor.terms import by_distance, terms
 from hibachi_torch.backend import TorchBackend
 
 FEW = 8  # rows: with a multiple of them MKL computes sums of up to PIECE products alike
@@ -118,8 +119,11 @@ class InvariantTorchBackend(TorchBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class, with products in shapes that are safe.
+        bias, sinks = terms(self, bias, sinks, q.shape[1])
         k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         (tiles, tile), (kv_heads, dim) = x.tile_q.shape, k.shape[1:]
@@ -142,8 +146,16 @@ class InvariantTorchBackend(TorchBackend):
             scores = torch.tanh(scores / softcap) * softcap
         at, seen = x.pos[x.tile_q][:, :, None], self._positions(span)
         hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
-        scores.view(tiles, kv_heads, group, tile, span).masked_fill_(hidden[:, None, None], -math.inf)
-        weights = torch.softmax(scores, -1).to(vt.dtype)
+        by_head = scores.view(tiles, kv_heads, group, tile, span)
+        if bias is not None:
+            by_head += by_distance(self.xp, bias, at - seen, kv_heads)
+        by_head.masked_fill_(hidden[:, None, None], -math.inf)
+        if sinks is None:
+            weights = torch.softmax(scores, -1).to(vt.dtype)
+        else:  # before the scores, and as many as keep their places in vectors
+            before = F.pad(sinks.view(1, kv_heads, group, 1, 1), (0, unit - 1), value=-math.inf)
+            before = before.expand(tiles, -1, -1, tile, -1).reshape(tiles, kv_heads, group * tile, unit)
+            weights = torch.softmax(torch.cat([before, scores], -1), -1)[..., unit:].to(vt.dtype).contiguous()
 
         def multiply(rows: Array) -> Array:
             out = rows[..., :PIECE] @ vt[..., :PIECE, :]

@@ -77,8 +77,8 @@ def _look_attend(
         raise CannotRun("a layer attends without a mask" if seen is None else "it makes its attention masks by itself")
     if seen.fault is not None:
         raise CannotRun(seen.fault)
-    _settings(options)
     q, k, v = _packed(query, key, value)
+    _settings(options, q.shape[1])
     memory = Paged(k.shape[1], k.shape[2], v.shape[2], dtype=str(k.dtype).removeprefix("torch."))
     _look.get().calls.append(AttentionCall(module, seen.window, memory))
     return q.new_zeros(1, *q.shape[:2], v.shape[2]), None
@@ -150,12 +150,10 @@ def _paged_attend(
         raise CannotRun("its layers do not attend in the same order every time")
     if attention_mask is not None:
         raise CannotRun("it makes its attention masks by itself")
-    scale, softcap = _settings(options)
     q, k, v = _packed(query, key, value)
     i, window = step.at, step.calls[step.at].window
-    out, step.cache[i] = step.backend.attend(
-        q, k, v, step.cache[i], step.x, scale=scale, window=window, softcap=softcap
-    )
+    how = _settings(options, q.shape[1])
+    out, step.cache[i] = step.backend.attend(q, k, v, step.cache[i], step.x, window=window, **how)
     step.at += 1
     return out[None], None
 
@@ -164,19 +162,22 @@ _HARMLESS = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cach
 """Options that say nothing new: no dropout, what is hidden is read from the mask, and the positions are ours."""
 
 
-def _settings(options: dict[str, Any]) -> tuple[float | None, float | None]:
-    """(scale, softcap). Raises CannotRun for an option that changes the result in a way that we do not compute."""
-    scale, softcap = options.pop("scaling", None), options.pop("softcap", None)
+def _settings(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    """scale, softcap and sinks of `attend`. Raises CannotRun for an option that changes the result in a way that we do
+    not compute."""
+    scale, softcap, sinks = (options.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     for name, value in (("scaling", scale), ("softcap", softcap)):
         if value is not None and not isinstance(value, (int, float)):
             raise CannotRun(f"the attention option {name} is no plain number")
+    if sinks is not None and (not isinstance(sinks, torch.Tensor) or tuple(sinks.shape) != (heads,)):
+        raise CannotRun(f"its attention sinks (s_aux) are no tensor of {heads} numbers, one for each head")
     for name in options.keys() - _HARMLESS:
         if options[name] is not None and options[name] is not False:
-            known = {"s_aux": "attention sinks", "sinks": "attention sinks", "position_bias": "a position bias"}
+            known = {"sinks": "attention sinks of another kind", "position_bias": "a position bias for each pair"}
             raise CannotRun(
                 f"it needs {known.get(name, f'the attention option {name!r}')}, which attend() does not have"
             )
-    return scale, softcap
+    return {"scale": scale, "softcap": softcap, "sinks": sinks}
 
 
 def _packed(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

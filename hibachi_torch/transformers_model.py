@@ -98,7 +98,7 @@ class TransformersModel:
         if config.is_encoder_decoder:
             raise CannotRun("it has an encoder")
         if getattr(config, "alibi", False):
-            raise CannotRun("its attention has an ALiBi bias, which attend() does not have")
+            raise CannotRun("its attention has an ALiBi bias, which transformers hands over as a mask")
         kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
         if odd := sorted(kinds - _LAYERS):
             raise CannotRun(f"it has layers of another kind than attention ({', '.join(odd)})")

@@ -13,7 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("hibachi/tensor/array_backend.py", "hibachi/decode", "hibachi/model", "hibachi/runners")
+PLACES = (
+    "hibachi/tensor/array_backend.py",
+    "hibachi/tensor/terms.py",
+    "hibachi/decode",
+    "hibachi/model",
+    "hibachi/runners",
+)
 KIT = ("hibachi/testing/toys.py", "conformance")
 DTYPES = ("bool", "int8", "int32", "int64", "uint32", "float16", "bfloat16", "float32", "float64")
 SHOWN = {"tensor": "backend", "decode": "decode", "model": "model", "runners": "runners"}  # rooms in the table

@@ -14,13 +14,14 @@ from typing import Any
 
 from hibachi.cli.options import model_arguments, open_model, sampling, sampling_arguments, told
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
-from hibachi.engine.build import level_of
-from hibachi.errors import InvalidRequest
+from hibachi.engine.build import codebooks_of, level_of
+from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.lm.named import model_named
 from hibachi.model.text.own import NoTokenizer
 from hibachi.named import is_named
 from hibachi.phases import phase
 from hibachi.request import SamplingParams
+from hibachi.runners.beside import declared_by
 from hibachi.streams.stream import ItemStream
 
 
@@ -65,11 +66,19 @@ def _own(args: argparse.Namespace, params: SamplingParams) -> int:
         model = model_named(args.model, args.backend)
     prompt = _ids(_read() if args.prompt is None else args.prompt)
     samples = level_of(model) > 0 and getattr(model, "vocab_size", None) is not None
+    declared = declared_by(model)
+    if declared.inputs or codebooks_of(model):
+        raise ConfigError(
+            f"{args.model} takes more than ids in a line: serve it (`hibachi serve --model {args.model}`) and send "
+            f"arrays to /v1/generate, or call `run`."
+        )
     limit = args.max_model_len
     if limit is None and not hasattr(model, "max_model_len"):
         limit = len(prompt) + args.max_tokens
     with AutoregressiveBatchInference(model, backend=args.backend, max_model_len=limit, max_num_seqs=1) as engine:
         own: dict[str, Any] = {"params": params, "include_stop": False} if samples else {"max_tokens": args.max_tokens}
+        if declared.seeded and not samples:
+            own["params"] = SamplingParams(seed=params.seed)
         stream = engine.run(prompt, **own)
         _tell(prompt, stream, echo=args.echo)
     return 0

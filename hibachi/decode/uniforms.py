@@ -1,4 +1,4 @@
-"""Random numbers from the host: one for each (seed, position), the same in every process and at any time."""
+"""Random numbers from the host: by seed, position and index, the same in every process and at any time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 _MASK = 2**64 - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_CODEBOOKS, _DRAWS = np.uint64(0xA0761D6478BD642F), np.uint64(0xE7037ED1A0B428DB)  # tell these generators from others
 _MIX = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
@@ -26,10 +27,50 @@ def uniforms(seed: HostArray, position: HostArray) -> HostArray:
     Number `position` (from 0) of the SplitMix64 generator that starts at `seed`, computed directly: Steele, Lea and
     Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of Vigna's splitmix64.c.
     """
-    z = _mix(np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA)
+    return _open(_number(seed, position))
+
+
+def _number(seed: HostArray, position: HostArray) -> HostArray:
+    return _mix(np.asarray(seed, np.uint64) + (np.asarray(position, np.uint64) + np.uint64(1)) * _GAMMA)
+
+
+def _open(z: HostArray) -> HostArray:
     # 23 bits and a half: the middles of 2^23 equal cells, exact in float32, and never 0 or 1.
     u: HostArray = ((z >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
     return u
+
+
+def _others(seed: HostArray, i: HostArray, kind: np.uint64) -> HostArray:
+    """Seeds of further generators of a kind, that share no numbers with the first: number i of one that starts at the
+    mixed seed, as in `fork`.
+    """
+    z = _mix(np.asarray(seed, np.uint64) ^ kind)
+    return _mix(z + np.asarray(i, np.uint64) * _GAMMA)
+
+
+def of_codebooks(seed: int, n: int) -> HostArray:
+    """The seeds for the codebooks of a token, uint64 [n]; the first one's is `seed` itself."""
+    found = _others(np.full(n, seed & _MASK, np.uint64), np.arange(n), _CODEBOOKS)
+    found[0] = seed & _MASK
+    return found
+
+
+def draws(seed: HostArray, position: HostArray, n: int) -> tuple[HostArray, HostArray]:
+    """seed [m] and position [m], integers >= 0 -> uniform and normal numbers, float32 [m, n] each, which are
+    independent of each other and of `uniforms`.
+    """
+    lanes = _others(np.asarray(seed, np.uint64)[:, None], np.arange(3 * n)[None, :], _DRAWS)
+    z = _number(lanes, np.asarray(position, np.uint64)[:, None])
+    return _open(z[:, ::3]), _normal(z[:, 1::3], z[:, 2::3])
+
+
+def _normal(z: HostArray, other: HostArray) -> HostArray:
+    """Two arrays of bits, uint64 -> standard normal numbers, float32: Box and Muller, "A note on the generation of
+    random normal deviates", 1958. In float64, so that what is rounded last is equal on nearly every machine.
+    """
+    u, turn = (((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52 for bits in (z, other))
+    found: HostArray = (np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * turn)).astype(np.float32)
+    return found
 
 
 def fork(seed: int, i: int) -> int:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import numpy as np
 
 from hibachi.engine.batchengine import Facts
+from hibachi.engine.conversions import to_host
 from hibachi.engine.given import checked_begun, checked_kept
-from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown
+from hibachi.errors import HibachiError, InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
 from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
+from hibachi.runners.beside import fits
 from hibachi.tensor.array_backend import HostArray
 
 _PLAIN = SamplingParams()
+_SEEDED = ("seed", "max_tokens", "include_stop")  # parameters of a request to a model that draws itself
+_OF_ONE_ID = (  # parameters that name ids, or count them
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "logits_processors",
+    "stop_token_ids",
+    "prompt_logprobs",
+)
 
 
 def check_ids(prompt: HostArray, vocab: int) -> None:
@@ -40,11 +53,8 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         check_pooling(request.pooling, facts.has_hidden)
         params, limit = (None if vocab is None else _PLAIN), 1
     if vocab is None:
-        if params is not None:
-            raise InvalidRequest(
-                f"This model returns tokens, not logits, so it samples by itself; got params={params!r}. Leave params "
-                f"out and pass max_tokens= or stop_rule=."
-            )
+        params = _seeded(params, facts.seeded)
+        limit = params.max_tokens if limit is None and params is not None else limit
     else:
         params = as_params(params, _PLAIN)
         if facts.eos_ids and not params.ignore_eos:  # ignore_eos, so that nothing adds them once more
@@ -61,7 +71,10 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         raise InvalidRequest(f"include_stop must be True, False or None; got {type(shows).__qualname__}.")
     if params is not None and vocab is not None:
         _check_params(params, limit, vocab=vocab, cached=facts.cached)
+        _check_codebooks(params, facts.codebooks)
     limit = None if limit is None else int(limit)
+    given = _inputs(request, facts)
+    limit = _covered(given, facts, n, limit)
     end = facts.limits.fit(n, limit)
     checked_kept(request, facts)
     terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
@@ -73,7 +86,95 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         include_stop=shows is not False,
         terms=terms,
         begun=begun,
+        inputs=given,
     )
+
+
+def _seeded(given: Any, seeded: bool) -> SamplingParams | None:
+    """The parameters of a request to a model that returns tokens: a seed, where it draws itself. Raises
+    InvalidRequest.
+    """
+    if given is None or not seeded:
+        if given is not None:
+            raise InvalidRequest(
+                f"This model returns tokens, not logits, so it samples by itself; got params={given!r}. Leave params "
+                f"out and pass max_tokens= or stop_rule=. (A model that declares `draws` takes a seed.)"
+            )
+        return None
+    params = as_params(given, _PLAIN)
+    if others := [
+        f.name for f in fields(_PLAIN) if f.name not in _SEEDED and getattr(params, f.name) != getattr(_PLAIN, f.name)
+    ]:
+        raise InvalidRequest(
+            f"This model returns tokens, not logits: of SamplingParams it takes {', '.join(_SEEDED)}; got "
+            f"{', '.join(others)}. Leave these out; the model draws with its own random numbers."
+        )
+    return params
+
+
+def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
+    """Check parameters for tokens of several codebooks, or of one. Raises InvalidRequest."""
+    if codebooks is None:
+        if params.codebooks:
+            raise InvalidRequest(
+                f"codebooks is for models whose tokens have several; got {len(params.codebooks)} mappings for a model "
+                f"whose tokens are single ids. Leave it out."
+            )
+        return
+    if params.codebooks and len(params.codebooks) != codebooks:
+        raise InvalidRequest(
+            f"codebooks must be one mapping for each of {codebooks} codebooks; got {len(params.codebooks)}. {{}} is "
+            f"one that changes nothing."
+        )
+    for name in _OF_ONE_ID:
+        if (got := getattr(params, name)) != getattr(_PLAIN, name):
+            mend = "Pass stop_rule=, which sees whole tokens." if name == "stop_token_ids" else "Leave it out."
+            raise InvalidRequest(
+                f"{name} is for tokens that are single ids; got {shown(got)} for a model whose tokens have "
+                f"{codebooks} codebooks. {mend}"
+            )
+
+
+def _inputs(request: Request, facts: Facts) -> dict[str, HostArray] | None:
+    """The request's own inputs, checked and copied to the host. Raises InvalidRequest."""
+    given, declared = request.inputs, facts.inputs
+    if not given and not declared:
+        return None
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
+    given = given or {}
+    missing, unknown = declared.keys() - given.keys(), given.keys() - declared.keys()
+    if missing or unknown:
+        expected = ", ".join(declared) or "none, as the model declares no `inputs`"
+        raise InvalidRequest(f"inputs must have the arrays {expected}; got {', '.join(map(str, given)) or 'none'}.")
+    return {
+        name: fits(host_of(given[name], name), one, f"inputs[{name!r}]", InvalidRequest)
+        for name, one in declared.items()
+    }
+
+
+def host_of(given: Any, name: str) -> HostArray:
+    """An array of any library on the host. Raises InvalidRequest."""
+    try:
+        return to_host(given)
+    except (HibachiError, ValueError, TypeError, OverflowError) as e:
+        raise InvalidRequest(f"inputs[{name!r}] must be an array of numbers; got {text_of(e)}.") from e
+
+
+def _covered(given: Mapping[str, HostArray] | None, facts: Facts, n: int, limit: int | None) -> int | None:
+    """The limit of new tokens, where an input per position ends before. n: tokens of the prompt. Raises
+    InvalidRequest.
+    """
+    for name, array in (given or {}).items():
+        if facts.inputs[name].per == "position":
+            most = len(array) + 1 - n  # the last token is never computed
+            if most < 1 or (limit is not None and limit > most):
+                raise InvalidRequest(
+                    f"inputs[{name!r}] must reach over the {n} tokens of the prompt and all new ones but the last: "
+                    f"expected {n + (limit or 1) - 1} positions; got {len(array)}. Send more, or set max_tokens."
+                )
+            limit = most if limit is None else limit
+    return limit
 
 
 def embeddings(embeds: HostArray, prompt: Any, size: int | None, model: str) -> HostArray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, overload
@@ -286,14 +287,17 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         stop_rule: Any = None,
         include_stop: bool | None = None,
         prompt_embeds: Any = None,
+        inputs: Mapping[str, Any] | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Token]:
         """Queue a prompt (seq, *tok) and return its stream at once.
 
         prompt_embeds: (seq, hidden) floats in place of the prompt, which is None then: they replace the embeddings of
         tokens at the model's first layer. For models with an attribute `embed_size`, as our decoder has.
+        inputs: {name: array}, what the model declares in its attribute `inputs`; the arrays stay with the request.
         params: how to sample (levels 1 and 2); None means SamplingParams(). Fields that need a tokenizer (stop,
-        bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them.
+        bad_words) or several streams (n, best_of) are refused: `hibachi.LLM` serves them. Models that return tokens
+        take a seed and max_tokens, if they declare `draws`.
         max_tokens: the limit of new tokens, which takes precedence over params.max_tokens. None in both means up to the
         end of the context.
         stop_rule: a `StopRule`, a predicate, a token or a list of token ids, beside the engine's stop_token.
@@ -322,6 +326,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             stop_rule=stop_rule,
             include_stop=include_stop,
             embeds=prompt_embeds,
+            inputs=inputs,
             terms=Terms() if terms is None else terms,
         )
         return self.submit(self.check(request))
@@ -373,7 +378,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         seq.begun = begun is not None
         known = embeds is None and (begun is None or begun.known)
         if built.block_size and known and request.pooling is None and not scored:
-            seq.keys, seq.salt = built.block_keys(host, kind), terms.cache_salt
+            seq.keys = built.block_keys(host, kind)
+            seq.salt = terms.cache_salt if not request.inputs else (terms.cache_salt, _digest(request.inputs))
         seed = params.seed if params and params.seed is not None else secrets.randbits(64)
         job = Job(
             seq,
@@ -390,6 +396,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             pooling=request.pooling,
             unit=request.unit,
             kept=request.kept,
+            inputs=dict(request.inputs) if request.inputs else None,
         )
         if begun is not None:
             job.kv = begun.kv
@@ -407,7 +414,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if job.pooling is not None:
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
-        of_batch = self._plan.vocab_size is None and not isinstance(self._backend, NineBackend)
+        arrays = self._plan.vocab_size is None or self._plan.codebooks is not None
+        of_batch = arrays and not isinstance(self._backend, NineBackend)
         return native_row if of_batch else as_it_is
 
     def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:
@@ -437,6 +445,15 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
 
 def _own_dtype(model: Any) -> str:
     return own if isinstance(own := getattr(model, "dtype", None), str) else "float32"
+
+
+def _digest(inputs: Mapping[str, HostArray]) -> bytes:
+    """Tells inputs apart: only requests with the same ones share a prefix."""
+    found = hashlib.sha256()
+    for name, array in inputs.items():
+        found.update(repr((name, array.shape)).encode())
+        found.update(array.tobytes())
+    return found.digest()
 
 
 def _check_least(least: int, **values: Any) -> None:

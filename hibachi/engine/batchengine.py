@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from hibachi.engine.health import Health
@@ -13,7 +13,7 @@ from hibachi.request import Request
 from hibachi.runners.meters import Meters
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
-from hibachi.tensor.layout import CacheSpec
+from hibachi.tensor.layout import CacheSpec, Input
 
 R = TypeVar("R")
 
@@ -35,6 +35,8 @@ class Facts:
     reads, writes: the model has `read`, or `write`: see `BatchEngine`.
     quantization: of the matrices.
     eos_ids: for a model that returns logits, token ids that end a request, unless its parameters say ignore_eos.
+    codebooks: of a token that is sampled; None means it is one id. seeded: the model draws itself, from a request's
+    seed. inputs: arrays that come with each request.
     """
 
     vocab_size: int | None
@@ -56,6 +58,14 @@ class Facts:
     writes: bool = False
     quantization: str = "none"
     eos_ids: tuple[int, ...] = ()
+    codebooks: int | None = None
+    seeded: bool = False
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+
+    @property
+    def arrays(self) -> bool:
+        """Whether items of streams are arrays, not ids."""
+        return self.vocab_size is None or self.codebooks is not None
 
 
 class BatchEngine(Protocol[R]):

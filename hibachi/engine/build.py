@@ -15,13 +15,15 @@ import numpy as np
 
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import said_by
-from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts
+from hibachi.engine.prompts import HostPrompts, NinePrompts, Prompts, kind_of_ids
 from hibachi.errors import ConfigError, shown
 from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
+from hibachi.runners.beside import Beside, check_taken, declared_by, wanted
 from hibachi.runners.cached import CachedRunner
+from hibachi.runners.frames import FrameSampler
 from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
@@ -70,6 +72,11 @@ class Plan:
         """Size of the vocabulary; None means the model returns tokens."""
         return getattr(self.model, "vocab_size", None) if self.level else None
 
+    @property
+    def codebooks(self) -> int | None:
+        """Ids of a token, where it has several and the engine samples them. Raises ConfigError."""
+        return codebooks_of(self.model) if self.vocab_size is not None else None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Built:
@@ -108,22 +115,24 @@ def build(
     if isinstance(backend, NineBackend):
         return _nine(plan, backend, policy, tokens, deterministic)
     vocab = plan.vocab_size
-    prompts = HostPrompts(backend, vocab_size=vocab, **tokens)
+    prompts = HostPrompts(backend, vocab_size=vocab, codebooks=plan.codebooks, **tokens)
     tables = Tables(plan.rows, prompts.kind)
-    sampler = RowSampler(backend, plan.rows, vocab, tables.of(IDS)) if vocab is not None else None
+    sampler = None if vocab is None else _sampler(backend, plan.rows, vocab, plan.codebooks, tables)
+    beside = _beside(plan)
     runner: Runner
     size = 0
     if plan.level == 2:
         size = plan.block_size or backend.block_size
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
-        runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype)
+        runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)
         deterministic = check(cached)
     elif has_own_cache(plan.model):
-        assert sampler is not None
-        tally = Tally()
-        head = Sampled(sampler, tables.of(IDS), tally, type(plan.model).__name__)
-        examples = _examples(plan.model, prompts, vocab or 1)
-        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, tally, examples)
+        examples = _examples(plan.model, prompts, vocab)
+        kind = prompts.kind
+        assert kind is not None  # of all: these examples have fixed it
+        tally, name = Tally(), type(plan.model).__name__
+        head = Tokens(backend, tally, name) if sampler is None else Sampled(sampler, tables.of(kind), tally, name)
+        runner = own = OwnCacheRunner(plan.model, backend, tables, plan.rows, head, kind, tally, examples, beside)
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
@@ -135,13 +144,25 @@ def build(
     else:
         scheduler = Scheduler(_whole_limits(plan), policy)
         runner = whole = WholeRunner(
-            plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic
+            plan.model, backend, tables, plan.rows, sampler, _grouping(plan, tokens, backend), deterministic, beside
         )
         if vocab is not None and deterministic is not False and not inspect.iscoroutinefunction(plan.model.logits):
-            whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(IDS).padding)
+            kind = kind_of_ids(plan.codebooks)
+            whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(kind).padding)
         deterministic = whole.deterministic
     facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
     return Built(facts, scheduler, runner, prompts, size if plan.enable_prefix_caching else 0)
+
+
+def _beside(plan: Plan) -> Beside:
+    declared = declared_by(plan.model)
+    if plan.level == 2:
+        check_taken(plan.model, declared, fields=True)
+    elif has_own_cache(plan.model):
+        check_taken(plan.model, declared, "step", "encode")
+    else:
+        check_taken(plan.model, declared, "logits" if plan.level else "forward")
+    return Beside(declared, plan.rows)
 
 
 def _nine(
@@ -153,6 +174,11 @@ def _nine(
             f"A model with {'`step`' if plan.level == 2 else '`logits`'} (level {plan.level}) needs a "
             f"hibachi.ArrayBackend; {backend.name} has the nine operations only, which serve `forward` (level 0) and "
             f"feed-forward. Inherit from hibachi.ArrayBackend, which derives the rest from an array-API namespace."
+        )
+    if declared_by(plan.model):
+        raise ConfigError(
+            f"`draws` and `inputs` need a hibachi.ArrayBackend, which takes arrays from the host; {backend.name} has "
+            f"the nine operations only. Inherit from hibachi.ArrayBackend, or leave them out."
         )
     prompts, scheduler = NinePrompts(backend, **tokens), Scheduler(_whole_limits(plan), policy)
     grouping = _grouping(plan, tokens, backend)
@@ -172,18 +198,29 @@ def _grouping(plan: Plan, tokens: dict[str, Any], backend: Library) -> Grouping:
     return Grouping(padded=padded, longest=plan.longest, bucket=shapes.length if shapes.compiled else bucket)
 
 
-def _examples(model: Any, prompts: HostPrompts, vocab: int) -> list[HostArray]:
-    """Token ids to try a model with: its own `example_prompts`, or arbitrary ones."""
+def _examples(model: Any, prompts: HostPrompts, vocab: int | None) -> list[HostArray]:
+    """Prompts to try a model with: its own `example_prompts`, or arbitrary ones. vocab: None means that tokens are no
+    ids: all requests have the kind of the examples then. Raises ConfigError.
+    """
     own = getattr(model, "example_prompts", None)
     if own is not None:
         given = own() if callable(own) else own
-        if not isinstance(given, Iterable) or not (found := [prompts.taken(prompt)[0] for prompt in given]):
+        if not isinstance(given, Iterable) or not (found := [prompts.taken(prompt) for prompt in given]):
             raise ConfigError(
-                f"{type(model).__name__}.example_prompts must be prompts of ids, at least one; got {shown(given)}."
+                f"{type(model).__name__}.example_prompts must be prompts{'' if vocab is None else ' of ids'}, at least "
+                f"one; got {shown(given)}."
             )
-        return found
-    random = np.random.default_rng(0)
-    return [random.integers(0, vocab, 128).astype(np.int32) for _ in range(128)]
+        prompts.kind = prompts.kind or found[0][1]
+        return [prompt for prompt, kind, _ in found if kind == prompts.kind]
+    if prompts.kind is None:
+        raise ConfigError(
+            f"{type(model).__name__} returns tokens, and nothing says of what kind: expected token=, one token, or an "
+            f"attribute `example_prompts` of the model; got neither."
+        )
+    random, (shape, dtype) = np.random.default_rng(0), prompts.kind
+    if vocab is None:
+        return [random.normal(size=(128, *shape)).astype(dtype) for _ in range(4)]
+    return [random.integers(0, vocab, (128, *shape)).astype(np.int32) for _ in range(128)]
 
 
 def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bool, kind: Kind | None) -> Facts:
@@ -203,18 +240,50 @@ def _facts(plan: Plan, scheduler: Scheduler, backend: Library, deterministic: bo
         layers=tuple(plan.model.cache_spec()) if plan.level == 2 else (),
         token=None if kind is None else (kind.shape, str(kind.dtype)),
         quantization=getattr(backend, "quantization", "none"),
-        eos_ids=eos_ids_of(plan.model, plan.vocab_size),
+        eos_ids=eos_ids_of(plan.model, plan.vocab_size, plan.codebooks),
+        codebooks=plan.codebooks,
+        seeded=(declared := declared_by(plan.model)).seeded,
+        inputs=declared.inputs,
         **said_by(plan.model),
     )
 
 
-def eos_ids_of(model: Any, vocab: int | None) -> tuple[int, ...]:
+def codebooks_of(model: Any) -> int | None:
+    """Ids of a token, from a model's attribute `codebooks`; None means a token is one id. Raises ConfigError."""
+    own = getattr(model, "codebooks", None)
+    if own is not None and (not isinstance(own, int) or isinstance(own, bool) or own < 1):
+        raise ConfigError(
+            f"{type(model).__name__}.codebooks must be the number of ids in a token, an integer >= 1; got {shown(own)}."
+        )
+    return own
+
+
+def returns_ids(model: Any) -> bool:
+    """Whether the engine samples single ids, so that the model may have a text. Raises ConfigError."""
+    return bool(level_of(model)) and getattr(model, "vocab_size", None) is not None and codebooks_of(model) is None
+
+
+def _sampler(
+    backend: ArrayBackend, rows: int, vocab: int, codebooks: int | None, tables: Tables
+) -> RowSampler | FrameSampler:
+    table = tables.of(kind_of_ids(codebooks))
+    if codebooks is None:
+        return RowSampler(backend, rows, vocab, table)
+    return FrameSampler(backend, rows, vocab, codebooks, table)
+
+
+def eos_ids_of(model: Any, vocab: int | None, codebooks: int | None = None) -> tuple[int, ...]:
     """The end-of-sequence ids of a model that returns logits, from its attribute `eos_ids`: one or several. Raises
     ConfigError. vocab: size of the vocabulary; None means the model returns tokens, which has no such ids.
     """
     own = getattr(model, "eos_ids", None)
     if own is None or vocab is None:
         return ()
+    if codebooks is not None:
+        raise ConfigError(
+            f"{type(model).__name__}.eos_ids is for tokens that are single ids; its tokens have {codebooks} codebooks. "
+            f"Write a method or attribute stop_rule, or pass stop_rule=, which sees whole tokens."
+        )
     ids = [*own] if isinstance(own, (set, frozenset)) else np.asarray(own, dtype=object).reshape(-1).tolist()
     if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < vocab for i in ids):
         raise ConfigError(f"{type(model).__name__}.eos_ids must be token ids from 0 to {vocab - 1}; got {shown(own)}.")
@@ -222,12 +291,21 @@ def eos_ids_of(model: Any, vocab: int | None) -> tuple[int, ...]:
 
 
 def cached_runner(
-    model: Any, backend: ArrayBackend, scheduler: Scheduler, tables: Tables, sampler: RowSampler | None, dtype: str
+    model: Any,
+    backend: ArrayBackend,
+    scheduler: Scheduler,
+    tables: Tables,
+    sampler: RowSampler | FrameSampler | None,
+    dtype: str,
+    beside: Beside | None = None,
 ) -> CachedRunner:
     """A runner for a model of level 2, limited to call sizes that give the same bits."""
     tally, name = Tally(), type(model).__name__
-    head: Head = Sampled(sampler, tables.of(IDS), tally, name) if sampler else Tokens(backend, tally, name)
-    runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally)
+    if sampler is None:
+        head: Head = Tokens(backend, tally, name)
+    else:
+        head = Sampled(sampler, tables.of(kind_of_ids(codebooks_of(model))), tally, name)
+    runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally, beside=beside)
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner
@@ -339,8 +417,11 @@ def level_of(model: Any) -> int:
         _check_takes(model, "step", "params", "cache", "x")
         return 2
     if has_own_cache(model):
-        if not _has_vocabulary(model):
-            raise ConfigError(f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1.")
+        if not _has_vocabulary(model) and getattr(model, "vocab_size", 0) is not None:
+            raise ConfigError(
+                f"{type(model).__name__} has `past`, so it also needs `vocab_size`, an integer >= 1, or None: then "
+                f"`step` returns the next tokens."
+            )
         _check_takes(model, "step", "tokens", *(["lengths"] if takes_own_lengths(model) else []), "past")
         return 1
     if has("logits"):
@@ -391,7 +472,9 @@ def _check_takes(model: Any, name: str, *arguments: str) -> None:
         signature = inspect.signature(getattr(model, name))
     except (TypeError, ValueError):  # compiled code need not tell
         return
-    named = {"lengths": None} if name == "forward" and "lengths" in signature.parameters else {}
+    named = {} if "cache" in arguments else dict.fromkeys(wanted(getattr(model, name), declared_by(model)))
+    if name == "forward" and "lengths" in signature.parameters:
+        named["lengths"] = None
     try:
         signature.bind(*arguments, **named)
     except TypeError as e:

@@ -165,7 +165,7 @@ def checked_plain(request: Request, model: str) -> Terms:
     """The terms of a request for one output, which has no tokens. Raises InvalidRequest for options that need
     tokens.
     """
-    for name in ("params", "max_tokens", "stop_rule", "embeds", "pooling", "begun", "kept"):
+    for name in ("params", "max_tokens", "stop_rule", "embeds", "pooling", "begun", "kept", "inputs"):
         if (got := getattr(request, name)) is not None:
             raise InvalidRequest(
                 f"{model} gives one output for each input, and no tokens one after another; got {name}={shown(got)}. "

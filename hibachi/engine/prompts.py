@@ -22,6 +22,11 @@ from hibachi.tensor.protocol import BATCH_DIM
 MOST_KINDS = 64  # that are remembered
 
 
+def kind_of_ids(codebooks: int | None) -> Kind:
+    """The kind of tokens that the engine samples."""
+    return IDS if codebooks is None else Kind((codebooks,), IDS.dtype)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
     """The engine's stop rule and padding for one kind of token. stop: for every request, or None. padding: see
@@ -69,6 +74,8 @@ def check_tokens(host: HostArray, own: Kind | None, vocab: int | None) -> None:
         )
     if own is not None and (host.shape[1:] != own.shape or (host.dtype.kind in "iu") != (own.dtype.kind in "iu")):
         of = "token ids, integers of shape ()" if vocab else f"tokens of shape {own.shape} and {own.dtype}"
+        if vocab and own.shape:
+            of = f"token ids, integers of shape {own.shape}, one of each codebook"
         raise InvalidRequest(
             f"This engine takes prompts of {of}; got tokens of shape {host.shape[1:]} and {host.dtype}. A prompt "
             f"is one sequence, (sequence, *token), without a dimension for the batch."
@@ -85,7 +92,8 @@ class HostPrompts:
     """Converts arrays of any library, lists and numbers to arrays on the host.
 
     token: a token of the kind that all requests have, a number or an array (*tok); None means each request has its own
-    kind. vocab_size: prompts are token ids below it; None means any numbers. stop: a rule for all requests.
+    kind. vocab_size: prompts are token ids below it; None means any numbers. codebooks: ids of a token; None means a
+    token is one id. stop: a rule for all requests.
     """
 
     kind: Kind | None
@@ -99,13 +107,14 @@ class HostPrompts:
         stop_token: Any,
         padding_token: Any,
         stop: Any = None,
+        codebooks: int | None = None,
     ) -> None:
         self._backend, self._vocab, self._own = backend, vocab_size, None if stop is None else as_rule(stop)
         self._stop, self._padding = stop_token, padding_token
         self._fitted, self._dtypes = dict[Kind, Fitted](), dict[Any, Any]()
         self._stoppers: WeakValueDictionary[tuple[Kind, StopRule], Stopper] = WeakValueDictionary()
         self._of_ids: WeakValueDictionary[tuple[Kind, tuple[int, ...]], Stopper] = WeakValueDictionary()
-        self.kind = None if vocab_size is None else IDS
+        self.kind = None if vocab_size is None else kind_of_ids(codebooks)
         if vocab_size is None and token is not None:
             one = self.host(token)
             if one.dtype.kind not in "iufb":

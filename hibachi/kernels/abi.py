@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 2
+ABI = 3
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -84,7 +84,7 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "int8_linear": "b:iipnppppnnn",
     "int8_pack": "b:pppnn",
     "int8_rows": "b:ippppnnn",
-    "attend": "b:ippppppppppip",
+    "attend": "b:ippppppppppipnpp",
     "rms_norm": "b:ipnppnnf",
     "layer_norm": "b:ipnpppnnf",
     "softmax": "b:ippnn",

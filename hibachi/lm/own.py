@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.batchinference import BatchInference
-from hibachi.engine.build import UNSTATED, level_of, limit_of
+from hibachi.engine.build import UNSTATED, codebooks_of, level_of, limit_of, returns_ids
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.engine.options import EngineOptions
 from hibachi.errors import ConfigError, EngineError, HibachiError, InvalidRequest, shown
@@ -62,9 +62,9 @@ def open_own(model: str, *, feedforward: bool = False, **options: Unpack[TextOpt
     made = _made(model, options)
     if feedforward or is_feedforward(made):
         return _warm(Tokens(_forward_engine(made, options), model), made)
-    if level_of(made) and getattr(made, "vocab_size", None) is not None:
+    if returns_ids(made):
         return OwnTexts(model, made=made, **options)
-    return _warm(Tokens(_token_engine(made, options), model), made)
+    return _warm(Tokens(_token_engine(made, options), model, own_params(made)), made)
 
 
 def is_feedforward(made: Any) -> bool:
@@ -93,6 +93,8 @@ class OwnTexts(Texts):
         self.model: Any = made
         if level_of(made) == 0 or is_feedforward(made):
             raise ConfigError(no_text(model, "has only `forward`"))
+        if codebooks_of(made) is not None:
+            raise ConfigError(no_text(model, "has tokens of several codebooks"))
         own = getattr(made, "tokenizer", None)
         self.portable_tokenizer: NoTokenizer | OwnTokenizer = NoTokenizer() if own is None else OwnTokenizer(own)
         engine = _engine(made, options, max_model_len=options.get("max_model_len"), stop_rule=own_stop(made, eos=False))
@@ -121,7 +123,7 @@ def _made(model: str, options: TextOptions) -> Any:
 
 
 def _token_engine(made: Any, options: TextOptions) -> AutoregressiveBatchInference[Any, Any]:
-    """The engine of a model that returns tokens. Where nothing limits the length of a request, the limit is very
+    """The engine of a model whose tokens are arrays. Where nothing limits the length of a request, the limit is very
     large.
     """
     longest = options.get("max_model_len")

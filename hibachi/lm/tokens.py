@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,15 +39,17 @@ class Tokens(Holding):
         max_tokens: int | None = None,
         stop_rule: Any = None,
         include_stop: bool | None = None,
+        inputs: Mapping[str, Any] | None = None,
         terms: Terms | None = None,
     ) -> ItemStream[Any]:
         """Queue a prompt [n, *token], or one input of any shape; returns its stream at once.
 
-        params: how to sample, where the engine does.
+        params: how to sample, where the engine does; a seed, where the model gets random numbers to draw with.
         max_tokens: takes precedence over params.max_tokens. None with a model that samples by itself means up to the
         end of the context.
         stop_rule: a `StopRule`, a predicate, a token or a list of them, in addition to the model's own.
         include_stop: deliver the token that ends it (None means yes).
+        inputs: {name: array} that the model declares.
         terms: priority, tenant, deadlines, cache salt.
 
         Items: `host` converts them to arrays. Raises InvalidRequest, PromptTooLong, QueueFull, EngineClosed or
@@ -60,7 +63,13 @@ class Tokens(Holding):
         if facts.vocab_size is not None:
             params = as_params(params, self.default_params)
         request = Request(
-            given, params, max_tokens=max_tokens, stop_rule=stop_rule, include_stop=include_stop, terms=as_terms(terms)
+            given,
+            params,
+            max_tokens=max_tokens,
+            stop_rule=stop_rule,
+            include_stop=include_stop,
+            inputs=inputs,
+            terms=as_terms(terms),
         )
         return self.engine.submit(self.engine.check(request))
 

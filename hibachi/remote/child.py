@@ -118,10 +118,12 @@ class OutChannel(Channel[Any]):
         if not self._began:
             self._outbox.starts += self._opening()
         wakeups.add(self._outbox)  # type: ignore[arg-type]  # woken as a waiter is
+        scores = self.logprobs.pop() if self.logprobs else None
         if self.read is None:
+            if scores is not None:
+                self._outbox.tokens.append((self._number, None, scores))
             self._outbox.rows.add(self._number, *item)
             return
-        scores = self.logprobs.pop() if self.logprobs else None
         try:
             token = self.read(item)
         except Exception as e:  # an array of the model's own; no other request's step may fail for it
@@ -273,7 +275,7 @@ class Child:
                 channel.read = None
             elif job.pooling is not None:
                 channel.read = read
-            elif self._engine.facts.vocab_size is None:
+            elif self._engine.facts.arrays:
                 channel.read = sendable
             self._jobs[number] = job, channel  # before the engine can end it
             self._engine.enqueue(job)

@@ -22,7 +22,7 @@ from hibachi.engine.conversions import ANSWER as CONVERSION
 from hibachi.engine.conversions import lacks
 from hibachi.engine.feedforward import checked_plain, fitting
 from hibachi.engine.health import STALL_AFTER, Health, State
-from hibachi.engine.prompts import check_tokens
+from hibachi.engine.prompts import check_tokens, kind_of_ids
 from hibachi.engine.stats import Stats
 from hibachi.errors import EngineClosed, EngineFailed, InvalidRequest, text_of
 from hibachi.lm.options import TextOptions
@@ -33,7 +33,7 @@ from hibachi.remote.rows import Rows, each, receive
 from hibachi.remote.sender import MOST_UNSENT
 from hibachi.request import Finish, Request
 from hibachi.runners.meters import Meters
-from hibachi.runners.tokentable import IDS, Kind
+from hibachi.runners.tokentable import Kind
 from hibachi.streams.channel import Channel
 from hibachi.streams.closeable import Closing, waited
 from hibachi.streams.loops import Wakeups
@@ -154,7 +154,8 @@ class RemoteEngine(Closing):
                 continue  # it was cancelled here, and the process has not heard of it yet
             if scores is not None:
                 channel.logprobs.append(scores)
-            self._push(number, channel, token, wakeups)
+            if token is not None:  # else it is among the rows
+                self._push(number, channel, token, wakeups)
         for number, row in each(rows):
             if (channel := channels.get(number)) is not None:
                 self._push(number, channel, row, wakeups)
@@ -303,7 +304,7 @@ class RemoteEngine(Closing):
             prompt = asked(request.prompt, MOST_UNSENT)
             check_tokens(prompt, kind_of(facts), facts.vocab_size)
             sent = checked(request, prompt, len(prompt), facts)
-        return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.vocab_size is None or bool(sent.pooling))
+        return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:
         """Raise QueueFull if there is no room for this many more requests."""
@@ -429,7 +430,7 @@ if hasattr(os, "register_at_fork"):
 def kind_of(facts: Facts) -> Kind | None:
     """Of all tokens or inputs; None means it is not fixed, or of a dtype that this process does not know."""
     if facts.vocab_size is not None:
-        return IDS
+        return kind_of_ids(facts.codebooks)
     try:
         return facts.token and Kind(facts.token[0], np.dtype(facts.token[1]))
     except TypeError:

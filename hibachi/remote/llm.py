@@ -23,8 +23,8 @@ from hibachi.request import Pooling, SamplingParams
 def open_remote(model: str, *, feedforward: bool = False, **options: Unpack[TextOptions]) -> Texts | Tokens:
     """`open_model`, with the engine in another process."""
     engine = _started("RemoteLLM", model, options, feedforward)
-    if engine.facts.vocab_size is None:
-        return Tokens(engine, model)
+    if engine.facts.arrays:
+        return Tokens(engine, model, engine.ready.default_params)
     return RemoteLLM(model, engine=engine)
 
 

@@ -15,6 +15,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.beside import Beside, declared_by
 from hibachi.runners.checkedstep import CheckedStep
 from hibachi.runners.heads import Head, Outputs, Pooled, Sampled
 from hibachi.runners.inputs import Inputs
@@ -36,7 +37,7 @@ from hibachi.runners.runner import (
     raise_for_all,
     writers_first,
 )
-from hibachi.runners.sampler import Drawn
+from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import Kind, Tables
 from hibachi.shapes import size_for
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -86,14 +87,21 @@ class CachedRunner(BaseRunner):
         dtype: str,
         tally: Tally,
         memory: Memory | None = None,
+        beside: Beside | None = None,
     ) -> None:
         super().__init__(backend, tables)
         self.tally = tally
         self.model, self.limits = model, scheduler.limits
         self.memory: Memory = memory or Memory(model.cache_spec(), backend, self.limits, dtype)
-        recurrent = bool(self.memory.states)
         self.inputs: Inputs = Inputs(
-            model, backend, self.limits, tables, scheduler.block_table, self.tally, recurrent=recurrent
+            model,
+            backend,
+            self.limits,
+            tables,
+            scheduler.block_table,
+            self.tally,
+            beside or Beside(declared_by(model), self.limits.rows),
+            recurrent=bool(self.memory.states),
         )
         self.main: Call = Call(head, model, backend, self.memory)
         self._vectors: Call | None = None  # made when first needed
@@ -185,6 +193,7 @@ class CachedRunner(BaseRunner):
         head, memory = self.main.head, self.memory
         assert isinstance(head, Sampled)
         sampler = head.sampler
+        assert isinstance(sampler, RowSampler)  # as `can_launch` has it
         idx, held = np.flatnonzero(plan.emit), memory.cache
         rows, positions = plan.rows[idx], plan.end[idx]
         try:

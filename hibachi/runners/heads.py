@@ -16,6 +16,7 @@ import numpy as np
 
 from hibachi.errors import HibachiError, NonFiniteOutput
 from hibachi.plan.step import StepPlan
+from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
 from hibachi.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
@@ -71,10 +72,10 @@ class Head(Protocol):
 class Sampled:
     """Logits: one token a row is sampled from them, and log-probabilities of prompts are computed."""
 
-    sampler: RowSampler
+    sampler: RowSampler | FrameSampler
     name: str
 
-    def __init__(self, sampler: RowSampler, table: TokenTable, tally: Tally, name: str) -> None:
+    def __init__(self, sampler: RowSampler | FrameSampler, table: TokenTable, tally: Tally, name: str) -> None:
         self.sampler, self._table, self._tally, self.name = sampler, table, tally, f"{name}.step"
 
     def step(self, model: Any) -> Callable[..., Any]:
@@ -90,7 +91,7 @@ class Sampled:
 
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
         sampler, backend = self.sampler, self.sampler.backend
-        out = check_output(out, backend, (wanted, sampler.vocab_size), self.name, kind="logits")
+        out = check_output(out, backend, (wanted, *sampler.shape), self.name, kind="logits")
         faults: dict[int, HibachiError] = {}
         if of is not None:
             out, faults = self._score(plan, out, of)

@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.plan.limits import Limits
 from hibachi.plan.lower import Packed, lower, pad
+from hibachi.runners.beside import Beside
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
 from hibachi.runners.tokentable import Tables
@@ -39,11 +40,13 @@ class Inputs:
         tables: Tables,
         block_table: Any,
         tally: Tally,
+        beside: Beside,
         *,
         recurrent: bool,
     ) -> None:
         self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
-        self._tally, self._recurrent = tally, recurrent
+        self._tally, self._recurrent, self._beside = tally, recurrent, beside
+        self._plain = bool(getattr(model, "any_shape", False))  # our decoders look at nothing beside their tokens
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
         any_shape = getattr(model, "any_shape", False)
@@ -53,6 +56,7 @@ class Inputs:
 
     def admit(self, job: Job, unscored: int) -> None:
         row = job.seq.row
+        self._beside.admit(job)
         self.unscored[row] = unscored
         self.embeds.pop(row, None)
         if job.embeds is not None:
@@ -91,8 +95,9 @@ class Inputs:
             packed = pad(packed, shape, trash_row=self.limits.rows)
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
-        names = [f.name for f in fields(Packed)]
-        arrays = [tokens, *(getattr(packed, name) for name in names)]
+        beside = {} if self._plain else self._beside_of(packed)
+        names = [*(f.name for f in fields(Packed)), *beside]
+        arrays = [tokens, *(getattr(packed, f.name) for f in fields(Packed)), *beside.values()]
         if drawn is not None:
             ids, source, vocab = drawn
             known = np.pad(source[packed.seg[: int(q.sum())]], (0, len(tokens) - int(q.sum())), constant_values=-1)
@@ -103,8 +108,18 @@ class Inputs:
         else:
             arrays = self.backend.put_all(arrays)
         tok, *rest = arrays
-        x = StepInputs(tok=tok, **dict(zip(names, rest, strict=True)))
+        named = dict(zip(names, rest, strict=True))
+        inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
+        x = StepInputs(tok=tok, **named, inputs=inputs or None)
         return self._with_embeds(x, rows, start, q) if self.embeds else x
+
+    def _beside_of(self, packed: Packed) -> dict[str, HostArray]:
+        """What comes beside the tokens of a step: fields of `StepInputs`, and inputs by their names."""
+        beside, rows = self._beside, packed.row
+        found = beside.fields(packed)
+        if beside.declared.inputs:
+            found |= beside.inputs(rows, rows[packed.seg], packed.pos)
+        return found
 
     def _put_drawn(self, tok: Array, ids: Array, at: Array, here: Array, vocab: int) -> Array:
         """Tokens [T] with ids[at] where `here` > 0: tokens that the host has not seen."""

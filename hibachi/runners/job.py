@@ -39,6 +39,7 @@ class Job:
     unit: bool = False  # and of length 1
     kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
     kept: list[Any] | None = None  # see `Request`
+    inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property

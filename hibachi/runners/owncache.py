@@ -9,36 +9,36 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
+from hibachi.errors import ConfigError, InvalidModelOutput, text_of
 from hibachi.phases import phase
 from hibachi.plan.copies import Copies
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
+from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, wanted
+from hibachi.runners.encoded import Encoded
 from hibachi.runners.faults import drop_frames, is_signal
-from hibachi.runners.heads import Sampled
+from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
-from hibachi.runners.pasts import Group, Layout, Past, layout_of
+from hibachi.runners.owntrial import Trial
+from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.prefixes import Prefixes
+from hibachi.runners.rowpasts import RowPasts
 from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
-from hibachi.runners.tokentable import IDS, Tables
+from hibachi.runners.tokentable import Kind, Tables
 from hibachi.runners.trial import telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import OwnCache
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-PROMPT = 7  # tokens of the prompts of a trial, the shortest; each of the others has one more
-TRIAL_ROWS = 4
 ALIKE = 0.05  # of the largest logit: what those of a model that goes on from a past may differ by, in any dtype
-TRIAL_NEW = 3
-COMMON = 4  # tokens with which two of them begin
 
 
 class OwnCacheRunner(BaseRunner):
@@ -51,7 +51,7 @@ class OwnCacheRunner(BaseRunner):
     backend: ArrayBackend
     tables: Tables
     layout: Layout
-    head: Sampled
+    head: Sampled | Tokens
     apart: bool = False
     deterministic: bool = False
 
@@ -61,27 +61,31 @@ class OwnCacheRunner(BaseRunner):
         backend: ArrayBackend,
         tables: Tables,
         rows: int,
-        head: Sampled,
+        head: Sampled | Tokens,
+        kind: Kind,
         tally: Tally,
         examples: Sequence[HostArray],
+        beside: Beside,
     ) -> None:
-        """rows: the most there may be at once. examples: prompts of ids, of whose tokens those for trials are drawn.
+        """rows: the most there may be at once. kind: of the tokens. examples: prompts, of whose tokens those for trials
+        are drawn.
 
         Raises ConfigError.
         """
         super().__init__(backend, tables)
         self.tally = tally
-        self._rows, self.head = rows, head
+        self._rows, self.head, self._kind = rows, head, kind
         self.name: str = head.name
         self._step: Any = model.step
         self._with_lengths = takes_own_lengths(model)
-        self._of: dict[int, Past] = {}  # the past that a row is in
+        self._beside, self._arguments = beside, Arguments(model.step, beside)
+        self._encoded: Encoded | None = None
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
         self._copies: Copies | None = None
-        self._examples, self._random = np.concatenate(examples).astype(np.int32), np.random.default_rng(0)
+        self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
 
         def first(rows: int, tokens: int) -> Any:
             return self.called(self.example(rows, tokens), np.full(rows, tokens, np.int32), None)[1]
@@ -90,7 +94,14 @@ class OwnCacheRunner(BaseRunner):
         assert isinstance(spec, OwnCache)
         try:
             with backend.guard():
+                if callable(encode := getattr(model, "encode", None)):
+                    if ENCODED not in self._arguments.names:
+                        raise ConfigError(
+                            f"{self.name} must take what `encode` makes: expected a parameter `{ENCODED}`; got none."
+                        )
+                    self._encoded = Encoded(encode, backend, beside, type(model).__name__, self._theirs_called)
                 self.layout = layout_of(spec, first, backend, self.name)
+                self._pasts = RowPasts(self.layout, self._width)
                 self._try_going_on(self.example(2, 4))
         except ConfigError:
             raise
@@ -101,8 +112,8 @@ class OwnCacheRunner(BaseRunner):
             ) from e
 
     def example(self, *shape: int) -> HostArray:
-        """Token ids for a trial."""
-        found: HostArray = self._random.choice(self._examples, shape)
+        """Tokens for a trial."""
+        found: HostArray = self._random.choice(self._examples, shape)  # of its first axis
         return found
 
     def _try_going_on(self, ids: HostArray) -> None:
@@ -113,26 +124,33 @@ class OwnCacheRunner(BaseRunner):
         want, parts = [], []
         for i, row in enumerate(rows):
             n = row.shape[1]
-            want.append(self._logits(self.called(row, np.array([n], np.int32), None)[0], 1))
-            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None)
+            want.append(self._output(self.called(row, np.array([n], np.int32), None, trial=[i])[0], 1))
+            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None, trial=[i])
             parts.append(self.layout.taken(tree, None, [i], [n - 1], 1, n - 1))
         given = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
         ends = [row.shape[1] for row in reversed(rows)]
-        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree)
+        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree, trial=[1, 0])
         self.layout.taken(tree, given, [1, 0], ends, 2, 1)
-        far = float(np.abs(self._logits(out, 2)[::-1] - np.concatenate(want)).max())
+        got = self._output(out, 2)
+        if isinstance(self.head, Tokens) and self._kind.dtype.kind != "f":
+            return  # a token that is almost as likely may come
+        far = float(np.abs(got[::-1] - np.concatenate(want)).max())
         if far > ALIKE * float(np.abs(np.concatenate(want)).max()):
             raise ConfigError(
                 f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
-                f"expected the logits that it returns for a few tokens at once, after all but the last and then the "
+                f"expected the outputs that it returns for a few tokens at once, after all but the last and then the "
                 f"last beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make "
                 f"positions and a mask from `lengths`, and switch off dropout (`.eval()`)."
             )
 
-    def _logits(self, out: Any, rows: int) -> HostArray:
-        expected = (rows, self.head.sampler.vocab_size)
-        out = check_output(out, self.backend, expected, self.name, kind="logits")
-        return self.backend.get(self.backend.float32(out))
+    def _output(self, out: Any, rows: int) -> HostArray:
+        return self.backend.get(self.backend.float32(self._checked(out, rows)))
+
+    def _checked(self, out: Any, rows: int) -> Array:
+        """The output of a call of so many rows. Raises InvalidModelOutput."""
+        if isinstance(self.head, Sampled):
+            return check_output(out, self.backend, (rows, *self.head.sampler.shape), self.name, kind="logits")
+        return check_output(out, self.backend, (rows, *self._kind.shape), self.name, kind=self._kind.dtype.kind)
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
@@ -144,19 +162,20 @@ class OwnCacheRunner(BaseRunner):
     def admit(self, seq: Seq) -> None:
         self._keep()
         super().admit(seq)
+        self._beside.admit(seq.owner)
         self.head.admit(seq.owner)
-        self._forget([seq.row])
+        self._forget([seq.row], encoded=True)
         self._seqs[seq.row] = seq
 
     @override
     def suspend(self, seq: Seq, row: int) -> None:
         self._keep()
         super().suspend(seq, row)
-        self._forget([row])
+        self._forget([row], encoded=True)
 
     @override
     def adopt(self, scheduler: Scheduler) -> None:
-        self._of.clear()
+        self._pasts.of.clear()
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
             self._copies = scheduler.copies
@@ -164,20 +183,22 @@ class OwnCacheRunner(BaseRunner):
 
     @override
     def rebuild(self, *, keep: bool) -> None:
-        self._of.clear()
+        self._pasts.of.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
 
     @override
     def idle(self) -> None:
         self._keep()
-        self._forget([row for row, seq in self._seqs.items() if seq.row != row])
+        self._forget([row for row, seq in self._seqs.items() if seq.row != row], encoded=True)
         if self._prefixes is not None:
             self._prefixes.drop()
 
-    def _forget(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._of.pop(row, None)
+    def _forget(self, rows: Sequence[int], encoded: bool = False) -> None:
+        """encoded: also what is kept of the request's inputs."""
+        self._pasts.forget(rows)
+        if encoded and self._encoded is not None:
+            self._encoded.forget(rows)
 
     # ---- the promise -------------------------------------------------------------------------------------------
 
@@ -209,7 +230,10 @@ class OwnCacheRunner(BaseRunner):
         """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
         Raises NotDeterministic, and what the model raises.
         """
-        return Trial(self).run()
+        return self._trial().run()
+
+    def _trial(self) -> Trial:
+        return Trial(self.called, self.layout, self.example)
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
@@ -230,7 +254,7 @@ class OwnCacheRunner(BaseRunner):
         return not why
 
     def _try_copy(self) -> str:
-        template, want, got = Trial(self).copied()
+        template, want, got = self._trial().copied()
         if float(np.abs(got - want).max()) > ALIKE * float(np.abs(want).max()):
             return "its past has more in it than positions: a copy of the first few goes on otherwise"
         if self.deterministic and not np.array_equal(got, want):
@@ -282,12 +306,15 @@ class OwnCacheRunner(BaseRunner):
             if not len(wanted):
                 return Part(idx[emit], np.zeros(0, np.int32), None, np.zeros(0, bool))
             if len(wanted) < len(rows):
-                out = self.head.sampler.rows(out, wanted)
+                if isinstance(self.head, Sampled):
+                    out = self.head.sampler.rows(out, wanted)
+                else:
+                    out = self.backend.take(out, self.backend.put(wanted.astype(np.int32)))
             return self.head.part(plan, idx[emit], out, out.shape[0])
 
     def _alone(self, row: int, prompt: int, end: int) -> Array:
         """The logits of a row after its first `end` tokens, in calls that depend on nothing but the row."""
-        past = self._of.get(row)
+        past = self._pasts.of.get(row)
         have = 0 if past is None else past.counts[past.place(row)]
         if have not in range(prompt, end):
             self._forget([row])
@@ -299,7 +326,7 @@ class OwnCacheRunner(BaseRunner):
     def _catch_up(self, rows: Any, start: Any) -> None:
         """Compute again what is not there: of a row whose past a failed step has taken along."""
         for row, n in zip(rows.tolist(), start.tolist(), strict=True):
-            past = self._of.get(row)
+            past = self._pasts.of.get(row)
             if n and (past is None or past.counts[past.place(row)] != n):
                 self._forget([row])
                 for at in range(0, n, self._chunk):
@@ -316,39 +343,62 @@ class OwnCacheRunner(BaseRunner):
     def _piece(self, rows: Any, start: Any, q: int) -> Array:
         n, ends = len(rows), start + q
         size = self.backend.shapes.rows(n, self._rows)
-        before = self._gathered(rows.tolist(), start, size) if int(start[0]) else None
+        before = self._pasts.gathered(rows.tolist(), start.tolist(), size) if int(start[0]) else None
         self._forget(rows.tolist())  # until it has succeeded: the model may write into the past that it is given
         filled = np.pad(rows, (0, size - n), mode="edge")
         lengths = np.pad(ends, (0, size - n), mode="edge").astype(np.int32)
         each = np.repeat(np.arange(size), q)
         positions = np.repeat(lengths - q, q) + np.tile(np.arange(q), size)
-        table = self.tables.of(IDS)
-        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions).reshape(size, q)
+        table = self.tables.at(rows[0])
+        tokens = table.packed(filled, lengths - q, np.full(size, q), each, positions)
+        tokens = tokens.reshape(size, q, *tokens.shape[1:])
         wide = 0 if before is None else before.width
         self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
-        out, past = self.called(tokens, lengths, None if before is None else before.tree)
-        out = check_output(out, self.backend, (size, self.head.sampler.vocab_size), self.name, kind="logits")
+        encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
+        out, past = self.called(tokens, lengths, None if before is None else before.tree, filled, encoded)
+        out = self._checked(out, size)
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
         width = self._width(int(ends.max()))
         if width != after.width:
             after = self.layout.part(after, range(size), width)
         for row in rows.tolist():
-            self._of[row] = after
+            self._pasts.of[row] = after
         return out
 
     def _width(self, longest: int) -> int:
         return self.backend.shapes.length(longest)
 
-    def called(self, tokens: HostArray, lengths: HostArray, past: Any) -> tuple[Any, Any]:
-        put = self.backend.put
-        with self.tally, self.theirs:
-            arguments = (put(tokens), put(lengths), past) if self._with_lengths else (put(tokens), past)
-            found = self._step(*arguments)
+    def called(
+        self,
+        tokens: HostArray,
+        lengths: HostArray,
+        past: Any,
+        rows: Any = None,
+        encoded: Any = None,
+        *,
+        trial: Sequence[int] = (),
+    ) -> tuple[Any, Any]:
+        """rows: of whom the call is; None means of no request, for a trial. encoded: of these rows. trial: numbers of
+        the examples that rows of a trial have.
+        """
+        put, named = self.backend.put, dict[str, Any]()
+        if self._arguments:
+            nobody = self._beside.nobody(len(tokens)) if rows is None else rows
+            found = self._arguments.of(nobody, lengths, tokens.shape[1])
+            named = {name: put(array) for name, array in found.items()}
+        if self._encoded is not None:
+            named[ENCODED] = self._encoded.tried(trial or [0] * len(tokens)) if rows is None else encoded
+        arguments = (put(tokens), put(lengths), past) if self._with_lengths else (put(tokens), past)
+        found = self._theirs_called(self._step, *arguments, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise InvalidModelOutput(
                 f"{self.name} must return a pair (logits, past); got {type(found).__qualname__}. Return both."
             )
         return found[0], found[1]
+
+    def _theirs_called(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with self.tally, self.theirs:
+            return method(*arguments, **named)
 
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
@@ -357,7 +407,7 @@ class OwnCacheRunner(BaseRunner):
         if self._prefixes is None or self._copies is None:
             return
         for row, seq, idle in self._copies.take_left():
-            past = self._of.get(row)
+            past = self._pasts.of.get(row)
             if past is not None and self._seqs.get(row) is seq:
                 with self._or_not("kept"), self.backend.guard():
                     self._prefixes.keep(past, row, idle)
@@ -369,9 +419,9 @@ class OwnCacheRunner(BaseRunner):
             with self._or_not("copied"), self.backend.guard():
                 assert self._prefixes is not None
                 width = self._width(len(sources) * self._prefixes.size)
-                past = self._prefixes.begin(seq.row, sources, self._of, width)
+                past = self._prefixes.begin(seq.row, sources, self._pasts.of, width)
                 if past is not None:
-                    self._of[seq.row] = past
+                    self._pasts.of[seq.row] = past
 
     @contextmanager
     def _or_not(self, what: str) -> Iterator[None]:
@@ -382,30 +432,6 @@ class OwnCacheRunner(BaseRunner):
             log.info("%s: a prefix could not be %s: %s", self.name, what, text_of(e))
             drop_frames(e)
 
-    # ---- pasts -------------------------------------------------------------------------------------------------
-
-    def _gathered(self, rows: list[int], start: Any, size: int) -> Past:
-        """One past of just these rows, in this order, and filler. Rows that stay behind get pasts of their own."""
-        first = self._of[rows[0]]
-        if first.rows == rows and first.size == size and all(self._of[row] is first for row in rows):
-            return first  # (a row that another request has got since then is in another past)
-        pasts = [self._of[row] for row in rows]
-        picks = [(past, past.place(row)) for past, row in zip(pasts, rows, strict=True)]
-        picks += picks[-1:] * (size - len(rows))
-        groups = [Group(picks, rows, start.tolist(), self._width(int(start.max())))]
-        for past in {id(past): past for past in pasts}.values():
-            stay = [i for i, row in enumerate(past.rows) if row not in rows and self._of.get(row) is past]
-            if stay:
-                counts = [past.counts[i] for i in stay]
-                rest = [(past, i) for i in stay]
-                groups.append(Group(rest, [past.rows[i] for i in stay], counts, self._width(max(counts))))
-        for group in groups:
-            self._forget(group.rows)  # until it has succeeded: the pasts are taken apart
-        found, *others = self.layout.arranged(groups)
-        for past in others:
-            self._of |= dict.fromkeys(past.rows, past)
-        return found
-
 
 def takes_own_lengths(model: Any) -> bool:
     """Whether `step` takes the number of tokens of each row: a parameter `lengths`, or three of any names. Without it,
@@ -415,79 +441,11 @@ def takes_own_lengths(model: Any) -> bool:
         parameters = inspect.signature(model.step).parameters
     except (TypeError, ValueError):  # compiled code need not tell
         return True
+    named = wanted(model.step, declared_by(model))
     needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return "lengths" in parameters or len(needed) == 3
+    return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3
 
 
 def _pieces(n: int) -> list[int]:
     """Powers of two that add up to n, the largest first: few shapes."""
     return [1 << i for i in reversed(range(n.bit_length())) if n >> i & 1]
-
-
-class Trial:
-    """Computes a few texts alone, and in company with chunks, and compares every bit of the logits."""
-
-    def __init__(self, runner: OwnCacheRunner) -> None:
-        self._runner, self._layout, self._backend = runner, runner.layout, runner.backend
-        self._texts = [runner.example(PROMPT + i + TRIAL_NEW) for i in range(TRIAL_ROWS)]
-
-    def run(self) -> int:
-        """Returns how many outputs were compared. Raises NotDeterministic, and what the model raises."""
-        with self._backend.guard():
-            alone = [self._alone(text) for text in self._texts]
-            beside = self._beside()
-        for i, (one, other) in enumerate(zip(alone, beside, strict=True)):
-            if not np.array_equal(one, other):
-                raise NotDeterministic(
-                    f"{self._runner.name} does not compute the same bits whatever shares the batch: expected equal "
-                    f"logits for a text of {len(self._texts[i])} tokens, alone and in company; they differ by up to "
-                    f"{float(np.abs(one - other).max()):.1e}. Pass deterministic=True, which computes each row by "
-                    f"itself, or deterministic=False."
-                )
-        return sum(len(one) for one in alone)
-
-    def _call(self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int]) -> tuple[Any, Past]:
-        n, q = tokens.shape
-        out, tree = self._runner.called(tokens, np.array(ends, np.int32), None if before is None else before.tree)
-        past = self._layout.taken(tree, before, rows, ends, n, q)
-        return self._backend.get(out), past
-
-    def copied(self) -> tuple[Past, HostArray, HostArray]:
-        """A text that begins like another, which is computed first: (a template of pasts, its logits alone, and from a
-        copy of what the two have in common). Raises what the model raises.
-        """
-        layout, (text, other) = self._layout, self._texts[:2]
-        with self._backend.guard():
-            _, past = self._call(np.concatenate([text[:COMMON], other[COMMON:-2]])[None], [len(other) - 2], None, [0])
-            _, past = self._call(other[None, -2:-1], [len(other) - 1], past, [0])
-            template, half = layout.template(past), COMMON // 2
-            blocks = [layout.cut(past, 0, at, at + half) for at in (0, half)]
-            begun = layout.begun(template, blocks, 0, COMMON, COMMON)
-            return template, self._alone(text), self._alone(text, begun)
-
-    def _alone(self, text: HostArray, past: Past | None = None) -> HostArray:
-        prompt, begin = len(text) - TRIAL_NEW, 0 if past is None else past.width
-        out, past = self._call(text[None, begin:prompt], [prompt], past, [0])
-        found = [out[0]]
-        for at in range(prompt, len(text)):
-            out, past = self._call(text[None, at : at + 1], [at + 1], past, [0])
-            found.append(out[0])
-        return np.array(found)
-
-    def _beside(self) -> list[HostArray]:
-        parts, found = list[Past](), list[list[HostArray]]()
-        for row, text in enumerate(self._texts):
-            prompt, cut = len(text) - TRIAL_NEW, (len(text) - TRIAL_NEW) // 2
-            _, past = self._call(text[None, :cut], [cut], None, [row])
-            out, past = self._call(text[None, cut:prompt], [prompt], past, [row])
-            parts.append(past)
-            found.append([out[0]])
-        width = max(past.width for past in parts)
-        together = self._layout.joined([self._layout.part(past, [0], width) for past in parts])
-        for step in range(TRIAL_NEW):
-            ends = [len(text) - TRIAL_NEW + step + 1 for text in self._texts]
-            tokens = np.array([[text[end - 1]] for text, end in zip(self._texts, ends, strict=True)])
-            out, together = self._call(tokens, ends, together, range(len(ends)))
-            for each, logits in zip(found, out, strict=True):
-                each.append(logits)
-        return [np.array(each) for each in found]

@@ -33,7 +33,7 @@ class Part:
     batch: Array  # the same, native, in our own memory; its rows go to the streams. None means the ints of `tokens` do
     stopped: Any  # bool [n]
     bad: Any = None  # bool [n]: not finite; None means all are
-    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by place among the tokens
+    logprobs: dict[int, Any] = field(default_factory=dict)  # by place among the tokens: see `Drawn`
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
     counts: Any = None  # [n] tokens of each row, 0 only where it ends; None means one
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
@@ -388,9 +388,10 @@ def jobs_of(plan: StepPlan, idx: Any) -> list[Job]:
 
 def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend: ArrayBackend) -> Part:
     """The part of a step with sampled tokens: rows `idx` of the plan, their tokens at `positions`."""
-    stop = stopped(jobs, drawn.tokens, None, backend, positions)
+    batch = None if drawn.tokens.ndim == 1 else backend.put(drawn.tokens.copy())  # of frames, the streams get rows
+    stop = stopped(jobs, drawn.tokens, batch, backend, positions)
     faults = {int(idx[i]): fault for i, fault in drawn.faults.items()}
-    return Part(idx, drawn.tokens, None, stop, drawn.bad, drawn.logprobs, faults)
+    return Part(idx, drawn.tokens, batch, stop, drawn.bad, drawn.logprobs, faults)
 
 
 def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:

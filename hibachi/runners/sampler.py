@@ -34,9 +34,9 @@ LIKELY = (16, 128)  # sizes of the list of most likely tokens for log-probabilit
 class Drawn:
     """Result of a draw for n rows."""
 
-    tokens: HostArray  # int32 [n]
+    tokens: HostArray  # int32 [n], or [n, codebooks]
     bad: Any  # bool [n]: the model's logits were not finite; None means all were
-    logprobs: dict[int, dict[int, float]]  # log-probabilities by place, where asked for
+    logprobs: dict[int, Any]  # log-probabilities by place, where asked for: {id: number}, or one for each codebook
     faults: dict[int, HibachiError] = field(default_factory=dict)  # other errors of requests, by place
 
 
@@ -45,9 +45,11 @@ class RowSampler:
 
     backend: ArrayBackend
     vocab_size: int
+    shape: tuple[int, ...]
+    """Of the logits of one token."""
 
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
-        self.backend, self.vocab_size = backend, vocab_size
+        self.backend, self.vocab_size, self.shape = backend, vocab_size, (vocab_size,)
         self._edits = RowEdits(backend, rows, vocab_size, table)
         self._path = np.zeros(rows, np.int32)
         self._temperature = np.zeros(rows, np.float32)
@@ -58,12 +60,15 @@ class RowSampler:
         self._greedy = backend.program(_greedy)
 
     def admit(self, job: Job) -> None:
-        params, row = job.sampling, job.seq.row
+        self.set(job.seq.row, job.sampling, job.seed)
+        self._edits.admit(job)
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """How a row is drawn from now on, without changes to its logits."""
         self._path[row] = path_of(params, self.vocab_size)
-        self._temperature[row], self._seed[row] = params.temperature, job.seed
+        self._temperature[row], self._seed[row] = params.temperature, seed
         self._top_k[row], self._top_p[row] = min(max(params.top_k, 0), self.vocab_size), params.top_p
         self._min_p[row], self._typical_p[row] = params.min_p, params.typical_p
-        self._edits.admit(job)
 
     def draw(self, logits: Array, jobs: Sequence[Job], rows: Any, positions: Any) -> Drawn:
         """One token for each job. logits [m, vocab], m >= n (rows beyond n are padding); rows, positions [n]."""
@@ -71,11 +76,11 @@ class RowSampler:
         special = self._edits.wanted(rows, positions)
         faults: dict[int, HibachiError] = {}
         if not special.any():
-            tokens, ok = self._choose(logits, rows, positions)
+            tokens, ok = self.choose(logits, rows, positions)
         else:
             tokens, ok = np.zeros(len(rows), np.int32), np.ones(len(rows), bool)
             if len(at := np.flatnonzero(~special)):
-                tokens[at], ok[at] = self._choose(self.rows(logits, at), rows[at], positions[at])
+                tokens[at], ok[at] = self.choose(self.rows(logits, at), rows[at], positions[at])
             at = np.flatnonzero(special)
             tokens[at], ok[at], faults = self._choose_changed(logits, at, jobs, rows[at], positions[at])
         found = {}
@@ -149,19 +154,19 @@ class RowSampler:
     def _choose_changed(
         self, logits: Array, at: Any, jobs: Sequence[Job], rows: Any, positions: Any
     ) -> tuple[HostArray, HostArray, dict[int, HibachiError]]:
-        """`_choose` for rows `at` of the logits, after their logit changes; and errors by place in `jobs`."""
+        """`choose` for rows `at` of the logits, after their logit changes; and errors by place in `jobs`."""
         padded = self._padded(at)
         fill = len(padded) - len(at)
         changed, before, faults = self._edits.apply(
             logits, padded, [jobs[i] for i in at.tolist()], np.pad(rows, (0, fill), mode="edge"), positions
         )
-        tokens, ok = self._choose(changed, rows, positions)
+        tokens, ok = self.choose(changed, rows, positions)
         before = self.backend.get(before)[: len(at)]
         for i in np.flatnonzero(before & ~ok).tolist():
             faults.setdefault(i, InvalidRequest(_NOTHING_LEFT))
         return tokens, before, {int(at[i]): fault for i, fault in faults.items()}
 
-    def _choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
+    def choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
         """Tokens int32 [n], and which rows are finite. logits [m, vocab]; rows, positions [n]."""
         paths = self._path[rows]
         if self.backend.draws:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from hibachi.runners.heads import Outputs, Sampled
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
 from hibachi.runners.runner import Part, check_output
-from hibachi.runners.tokentable import IDS, History, Tables
+from hibachi.runners.tokentable import IDS, History, Kind, Tables
 from hibachi.shapes import CallShapes
 from hibachi.streams.channel import Channel
 from hibachi.tensor.array_backend import Array, HostArray
@@ -45,10 +45,10 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     was compared: the model returns tokens, not logits (it is unknown which tokens to give it), or its cache has no room
     for the prompts. Errors of the model are raised.
     """
-    if (vocab := _vocab(runner)) is None:
+    if (drawn := _sampled(runner)) is None:
         return 0
-    texts = _texts(runner.limits, vocab)
-    probe = _Probe(runner, vocab, take_cache=unused)
+    texts = _texts(runner.limits, drawn)
+    probe = _Probe(runner, drawn, take_cache=unused)
     try:
         alone: dict[tuple[int, int], HostArray] = {}
         with phase("checking that requests do not change each other", len(LENGTHS) + 1, "batches") as p:
@@ -76,7 +76,19 @@ def selfcheck(runner: CachedRunner, *, unused: bool = False) -> int:
     return len(alone)
 
 
-def _texts(limits: Limits, vocab_size: int, lengths: Sequence[int] = ()) -> dict[int, tuple[int, HostArray]]:
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What is known of tokens that the engine samples. logits: the shape of those of one token."""
+
+    kind: Kind
+    logits: tuple[int, ...]
+
+    def tokens(self, random: np.random.Generator, n: int) -> HostArray:
+        found: HostArray = random.integers(0, self.logits[-1], (n, *self.kind.shape)).astype(np.int32)
+        return found
+
+
+def _texts(limits: Limits, drawn: _Sampled, lengths: Sequence[int] = ()) -> dict[int, tuple[int, HostArray]]:
     """Random prompts by number, each with its length and the tokens that follow; as many as there is room for."""
     random = np.random.default_rng(0)
     texts, blocks = {}, 0
@@ -86,15 +98,15 @@ def _texts(limits: Limits, vocab_size: int, lengths: Sequence[int] = ()) -> dict
         blocks += -(-end // limits.block_size)
         if limits.blocks and blocks >= limits.blocks:
             break
-        texts[i] = n, random.integers(0, vocab_size, end).astype(np.int32)
+        texts[i] = n, drawn.tokens(random, end)
     return texts
 
 
 class _Probed:
     """The head of a check: gives each row the token that it would sample, and keeps the outputs."""
 
-    def __init__(self, runner: CachedRunner, vocab: int, texts: dict[int, tuple[int, HostArray]]) -> None:
-        self.name, self._backend, self._vocab, self._texts = runner.name, runner.backend, vocab, texts
+    def __init__(self, runner: CachedRunner, drawn: _Sampled, texts: dict[int, tuple[int, HostArray]]) -> None:
+        self.name, self._backend, self._drawn, self._texts = runner.name, runner.backend, drawn, texts
         self.kept: dict[tuple[int, int], HostArray] = {}
         """{(number, tokens before it): output}"""
 
@@ -109,8 +121,8 @@ class _Probed:
         return 1
 
     def part(self, plan: StepPlan, idx: Any, out: Array, wanted: int, of: Outputs | None = None) -> Part:
-        check_output(out, self._backend, (wanted, self._vocab), self.name, kind="logits")
-        host, tokens = self._backend.get(out), np.zeros(len(idx), np.int32)
+        check_output(out, self._backend, (wanted, *self._drawn.logits), self.name, kind="logits")
+        host, tokens = self._backend.get(out), np.zeros((len(idx), *self._drawn.kind.shape), np.int32)
         for place, i in enumerate(idx.tolist()):
             number, at = plan.seqs[i].tenant, int(plan.end[i])
             assert isinstance(number, int)
@@ -122,8 +134,8 @@ class _Probed:
 class _Probe:
     """Steps texts with the model of a runner, and looks at the outputs."""
 
-    def __init__(self, runner: CachedRunner, vocab: int, *, take_cache: bool) -> None:
-        limits, self._vocab, self._runner = runner.limits, vocab, runner
+    def __init__(self, runner: CachedRunner, drawn: _Sampled, *, take_cache: bool) -> None:
+        limits, self._drawn, self._runner = runner.limits, drawn, runner
         # a library that compiles for the shape of the cache needs the same
         if not (take_cache or runner.backend.shapes.compiled):
             most = 1 + (len(LENGTHS) + COMPANY) * -(-(max(LENGTHS) + NEW) // limits.block_size)
@@ -134,11 +146,12 @@ class _Probe:
     def outputs(self, texts: dict[int, tuple[int, HostArray]], chunk: int) -> dict[tuple[int, int], HostArray]:
         """{(number, tokens before it): output} of texts that are stepped together, chunks of their prompts at once."""
         own, scheduler = self._runner, Scheduler(replace(self._limits, chunk=chunk))
-        head, tables = _Probed(own, self._vocab, texts), Tables(self._limits.rows, IDS)
+        kind = self._drawn.kind
+        head, tables = _Probed(own, self._drawn, texts), Tables(self._limits.rows, kind)
         runner = CachedRunner(own.model, own.backend, scheduler, tables, head, "", Tally(), self._memory)
         runner.inputs.shapes = own.inputs.shapes
         for i, (n, text) in texts.items():
-            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=IDS)
+            job = Job(Seq(n, len(text) - n, tenant=i), Channel(), text[:n], kind=kind, seed=i)
             job.seq.owner = job
             scheduler.add(job.seq)
         while (plan := scheduler.schedule()) is not None:
@@ -154,10 +167,13 @@ class _Probe:
         return head.kept
 
 
-def _vocab(runner: CachedRunner) -> int | None:
-    """Size of the vocabulary; None means the model returns tokens, not logits."""
+def _sampled(runner: CachedRunner) -> _Sampled | None:
+    """None means the model returns tokens, not logits."""
     head = runner.main.head
-    return head.sampler.vocab_size if isinstance(head, Sampled) else None
+    if not isinstance(head, Sampled):
+        return None
+    shape = head.sampler.shape
+    return _Sampled(Kind(shape[:-1], IDS.dtype), shape)
 
 
 # ---- sizes of calls --------------------------------------------------------------------------------------------------
@@ -171,19 +187,19 @@ def same_bits(runner: CachedRunner, few: CallShapes, many: CallShapes) -> bool:
     give it), and for one that fails. With recurrent states, the kept state shows in the outputs of later tokens.
     Overwrites row 0 and the cache.
     """
-    limits, vocab, inputs = runner.limits, _vocab(runner), runner.inputs
+    limits, drawn, inputs = runner.limits, _sampled(runner), runner.inputs
     room, size = min(limits.max_model_len - 1, (limits.blocks - 1) * limits.block_size), many.sizes[-1]
-    if vocab is None or (not runner.memory.states and size > min(limits.budget, room)):
+    if drawn is None or (not runner.memory.states and size > min(limits.budget, room)):
         return False
     before = inputs.shapes
     one: list[HostArray]
     other: list[HostArray]
     try:
         if runner.memory.states:
-            one, other = (_stepped(runner, vocab, shapes) for shapes in (many, few))
+            one, other = (_stepped(runner, drawn, shapes) for shapes in (many, few))
         else:
             inputs.shapes = many
-            one, other = (_results(runner, vocab, size, each) for each in (size, few.sizes[0]))
+            one, other = (_results(runner, drawn, size, each) for each in (size, few.sizes[0]))
     except Exception as e:  # the first request will fail likewise, and its caller be told
         log.info("%s failed when it was tried with calls of %s: %r", runner.name, _said(many), e)
         return False
@@ -203,20 +219,20 @@ def _said(shapes: CallShapes) -> str:
     return f"{size} rows of {piece} tokens" if piece > 1 else f"{size} tokens"
 
 
-def _stepped(runner: CachedRunner, vocab: int, shapes: CallShapes) -> list[HostArray]:
+def _stepped(runner: CachedRunner, drawn: _Sampled, shapes: CallShapes) -> list[HostArray]:
     """The outputs of texts that are stepped together, in calls of one shape."""
     runner.inputs.shapes = shapes
-    texts = _texts(runner.limits, vocab, IN_PIECES)
-    found = _Probe(runner, vocab, take_cache=True).outputs(texts, runner.limits.budget)
+    texts = _texts(runner.limits, drawn, IN_PIECES)
+    found = _Probe(runner, drawn, take_cache=True).outputs(texts, runner.limits.budget)
     return [found[at] for at in sorted(found)]
 
 
-def _results(runner: CachedRunner, vocab: int, n: int, size: int) -> list[HostArray]:
+def _results(runner: CachedRunner, drawn: _Sampled, n: int, size: int) -> list[HostArray]:
     """The outputs of n random tokens, in calls of `size`, and what they left in the cache."""
     backend, inputs, memory, row = runner.backend, runner.inputs, runner.memory, np.zeros(1, np.int32)
     blocks = np.arange(1, 1 - (-n // runner.limits.block_size), dtype=np.int32)
-    tokens = History(np.random.default_rng(0).integers(0, vocab, n).astype(np.int32))
-    inputs.tables.fill(0, IDS, tokens)
+    tokens = History(drawn.tokens(np.random.default_rng(0), n))
+    inputs.tables.fill(0, drawn.kind, tokens)
     inputs.block_table[0, : len(blocks)], inputs.unscored[0] = blocks, n
     outputs = []
     try:

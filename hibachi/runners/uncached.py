@@ -18,7 +18,9 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.awaiter import Awaiter
+from hibachi.runners.beside import Arguments, Beside
 from hibachi.runners.faults import drop_frames, is_signal
+from hibachi.runners.frames import FrameSampler
 from hibachi.runners.groups import Alone, Call, Grouping
 from hibachi.runners.grown import WORTH, Grown, Rooms
 from hibachi.runners.runner import (
@@ -48,7 +50,7 @@ class WholeRunner(BaseRunner):
 
     backend: ArrayBackend
     tables: Tables
-    sampler: RowSampler | None
+    sampler: RowSampler | FrameSampler | None
     grouping: Grouping
 
     def __init__(
@@ -57,9 +59,10 @@ class WholeRunner(BaseRunner):
         backend: ArrayBackend,
         tables: Tables,
         rows: int,
-        sampler: RowSampler | None,
+        sampler: RowSampler | FrameSampler | None,
         grouping: Grouping,
         deterministic: bool | None,
+        beside: Beside,
     ) -> None:
         """rows: the most there may be at once. deterministic: True means one row a call, unless `try_calls` finds
         better. None means as `try_calls` finds it.
@@ -70,6 +73,7 @@ class WholeRunner(BaseRunner):
         self.forward: Any = model.logits if sampler else model.forward
         self.name: str = f"{type(model).__name__}.{'logits' if sampler else 'forward'}"
         self.takes_lengths: bool = sampler is not None or takes_lengths(model)
+        self._beside, self._arguments = beside, Arguments(self.forward, beside)
         self.wait: Awaiter = Awaiter()
         self._grown = Grown(backend, useful=sampler is None)
         self._rooms = Rooms(backend, self.name, useful=sampler is None)
@@ -97,6 +101,7 @@ class WholeRunner(BaseRunner):
     @override
     def admit(self, seq: Seq) -> None:
         super().admit(seq)
+        self._beside.admit(seq.owner)
         if self.sampler:
             self.sampler.admit(seq.owner)
 
@@ -144,8 +149,8 @@ class WholeRunner(BaseRunner):
             if n < width:
                 batch[i, : width - n] = padding
         with self.backend.guard(), self.theirs:
-            out = self.wait(self._call(self.backend.put(batch), lengths))
-            shape = (rows, self.sampler.vocab_size) if self.sampler else (rows, *prompts[0].shape[1:])
+            out = self.wait(self._call(self.backend.put(batch), self._beside.nobody(rows), lengths))
+            shape = (rows, *(self.sampler.shape if self.sampler else prompts[0].shape[1:]))
             out = check_output(out, self.backend, shape, self.name, kind="logits" if self.sampler else None)
             return self.backend.get(self.backend.copy(out))[: len(prompts)]
 
@@ -181,12 +186,14 @@ class WholeRunner(BaseRunner):
             shapes = (len(shown_rows), width, kind) if self.backend.shapes.compiled else None
             self.tally.call(len(shown_rows) * width, int(lengths.sum()), shapes)
             if kept:
-                out = self._rooms.ask(shown, lambda tokens: self._answer(self.backend.put(tokens), shown_lengths))
+                put = self.backend.put
+                out = self._rooms.ask(shown, lambda tokens: self._answer(put(tokens), shown_rows, shown_lengths))
             else:
                 # A copy where it is kept for the next step, as the model may write into what it is shown.
-                out = self._answer(self.backend.copy(shown) if self._grown.useful else shown, shown_lengths)
+                tokens = self.backend.copy(shown) if self._grown.useful else shown
+                out = self._answer(tokens, shown_rows, shown_lengths)
             if self.sampler:
-                expected: tuple[int, ...] = (len(shown_rows), self.sampler.vocab_size)
+                expected: tuple[int, ...] = (len(shown_rows), *self.sampler.shape)
                 logits = check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
                     drawn = self.sampler.draw(logits, jobs, rows, lengths)
@@ -198,15 +205,21 @@ class WholeRunner(BaseRunner):
                 self._rooms.ended(seqs, part.stopped | (lengths + 1 >= [seq.end for seq in seqs]))
             return part
 
-    def _answer(self, tokens: Array, lengths: Any) -> Any:
+    def _answer(self, tokens: Array, rows: Any, lengths: Any) -> Any:
         with self.tally, self.theirs:
-            return self.wait(self._call(tokens, lengths))
+            return self.wait(self._call(tokens, rows, lengths))
 
-    def _call(self, tokens: Array, lengths: Any) -> Any:
+    def _call(self, tokens: Array, rows: Any, lengths: Any) -> Any:
+        named = self._arguments.of(rows, lengths, tokens.shape[1]) if self._arguments else {}
         if not self.takes_lengths:
-            return self.forward(tokens)
+            return self.forward(tokens, **self._put(named))
         put = self.backend.put(lengths.copy())  # the model's own: it may write into it
-        return self.forward(tokens, put) if self.sampler else self.forward(tokens, lengths=put)
+        if self.sampler:
+            return self.forward(tokens, put, **self._put(named))
+        return self.forward(tokens, lengths=put, **self._put(named))
+
+    def _put(self, named: dict[str, HostArray]) -> dict[str, Array]:
+        return {name: self.backend.put(array) for name, array in named.items()}
 
     def _shape(self, rows: Any, lengths: Any, call: Call) -> tuple[Any, Any, int]:
         """The inputs of a call: the rows as they are, or, where every new shape would be compiled, padded to few

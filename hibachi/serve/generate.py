@@ -70,9 +70,13 @@ async def generate(served: Served, x: Exchange) -> None:
         await served.arrays.run(size, partial(given.stop, dtype), x.tenant),
         feedforward=facts.feedforward,
         defaults=None if facts.vocab_size is None else what.default_params,
+        seeded=facts.seeded,
+        codebooks=facts.codebooks is not None,
         eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,
     )
+    dtypes = {name: one.dtype for name, one in facts.inputs.items()}
+    inputs = await served.arrays.run(size, partial(given.inputs, dtypes), x.tenant)
     form = _form(accept, given.said.stream, facts.writes, given.own)
     if not given.own:
         prompt = await served.arrays.run(size, partial(given.prompt, dtype), x.tenant)
@@ -81,7 +85,7 @@ async def generate(served: Served, x: Exchange) -> None:
     else:
         raise _unsupported(kind)
     try:
-        await _answer(served, x, given.said, prompt, asked, accept, form, name)
+        await _answer(served, x, given.said, prompt, inputs, asked, accept, form, name)
     except InvalidRequest as e:
         raise _of_prompt(e) from e
 
@@ -91,6 +95,7 @@ async def _answer(
     x: Exchange,
     said: Parameters,
     prompt: HostArray,
+    inputs: dict[str, HostArray] | None,
     asked: Asked,
     accept: Accept,
     form: str | None,
@@ -100,7 +105,7 @@ async def _answer(
     n = 1 if facts.feedforward or not prompt.ndim else len(prompt)
     check_room(n, said.max_tokens, facts.limits.max_model_len)
     token = facts.token or (prompt.shape[1:], prompt.dtype.name)
-    if asked.params is not None:
+    if not facts.arrays:
         token = IDS.shape, IDS.dtype.name
     if asked.stop is not None:
         _check_stop(asked.stop, token)
@@ -109,7 +114,7 @@ async def _answer(
     params = (asked.params or _ONE).with_(max_tokens=asked.limit)
     with (
         served.record(x, params, [range(n)]) as record,
-        served.submit_tokens(prompt, asked, served.terms(asked.terms, x.tenant)) as stream,
+        served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant)) as stream,
     ):
         record.text, record.stream = Generated(stream), said.stream
         answer = _Answer(served, x, writer, asked, stream, record, n)

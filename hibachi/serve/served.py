@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -212,17 +212,25 @@ class Served:
             yield [Item(engine.submit(each)) for each in ready]
 
     @contextmanager
-    def submit_tokens(self, prompt: HostArray, asked: Asked, terms: Terms) -> Iterator[ItemStream[Any]]:
+    def submit_tokens(
+        self, prompt: HostArray, inputs: Mapping[str, HostArray] | None, asked: Asked, terms: Terms
+    ) -> Iterator[ItemStream[Any]]:
         """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()
         with self._counted(terms.tenant, 1):
             if isinstance(self.what, Tokens):
                 yield self.what.submit(
-                    prompt, max_tokens=asked.limit, stop_rule=asked.stop, include_stop=asked.include_stop, terms=terms
+                    prompt,
+                    params=asked.params,
+                    max_tokens=asked.limit,
+                    stop_rule=asked.stop,
+                    include_stop=asked.include_stop,
+                    inputs=inputs,
+                    terms=terms,
                 )
             else:
                 engine = self.what.engine
-                request = Request(prompt, asked.params, include_stop=asked.include_stop, terms=terms)
+                request = Request(prompt, asked.params, include_stop=asked.include_stop, terms=terms, inputs=inputs)
                 yield engine.submit(engine.check(request))
 
     @contextmanager

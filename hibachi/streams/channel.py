@@ -78,7 +78,7 @@ class Channel(Generic[T]):
     def __init__(self, pause_after: int | None = None) -> None:
         self.buffer: deque[T] = deque()
         self.pause_after: int | None = pause_after
-        self.logprobs: list[dict[int, float] | None] = []
+        self.logprobs: list[Any] = []  # {id: number} of each token, or one for each of its codebooks, or None
         self.prompt_logprobs: list[dict[int, float] | None] | None = None  # filled before the first token comes
         self.stop_logprob: float = 0.0  # log-probability of a stop token that was not delivered, if asked for
         # the token that ended it, delivered or not, where tokens are drawn from logits

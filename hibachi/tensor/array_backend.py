@@ -17,6 +17,7 @@ from typing_extensions import override
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.library import Library
+from hibachi.tensor.terms import by_distance, terms
 
 Array: TypeAlias = Any  # an array of the library below
 LayerCache: TypeAlias = Any  # what make_cache returned for a layer; private to the backend
@@ -245,6 +246,10 @@ class ArrayBackend(Library):
         """Array -> host array; waits for the device."""
         return np.asarray(t)
 
+    def peek(self, t: Array) -> HostArray | None:
+        """`get` if that waits for nothing; None: a device may still be at work on it, or a compiler traces it."""
+        return None if self.asynchronous or self.shapes.compiled else self.get(t)
+
     def copy(self, t: Array) -> Array:
         """The same numbers in memory of their own, row by row."""
         return self.xp.asarray(self.row_major(t), copy=True)
@@ -350,6 +355,8 @@ class ArrayBackend(Library):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         """Write k and v into the paged cache at x.slot, then causal attention of q over the row's whole cache.
 
@@ -357,6 +364,12 @@ class ArrayBackend(Library):
         scale: of the scores; None means k_dim ** -0.5. window: a query sees the last `window` positions, its own among
         them; None means all. softcap: scores become softcap * tanh(score / softcap). Returns ([T, heads, v_dim],
         cache).
+
+        bias: floating [heads, n], n >= 2, added to the scores after that: entry d where the query is d positions after
+        the key. Beyond the last entry it goes on in a straight line through the last two. So [0, -slope] is ALiBi
+        (Press et al. 2022), and a table that ends with the same number twice holds it, as T5's (Raffel et al. 2020).
+        sinks: floating [heads], scores of a position without a value, which takes its share of the softmax (Xiao et al.
+        2024); neither scaled nor capped nor biased. Both are computed with in float32. Raises ValueError for others.
 
         The order is part of the contract: requests of one step may share blocks that are written in that step.
 
@@ -366,11 +379,12 @@ class ArrayBackend(Library):
         The reference kernel gathers the blocks of each query tile and folds the query group into the matrix rows.
         """
         xp = self.xp
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
+        group = heads // kv_heads
+        bias, sinks = terms(self, bias, sinks, heads)
         k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
-        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[2]
-        group = heads // kv_heads
         table = self.take(x.block_table, x.tile_row)  # [N, blocks]
         span = table.shape[1] * keys.shape[1]
         kt = xp.reshape(self.take(keys, table), (tiles, span, kv_heads, dim))
@@ -385,8 +399,15 @@ class ArrayBackend(Library):
         seen = self._positions(span)[None, None, :]
         hidden = seen > at if window is None else xp.logical_or(seen > at, seen <= at - window)
         scores = xp.reshape(scores, (tiles, kv_heads, group, tile, span))
+        if bias is not None:
+            scores = scores + by_distance(xp, bias, at - seen, kv_heads)
         scores = xp.where(hidden[:, None, None, :, :], self._scalar(-math.inf), scores)
-        weights = xp.astype(self.softmax(scores), v.dtype)
+        if sinks is None:
+            weights = self.softmax(scores)
+        else:
+            sink = xp.broadcast_to(xp.reshape(sinks, (1, kv_heads, group, 1, 1)), (*scores.shape[:-1], 1))
+            weights = self.softmax(xp.concat([scores, sink], axis=-1))[..., :span]
+        weights = xp.astype(weights, v.dtype)
         out = xp.matmul(xp.reshape(weights, (tiles, kv_heads, group * tile, span)), vt)
         out = xp.permute_dims(xp.reshape(out, (tiles, kv_heads, group, tile, v.shape[2])), (0, 3, 1, 2, 4))
         return self.take(xp.reshape(out, (tiles * tile, heads, v.shape[2])), x.tile_of), (keys, values)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -53,6 +53,22 @@ class OwnCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """What a model declares in its attribute `inputs`, {name: Input}: an array that comes with each request, beside
+    its tokens, `run(prompt, inputs={name: array})`.
+
+    shape, dtype: of the array, without the batch dimension; None stands for any size, of an input that `encode` takes.
+    per: "request", one array for all tokens; or "position", one for each: the request gives [positions, *shape].
+    example: an array for trials of the model; None means zeros.
+    """
+
+    shape: tuple[int | None, ...] = ()
+    dtype: str = "float32"
+    per: Literal["request", "position"] = "request"
+    example: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs(Generic[T]):
     """One step, packed: the new tokens of all rows one after another. All index arrays are int32, on the device.
 
@@ -75,3 +91,14 @@ class StepInputs(Generic[T]):
     tile_of: T  # [T]       where each token stands in the flattened tiles
     embeds: T | None = None  # [T, hidden] float32, where prompts are given as embeddings; None means no token here is
     embedded: T | None = None  # [T] bool: which of the tokens are
+    prompt_len: T | None = None  # [B]    tokens of the prompt; positions from there on are new
+    seed: T | None = None  # [B]          of the request, its lowest 31 bits
+    uniform: T | None = None  # [n_out, draws] float32 in (0, 1): by seed, position of the next token, and index
+    normal: T | None = None  # [n_out, draws] float32, standard normal, likewise
+    inputs: Mapping[str, T] | None = None  # as declared: [B, *shape], or [T, *shape] per position
+
+    @property
+    def new(self) -> Any:
+        """[T] bool: which of the tokens were generated; the others are of prompts."""
+        assert self.prompt_len is not None
+        return self.pos >= self.prompt_len[self.seg]  # type: ignore[index]  # arrays of any library

@@ -28,6 +28,7 @@ from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native_layers import NativeLayers
 from hibachi.tensor.program import ACTIVATIONS, Program, program
 from hibachi.tensor.shapechecks import expect
+from hibachi.tensor.terms import terms
 
 LANES = 16  # as in lanes.h
 CODES = {"float32": 0, "bfloat16": 1}  # as in operations.cpp
@@ -217,9 +218,12 @@ class NativeBackend(NativeLayers):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         if not isinstance(cache, PagedCache):
-            return super().attend(q, k, v, cache, x, scale=scale, window=window, softcap=softcap)
+            how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias, "sinks": sinks}
+            return super().attend(q, k, v, cache, x, **how)
         keys, values, block_size, k_dim, v_dim = cache.keys, cache.values, cache.block_size, cache.k_dim, cache.v_dim
         kv_heads, dtype = keys.shape[1], keys.dtype
         (q, q_stride), (k, k_stride), (v, v_stride) = (
@@ -243,7 +247,11 @@ class NativeBackend(NativeLayers):
         )
         out = self.empty((tokens, heads, v_dim), dtype)
         places = (self.address(t) for t in (q, k, v, keys, values, slot, pos, cu_q, table))
-        self._run.attend(self.codes[dtype], addressof(sizes), *places, self.cascade, self.address(out))
+        added: tuple[int | None, int, int | None] = None, 0, None
+        if bias is not None or sinks is not None:
+            bias, sinks = (None if t is None else self.row_major(t) for t in terms(self, bias, sinks, heads))
+            added = self._pointer(bias), 0 if bias is None else bias.shape[1], self._pointer(sinks)
+        self._run.attend(self.codes[dtype], addressof(sizes), *places, self.cascade, *added, self.address(out))
         return out, cache
 
     # ---- math ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import StepInputs
 from hibachi.tensor.native import Int8Backend, NativeBackend, PagedCache
 from hibachi.tensor.program import whole
+from hibachi.tensor.terms import by_distance, terms
 
 
 class NumpyBackend(ArrayBackend):
@@ -101,8 +102,11 @@ class NumpyBackend(ArrayBackend):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        bias: Array | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, LayerCache]:
         # The kernel of the base class step by step, in half as many calls and without copies of the scores.
+        bias, sinks = terms(self, bias, sinks, q.shape[1])
         k, v = self.storable(k, v, cache[1].dtype)
         keys, values = self.write_cache(cache[0], x.slot, k), self.write_cache(cache[1], x.slot, v)
         tiles, tile = x.tile_q.shape
@@ -124,10 +128,20 @@ class NumpyBackend(ArrayBackend):
             scores *= softcap
         at, seen = x.pos[x.tile_q][:, :, None], np.arange(span, dtype=np.int32)
         hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
-        np.copyto(scores.reshape(tiles, kv_heads, -1, tile, span), -np.inf, where=hidden[:, None, None])
-        scores -= scores.max(axis=-1, keepdims=True)
+        by_head = scores.reshape(tiles, kv_heads, -1, tile, span)
+        if bias is not None:
+            by_head += by_distance(xp, bias, at - seen, kv_heads)
+        np.copyto(by_head, -np.inf, where=hidden[:, None, None])
+        most = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            sinks = sinks.reshape(kv_heads, -1, 1).repeat(tile, axis=1)
+            np.maximum(most, sinks, out=most)
+        scores -= most
         np.exp(scores, out=scores)
-        scores /= self._totals(scores)
+        total = self._totals(scores)
+        if sinks is not None:
+            total += np.exp(sinks - most)
+        scores /= total
         out = self._weighted(scores.astype(v.dtype, copy=False), vt)
         out = out.reshape(tiles, kv_heads, -1, tile, v_dim).transpose(0, 3, 1, 2, 4)
         return out.reshape(tiles * tile, q.shape[1], v_dim)[x.tile_of], (keys, values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ class Answer:
     items: list[Any]
     ending: str  # the finish reason, or the class of the error
     error: BaseException | None = None
-    logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # as of a stream
 
     def told(self) -> str:
         """How it ended, in words."""
@@ -51,18 +52,32 @@ def different(prompt: HostArray, got: Answer, want: Answer, when: str, now: str,
     for t, (a, b) in enumerate(zip(got.items, items, strict=True)):
         if not close(a, b, tol):
             likely = want.logprobs[t] if want.logprobs else None
-            if likely and likely.get(a, -math.inf) >= likely[b] - 2 * tol:
+            if likely and all(p.get(x, -math.inf) >= p[y] - 2 * tol for p, x, y in _codebooks(likely, a, b)):
                 return None
             since = f", another from new token {t + 1} on" if t else ""
             return Trouble(expected, f"{listed(got.items)} {now}{since}")
-        if got.logprobs and (worst := _unlike(got.logprobs[t] or {}, want.logprobs[t] or {}, tol)) is not None:
-            new, old = ((answer.logprobs[t] or {})[worst] for answer in (got, want))
+        for k, new_scores in enumerate(_each(got.logprobs[t]) if got.logprobs else ()):
+            old_scores = _each(want.logprobs[t])[k]
+            if (worst := _unlike(new_scores, old_scores, tol)) is None:
+                continue
+            new, old = new_scores[worst], old_scores[worst]
             where = f"of id {worst} as new token {t + 1}"
             return Trouble(
                 f"a log-probability of {old:.6g} {where} for {show(prompt)}, {when}",
                 f"a log-probability of {new:.6g} {now}",
             )
     return None
+
+
+def _each(scores: Any) -> list[dict[int, float]]:
+    """Of each codebook; of a token that is one id, of one."""
+    return scores if isinstance(scores, list) else [scores or {}]
+
+
+def _codebooks(scores: Any, a: Any, b: Any) -> Iterator[tuple[dict[int, float], int, int]]:
+    """For each codebook: its log-probabilities, and the ids of two tokens."""
+    ids = (np.asarray(token).reshape(-1).tolist() for token in (a, b))
+    return zip(_each(scores), *ids, strict=True)
 
 
 def close(a: Any, b: Any, tol: float) -> bool:

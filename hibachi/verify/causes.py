@@ -49,7 +49,8 @@ TRAINING = _cause("training-mode", "It is in training mode, so dropout draws ane
 RANDOM = _cause(
     "random",
     "The same call does not give the same twice: dropout, or a random generator",
-    "Switch dropout off, and return logits: the engine draws, from a seed of each request.",
+    "Switch dropout off. Return logits, and the engine draws, from a seed of each request; or declare `draws = n`, and "
+    "draw with the random numbers that it gives you: `x.uniform`, `x.normal`.",
 )
 STATE = _cause(
     "shared-state",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -10,12 +11,14 @@ import numpy as np
 
 from hibachi.plan.lower import Packed, lower, pad
 from hibachi.runners.awaiter import Awaiter
+from hibachi.runners.beside import Arguments, Beside, declared_by
 from hibachi.runners.runner import check_output
 from hibachi.shapes import CallShapes, fixed
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.verify.spy import takes_lengths
 
+PROMPT = 8  # tokens of each prompt, as models are told that ask
 BLOCK = 4  # positions in a cache block: few, so that short rows have several
 
 Key: TypeAlias = tuple[str, int]  # (a row's name, how many of its tokens the model had seen)
@@ -54,10 +57,23 @@ class Driver:
         self.model, self.backend, self.name = model, backend, name
         self.tokens: dict[str, HostArray] = {}
         self.touched: dict[str, None] = {}
+        self.declared = declared_by(model)
         self._wait = Awaiter()
 
     def of(self, row: str) -> HostArray:
         return self.tokens[row.partition("#")[0]]
+
+    def beside(self, rows: Sequence[str]) -> Beside:
+        """What comes beside the tokens of these requests: seeds by the tokens, so that two with the same are alike."""
+        found = Beside(self.declared, len(rows))
+        for i, row in enumerate(rows):
+            found.set(i, PROMPT, zlib.crc32(row.partition("#")[0].encode()))
+        return found
+
+    def named(self, method: Callable[..., Any], rows: Sequence[str], lengths: HostArray, width: int) -> dict[str, Any]:
+        """What a method takes beside tokens, lengths and past, for rows of a call."""
+        found = Arguments(method, self.beside(rows)).of(np.arange(len(rows)), lengths, width)
+        return {name: self.put(array) for name, array in found.items()}
 
     def fresh(self, **layout: Any) -> Any:
         """Something with `call(pieces)`, with an empty cache if the rung has one."""
@@ -118,25 +134,33 @@ class WholeDriver(Driver):
         for i, p in enumerate(pieces):
             place = slice(0, p.end) if right else slice(width - p.end, width)
             batch[i, place] = self.of(p.row)[: p.end]
-        out = self._forward(batch, np.full_like(lengths, width) if full else lengths)
+        named = self.named(
+            self.model.logits if self.sampled else self.model.forward, [p.row for p in pieces], lengths, width
+        )
+        out = self._forward(batch, np.full_like(lengths, width) if full else lengths, named)
         return {(p.row, p.end): row for p, row in zip(pieces, out, strict=True)}
 
-    def _forward(self, batch: HostArray, lengths: HostArray) -> HostArray:
+    def _forward(self, batch: HostArray, lengths: HostArray, named: dict[str, Any]) -> HostArray:
         with self.backend.guard():
             given = {"tokens": (self.put(batch), batch)}
             if self.takes_lengths:
                 given["lengths"] = (self.put(lengths), lengths)
             tokens, *rest = (native for native, _ in given.values())
             if self.sampled:
-                out = self._wait(self.model.logits(tokens, *rest))
+                out = self._wait(self.model.logits(tokens, *rest, **named))
             else:
-                out = self._wait(self.model.forward(tokens, **dict(zip(["lengths"], rest, strict=False))))
-            row = (self.vocab,) if self.sampled else batch.shape[2:]
+                out = self._wait(self.model.forward(tokens, **dict(zip(["lengths"], rest, strict=False)), **named))
+            row = logits_shape(self.vocab, batch.shape[2:]) if self.sampled else batch.shape[2:]
             kind = "logits" if self.sampled else batch.dtype.kind
             check_output(out, self.backend, (len(batch), *row), self.name, kind=kind)
             for name, (native, host) in given.items():
                 self.check_untouched(name, native, host)
             return self.host(out)
+
+
+def logits_shape(vocab: int | None, token: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the output for a token of this shape; vocab: None means tokens come out."""
+    return token if vocab is None else (*token, vocab)
 
 
 class FeedforwardDriver(Driver):
@@ -249,13 +273,15 @@ class CacheSession:
             rest = np.zeros((len(packed.pos) - len(tokens), *tokens.shape[1:]), tokens.dtype)
             tokens = np.concatenate([tokens, rest])
         host = {"tok": tokens, **{f.name: getattr(packed, f.name) for f in fields(Packed)}}
+        host |= (beside := self._beside(packed)).fields(packed)
+        inputs = {name: d.put(a) for name, a in beside.inputs(packed.row, packed.row[packed.seg], packed.pos).items()}
         with d.backend.guard():
-            x = StepInputs(**{name: d.put(a) for name, a in host.items()})
+            x = StepInputs(**{name: d.put(a) for name, a in host.items()}, inputs=inputs or None)
             states = self._gathered(packed)
             for _ in range(times):
                 given = [states.get(i, c) for i, c in enumerate(self.cache)]
                 out, new = d.step(d.model.params, given, x)
-                row = (d.vocab,) if d.vocab is not None else tokens.shape[1:]
+                row = logits_shape(d.vocab, tokens.shape[1:])
                 kind = "logits" if d.vocab is not None else tokens.dtype.kind
                 check_output(out, d.backend, (len(packed.last), *row), d.name, kind=kind)
                 if not isinstance(new, (list, tuple)) or len(new) != len(d.spec):
@@ -271,6 +297,10 @@ class CacheSession:
             (p.row, (p.end if p.at is None else p.at + 1)): outputs[i].reshape(outputs.shape[1:])
             for i, p in enumerate(emitting)
         }
+
+    def _beside(self, packed: Packed) -> Beside:
+        names = {row: name for name, row in self.place.items()}
+        return self.driver.beside([names.get(row, "") for row in range(self.driver.rows)])
 
     def _packed(self, pieces: Sequence[Span]) -> Packed:
         given = [(self.place[p.row], p.start, p.end, p.end - 1 if p.at is None else p.at) for p in pieces]

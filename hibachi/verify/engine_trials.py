@@ -17,7 +17,6 @@ from hibachi.verify.answers import Trouble, show
 from hibachi.verify.drive import Found, Outputs
 from hibachi.verify.engines import Engines
 from hibachi.verify.ownpasts import OWN
-from hibachi.verify.prompts import draw
 from hibachi.verify.spy import SpiedCall
 from hibachi.verify.subject import Subject, Variant
 
@@ -154,7 +153,7 @@ def longest(s: Subject) -> Iterator[Variant]:
     def last() -> Trouble | None:
         engine, prompt = e.engine(rows=4, longest=limit), e.prompts[0]
         if s.ids is not None:
-            prompt = draw(s.ids, limit - 2, s.seed)
+            prompt = s.drawn(limit - 2, s.seed)
         else:  # with what the model says after it
             more = limit - 2 - len(prompt)
             [answer] = e.answers(engine, [prompt], more)

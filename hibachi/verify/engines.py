@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,10 +15,12 @@ from hibachi.engine.autoregressive import AutoregressiveBatchInference
 from hibachi.engine.feedforward import FeedforwardBatchInference
 from hibachi.errors import EngineFailed, HibachiError
 from hibachi.request import SamplingParams
+from hibachi.runners.beside import Declared, declared_by, example
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
+from hibachi.tensor.layout import Input
 from hibachi.verify.answers import Answer, Trouble, different
 from hibachi.verify.prompts import begins
-from hibachi.verify.spy import Spy, takes_lengths
+from hibachi.verify.spy import OWN, Spy, takes_lengths
 
 CANDIDATES = 8  # tokens whose log-probabilities are compared
 
@@ -54,6 +57,7 @@ class Engines:
         self.backend, self.rung, self.vocab = backend, rung, vocab
         self.takes_lengths: bool = takes_lengths(model, rung)
         self.prompts, self.n, self.pads, self.tolerance = list(prompts), new, list(pads), tolerance
+        self.declared: Declared = declared_by(model)
         self._engines: dict[str, Any] = {}
         self._held: Any = None  # a stream, which would be cancelled if it were dropped
 
@@ -64,6 +68,8 @@ class Engines:
         options |= {"max_num_seqs": rows, "max_model_len": longest, "padding_token": padding}
         if self.rung < 2:
             options["deterministic"] = False  # no calls but those of the requests
+        if self.rung == OWN and self.vocab is None:
+            options["token"] = self.prompts[0][0]
         options["enable_prefix_caching"] = (
             False  # everything is to be computed by the model, also what was computed before
         )
@@ -93,10 +99,22 @@ class Engines:
         """The stream of n new tokens (None means `self.n`); for a feed-forward model an Item."""
         if self.rung is None:
             return engine.run(prompt)
+        n = n or self.n
+        if not self.declared and self.vocab is None:
+            return engine.run(prompt, max_tokens=n)
+        how: dict[str, Any] = {
+            "inputs": {name: self._example(one, len(prompt) + n) for name, one in self.declared.inputs.items()}
+        }
         if self.vocab is None:
-            return engine.run(prompt, max_tokens=n or self.n)
+            params = SamplingParams(seed=zlib.crc32(prompt.tobytes()), max_tokens=n) if self.declared.seeded else None
+            return engine.run(prompt, params, max_tokens=n, **how)
         logprobs = min(CANDIDATES, self.vocab)
-        return engine.run(prompt, SamplingParams(temperature=0, max_tokens=n or self.n, logprobs=logprobs))
+        seed = zlib.crc32(prompt.tobytes())  # of what a model draws itself besides
+        return engine.run(prompt, SamplingParams(temperature=0, max_tokens=n, logprobs=logprobs, seed=seed), **how)
+
+    def _example(self, one: Input, n: int) -> HostArray:
+        found = example(one)
+        return found if one.per == "request" else np.resize(found, (n, *found.shape[1:]))
 
     def read(self, stream: Any) -> Answer:
         items: list[Any] = []

@@ -7,50 +7,64 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.runners.beside import ENCODED
+from hibachi.runners.encoded import Encoded
 from hibachi.runners.owncache import takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.verify.drive import Driver, Found, Outputs, Span
+from hibachi.verify.drive import Driver, Found, Outputs, Span, logits_shape
 from hibachi.verify.spy import OWN as OWN
 
 
 class OwnDriver(Driver):
-    """Between levels 1 and 2. vocab: size of the logits."""
+    """Between levels 1 and 2. vocab: size of the logits; None means tokens come out."""
 
-    vocab: int
+    vocab: int | None
     with_lengths: bool
 
-    def __init__(self, model: Any, backend: ArrayBackend, vocab: int) -> None:
+    def __init__(self, model: Any, backend: ArrayBackend, vocab: int | None) -> None:
         super().__init__(model, backend, f"{type(model).__name__}.step")
         self.vocab, self.with_lengths = vocab, takes_own_lengths(model)
         self._layout: Layout | None = None
+        self._encoded: Encoded | None = None
 
     @property
     def layout(self) -> Layout:
         """Found with the first tokens of the rows."""
         if self._layout is None:
-            ids = np.concatenate([*self.tokens.values()]).astype(np.int32)
+            ids = np.concatenate([*self.tokens.values()])
 
             def first(rows: int, tokens: int) -> Any:
-                batch = np.resize(ids, (rows, tokens))
-                return self.step(batch, np.full(rows, tokens, np.int32), None)[1]
+                batch = np.resize(ids, (rows, tokens, *ids.shape[1:]))
+                return self.step(batch, np.full(rows, tokens, np.int32), None, [""] * rows)[1]
 
             with self.backend.guard():
+                if callable(encode := getattr(self.model, "encode", None)):
+                    beside, name = self.beside([""]), type(self.model).__name__
+                    self._encoded = Encoded(encode, self.backend, beside, name, lambda f, **given: f(**given))
                 self._layout = layout_of(self.model.past, first, self.backend, self.name)
         return self._layout
 
     def fresh(self, **layout: Any) -> OwnSession:
         return OwnSession(self)
 
-    def step(self, tokens: HostArray, lengths: HostArray, past: Any) -> tuple[HostArray, Any]:
+    def step(self, tokens: HostArray, lengths: HostArray, past: Any, rows: Sequence[str]) -> tuple[HostArray, Any]:
+        """rows: names of requests."""
         given = {"tokens": (self.put(tokens), tokens)}
         if self.with_lengths:
             given["lengths"] = (self.put(lengths), lengths)
-        found = self.model.step(*(native for native, _ in given.values()), past)
+        named = self.named(self.model.step, rows, lengths, tokens.shape[1])
+        if self._encoded is not None:
+            names = list(self.tokens)
+            which = [names.index(row.partition("#")[0]) if row else 0 for row in rows]
+            named[ENCODED] = self._encoded.tried(which)
+        found = self.model.step(*(native for native, _ in given.values()), past, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
-        out = check_output(found[0], self.backend, (len(tokens), self.vocab), self.name, kind="logits")
+        shape = (len(tokens), *logits_shape(self.vocab, tokens.shape[2:]))
+        kind = tokens.dtype.kind if self.vocab is None else "logits"
+        out = check_output(found[0], self.backend, shape, self.name, kind=kind)
         for name, (native, host) in given.items():
             self.check_untouched(name, native, host)
         return self.host(out), found[1]
@@ -81,8 +95,8 @@ class OwnSession:
         if pieces[0].start:
             width = max(p.start for p in pieces)
             before = layout.joined([layout.part(self._pasts[p.row], [0], width) for p in pieces])
-        tokens = np.stack([d.of(p.row)[p.start : p.end] for p in pieces]).astype(np.int32)
-        logits, tree = d.step(tokens, np.array(ends, np.int32), None if before is None else before.tree)
+        tokens, rows = np.stack([d.of(p.row)[p.start : p.end] for p in pieces]), [p.row for p in pieces]
+        logits, tree = d.step(tokens, np.array(ends, np.int32), None if before is None else before.tree, rows)
         after = layout.taken(tree, before, range(len(pieces)), ends, len(pieces), tokens.shape[1])
         for i, p in enumerate(pieces):
             mine = layout.part(after, [i], p.end)

@@ -12,17 +12,17 @@ import copy
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from hibachi.runners.owncache import takes_own_lengths
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 from hibachi.tensor.layout import StepInputs
 
 OWN = 1.5  # between levels 1 and 2: a cache of the model's own
+_DECLARED = ("vocab_size", "past", "example_prompts", "codebooks", "draws", "inputs", "encode")
 PATIENCE = 60.0  # seconds that a call is held at most
 
 
@@ -119,41 +119,26 @@ class Spy:
         get = self._plain.get
 
         def run(tokens: Array, *args: Array, **options: Array) -> Any:
-            batch, given = get(tokens), [*args, *options.values()]
-            lengths = get(given[0]) if given else np.full(len(batch), batch.shape[1] if batch.ndim > 1 else 0)
+            batch, given = get(tokens), args[0] if args else options.get("lengths")
+            lengths = get(given) if given is not None else np.full(len(batch), batch.shape[1] if batch.ndim > 1 else 0)
             rows = list(batch) if rung is None else [r[len(r) - n :] for r, n in zip(batch, lengths, strict=True)]
             call = SpiedCall(inner, (tokens, *args), options, rows)
             self._see(call)
             out = inner(*call.args, **options)
             return self._later(call, out) if inspect.isawaitable(out) else self.after(call, out)
 
-        methods: dict[str, Any] = {"forward": staticmethod(lambda tokens: run(tokens))}
-        if rung == 1:
-            methods = {"logits": staticmethod(run), "vocab_size": model.vocab_size}
-        elif takes_lengths(model, rung):
-            methods = {"forward": staticmethod(lambda tokens, lengths: run(tokens, lengths=lengths))}
-        return type(type(model).__name__, (), methods)()
+        return _like(model, run, "logits" if rung == 1 else "forward")
 
     def _wrapped_own(self, model: Any) -> Any:
         """Likewise, of a model with a cache of its own. Which requests its rows belong to cannot be seen."""
 
-        def run(*args: Any) -> Any:
-            call = SpiedCall(model.step, args, {}, [])
+        def run(*args: Any, **options: Any) -> Any:
+            call = SpiedCall(model.step, args, options, [])
             self._see(call)
-            logits, past = model.step(*args)
+            logits, past = model.step(*args, **options)
             return self.after(call, logits), past
 
-        def with_lengths(tokens: Array, lengths: Array, past: Any) -> Any:
-            return run(tokens, lengths, past)
-
-        def without(tokens: Array, past: Any) -> Any:
-            return run(tokens, past)
-
-        step = with_lengths if takes_own_lengths(model) else without
-        methods = {"step": staticmethod(step), "vocab_size": model.vocab_size, "past": model.past}
-        if hasattr(model, "example_prompts"):
-            methods["example_prompts"] = model.example_prompts
-        return type(type(model).__name__, (), methods)()
+        return _like(model, run, "step")
 
     async def _later(self, call: SpiedCall, out: Awaitable[Any]) -> Any:
         return self.after(call, await out)
@@ -174,6 +159,14 @@ class Spy:
     def _copied(self, call: SpiedCall) -> SpiedCall:
         weights, args = call.args[: _steps(call)], call.args[_steps(call) :]
         return replace(call, args=(*weights, *copied(self._plain, args)), options=copied(self._plain, call.options))
+
+
+def _like(model: Any, run: Callable[..., Any], name: str) -> Any:
+    """An object with one method, which takes what the model's takes, and what the model declares."""
+    with suppress(TypeError, ValueError):  # compiled code need not tell
+        run.__signature__ = inspect.signature(getattr(model, name))  # type: ignore[attr-defined]  # read by `inspect`
+    said = {key: getattr(model, key) for key in _DECLARED if hasattr(model, key)}
+    return type(type(model).__name__, (), {name: staticmethod(run), **said})()
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
@@ -206,8 +199,9 @@ def _steps(call: SpiedCall) -> bool:
 def _inputs(call: SpiedCall) -> dict[str, Array]:
     """What a call may not change: all but weights and cache."""
     if _steps(call):
-        given = ((f.name, getattr(call.args[-1], f.name)) for f in fields(StepInputs))
-        return {f"x.{name}": array for name, array in given if array is not None}
+        x = call.args[-1]
+        given = {f.name: getattr(x, f.name) for f in fields(StepInputs) if f.name != "inputs"} | dict(x.inputs or {})
+        return {f"x.{name}": array for name, array in given.items() if array is not None}
     return dict(zip(("tokens", "lengths"), call.args, strict=False)) | call.options
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hibachi.engine.build import has_own_cache, level_of
+from hibachi.engine.build import codebooks_of, has_own_cache, level_of
 from hibachi.errors import ConfigError, InvalidRequest
 from hibachi.runners.stops import as_token
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
@@ -186,7 +186,7 @@ class Subject:
         if self.rung is None:
             return FeedforwardDriver(self.model, self.backend)
         if self.rung == OWN:
-            return OwnDriver(self.model, self.backend, self.vocab or 0)
+            return OwnDriver(self.model, self.backend, self.vocab)
         if self.rung < 2:
             return WholeDriver(self.model, self.backend, self.vocab, int(self.rung))
         rows = max(*self.sizes, 3) + 1
@@ -215,7 +215,7 @@ class Subject:
             if examples:
                 rows[name] = self._cast(examples[i][: self.long + STEPS] if self.rung is not None else examples[i])
             else:
-                rows[name] = self._cast(prompts.draw(self.ids or 0, self.long + STEPS, self.seed + i))
+                rows[name] = self._cast(self.drawn(self.long + STEPS, self.seed + i))
         if self.rung is not None and examples:
             self._grow()
         self.names: list[str] = list(self._different())
@@ -224,13 +224,20 @@ class Subject:
             how = prompts.HOW_INPUTS if self.rung is None else prompts.HOW
             raise ConfigError(f"To see whether rows influence each other takes two examples {what}. {how}.")
 
+    def drawn(self, n: int, seed: int) -> HostArray:
+        """n random tokens of ids."""
+        codebooks = codebooks_of(self.model) if self.vocab is not None else None
+        ids = prompts.draw(self.ids or 0, n * (codebooks or 1), seed)
+        return ids if codebooks is None else ids.reshape(n, codebooks)
+
     def _cast(self, tokens: HostArray) -> HostArray:
         """As an engine does."""
         if self.vocab is None:
             return tokens
+        codebooks = codebooks_of(self.model)
         if (
             tokens.dtype.kind not in "iu"
-            or tokens.ndim != 1
+            or tokens.shape[1:] != (() if codebooks is None else (codebooks,))
             or not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab
         ):
             raise ConfigError(f"Examples must be token ids from 0 to {self.vocab - 1}; got {prompts_shown(tokens)}.")
@@ -254,7 +261,7 @@ class Subject:
                 end = len(rows[name])
                 try:
                     out = session.call([Span(name, start, end)])[name, end]
-                    token = np.asarray(out.argmax() if self.vocab is not None else out)
+                    token = np.asarray(out.argmax(axis=-1) if self.vocab is not None else out)
                 except Exception:
                     token = rows[name][-1]
                 rows[name] = np.concatenate([rows[name], token[None].astype(rows[name].dtype)])

@@ -467,6 +467,15 @@ def padding_writes_to_block_one(b: Any, q: Any, k: Any, v: Any, cache: Any, x: A
     return b.attend(q, k, v, cache, replace(x, slot=np.where(x.slot == 0, 4, x.slot)), **special)
 
 
+def given(name: str, change: Any) -> Any:
+    """An argument that may be left out, changed where it is given."""
+    return lambda **seen: {} if seen.get(name) is None else {name: change(seen[name])}
+
+
+def unchecked(b: Any, *args: Any, bias: Any = None, sinks: Any = None, **special: Any) -> Any:
+    return b.attend(*args, **special)
+
+
 def everything(x: Any) -> Any:
     """Positions at which nothing is hidden."""
     return np.full_like(x.pos, 10_000)
@@ -499,6 +508,27 @@ ATTENTION = [
     attention("caps_the_scores_softly", "ignores the cap", lambda **_: {"softcap": None}),
     attention("caps_the_scores_softly", "caps before it scales",
               lambda scale, softcap, **_: {"softcap": scale * softcap}),
+    attention("adds_a_bias_by_distance", "ignores the bias", lambda **_: {"bias": None}),
+    attention("adds_a_bias_by_distance", "holds the last number of every table",
+              given("bias", lambda bias: np.concatenate([bias, bias[:, -1:]], axis=1))),
+    attention("adds_a_bias_by_distance", "counts distances from one",
+              given("bias", lambda bias: bias[:, 1:] if bias.shape[1] > 2 else bias)),
+    attention("adds_a_bias_by_distance", "takes the first head's for all",
+              given("bias", lambda bias: bias[:1].repeat(len(bias), axis=0))),
+    attention("adds_the_bias_after_scale_and_cap_and_sees_no_further_for_it", "scales the bias",
+              given("bias", lambda bias: bias * 2)),
+    attention("adds_the_bias_after_scale_and_cap_and_sees_no_further_for_it", "does not cap what has a bias",
+              lambda **_: {"softcap": None}),
+    attention("adds_the_bias_after_scale_and_cap_and_sees_no_further_for_it", "sees all that has a bias",
+              lambda **_: {"window": None}),
+    attention("gives_sinks_a_share_without_a_value", "ignores the sinks", lambda **_: {"sinks": None}),
+    attention("gives_sinks_a_share_without_a_value", "deals sinks to heads from the end",
+              given("sinks", lambda sinks: sinks[::-1].copy())),
+    attention("leaves_sinks_out_of_scale_and_cap_and_bias", "scales the sinks",
+              given("sinks", lambda sinks: sinks * 3)),
+    attention("leaves_sinks_out_of_scale_and_cap_and_bias", "caps the sinks",
+              given("sinks", lambda sinks: np.tanh(sinks / 1.5) * 1.5)),
+    broken("attend_refuses_a_bias_or_sinks_that_do_not_fit", "takes what it gets", attend=unchecked),
     attention("gives_padding_no_influence", "takes padded blocks for context", inputs(pos=everything)),
     attention("does_not_catch_nan_from_padding_tokens", "lets one token's NaN into all",
               lambda q, **_: {"q": q + 0 * q[0, 0, 0]}),

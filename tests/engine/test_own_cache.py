@@ -197,9 +197,9 @@ def test_pasts_are_freed_with_their_requests(serve):
     stream = engine.run([1, 2, 3], SamplingParams(temperature=0, max_tokens=50))
     next(stream)
     stream.close()
-    until(lambda: not engine._worker.engine.runner._of)
+    until(lambda: not engine._worker.engine.runner._pasts.of)
     assert answers(engine) == right()
-    until(lambda: not engine._worker.engine.runner._of)
+    until(lambda: not engine._worker.engine.runner._pasts.of)
 
 
 def test_a_row_that_another_request_has_got_is_not_taken_for_the_one_before(serve):
@@ -211,8 +211,8 @@ def test_a_row_that_another_request_has_got_is_not_taken_for_the_one_before(serv
         return Past({"layers": [(array,)]}, [array], rows, [2] * len(rows), 2, len(rows))
 
     before, new = past([0, 1, 2], [[1, 1], [2, 2], [3, 3]]), past([2], [[7, 7]])
-    runner._of = {0: before, 1: before, 2: new}
-    assert runner._gathered([0, 1, 2], np.array([2, 2, 2]), 3).arrays[0].tolist() == [[[1, 1]], [[2, 2]], [[7, 7]]]
+    runner._pasts.of = {0: before, 1: before, 2: new}
+    assert runner._pasts.gathered([0, 1, 2], [2, 2, 2], 3).arrays[0].tolist() == [[[1, 1]], [[2, 2]], [[7, 7]]]
 
 
 # ---- faults stay alone -----------------------------------------------------------------------------------------------
@@ -434,7 +434,8 @@ def test_what_the_model_raises_when_it_is_tried_is_told():
     "changes, words",
     [
         ({"max_model_len": None}, "max_model_len"),
-        ({"vocab_size": None}, "has `past`, so it also needs `vocab_size`"),
+        ({"vocab_size": None}, "returns tokens, and nothing says of what kind: expected token=, one token"),
+        ({"vocab_size": "10"}, "has `past`, so it also needs `vocab_size`"),
         ({"vocab_size": 0}, "has `past`, so it also needs `vocab_size`, an integer >= 1"),
         ({"vocab_size": -1}, "has `past`, so it also needs `vocab_size`"),
         ({"step": lambda tokens: 0}, r"step is called as `step\(tokens, past\)`"),

@@ -59,7 +59,7 @@ def arrays_of(tree):
 
 def pasts_of(engine, given):
     """Bytes of all pasts as they are, room left out. given: to the call."""
-    pasts = {id(past): past for past in engine._worker.engine.runner._of.values()}
+    pasts = {id(past): past for past in engine._worker.engine.runner._pasts.of.values()}
     return sum(a.nbytes for past in pasts.values() for a in past.arrays) + sum(a.nbytes for a in arrays_of(given))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hibachi.kernels.library import NUMERICS, SWITCH
 
-from ..tensor.native import DTYPES, computed, other_variants, skip_without
+from ..tensor.native import DTYPES, biased, computed, other_variants, skip_without
 from ..tensor.native import digest as digest_of
 
 skip_without()
@@ -26,6 +26,10 @@ GOLDEN = {"float32": "282c331360ec02fe", "bfloat16": "e0e9fd27049413b8"}
 OPERATIONS = {
     "float32": "29ef078cbba830a6bac1b519ffd0f36d0a15e05ee61b25cf49ea4cab498d0132",
     "bfloat16": "412a7c77fb05bef55856e72fb0224aef0eddc3b4b9e8aab81e10c6c78a23243d",
+}
+BIASED = {
+    "float32": "fb09c9bb5212834e58261c9ce5c07c90b67bd7c2a28d3b00254c09985ed49cb8",
+    "bfloat16": "0d0e65b1b63a2f80d5c1768e7bda0d1607f845eb8ec05b4edcaa3c2f781cea7c",
 }
 
 
@@ -44,6 +48,11 @@ def test_the_numerics_have_their_name():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_each_operation_gives_is_written_down(dtype):
     assert digest_of(computed(NativeNumpyBackend(), dtype)) == OPERATIONS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_attention_gives_with_a_bias_and_sinks_is_written_down(dtype):
+    assert digest_of(biased(NativeNumpyBackend(), dtype)) == BIASED[dtype]
 
 
 @pytest.mark.parametrize("dtype", GOLDEN)

@@ -18,6 +18,7 @@ from hibachi.model.registry import load_model
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi_torch import TorchBackend
 from hibachi_torch import transformers_model as fallback
+from hibachi_torch.transformers_attention import CannotRun, _settings
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("transformers_list", ROOT / "docs" / "transformers_list.py")
@@ -91,7 +92,7 @@ def greedy(model, prompt, n=8, **options):
 # ---- what runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["cohere2", "olmo", "nemotron", "opt", "deepseek_v3", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["cohere2", "olmo", "nemotron", "opt", "deepseek_v3", "gemma3n_text", "gpt_oss"])
 def test_logits_and_greedy_tokens_are_those_of_the_model_itself(kind):
     verdict = listing.judge(kind)
     assert verdict.agrees, verdict
@@ -127,6 +128,34 @@ def test_a_prompt_longer_than_a_step_gives_the_same_tokens(folder_of):
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(prompt) :].tolist()
     assert greedy(model, prompt) == greedy(model, prompt, max_num_batched_tokens=16) == expected
+
+
+def test_gpt_oss_gives_the_tokens_of_its_own_generate_with_its_sinks(folder_of):
+    folder, prompt = folder_of("gpt_oss"), list(range(3, 33))
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = own.generate(
+        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    assert greedy(load(folder), prompt, n=12) == expected
+    without = load(folder)
+    for layer in without.module.model.layers:
+        layer.self_attn.sinks.data.fill_(5.0)
+    assert greedy(without, prompt, n=12) != expected
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (dict(s_aux=torch.ones(3)), "no tensor of 4 numbers"),
+        (dict(s_aux=1.0), "no tensor of 4 numbers"),
+        (dict(sinks=torch.ones(1, 4, 5, 1)), "sinks of another kind"),
+        (dict(position_bias=torch.ones(4, 5, 5)), "a position bias for each pair"),
+        (dict(softcap="20"), "softcap is no plain number"),
+    ],
+)
+def test_options_of_attention_that_are_not_ours_are_refused(options, why):
+    with pytest.raises(CannotRun, match=why):
+        _settings(options, 4)
 
 
 def test_two_models_run_side_by_side(folder_of):
@@ -204,7 +233,6 @@ def test_longrope_ends_where_its_angles_change(folder_of):
     "kind, changes, why",
     [
         ("bloom", {}, "attention interface"),
-        ("gpt_oss", {}, "attention sinks"),
         ("jamba", {}, "another kind than attention (linear_attention)"),
         ("lfm2", {}, "another kind than attention (conv)"),
         ("bart", {}, "takes no positions"),

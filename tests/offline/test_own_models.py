@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hibachi
+from hibachi.decode.uniforms import draws
 from hibachi.errors import InvalidRequest
 from hibachi.lm import own as own_models
 from hibachi.offline.works.ownwork import host, numbers
 from hibachi.offline.works.work import RowError
+
+from .own import Sung
 
 FILE = Path(__file__).with_name("own.py")
 TABLE = "a,b,label\n1,2,x\n3.5,4,y\nfoo,4,z\n13,1,q\n,1,q\nTrue,1,w\n1e300,1,w\n"
@@ -52,6 +56,28 @@ def test_tokens_that_are_vectors(runs):
     given = [{"t": [[1.0, 2.0]], "m": 2}, {"t": [[4, 2], [8.0, 4]], "m": 1}, {"t": [2.0], "m": 3}]
     rows = runs.of(given, *own("Vectors"), "--tokens-column", "t", "--param-column", "max_tokens=m")
     assert outputs(rows) == [[[0.5, 1.0], [0.25, 0.5]], [[4.0, 2.0]], [1.0, 0.5, 0.25]]
+
+
+def test_frames_and_seeds_by_columns(runs):
+    each = [{"top_k": 1}, {}]
+    given = [{"t": [[1, 2]], "s": 5, "c": each}, {"t": [[1, 2]], "s": 5, "c": None}, {"t": [[1, 9]], "s": 1, "c": None}]
+    columns = ("--tokens-column", "t", "--param-column", "seed=s", "--max-tokens", "4")
+    rows = runs.of(given, *own("Sung"), *columns, "--param-column", "codebooks=c")
+    assert outputs(rows)[2] is None and "0 to 7" in rows[2]["error"]
+    with hibachi.AutoregressiveBatchInference(Sung(), deterministic=False) as engine:
+        for row, codebooks in zip(rows, (each, ()), strict=False):
+            params = hibachi.SamplingParams(seed=5, max_tokens=4, codebooks=codebooks)
+            assert row["output"] == [frame.tolist() for frame in engine.run([[1, 2]], params)]
+    rows = runs.of([{"t": [1.0], "s": i} for i in (3, 4)], *own("Drawing"), *columns)
+    want = [draws(np.full(4, i), np.arange(1, 5), 1)[0][:, 0].astype(float).tolist() for i in (3, 4)]
+    assert outputs(rows) == want
+
+
+def test_parameters_that_a_model_cannot_have_are_refused_before_its_rows(runs):
+    given = {"in.jsonl": [{"t": [1.0]}]}
+    for name in ("Drawing", "Vectors"):
+        assert runs(given, *own(name), "--tokens-column", "t", "--param", "temperature=0.5") == 1
+        assert "no logits" in runs.told
 
 
 @pytest.mark.parametrize("name, flags", [("Sums", ("--task", "forward")), ("Vectors", ("--max-tokens", "7"))])

@@ -5,6 +5,8 @@ import time
 
 import numpy as np
 
+from hibachi import Input
+
 
 class Codebooks:
     """Four codebooks: what comes next is each number of the last token, and its place more, modulo 16."""
@@ -103,3 +105,24 @@ class Wide:
 
     def forward(self, x):
         return x[:, -1]
+
+
+class Sung:
+    """Level 1, frames of two codebooks: of all ids the same logits, but of the second codebook only even ones."""
+
+    vocab_size, codebooks, max_model_len = 8, 2, 64
+
+    def logits(self, tokens, lengths):
+        flat = np.zeros((len(tokens), 2, 8), np.float32)
+        flat[:, 1, 1::2] = -np.inf
+        return flat
+
+
+class Spoken:
+    """Level 0, real values [2]: what is drawn, and the request's speaker and the hour of the last position."""
+
+    token, draws = np.zeros(2, np.float32), 1
+    inputs = {"speaker": Input((2,)), "hours": Input((), "int32", per="position")}  # noqa: RUF012
+
+    def forward(self, tokens, normal, speaker, hours):
+        return np.stack([normal[:, 0], speaker.sum(axis=1) + hours[:, -1]], axis=1)

@@ -113,6 +113,13 @@ def small_kernels(monkeypatch, tmp_path):
     return sources
 
 
+def far_off(bias, distance):
+    """What a bias [heads, n] adds at distances [...], in float64: [heads, ...]. Zeros for distances below 0."""
+    bias, last = np.asarray(bias, np.float64), bias.shape[1] - 1
+    line = (bias[:, last] - bias[:, last - 1]).reshape(-1, *[1] * distance.ndim) * np.maximum(distance - last, 0)
+    return np.where(distance < 0, 0, bias[:, np.clip(distance, 0, last)] + line)
+
+
 # ---- what they compute -----------------------------------------------------------------------------------------------
 
 
@@ -141,15 +148,25 @@ def computed(backend, dtype):
     return {name: np.asarray(backend.get(t), np.float32) for name, t in out.items()}
 
 
-def _attended(backend, dtype, put):
+def biased(backend, dtype):
+    """{name: array} of attention with a bias and sinks, the same numbers on any library."""
+    random = np.random.default_rng(0)
+
+    def put(*shape, scale=1.0):
+        return backend.put(rounded(scale * random.normal(size=shape)), dtype)
+
+    bias, short, sinks = (backend.put(rounded(random.normal(size=s))) for s in ((6, 40), (6, 2), (6,)))
+    found = _attended(
+        backend, dtype, put, (dict(bias=bias), dict(bias=short, sinks=sinks, window=70), dict(sinks=sinks))
+    )
+    return {name: np.asarray(backend.get(t), np.float32) for name, t in found.items()}
+
+
+def _attended(backend, dtype, put, how=({}, dict(window=70), dict(softcap=3.0))):
     table, out = np.arange(1, 31, dtype=np.int32).reshape(3, 10), {}
     cache = backend.make_cache(Paged(2, 20, 12), blocks=31, block_size=16, rows=3, dtype=dtype)
-    cases = (
-        ([0, 0, 0], [90, 7, 150], {}),
-        ([90, 7, 150], [1, 1, 1], dict(window=70)),
-        ([91, 8, 151], [5, 1, 3], dict(softcap=3.0)),
-    )
-    for i, (start, each, special) in enumerate(cases):
+    steps = ([0, 0, 0], [90, 7, 150]), ([90, 7, 150], [1, 1, 1]), ([91, 8, 151], [5, 1, 3])
+    for i, ((start, each), special) in enumerate(zip(steps, how, strict=True)):
         start, each = np.array(start, np.int32), np.array(each, np.int32)
         packed = lower(np.arange(3), start, each, np.ones(3, bool), table, 16, tiles=backend.shapes.choices)
         inputs = StepInputs(tok=None, **{name: backend.put(getattr(packed, name)) for name in packed.__slots__})

@@ -46,18 +46,19 @@ def linear(b, dtype):
 
 def attention(b, dtype):
     """Tables of every width and company of every size, a token at a time and in chunks, small heads and large."""
-    for heads, kv_heads, dim, size in HEADS:
+    for heads, kv_heads, dim, size, biased in [*((*h, False) for h in HEADS), (*HEADS[1], True), (*HEADS[3], True)]:
+        special = {"bias": b.put(random(heads, 9)), "sinks": b.put(random(heads))} if biased else {}
         length = 600 if dim == 64 else 130
         width = -(-length // size)
         q, k = cancelling(random(length, heads, dim // 2), random(length, kv_heads, dim // 2))
         q, k, v = (b.put(a, dtype) for a in (q, k, random(length, kv_heads, dim)))
 
-        def run(rows, starts, qs, table, cache, b=b, q=q, k=k, v=v, size=size):
+        def run(rows, starts, qs, table, cache, b=b, q=q, k=k, v=v, size=size, special=special):
             rows, starts, qs = (np.array(a, np.int32) for a in (rows, starts, qs))
             packed = lower(rows, starts, qs, np.ones(len(rows), bool), table, size, tiles=b.shapes.choices)
             fields = {name: b.put(getattr(packed, name)) for name in packed.__slots__}
             x = StepInputs(tok=fields["pos"], **fields)
-            y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x, scale=SCALE)
+            y, cache = b.attend(*(b.take(t, x.pos) for t in (q, k, v)), cache, x, scale=SCALE, **special)
             return b.get(b.float32(y)), cache
 
         def fresh(rows, b=b, kv_heads=kv_heads, dim=dim, size=size, width=width):

@@ -8,6 +8,8 @@ import pytest
 from hibachi import ArrayBackend, InvalidTensorOperation, NumpyBackend, Paged, StepInputs
 from hibachi.plan.lower import lower
 
+from .native import far_off
+
 BASE = ArrayBackend(np)
 INVARIANT = NumpyBackend().invariant()
 rng = np.random.default_rng(0)
@@ -43,7 +45,7 @@ def test_storable_marks_keys_of_values_that_are_not_finite():
         assert np.array_equal(keys[~bad], k[~bad]) and np.array_equal(values[~bad], v[~bad])
 
 
-def attended(q, k, v, *, scale=None, window=None, softcap=None):
+def attended(q, k, v, *, scale=None, window=None, softcap=None, bias=None, sinks=()):
     """Causal attention of one sequence, a position and a head at a time, in float64."""
     group, out = q.shape[1] // k.shape[1], np.zeros((*q.shape[:2], v.shape[2]))
     for at in range(len(q)):
@@ -53,18 +55,27 @@ def attended(q, k, v, *, scale=None, window=None, softcap=None):
             scores = keys @ q[at, head] * (q.shape[2] ** -0.5 if scale is None else scale)
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
+            if bias is not None:
+                scores += far_off(bias, at - np.arange(first, at + 1))[head]
+            more = np.exp([sinks[head] - scores.max()]) if len(sinks) else 0.0
             weights = np.exp(scores - scores.max())
-            out[at, head] = weights @ values / weights.sum()
+            out[at, head] = weights @ values / (weights.sum() + more)
     return out
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"scale": 0.7}, {"window": 5}, {"softcap": 1.5}, {"softcap": 3.0, "window": 9}], ids=str
+    "how",
+    [
+        *({}, {"scale": 0.7}, {"window": 5}, {"softcap": 1.5}, {"softcap": 3.0, "window": 9}),
+        *({"bias": random(4, 9)}, {"sinks": random(4)}, {"bias": random(4, 2) / 9, "sinks": random(4), "window": 70}),
+    ],
+    ids=lambda how: ", ".join(how),
 )
 @pytest.mark.parametrize("library", [BASE, NumpyBackend(), INVARIANT], ids=["base", "numpy", "invariant"])
 @pytest.mark.parametrize("heads, kv_heads, dim, v_dim, size, length", [(4, 2, 8, 8, 4, 29), (3, 3, 16, 6, 16, 600)])
 def test_attention_is_that_of_the_definition(library, how, heads, kv_heads, dim, v_dim, size, length):
     q, k, v = random(length, heads, dim), random(length, kv_heads, dim), random(length, kv_heads, v_dim)
+    how = how | {name: how[name][:heads] for name in ("bias", "sinks") if name in how}
     want, width = attended(q, k, v, **how), -(-length // size)
     table = np.arange(width, 0, -1, dtype=np.int32)[None]
     cache = library.make_cache(Paged(kv_heads, dim, v_dim), blocks=width + 1, block_size=size, rows=1, dtype="float32")

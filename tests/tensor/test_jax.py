@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from hibachi import Paged, StepInputs
+from hibachi import NumpyBackend, Paged, StepInputs
 from hibachi.plan.lower import lower
 
 jax = pytest.importorskip("jax")
@@ -210,6 +210,31 @@ def test_the_kernel_is_given_what_it_wants(monkeypatch, special):
             out, caches[i] = b.attend(*map(b.put, (q, k, v)), caches[i], x, **special)
             outs.append(np.asarray(out))
         np.testing.assert_allclose(*outs, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_bias_and_sinks_are_those_of_numpy_also_from_pages_whose_kernel_lacks_them(monkeypatch):
+    monkeypatch.setattr(tpu, "kernel", lambda: None)  # an error where it is called
+    numpy, loops, paged, gathers = NumpyBackend(native=False), *(JaxBackend("cpu", native=False) for _ in range(3))
+    paged.platform, paged._loops, gathers._loops = "tpu", False, False
+    backends = numpy, loops, paged, gathers, loops.invariant()
+    spec = dict(blocks=3, block_size=16, rows=1, dtype="float32")
+    caches = [b.make_cache(Paged(2, 128, 128), **spec) for b in backends]
+    assert len(caches[2]) == 1
+    random = np.random.default_rng(0)
+    bias, sinks = np.float32([[0, -0.1], [0, 1], [1, 1], [0, 0]]), np.arange(4, dtype=np.float32)
+    for at, n, special in ((0, 9, dict(bias=bias, sinks=sinks)), (9, 1, dict(bias=bias)), (10, 8, dict(sinks=sinks))):
+        q, k, v = (random.normal(size=(n, heads, 128)).astype(np.float32) for heads in (4, 2, 2))
+        outs = []
+        for i, b in enumerate(backends):
+            one = (np.array([place], np.int32) for place in (0, at, n))
+            packed = lower(*one, np.ones(1, bool), np.array([[2, 1]], np.int32), 16, tiles=b.shapes.choices)
+            x = StepInputs(tok=None, **{f: b.put(getattr(packed, f)) for f in packed.__dataclass_fields__})
+            how = {name: b.put(t) for name, t in special.items()} | dict(window=8, softcap=2.0)
+            out, caches[i] = b.attend(*map(b.put, (q, k, v)), caches[i], x, **how)
+            outs.append(np.asarray(out))
+        for out in outs[1:]:
+            np.testing.assert_allclose(out, outs[0], rtol=2e-4, atol=2e-5)
 
 
 def test_programs_are_counted():

@@ -22,8 +22,10 @@ from hibachi.tensor.candidates import OPERATIONS, compose
 
 from .native import (
     DTYPES,
+    biased,
     computed,
     digest,
+    far_off,
     other_variants,
     parameters,
     same_arrays,
@@ -162,11 +164,12 @@ class Layer:
         def new(t):
             return jnp.concatenate([t[i, s : s + n] for i, s, n in zip(live, start, q, strict=True)])
 
+        special = {name: jnp.asarray(t) if name in BIASED else t for name, t in special.items()}
         step = jax.jit(partial(self.backend.attend, **special), donate_argnums=3)
         out, self.cache = step(new(self.q), new(self.k), new(self.v), self.cache, x)
         return jnp.split(out, np.cumsum(q)[:-1])
 
-    def expected(self, row, length, *, scale=None, window=None, softcap=None):
+    def expected(self, row, length, *, scale=None, window=None, softcap=None, bias=None, sinks=None):
         """The same in float64, for a row's first positions."""
         q, k, v = (double(t[row, :length]) for t in (self.q, self.k, self.v))
         group = q.shape[1] // k.shape[1]
@@ -175,11 +178,15 @@ class Layer:
         if softcap is not None:
             scores = np.tanh(scores / softcap) * softcap
         at = np.arange(length)
+        if bias is not None:
+            scores += far_off(bias, at[:, None] - at)
         hidden = at[None] > at[:, None]
         if window is not None:
             hidden |= at[None] <= at[:, None] - window
         weights = np.exp(np.where(hidden, -np.inf, scores))
-        return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+        total = weights.sum(-1, keepdims=True)
+        total = total if sinks is None else total + np.exp(np.asarray(sinks, np.float64))[:, None, None]
+        return np.einsum("hqk,khd->qhd", weights / total, v)
 
 
 LAYERS = {
@@ -187,7 +194,11 @@ LAYERS = {
     "odd sizes": dict(k_dim=7, v_dim=19),
     "odd blocks": dict(block_size=5),
 }
-SPECIAL = ({}, dict(scale=0.5), dict(window=70), dict(softcap=3.0, window=9))
+BIASED = {"bias": np.float32([[1, 0, -0.5], [0, -0.1, -0.2]] * 3), "sinks": np.float32([3, -2, 0, 1, 2, -1])}
+SPECIAL = (
+    *({}, dict(scale=0.5), dict(window=70), dict(softcap=3.0, window=9)),
+    *(BIASED, dict(bias=BIASED["bias"], softcap=3.0), dict(sinks=BIASED["sinks"], window=9)),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -400,6 +411,7 @@ def test_programs_name_the_library_that_they_were_made_for():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_jax_has_the_bits_of_numpy(native, dtype):
     same_arrays(computed(native, dtype), computed(NumpyBackend(native=True), dtype))
+    same_arrays(biased(native, dtype), biased(NumpyBackend(native=True), dtype))
 
 
 @pytest.mark.slow

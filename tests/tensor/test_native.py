@@ -24,6 +24,7 @@ from .native import (
     DTYPES,
     computed,
     every_variant,
+    far_off,
     forget,
     other_variants,
     parameters,
@@ -206,10 +207,11 @@ class Layer:
         def new(t):
             return torch.cat([t[i, s : s + n] for i, s, n in zip(live, start, q, strict=True)])
 
+        special |= {name: special[name][: self.q.shape[2]].clone() for name in ("bias", "sinks") if name in special}
         out, self.cache = self.backend.attend(new(self.q), new(self.k), new(self.v), self.cache, x, **special)
         return list(out.split(q.tolist()))
 
-    def expected(self, row, length, *, scale=None, window=None, softcap=None):
+    def expected(self, row, length, *, scale=None, window=None, softcap=None, bias=None, sinks=None):
         """The same in float64, for a row's first positions."""
         q, k, v = (t[row, :length].double() for t in (self.q, self.k, self.v))
         group = q.shape[1] // k.shape[1]
@@ -217,11 +219,16 @@ class Layer:
         scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        at = torch.arange(length)
+        at, heads = torch.arange(length), q.shape[1]
+        if bias is not None:
+            scores += torch.tensor(far_off(bias[:heads].numpy(), (at[:, None] - at).numpy()))
         hidden = at[None] > at[:, None]
         if window is not None:
             hidden |= at[None] <= at[:, None] - window
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -np.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -np.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:heads, None, None].double().expand(-1, length, 1)], -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
 
 
 LAYERS = {
@@ -236,7 +243,15 @@ LAYERS = {
     "large blocks": dict(block_size=64),
     "blocks of some spans": dict(block_size=40),
 }
-SPECIAL = ({}, dict(scale=0.5), dict(window=1), dict(window=70), dict(softcap=3.0, window=9))
+BIAS, SLOPES, SINKS = normal(14, 40, seed=5), -normal(14, 2, seed=6).abs().cumsum(1) / 9, normal(14, seed=7)
+"""A bias of 40 distances that goes on slowly, one that is a line from its second number on, and sinks: of as many heads
+as a layer has at most."""
+BIAS[:, -1] = BIAS[:, -2] - normal(14, seed=8) / 30
+SPECIAL = (
+    *({}, dict(scale=0.5), dict(window=1), dict(window=70), dict(softcap=3.0, window=9)),
+    *(dict(bias=BIAS), dict(bias=SLOPES, window=70), dict(sinks=SINKS), dict(sinks=SINKS, window=1)),
+    dict(bias=BIAS, sinks=SINKS, softcap=3.0, window=100),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,7 +268,7 @@ def test_attention_is_that_of_the_formula(native, name, dtype):
 @pytest.mark.parametrize("name", LAYERS)
 def test_attention_gives_a_token_the_same_bits_in_any_company(native, name, dtype):
     """Whole prompts, chunks of odd sizes beside other rows, token by token alone."""
-    for special in ({}, dict(window=70)):
+    for special in ({}, dict(window=70), dict(bias=BIAS, sinks=SINKS), dict(bias=SLOPES, sinks=SINKS, window=70)):
         whole = Layer(native, dtype, **LAYERS[name], length=150)
         want = whole.run([(0, 150), (0, 150), (0, 0), (0, 31)], **special)
         chunks, got = Layer(native, dtype, **LAYERS[name], length=150), [[], []]
@@ -667,7 +682,8 @@ def test_a_shared_prefix_changes_no_bit(native, size, company, dtype):
     """Rows that share blocks against the same rows with copies of them, each by itself."""
     shared = Shared(companies(size)[company], block_size=size, dtype=dtype)
     apart = shared.apart()
-    for special in ({}, dict(window=70), dict(window=3 * size + 1, softcap=3.0)):
+    biased = dict(bias=BIAS[: shared.sizes[0]], sinks=SINKS[: shared.sizes[0]])
+    for special in ({}, dict(window=70), dict(window=3 * size + 1, softcap=3.0), biased):
         want = shared.run(ApartTorchBackend("cpu"), apart, **special)
         for table in (shared.table, apart):
             assert torch.equal(shared.run(native, table, **special), want)

@@ -407,10 +407,12 @@ def test_a_kernel_that_lets_nan_through_is_not_taken(reasons):
     [
         ({"dtype": "float32"}, "not float32"),
         ({"softcap": 20.0}, "softcap"),
+        ({"bias": torch.tensor([[0.0, -0.1]] * 4)}, "it has no bias"),
+        ({"sinks": torch.ones(4), "softcap": 20.0}, "it has no softcap and no sinks"),
         ({"dim": 12}, "multiple of 8"),
         ({"block_size": 16}, "cache blocks of 16 positions: RuntimeError: Paged KV cache block size"),
     ],
-    ids=["float32", "softcap", "dim", "block"],
+    ids=["float32", "softcap", "bias", "sinks", "dim", "block"],
 )
 def test_what_the_kernel_does_not_take_is_gathered_and_said_once(options, why, reasons):
     backend = cuda()

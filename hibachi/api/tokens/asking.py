@@ -28,8 +28,8 @@ _SAME = (  # fields of SamplingParams by the same name
     "ignore_eos",
     "logprobs",
 )
-_SAMPLING = ("seed", "logit_bias", *_SAME)
-_GENERATION = ("max_tokens", "atol", "include_stop", *_SAMPLING)
+_SAMPLING = ("seed", "logit_bias", "codebooks", *_SAME)
+_GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
 @dataclass(slots=True)
@@ -56,16 +56,20 @@ def asked_of(
     defaults: SamplingParams | None,
     eos_ids: tuple[int, ...],
     bounds: Bounds,
+    seeded: bool = False,
+    codebooks: bool = False,
 ) -> Asked:
     """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
-    the model. Raises Refused, which names the field.
+    the model. seeded: it draws itself, from a request's seed. codebooks: its tokens
+    have several. Raises Refused, which names the field.
     """
     if feedforward:
         _none(said, _GENERATION, "gives one output for each input")
         if stop is not None or said.stream:
             raise _no("stop" if stop is not None else "stream", "gives one output for each input")
     elif defaults is None:
-        _none(said, _SAMPLING, "returns tokens, not logits, and samples by itself")
+        names = tuple(name for name in _SAMPLING if name != "seed" or not seeded)
+        _none(said, names, "returns tokens, not logits, and samples by itself")
     elif said.atol:
         raise _no("atol", "has ids as tokens, which are equal or not")
     request_id(said.request_id)
@@ -77,9 +81,13 @@ def asked_of(
     try:
         asked = Asked(None, limit, None, said.include_stop is not False, terms_of(said))
         if defaults is not None:
-            asked.ids = _ids(stop, bounds.token_ids)
+            asked.ids = () if codebooks else _ids(stop, bounds.token_ids)
             asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
-        elif stop is not None or said.atol is not None:
+            if codebooks and stop is not None:
+                asked.stop = _rule(stop, None, bounds)
+        elif seeded and said.seed is not None:
+            asked.params = SamplingParams(seed=said.seed % 2**64, max_tokens=limit)
+        if defaults is None and (stop is not None or said.atol is not None):
             asked.stop = _rule(stop, said.atol, bounds)
     except InvalidRequest as e:
         raise Refused(str(e), param=str(e).partition(" ")[0], code="invalid_value") from None
@@ -108,6 +116,8 @@ def _sampling(
     _at_most("allowed_token_ids", len(said.allowed_token_ids or ()), bounds.token_ids, " in number")
     _at_most("logit_bias", len(said.logit_bias or ()), bounds.bias, " in number")
     changes: dict[str, Any] = {name: got for name in _SAME if (got := getattr(said, name)) is not None}
+    if said.codebooks is not None:
+        changes["codebooks"] = said.codebooks
     if said.seed is not None:
         changes["seed"] = said.seed % 2**64
     if said.logit_bias is not None:

@@ -51,6 +51,9 @@ class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    # Where its tokens have several codebooks; where the model declares inputs.
+    codebooks: list[dict[str, int | float]] | None = None
+    inputs: dict[str, Raw] | None = None
 
 
 class TokensBody(Parameters, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +109,13 @@ class Given:
         given = self.said.stop
         return self._array(given, "stop", dtype) if _is_given(given) else None
 
+    def inputs(self, dtypes: Mapping[str, str]) -> dict[str, HostArray] | None:
+        """Arrays by their names. dtypes: that are wanted of lists. Raises Refused."""
+        given = self.said.inputs
+        if given is None:
+            return None
+        return {name: self._array(raw, f"inputs.{name}", dtypes.get(name)) for name, raw in given.items()}
+
     def _array(self, raw: Raw, name: str, dtype: str | None) -> HostArray:
         return (of_msgpack if self._kind in MSGPACKS else of_json)(raw, name, dtype)
 
@@ -128,7 +138,12 @@ def _of_msgpack(raw: bytes) -> TokensBody:
         raise Refused("The body is nested too deep.", code="invalid_msgpack") from None
 
 
-_OF_JSON: Mapping[str, Any] = {"logit_bias": dict[str, float], "allowed_token_ids": list[int]}
+_OF_JSON: Mapping[str, Any] = {
+    "logit_bias": dict[str, float],
+    "allowed_token_ids": list[int],
+    "codebooks": list[dict[str, int | float]],
+    "inputs": dict[str, Raw],
+}
 
 
 def of_query(pairs: Pairs) -> Parameters:
@@ -145,10 +160,10 @@ def of_query(pairs: Pairs) -> Parameters:
                 fields[name] = msgspec.json.decode(value, type=_OF_JSON[name])
             except (msgspec.DecodeError, RecursionError) as e:
                 raise Refused(f"{name}: {e}.", param=name, code="invalid_type") from None
-    stop = fields.pop("stop", _NOTHING)
+    stop, inputs = fields.pop("stop", _NOTHING), fields.pop("inputs", None)
     try:
         said = msgspec.convert(fields, Parameters, strict=False)
     except msgspec.ValidationError as e:
         raise refused_by(e, PAGE) from None
-    said.stop = stop
+    said.stop, said.inputs = stop, inputs
     return said

@@ -21,7 +21,8 @@ from hibachi.tensor.array_backend import HostArray
 
 TOKENS = Dialect("tokens", body_of)
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
-Scores = Sequence[dict[int, float] | None]
+Score = dict[int, float] | list[dict[int, float]] | None  # of a token: of several codebooks, one for each
+Scores = Sequence[Score]
 _packed = msgspec.msgpack.Encoder().encode
 
 
@@ -62,7 +63,7 @@ class Came(Struct, omit_defaults=True):
     """Tokens that came together: [n, *token]."""
 
     tokens: Any
-    logprobs: list[dict[int, float] | None] | None = None
+    logprobs: list[Score] | None = None
 
 
 class End(Struct):
@@ -77,7 +78,7 @@ class Whole(Opening, omit_defaults=True, kw_only=True):
     """All tokens of a request, [n, *token]."""
 
     tokens: Any
-    logprobs: list[dict[int, float] | None] | None = None
+    logprobs: list[Score] | None = None
     finish_reason: str
     stop_reason: int | None
     usage: Usage
@@ -169,10 +170,14 @@ def _cast(tokens: HostArray, dtype: Any) -> HostArray:
     return tokens.astype(dtype, copy=False)
 
 
-def told(scores: Scores | None) -> list[dict[int, float] | None] | None:
-    if scores is None:
-        return None
-    return [None if one is None else {i: answers.finite(p) for i, p in one.items()} for one in scores]
+def told(scores: Scores | None) -> list[Score] | None:
+    return None if scores is None else [_finite(one) for one in scores]
+
+
+def _finite(one: Score) -> Score:
+    if isinstance(one, list):
+        return [{i: answers.finite(p) for i, p in each.items()} for each in one]
+    return None if one is None else {i: answers.finite(p) for i, p in one.items()}
 
 
 def about(end: End) -> dict[str, str]:

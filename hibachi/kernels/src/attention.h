@@ -285,13 +285,16 @@ struct Attention {
   const int32_t *pos, *table;
   Element* out;
   const Work& work;
+  const float* bias = nullptr;  // [heads, reach]: added to a score by how far its key is back, see `by_distance`
+  int64_t reach = 0;
+  const float* sinks = nullptr;  // [heads]: scores that have no value
 
   // What is kept of queries between two groups.
   struct Kept {
     Lane* lanes;
     float* sums;
     Lane* gathered;  // spans, where blocks are no multiple of them
-    int64_t position[TOGETHER];
+    int64_t position[TOGETHER], head[TOGETHER];
     Floats total[TOGETHER];
     float most[TOGETHER];
   };
@@ -331,9 +334,11 @@ struct Attention {
       from = std::max(from, first_group(pos[tile->first]));
       each(*tile, [&](int64_t t, int64_t h) {
         std::memcpy(kept.lanes + r * at.k_depth, q + t * s.q_stride + h * s.k_dim, s.k_dim * sizeof(Element));
-        kept.position[r] = pos[t];
-        kept.most[r] = -std::numeric_limits<float>::infinity();
-        kept.total[r++] = Floats{};
+        kept.position[r] = pos[t], kept.head[r] = h;
+        kept.most[r] = sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
+        kept.total[r] = Floats{};
+        if (sinks) kept.total[r][0] = 1.0f;  // of exp(sink - most)
+        r++;
       });
     }
     if (end - begin > 1) {
@@ -438,8 +443,7 @@ struct Attention {
         });
       });
       with_constant<SPANS>(spans, [&](auto wide) {
-        for (int r = a; r < a + n; r++)
-          old[r] = weigh<wide>(kept.position[r], first, scores[r - a], kept.most[r], kept.total[r], weights[r]);
+        for (int r = a; r < a + n; r++) old[r] = weigh<wide>(r, first, scores[r - a], kept, weights[r]);
       });
     }
     for (int64_t d = 0; d < at.v_wide; d += 4 * LANES) {
@@ -456,12 +460,16 @@ struct Attention {
 
   // Scores to weights, and what the sums so far count now.
   template <int S>
-  float weigh(int64_t position, int64_t first, Floats* scores, float& most, Floats& total, Element* weights) const {
+  float weigh(int r, int64_t first, Floats* scores, Kept& kept, Element* weights) const {
+    const int64_t position = kept.position[r];
+    float& most = kept.most[r];
+    Floats& total = kept.total[r];
     const float none = -std::numeric_limits<float>::infinity();
     Floats high = all(none);
     for (int c = 0; c < S; c++) {
       Floats x = scores[c] * s.scale;
       if (s.softcap != 0.0f) x = tanh(x / s.softcap) * s.softcap;
+      if (bias) x += by_distance(bias + kept.head[r] * reach, position - (first + c) * LANES);
       scores[c] = seen(x, position, (first + c) * LANES);
       high = larger(scores[c], high);
     }
@@ -477,6 +485,24 @@ struct Attention {
     for (int c = 0; c < S; c++) w[c] = T::put(weights + c * LANES, exp(scores[c] - zero));
     for (int c = 0; c < S; c++) total += w[c];
     return old;
+  }
+
+  // What a row of the bias adds to a span that begins `far` positions back: beyond its end it goes on in a straight
+  // line.
+  Floats by_distance(const float* row, int64_t far) const {
+    const int64_t last = reach - 1;
+    const float end = row[last], slope = end - row[last - 1];
+    Floats x;
+    if (far - (LANES - 1) > last) {
+      const Floats lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      x = end + slope * ((float)(far - last) - lane);
+    } else {
+      for (int64_t i = 0; i < LANES; i++) {
+        const int64_t d = std::max<int64_t>(far - i, 0);  // less: a position ahead, which is hidden
+        x[i] = d <= last ? row[d] : end + slope * (float)(d - last);
+      }
+    }
+    return x;
   }
 
   // Scores of a span that begins at position `where`.

@@ -229,6 +229,7 @@ EXPORT int hibachi_int8_rows(
   });
 }
 
+// bias [heads, reach], sinks [heads]: or null.
 EXPORT int hibachi_attend(
     int dtype,
     const Sizes* sizes,
@@ -242,6 +243,9 @@ EXPORT int hibachi_attend(
     const int32_t* cu_q,
     const int32_t* table,
     int cascade,
+    const float* bias,
+    int64_t reach,
+    const float* sinks,
     void* y
 ) {
   const Sizes& s = *sizes;
@@ -255,7 +259,22 @@ EXPORT int hibachi_attend(
     const int64_t done = cu_q[s.rows], each = s.heads * s.v_dim;  // tokens after that are padding
     std::fill_n(out<T>(y) + done * each, (s.tokens - done) * each, E<T>{});
     return share(Write<T>{s, at, in<T>(k), in<T>(v), out<T>(keys), out<T>(values), slot}) &&
-           share(Attention<T>{s, at, in<T>(q), out<T>(keys), out<T>(values), pos, table, out<T>(y), work});
+           share(
+               Attention<T>{
+                   .s = s,
+                   .at = at,
+                   .q = in<T>(q),
+                   .keys = out<T>(keys),
+                   .values = out<T>(values),
+                   .pos = pos,
+                   .table = table,
+                   .out = out<T>(y),
+                   .work = work,
+                   .bias = bias,
+                   .reach = reach,
+                   .sinks = sinks,
+               }
+           );
   });
 }
 

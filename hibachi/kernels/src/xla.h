@@ -196,8 +196,9 @@ EXPORT void* hibachi_xla_int8_rows(Frame* f) {
   });
 }
 
-// q, k, v [tokens, heads, dim], keys, values, slot, pos, cu_q, table -> y, keys, values, which XLA has given the memory
-// of the arguments; ints: block size, window, cascade; reals: scale, softcap
+// q, k, v [tokens, heads, dim], keys, values, slot, pos, cu_q, table, perhaps a bias [heads, reach], perhaps sinks
+// [heads] -> y, keys, values, which XLA has given the memory of the arguments; ints: block size, window, cascade,
+// reach, 0 without a bias; reals: scale, softcap
 EXPORT void* hibachi_xla_attend(Frame* f) {
   return handle(f, [](const Call& c) {
     const hibachi::Sizes s{
@@ -219,8 +220,25 @@ EXPORT void* hibachi_xla_attend(Frame* f) {
     };
     const int32_t *slot = c.in<int32_t>(5), *pos = c.in<int32_t>(6), *cu_q = c.in<int32_t>(7),
                   *table = c.in<int32_t>(8);
+    const int64_t reach = c.integer(3);
+    const float *bias = reach ? c.in<float>(9) : nullptr, *sinks = c.in<float>(reach ? 10 : 9);
     return hibachi_attend(
-        c.dtype(), &s, c.in(0), c.in(1), c.in(2), c.out(1), c.out(2), slot, pos, cu_q, table, c.integer(2), c.out(0)
+        c.dtype(),
+        &s,
+        c.in(0),
+        c.in(1),
+        c.in(2),
+        c.out(1),
+        c.out(2),
+        slot,
+        pos,
+        cu_q,
+        table,
+        c.integer(2),
+        bias,
+        reach,
+        sinks,
+        c.out(0)
     );
   });
 }

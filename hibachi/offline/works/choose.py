@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
-from hibachi.engine.build import level_of
+from hibachi.engine.build import returns_ids
 from hibachi.errors import ConfigError
 from hibachi.lm.own import is_own, no_text
 from hibachi.lm.texts import Texts
@@ -80,11 +80,13 @@ def names_of(model: str) -> tuple[str, ...]:
 
 
 def _returns_tokens(model: str, reading: bool) -> bool | None:
-    """Does a model of one's own return tokens, not logits? With reading, a guess; None means it must be opened to
+    """Are the tokens of a model of one's own arrays, not ids? With reading, a guess; None means it must be opened to
     know.
     """
     found = object_named(model)
     if inspect.isclass(found):
+        if getattr(found, "codebooks", None) is not None:
+            return True
         if callable(getattr(found, "logits", None)):
             return False
         if not callable(getattr(found, "step", None)):
@@ -92,7 +94,7 @@ def _returns_tokens(model: str, reading: bool) -> bool | None:
         return False if reading or getattr(found, "vocab_size", None) is not None else None
     if inspect.isroutine(found) or isinstance(found, partial):
         return False if reading else None
-    return level_of(found) == 0 or getattr(found, "vocab_size", None) is None
+    return not returns_ids(found)
 
 
 def _opened(settings: SimpleNamespace) -> Opened:

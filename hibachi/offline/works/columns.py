@@ -19,7 +19,7 @@ PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_proce
 NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion over HTTP
 _INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs")
 _TEXTS = ("stop", "bad_words")
-_LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias")
+_LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks")
 _FLAGS = {"true": True, "false": False}  # as JSON, Python and spreadsheets write them
 # How Arrow's types begin.
 _TEXT = ("string", "large_string")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
 from hibachi.errors import ConfigError, HibachiError, InvalidRequest, shown, text_of
 from hibachi.lm.tokens import Tokens
@@ -22,6 +23,8 @@ from hibachi.request import SamplingParams
 from hibachi.streams.stream import ItemStream
 from hibachi.tensor.array_backend import HostArray
 
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "codebooks")
+
 
 class _OwnWork(Watching[Tokens]):
     carries, compares = True, False
@@ -29,7 +32,8 @@ class _OwnWork(Watching[Tokens]):
     places: int
     feedforward: bool
 
-    params: Sequence[str] = ()  # of sampling, that have a meaning
+    params: Sequence[str] = ()  # of sampling, that have a meaning; before the model is opened, that may have one
+    no_params = "this model returns no logits to sample from"
 
     def __init__(self, columns: Columns, open_: Callable[[], Tokens], dtype: str | None = None) -> None:
         """dtype: of what the model takes, a name that NumPy knows; None means float32 where columns are features, else
@@ -40,7 +44,7 @@ class _OwnWork(Watching[Tokens]):
 
     def check(self, columns: Sequence[str] | None) -> None:
         own = self._columns
-        own.only(self.params, "this model returns no logits to sample from")
+        own.only(self.params, self.no_params)
         if own.talks:
             raise ConfigError("A chat needs a tokenizer: expected tokens or numbers for this model; got messages.")
         own.check(columns)
@@ -48,6 +52,7 @@ class _OwnWork(Watching[Tokens]):
     def open(self) -> Told:
         self._serving = self._open()
         facts = self.serving.engine.facts
+        self.params = self.taken(facts)
         try:
             self.check(None)  # what the model is may have been learnt since
             if facts.feedforward is not self.feedforward:
@@ -61,6 +66,10 @@ class _OwnWork(Watching[Tokens]):
         self.places = 2 * facts.limits.rows
         told = {"backend": facts.fingerprint, "dtype": None if self._dtype is None else str(self._dtype)}
         return Told(f"{facts.model}: {about(self.serving)}", told)
+
+    def taken(self, facts: Facts) -> Sequence[str]:
+        """Parameters of sampling that have a meaning for this model."""
+        return self.params
 
     def wrong(self, row: Row) -> str | None:
         return why_not(row, lambda: self._input(row))
@@ -88,7 +97,7 @@ class _OwnWork(Watching[Tokens]):
 
 
 class TokenWork(_OwnWork):
-    """Tokens after tokens, by a model that samples by itself. The columns of a result: output, a list of tokens without
+    """Tokens after tokens that are arrays. The columns of a result: output, a list of tokens without
     the one that ended it; finish_reason, prompt_tokens, completion_tokens, error."""
 
     fields: Sequence[Field] = (
@@ -99,8 +108,13 @@ class TokenWork(_OwnWork):
         Field("error", "text"),
     )
 
-    params = ("max_tokens",)
+    params = ("max_tokens", "seed", *DRAWN)
     feedforward = False
+
+    def taken(self, facts: Facts) -> Sequence[str]:
+        if facts.codebooks is not None:
+            return self.params
+        return ("max_tokens", "seed") if facts.seeded else ("max_tokens",)
 
     def prepare(self, row: Row) -> Prepared:
         with judged():
@@ -110,12 +124,13 @@ class TokenWork(_OwnWork):
                     f"This model takes tokens: expected a list with at least one; got {shown(prompt.tolist())}."
                 )
         limit = params.max_tokens
-        return Prepared((), len(prompt) + (limit or 0), row.size + 500 + prompt.nbytes, (prompt, limit))
+        return Prepared((), len(prompt) + (limit or 0), row.size + 500 + prompt.nbytes, (prompt, params))
 
     def start(self, number: int, prepared: Prepared) -> None:
-        prompt, limit = prepared.what
+        prompt, params = prepared.what
+        limit, drawn = params.max_tokens, params if "seed" in self.params else None
         with judged():
-            stream = self.serving.submit(prompt, max_tokens=limit, include_stop=False)
+            stream = self.serving.submit(prompt, params=drawn, max_tokens=limit, include_stop=False)
         self._started[number] = stream, len(prompt)
         self._watched.add(number, [stream])
 

@@ -1,0 +1,273 @@
+"""What comes beside the tokens of a call: the lengths of prompts, seeds, random numbers, and the requests' own inputs.
+
+All of it is made on the host from records of the rows, so that it is equal on all backends and in any company.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from hibachi.decode.uniforms import draws
+from hibachi.errors import ConfigError, shown
+from hibachi.plan.lower import Packed
+from hibachi.runners.job import Job
+from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.layout import Input
+
+MOST_DRAWS = 2**16
+EXAMPLE = 8  # the size, in an example, of a dimension of any size; the next examples are two and three times as long
+LENGTHS = 3
+_ALWAYS = ("prompt_len", "seed")
+_DRAWN = ("uniform", "normal")
+ENCODED = "encoded"
+_ITEMS = frozenset("biuf")
+_METHODS = ("forward", "logits", "step")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a model declares that it wants beside its tokens.
+
+    draws: random numbers for each output. seeded: it says so (0 of them too), or a method takes the seed; then a
+    request may have one, also where the model returns tokens.
+    """
+
+    draws: int = 0
+    seeded: bool = False
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.seeded or self.inputs)
+
+
+def declared_by(model: Any) -> Declared:
+    """Read a model's attributes `draws` and `inputs`. Raises ConfigError."""
+    name, count = type(model).__name__, getattr(model, "draws", 0)
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_DRAWS:
+        raise ConfigError(
+            f"{name}.draws must be the number of random numbers for a token, an integer from 0 to {MOST_DRAWS}; got "
+            f"{shown(count)}."
+        )
+    inputs = getattr(model, "inputs", None) or {}
+    if not isinstance(inputs, Mapping) or not all(isinstance(key, str) for key in inputs):
+        raise ConfigError(f"{name}.inputs must be a mapping, {{name: hibachi.Input(...)}}; got {shown(inputs)}.")
+    for key, one in inputs.items():
+        _check(f"{name}.inputs[{key!r}]", key, one)
+    seeded = hasattr(model, "draws") or any("seed" in parameters_of(getattr(model, name, None)) for name in _METHODS)
+    return Declared(count, seeded, dict(inputs))
+
+
+def _check(where: str, key: str, one: Any) -> None:
+    if not isinstance(one, Input):
+        raise ConfigError(f"{where} must be a hibachi.Input; got {shown(one)}.")
+    if not key.isidentifier() or key in (*_ALWAYS, *_DRAWN, ENCODED, "tokens", "lengths", "past"):
+        raise ConfigError(f"{where}: expected a name of its own that can be a parameter's; got {key!r}.")
+    sizes = one.shape if isinstance(one.shape, tuple) else (0.5,)
+    if not all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 0) for n in sizes):
+        raise ConfigError(f"{where}: shape must be a tuple of sizes, such as (16,); got {shown(one.shape)}.")
+    if one.per not in ("request", "position"):
+        raise ConfigError(f"{where}: per must be 'request' or 'position'; got {shown(one.per)}.")
+    if one.per == "position" and None in sizes:
+        raise ConfigError(f"{where}: an input per position has a fixed shape; got {one.shape}.")
+    try:
+        fine = np.dtype(one.dtype).kind in _ITEMS
+    except TypeError:
+        fine = False
+    if not fine:
+        raise ConfigError(f"{where}: dtype must be a name of NumPy's, of numbers; got {shown(one.dtype)}.")
+    if one.example is not None:
+        fits(np.asarray(one.example), one, f"{where}.example", ConfigError)
+
+
+def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> HostArray:
+    """A copy of an array for an input, in its dtype. Raises `error`."""
+    shape = (None, *one.shape) if one.per == "position" else one.shape
+    same = len(shape) == given.ndim and all(n in (None, m) for n, m in zip(shape, given.shape, strict=True))
+    dtype = np.dtype(one.dtype)
+    if not same or given.dtype.kind not in _ITEMS or (dtype.kind in "iu" and given.dtype.kind == "f"):
+        sizes = ", ".join(
+            ("positions" if one.per == "position" and not i else "any") if n is None else str(n)
+            for i, n in enumerate(shape)
+        )
+        raise error(f"{what} must have the shape ({sizes}) and numbers of {dtype}; got {given.shape} of {given.dtype}.")
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = given.astype(dtype)
+    lost = np.isfinite(given) & ~np.isfinite(found) if dtype.kind == "f" else given != found
+    if lost.any():
+        raise error(f"{what} holds {given[lost][0]}, which {dtype} cannot. Send smaller numbers.")
+    if dtype.kind == "f" and not np.isfinite(found).all():
+        raise error(f"{what} must be finite; got NaN or infinity. Look where it was made.")
+    return found
+
+
+class Beside:
+    """What comes beside the tokens, by row."""
+
+    declared: Declared
+
+    def __init__(self, declared: Declared, rows: int) -> None:
+        self.declared = declared
+        self._prompt_len = np.zeros(rows + 1, np.int32)  # one more, for padding rows
+        self._seed = np.zeros(rows + 1, np.uint64)
+        self._jobs: WeakValueDictionary[int, Job] = WeakValueDictionary()
+
+    def admit(self, job: Job) -> None:
+        row = job.seq.row
+        self.set(row, job.seq.prompt_len, job.seed)
+        if self.declared.inputs:
+            self._jobs[row] = job
+
+    def set(self, row: int, prompt_len: int, seed: int) -> None:
+        """What is known of a row that no request has."""
+        self._prompt_len[row], self._seed[row] = prompt_len, seed
+
+    def nobody(self, n: int) -> HostArray:
+        """Row numbers for a call of n rows that no request has, as in trials: it gets examples."""
+        return np.full(n, len(self._seed) - 1, np.intp)
+
+    def prompt_len(self, rows: Any) -> HostArray:
+        """int32 [B]."""
+        found: HostArray = self._prompt_len[rows]
+        return found
+
+    def seed(self, rows: Any) -> HostArray:
+        """The lowest 31 bits, int32 [B]."""
+        found: HostArray = (self._seed[rows] & np.uint64(2**31 - 1)).astype(np.int32)
+        return found
+
+    def drawn(self, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
+        """Random numbers for the tokens at `positions` [m] of `rows` [m]: uniform and normal, float32 [m, draws]."""
+        return draws(self._seed[rows], positions, self.declared.draws)
+
+    def fields(self, packed: Packed) -> dict[str, HostArray]:
+        """Fields of `StepInputs` for a step."""
+        rows, last = packed.row, packed.last
+        found = {"prompt_len": self.prompt_len(rows), "seed": self.seed(rows)}
+        if self.declared.draws:
+            found["uniform"], found["normal"] = self.drawn(rows[packed.seg[last]], packed.pos[last] + 1)
+        return found
+
+    def given(self, row: int, name: str) -> HostArray:
+        """What a row's request gave for an input; an example where it gave nothing, as in trials."""
+        job = self._jobs.get(row)
+        if job is None or not job.inputs:
+            return example(self.declared.inputs[name], row)
+        return job.inputs[name]
+
+    def inputs(self, rows: Any, each: Any, positions: Any) -> dict[str, HostArray]:
+        """Inputs of fixed shape: per request [B, *shape] for `rows` [B], per position [T, *shape] for tokens at
+        `positions` [T], which are of the rows `each` [T].
+        """
+        found = {}
+        for name, one in self.declared.inputs.items():
+            if one.per == "position":
+                found[name] = self._positions(name, one, each, positions)
+            elif None not in one.shape:
+                found[name] = np.stack([self.given(row, name) for row in rows.tolist()])
+        return found
+
+    def _positions(self, name: str, one: Input, each: Any, positions: Any) -> HostArray:
+        out = np.zeros((len(positions), *example(one).shape[1:]), one.dtype)
+        for row in np.unique(each).tolist():
+            mine, given = np.flatnonzero(each == row), self.given(row, name)
+            out[mine] = given[np.clip(positions[mine], 0, len(given) - 1)]
+        return out
+
+
+def example(one: Input, i: int = 0) -> HostArray:
+    """An array as an input might be; of an input of any size, three that follow each other differ much in length."""
+    part = 1 - (i % LENGTHS) / 4  # of an example that is given
+    if one.example is not None:
+        found: HostArray = np.asarray(one.example).astype(one.dtype)
+        if one.per == "position":
+            return found
+        return found[
+            tuple(slice(max(1, int(m * part)) if n is None else m) for n, m in zip(one.shape, found.shape, strict=True))
+        ]
+    sizes = [EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in one.shape]
+    return np.zeros((1, *sizes) if one.per == "position" else sizes, one.dtype)
+
+
+class Arguments:
+    """Which of these a method takes as keyword arguments, and their values for the rows of a call."""
+
+    def __init__(self, method: Callable[..., Any], beside: Beside) -> None:
+        self.names, self._beside = wanted(method, beside.declared), beside
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def of(self, rows: Any, lengths: Any, width: int) -> dict[str, HostArray]:
+        """For rows [B] of these lengths, of which the call has the last `width` positions: arrays on the host.
+
+        prompt_len, seed: int32 [B]. uniform, normal: float32 [B, draws]. Inputs: [B, *shape], or [B, width, *shape],
+        zeros where a row is shorter.
+        """
+        found = dict[str, HostArray]()
+        if not (names := self.names):
+            return found
+        beside = self._beside
+        if "prompt_len" in names:
+            found["prompt_len"] = beside.prompt_len(rows)
+        if "seed" in names:
+            found["seed"] = beside.seed(rows)
+        if names & {*_DRAWN}:
+            both = dict(zip(_DRAWN, beside.drawn(rows, lengths), strict=True))
+            found |= {name: both[name] for name in _DRAWN if name in names}
+        if names & beside.declared.inputs.keys():
+            positions = lengths[:, None] - width + np.arange(width)
+            real = positions >= 0
+            each = np.repeat(rows, width)
+            for name, array in beside.inputs(rows, each, np.maximum(positions, 0).reshape(-1)).items():
+                if name not in names:
+                    continue
+                if beside.declared.inputs[name].per == "position":
+                    array = array.reshape(len(rows), width, *array.shape[1:])
+                    array[~real] = 0
+                found[name] = array
+        return found
+
+
+def check_taken(model: Any, declared: Declared, *methods: str, fields: bool = False) -> None:
+    """Check that methods of a model take each input that it declares, and only `encode` those of any size. fields: they
+    come as `x.inputs`. Raises ConfigError.
+    """
+    taken = {name: wanted(getattr(model, name), declared) for name in methods if callable(getattr(model, name, None))}
+    for name, one in declared.inputs.items():
+        by = [method for method, names in taken.items() if name in names]
+        if None in one.shape and (fields or by != ["encode"]):
+            raise ConfigError(
+                f"{type(model).__name__}.inputs[{name!r}] has any size, shape {one.shape}: expected a method `encode` "
+                f"beside `past`, which alone takes it; got {', '.join(by) or 'none'}. Give it a fixed shape, or write "
+                f"`encode({name})`."
+            )
+        if not by and not fields:
+            raise ConfigError(
+                f"{type(model).__name__}.inputs has {name!r}, but no method has a parameter of that name: expected it "
+                f"in {' or '.join(f'`{method}`' for method in methods)}. Add it, or leave the input out."
+            )
+
+
+def parameters_of(method: Any) -> Mapping[str, Any]:
+    """{} for what is no method, and for compiled code, which need not tell."""
+    try:
+        return inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def wanted(method: Callable[..., Any], declared: Declared) -> frozenset[str]:
+    """Names of what a method takes beside tokens, lengths and past. Raises ConfigError if it was not declared."""
+    parameters = parameters_of(method)
+    if not declared.draws and (asked := sorted(parameters.keys() & {*_DRAWN})):
+        raise ConfigError(
+            f"A method takes {', '.join(asked)}, random numbers that the model does not declare: expected an attribute "
+            f"draws = n, how many for each token. Add it."
+        )
+    return frozenset(parameters.keys() & {*_ALWAYS, *_DRAWN, ENCODED, *declared.inputs})

@@ -1,0 +1,91 @@
+"""A trial of a model with a cache of its own: a few texts alone, in company and in chunks, from a copy of a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import NotDeterministic
+from hibachi.runners.pasts import Layout, Past
+from hibachi.tensor.array_backend import HostArray
+
+PROMPT = 7  # tokens of the prompts, the shortest; each of the others has one more
+TRIAL_ROWS = 4
+TRIAL_NEW = 3
+COMMON = 4  # tokens with which two of them begin
+
+
+class Trial:
+    """Computes a few texts alone, and in company with chunks, and compares every bit of the outputs.
+
+    called: (tokens, lengths, past, trial) calls the model; trial: the numbers of the texts of its rows, so that each
+    gets the same inputs in every call. draw: n tokens.
+    """
+
+    def __init__(self, called: Callable[..., Any], layout: Layout, draw: Callable[[int], HostArray]) -> None:
+        self._called, self._layout, self._backend = called, layout, layout.backend
+        self._texts = [draw(PROMPT + i + TRIAL_NEW) for i in range(TRIAL_ROWS)]
+
+    def run(self) -> int:
+        """Returns how many outputs were compared. Raises NotDeterministic, and what the model raises."""
+        with self._backend.guard():
+            alone = [self._alone(text) for text in self._texts]
+            beside = self._beside()
+        for i, (one, other) in enumerate(zip(alone, beside, strict=True)):
+            if not np.array_equal(one, other):
+                raise NotDeterministic(
+                    f"{self._layout.name} does not compute the same bits whatever shares the batch: expected equal "
+                    f"logits for a text of {len(self._texts[i])} tokens, alone and in company; they differ by up to "
+                    f"{float(np.abs(one - other).max()):.1e}. Pass deterministic=True, which computes each row by "
+                    f"itself, or deterministic=False."
+                )
+        return sum(len(one) for one in alone)
+
+    def _call(self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int]) -> tuple[Any, Past]:
+        n, q = tokens.shape
+        tree = None if before is None else before.tree
+        out, tree = self._called(tokens, np.array(ends, np.int32), tree, trial=rows)
+        past = self._layout.taken(tree, before, rows, ends, n, q)
+        return self._backend.get(out), past
+
+    def copied(self) -> tuple[Past, HostArray, HostArray]:
+        """A text that begins like another, which is computed first: (a template of pasts, its logits alone, and from a
+        copy of what the two have in common). Raises what the model raises.
+        """
+        layout, (text, other) = self._layout, self._texts[:2]
+        with self._backend.guard():
+            _, past = self._call(np.concatenate([text[:COMMON], other[COMMON:-2]])[None], [len(other) - 2], None, [0])
+            _, past = self._call(other[None, -2:-1], [len(other) - 1], past, [0])
+            template, half = layout.template(past), COMMON // 2
+            blocks = [layout.cut(past, 0, at, at + half) for at in (0, half)]
+            begun = layout.begun(template, blocks, 0, COMMON, COMMON)
+            return template, self._alone(text), self._alone(text, begun)
+
+    def _alone(self, text: HostArray, past: Past | None = None) -> HostArray:
+        prompt, begin = len(text) - TRIAL_NEW, 0 if past is None else past.width
+        out, past = self._call(text[None, begin:prompt], [prompt], past, [0])
+        found = [out[0]]
+        for at in range(prompt, len(text)):
+            out, past = self._call(text[None, at : at + 1], [at + 1], past, [0])
+            found.append(out[0])
+        return np.array(found)
+
+    def _beside(self) -> list[HostArray]:
+        parts, found = list[Past](), list[list[HostArray]]()
+        for row, text in enumerate(self._texts):
+            prompt, cut = len(text) - TRIAL_NEW, (len(text) - TRIAL_NEW) // 2
+            _, past = self._call(text[None, :cut], [cut], None, [row])
+            out, past = self._call(text[None, cut:prompt], [prompt], past, [row])
+            parts.append(past)
+            found.append([out[0]])
+        width = max(past.width for past in parts)
+        together = self._layout.joined([self._layout.part(past, [0], width) for past in parts])
+        for step in range(TRIAL_NEW):
+            ends = [len(text) - TRIAL_NEW + step + 1 for text in self._texts]
+            tokens = np.array([[text[end - 1]] for text, end in zip(self._texts, ends, strict=True)])
+            out, together = self._call(tokens, ends, together, range(len(ends)))
+            for each, logits in zip(found, out, strict=True):
+                each.append(logits)
+        return [np.array(each) for each in found]

@@ -1,0 +1,292 @@
+"""Encoders beside a cache of the model's own: `encode` is called once for each request, which keeps its output."""
+
+import numpy as np
+import pytest
+
+from hibachi import ConfigError, Input, InvalidModelOutput, InvalidRequest, ModelError, OwnCache, SamplingParams, Terms
+from hibachi.tensor.discover import resolve
+
+from .models import until
+
+V, H = 10, 4
+RNG = np.random.default_rng(2)
+EMBED = np.eye(V, H, dtype=np.float32) + np.arange(V)[:, None].astype(np.float32)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+SOURCES = [RNG.integers(0, V, n) for n in (3, 9, 5, 1, 7, 4)]
+PROMPTS = [RNG.integers(0, V, n).tolist() for n in (1, 2, 5, 1, 3, 8)]
+
+
+class Translator:
+    """The next token is the sum of the source and of all tokens so far, modulo 10: exact in any company."""
+
+    past, vocab_size, max_model_len = OwnCache(), V, 100
+    inputs = {"source": Input((None,), "int32")}  # noqa: RUF012
+
+    def __init__(self, backend="numpy"):
+        self.library = resolve(backend)
+        self.backend, self.encoded = self.library.name, []
+
+    def encode(self, source):
+        xp = self.library.xp
+        self.encoded.append(tuple(source.shape))
+        return {"values": xp.astype(source, xp.float32)[:, :, None], "mask": xp.astype(xp.ones_like(source), xp.int8)}
+
+    def step(self, tokens, lengths, past, encoded):
+        xp = self.library.xp
+        new = xp.astype(tokens, xp.float32)[:, :, None]
+        whole = new if past is None else xp.concat([past, new], axis=1)
+        width = whole.shape[1]
+        place = xp.arange(width, device=self.library.device)[None, :]
+        real = xp.astype(place >= width - lengths[:, None], xp.float32)
+        mask = xp.astype(encoded["mask"], xp.float32)
+        total = xp.sum(whole[:, :, 0] * real, axis=1) + xp.sum(encoded["values"][:, :, 0] * mask, axis=1)
+        ids = xp.arange(V, dtype=xp.float32, device=self.library.device)
+        return -xp.abs(ids[None, :] - (total - V * xp.floor(total / V))[:, None]) * 8, new
+
+
+def right(source, prompt, n=6):
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(sum(source) + sum(tokens)) % V)
+    return tokens[len(prompt) :]
+
+
+def answers(engine, n=6):
+    params = SamplingParams(temperature=0, max_tokens=n)
+    streams = [engine.run(p, params, inputs={"source": s}) for p, s in zip(PROMPTS, SOURCES, strict=True)]
+    return [stream.collect() for stream in streams]
+
+
+ALL = [right(s, p) for s, p in zip(SOURCES, PROMPTS, strict=True)]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_each_request_has_its_own_source_on_every_library(library, serve):
+    engine = serve(Translator(library), backend=library, max_num_seqs=4)
+    assert answers(engine) == ALL
+
+
+def test_a_source_is_encoded_once(serve):
+    model = Translator()
+    engine = serve(model, max_num_seqs=3)
+    model.encoded.clear()
+    assert answers(engine) == ALL
+    assert sorted(n for _, n in model.encoded) == sorted(map(len, SOURCES))
+
+
+def test_chunks_and_preemption_change_nothing(serve):
+    model = Translator()
+    engine = serve(model, max_num_seqs=4, max_num_batched_tokens=4, cache_tokens=20, block_size=4, max_model_len=20)
+    assert answers(engine) == ALL
+    assert engine.stats().preemptions > 0
+
+
+def test_bits_do_not_depend_on_the_company(serve):
+    engine = serve(Translator(), deterministic=None, max_num_seqs=4)
+    assert engine.deterministic and engine.selfcheck() > 0
+    assert answers(engine) == ALL
+
+
+def test_what_was_encoded_is_freed_with_its_request(serve):
+    engine = serve(Translator(), max_num_seqs=2)
+    answers(engine)
+    until(lambda: not engine._worker.engine.runner._encoded._rows.of)
+
+
+def test_prefixes_are_shared_between_equal_sources_only(serve):
+    engine = serve(Translator(), block_size=4, max_num_seqs=2)
+    prompt = [1, 2, 3, 4] * 4
+
+    def ask(source, salt=None):
+        stream = engine.run(prompt, GREEDY, inputs={"source": source}, terms=Terms(cache_salt=salt))
+        assert stream.collect() == right(source, prompt)
+        return stream.reused
+
+    assert ask([1, 2]) == 0
+    assert ask([2, 1, 3]) == 0
+    assert ask([1, 2]) >= 12
+    assert ask([1, 2], "other") == 0
+
+
+def test_a_source_on_which_the_encoder_fails_harms_nobody(serve):
+    class Fails(Translator):
+        def encode(self, source):
+            if (source == 9).all() and source.shape[1] == 2:
+                raise ValueError("nines")
+            return super().encode(source)
+
+    engine = serve(Fails(), max_num_seqs=8)
+    bad = engine.run([1], GREEDY, inputs={"source": [9, 9]})
+    assert answers(engine) == ALL
+    with pytest.raises(ModelError, match="nines"):
+        bad.collect()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda out: {**out, "mask": out["mask"][:, :, None]}, r"array \['mask'\] of shape|at .*mask"),
+        (lambda out: {**out, "values": out["values"].astype(np.float64)}, "dtype float32"),
+        (lambda out: {**out, "mask": out["mask"][:, 1:]}, "of shape"),
+        (lambda out: {**out, "values": np.concatenate([out["values"]] * 2)}, "of shape"),
+        (lambda out: {"values": out["values"]}, "must return arrays at"),
+        (lambda out: None, "must return arrays at"),
+    ],
+    ids=["rank", "dtype", "length", "rows", "fewer", "none"],
+)
+def test_an_encoder_that_returns_something_else_for_one_source(what, words, serve):
+    class Changes(Translator):
+        def encode(self, source):
+            out = super().encode(source)
+            return what(out) if source.shape[1] == 2 else out
+
+    engine = serve(Changes(), max_num_seqs=8)
+    bad = engine.run([1], GREEDY, inputs={"source": [9, 9]})
+    assert answers(engine) == ALL
+    with pytest.raises(InvalidModelOutput, match=words):
+        bad.collect()
+
+
+def test_a_step_that_fails_computes_its_rows_again_with_their_sources(serve):
+    class Once(Translator):
+        armed = False
+
+        def step(self, tokens, lengths, past, encoded):
+            if self.armed and past is not None:
+                self.armed = False
+                past[:] = 7  # it has written into its past before
+                raise RuntimeError("once")
+            return super().step(tokens, lengths, past, encoded)
+
+    model = Once()
+    engine = serve(model, max_num_seqs=8)
+    model.armed = True
+    assert answers(engine) == ALL
+
+
+class Pooled(Translator):
+    """An encoder whose output has one size, whatever the source."""
+
+    def encode(self, source):
+        return super().encode(source)["values"].sum(axis=1)
+
+    def step(self, tokens, lengths, past, encoded):
+        values = {"values": encoded[:, None, :], "mask": np.ones((len(encoded), 1), np.int8)}
+        return super().step(tokens, lengths, past, values)
+
+
+def test_an_output_of_one_size(serve):
+    assert answers(serve(Pooled(), max_num_seqs=3)) == ALL
+
+
+class Bare(Translator):
+    inputs = {}  # noqa: RUF012
+
+
+class Forgets(Translator):
+    def step(self, tokens, lengths, past):
+        return None
+
+
+class TwoLengths(Translator):
+    def encode(self, source):
+        out = super().encode(source)
+        return {**out, "half": out["values"][:, ::2]}
+
+
+class TwoAxes(Translator):
+    def encode(self, source):
+        return source[:, :, None] * source[:, None, :]
+
+
+class NoBatch(Translator):
+    def encode(self, source):
+        return source[0]
+
+
+class NoArray(Translator):
+    def encode(self, source):
+        return 3
+
+
+class Raises(Translator):
+    def encode(self, source):
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Bare, "must take inputs that the model declares"),
+        (Forgets, "must take what `encode` makes: expected a parameter `encoded`"),
+        (TwoLengths, "must return arrays that grow alike"),
+        (TwoAxes, "at most one other axis that grows"),
+        (NoBatch, "must have one row"),
+        (NoArray, "must return arrays of NumPy|must return arrays of numpy"),
+        (Raises, "failed when it was tried"),
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else "",
+)
+def test_encoders_that_cannot_work_are_refused_when_the_engine_is_made(model, words, serve):
+    with pytest.raises(ConfigError, match=words):
+        serve(model())
+
+
+@pytest.mark.parametrize("inputs", [None, {}, {"source": [[1]]}, {"source": [1.5]}, {"source": 3}], ids=str)
+def test_wrong_sources_are_refused_at_the_call(inputs, serve):
+    with pytest.raises(InvalidRequest, match="inputs"):
+        serve(Translator()).run([1], GREEDY, inputs=inputs)
+
+
+# ---- tokens that the model returns itself ----------------------------------------------------------------------------
+
+
+class Smooth:
+    """Real values with a cache of their own: half the mean of all so far, and what is drawn."""
+
+    past, vocab_size, max_model_len, draws = OwnCache(), None, 60, 1
+
+    def __init__(self, backend="numpy"):
+        self.library = resolve(backend)
+        self.backend = self.library.name
+
+    def step(self, tokens, lengths, past, normal):
+        xp = self.library.xp
+        whole = tokens if past is None else xp.concat([past, tokens], axis=1)
+        width = whole.shape[1]
+        place = xp.arange(width, device=self.library.device)[None, :]
+        real = xp.astype(place >= width - lengths[:, None], xp.float32)
+        return xp.floor(xp.sum(whole * real, axis=1) / 2) + normal[:, 0] * 0 + xp.floor(4 * normal[:, 0]) / 4, tokens
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_real_values_with_a_cache_of_their_own(library, serve):
+    engine = serve(Smooth(library), backend=library, token=np.float32(0), max_num_seqs=3)
+    prompts = [np.arange(n, dtype=np.float32) for n in (1, 4, 2, 6)]
+
+    def ask(i):
+        return engine.run(prompts[i], SamplingParams(seed=i, max_tokens=5))
+
+    def floats(stream):
+        return [float(x) for x in stream.collect()]
+
+    together = [floats(s) for s in [ask(i) for i in range(4)]]
+    assert together == [floats(ask(i)) for i in range(4)]
+    from hibachi.decode.uniforms import draws
+
+    for i, got in enumerate(together):
+        known, n = prompts[i].tolist(), len(prompts[i])
+        normal = draws(np.full(5, i), np.arange(n, n + 5), 1)[1][:, 0].astype(float)
+        for t in range(5):
+            known.append(np.floor(sum(known) / 2) + np.floor(4 * normal[t]) / 4)
+        assert got == known[n:]
+
+
+def test_their_kind_may_come_from_examples(serve):
+    class WithExamples(Smooth):
+        example_prompts = [np.arange(5, dtype=np.float32)]  # noqa: RUF012
+
+    engine = serve(WithExamples())
+    assert len(engine.run([1.0, 2.0], max_tokens=3).collect()) == 3
+    with pytest.raises(InvalidRequest, match="takes prompts of tokens of shape"):
+        engine.run([[1.0, 2.0]], max_tokens=3)

@@ -1,0 +1,176 @@
+"""POST /v1/generate of models whose frames the engine draws, that draw themselves, and that take inputs; the same
+wherever the engine is.
+"""
+
+import base64
+import json
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import pytest
+
+import hibachi
+from hibachi import SamplingParams
+from hibachi.decode.uniforms import draws
+from hibachi.lm.own import open_model
+from hibachi.lm.texts import Texts
+from hibachi.lm.tokens import Tokens
+
+from .anytoken import Sung
+from .test_generate import ENGINES, FILE, MSGPACK, NPY, PATH, events_of, npy, opened, pack, post
+
+SINGS = [[1, 2], [3, 4]]
+HOURS = [10 * i for i in range(12)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def sung(request):
+    with opened("Sung", request.param, max_num_seqs=4) as here:
+        yield here
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def spoken(request):
+    with opened("Spoken", request.param, max_num_seqs=4) as here:
+        yield here
+
+
+def direct(**how):
+    with hibachi.AutoregressiveBatchInference(Sung(), deterministic=False) as engine:
+        stream = engine.run(SINGS, SamplingParams(**how))
+        return [frame.tolist() for frame in stream], stream.logprobs
+
+
+def said(i, n=4):
+    """What a request with this seed and speaker gets after two tokens."""
+    normal = draws(np.full(n, i), np.arange(2, 2 + n), 1)[1][:, 0]
+    return np.stack([normal, i + 0.5 + np.array(HOURS[1 : 1 + n])], axis=1).astype(np.float32).tolist()
+
+
+def ask(i, **more):
+    inputs = {"speaker": [i, 0.5], "hours": HOURS}
+    return {"prompt": [[0, 0], [0, 0]], "max_tokens": 4, "seed": i, "inputs": inputs} | more
+
+
+# ---- frames that the engine draws ----------------------------------------------------------------------------------
+
+
+def test_frames_are_those_of_the_engine(sung):
+    body = {"prompt": SINGS, "max_tokens": 6, "seed": 5, "logprobs": 1}
+    told = sung.post(PATH, body).json()
+    frames, scores = direct(seed=5, max_tokens=6, logprobs=1)
+    assert (told["tokens"], told["shape"], told["dtype"]) == (frames, [2], "int32")
+    assert all(frame[1] % 2 == 0 for frame in frames) and len({frame[0] for frame in frames}) > 1
+    assert [[{int(i): p for i, p in one.items()} for one in each] for each in told["logprobs"]] == scores
+    for accept in ("text/event-stream", MSGPACK):
+        opening, tokens, _ = events_of(sung.post(PATH, {**body, "stream": True}, headers={"Accept": accept}))
+        assert (opening["shape"], opening["dtype"], tokens) == ([2], "int32", frames)
+
+
+def test_parameters_for_each_codebook(sung):
+    each = [{"top_k": 1}, {"temperature": 0.5}]
+    told = sung.post(PATH, {"prompt": SINGS, "max_tokens": 6, "seed": 5, "codebooks": each}).json()
+    assert told["tokens"] == direct(seed=5, max_tokens=6, codebooks=each)[0]
+    query = f"?max_tokens=6&seed=5&codebooks={quote(json.dumps(each))}"
+    assert post(sung, npy(np.int32(SINGS)), NPY, query).json()["tokens"] == told["tokens"]
+    packed = pack({"prompt": SINGS, "max_tokens": 6, "seed": 5, "codebooks": each})
+    assert post(sung, packed, MSGPACK).json()["tokens"] == told["tokens"]
+
+
+def test_a_frame_stops_it(sung):
+    frames = direct(seed=5, max_tokens=9)[0]
+    told = sung.post(PATH, {"prompt": SINGS, "max_tokens": 9, "seed": 5, "stop": [frames[2]]}).json()
+    at = frames.index(frames[2]) + 1
+    assert (told["tokens"], told["finish_reason"]) == (frames[:at], "stop")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"repetition_penalty": 2.0}, "repetition_penalty"),
+        ({"codebooks": [{}]}, "codebooks"),
+        ({"codebooks": [{"temperature": -1}, {}]}, "temperature"),
+        ({"codebooks": [{"colour": 1}, {}]}, "codebooks"),
+        ({"codebooks": 3}, "codebooks"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"inputs": {"speaker": [1]}}, "inputs"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": [[1, 9]]}, "0 to 7"),
+        ({"stop": [3]}, "stop"),
+    ],
+    ids=str,
+)
+def test_what_frames_cannot_have_is_refused_by_name(sung, more, says):
+    answer = sung.post(PATH, {"prompt": SINGS, "max_tokens": 2} | more)
+    assert answer.status_code == 400 and says in answer.text
+
+
+def test_such_a_model_makes_no_text(sung):
+    assert sung.post("/v1/completions", {"prompt": "a"}).status_code in (400, 404)
+    with open_model(f"{FILE}:Sung") as model:
+        assert isinstance(model, Tokens) and not isinstance(model, Texts)
+
+
+# ---- models that draw, and inputs ----------------------------------------------------------------------------------
+
+
+def test_seeds_and_inputs_come_to_the_model(spoken):
+    for i in (3, 4):
+        assert spoken.post(PATH, ask(i)).json()["tokens"] == said(i)
+    one, other = (spoken.post(PATH, {**ask(3), "seed": None}).json()["tokens"] for _ in range(2))
+    assert one != other
+
+
+def test_inputs_in_every_form(spoken):
+    base = ask(3, prompt=[[0, 0], [0, 0]])
+    speaker, hours = np.float32([3, 0.5]), np.int32(HOURS)
+    packed = {"speaker": {"dtype": "float32", "shape": [2], "data": base64.b64encode(speaker.tobytes()).decode()}}
+    assert spoken.post(PATH, base | {"inputs": base["inputs"] | packed}).json()["tokens"] == said(3)
+    raw = {"hours": {"dtype": "int32", "shape": [12], "data": hours.tobytes()}}
+    assert post(spoken, pack(base | {"inputs": base["inputs"] | raw}), MSGPACK).json()["tokens"] == said(3)
+    query = f"?max_tokens=4&seed=3&inputs={quote(json.dumps(base['inputs']))}"
+    assert post(spoken, npy(np.zeros((2, 2), np.float32)), NPY, query).json()["tokens"] == said(3)
+
+
+def test_the_end_of_an_input_per_position_is_the_end(spoken):
+    body = ask(3)
+    del body["max_tokens"]
+    told = spoken.post(PATH, body).json()
+    assert (len(told["tokens"]), told["finish_reason"]) == (11, "length")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"inputs": None}, "inputs must have the arrays speaker, hours"),
+        ({"inputs": {"speaker": [1, 2]}}, "inputs must have the arrays"),
+        ({"inputs": {"speaker": [1], "hours": HOURS}}, "must have the shape"),
+        ({"inputs": {"speaker": ["NaN", 1], "hours": HOURS}}, "must be finite"),
+        ({"inputs": {"speaker": "abc", "hours": HOURS}}, "inputs.speaker"),
+        ({"inputs": {"speaker": [[1], [1, 2]], "hours": HOURS}}, "inputs.speaker"),
+        ({"inputs": [1]}, "inputs"),
+        ({"inputs": {"speaker": [1, 2], "hours": HOURS[:3]}}, "must reach over"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"seed": -1.5}, "seed"),
+        ({"codebooks": [{}]}, "codebooks"),
+    ],
+    ids=str,
+)
+def test_wrong_inputs_are_refused_by_name_and_nobody_else_notices(spoken, more, says):
+    answer = spoken.post(PATH, ask(3) | more)
+    assert answer.status_code == 400 and says in answer.text
+    assert spoken.post(PATH, ask(5)).json()["tokens"] == said(5)
+
+
+def test_the_page_of_all_routes_names_the_fields(spoken):
+    schema = spoken.client.get("/openapi.json").json()
+    text = json.dumps(schema)
+    assert '"codebooks"' in text and '"inputs"' in text
+
+
+def test_msgpack_of_inputs_that_are_nested_too_deep_is_refused(spoken):
+    deep = b"\x91" * 200 + b"\x01"
+    body = msgspec.msgpack.encode({"prompt": [[0, 0]], "inputs": {"speaker": msgspec.Raw(deep), "hours": HOURS}})
+    answer = post(spoken, body, MSGPACK)
+    assert answer.status_code == 400
