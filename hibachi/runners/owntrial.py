@@ -44,7 +44,7 @@ class Trial:
         return sum(len(one) for one in alone)
 
     def _call(self, tokens: Any, ends: Sequence[int], before: Past | None, rows: Sequence[int]) -> tuple[Any, Past]:
-        n, q = tokens.shape
+        n, q = tokens.shape[:2]
         tree = None if before is None else before.tree
         out, tree = self._called(tokens, np.array(ends, np.int32), tree, trial=rows)
         past = self._layout.taken(tree, before, rows, ends, n, q)

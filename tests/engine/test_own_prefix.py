@@ -348,12 +348,12 @@ def test_the_past_of_another_request_is_not_kept(own):
     runner._prefixes.clear()
     block = pool.match(None, [np.array(ids(21)[:4], np.int32).tobytes()], 1)[0][0]
     for seq, kept in ((object(), 0), (None, 1)):
-        runner._of[0] = Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)
+        runner._pasts.of[0] = Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)
         runner._seqs[0] = gone = Seq(8, 1)
         runner._copies.leave(seq or gone, 0, [block])
         runner._keep()
         assert len(runner._prefixes) == kept
-    runner._of.clear()
+    runner._pasts.of.clear()
     runner._seqs.clear()
 
 
@@ -377,12 +377,20 @@ class CountsALittle(Counts):
         return logits * np.float32(1 + 1e-6 * now)
 
 
+class Whole(SumOwn):
+    """It sees all of a prompt from each of its tokens, and so may what it keeps of them."""
+
+    def step(self, tokens, lengths, past, prompt_len):
+        return super().step(tokens, lengths, past)
+
+
 @pytest.mark.parametrize(
     "make, options, why",
     [
         (SumOwnState, {}, "the array the cache itself of its past is a state"),
         (Counts, {}, "more in it than positions"),
         (CountsALittle, {"deterministic": None}, "a copy changes its bits"),
+        (Whole, {}, "what each request has of its own: prompt_len"),
         (SumOwn, {"deterministic": True}, "each row is computed by itself"),
     ],
 )
@@ -411,7 +419,7 @@ def test_a_table_beside_the_rows_is_no_hindrance(own):
 def test_bits_are_the_same_with_and_without():
     """A model whose bits do not depend on who shares a call, on chunks, or on padding: in integers."""
 
-    class Whole(Attends):
+    class Sums(Attends):
         def step(self, tokens, lengths, past):
             new = tokens.astype(np.float32)[:, :, None]
             seen = new if past is None else np.concatenate([past[0], new], 1)
@@ -423,9 +431,7 @@ def test_bits_are_the_same_with_and_without():
     prompts = [[*range(9), *np.random.default_rng(i).integers(0, 50, i).tolist()] for i in range(8)]
     found, hits = [], []
     for reuse in (True, False):
-        with AutoregressiveBatchInference(
-            Whole(), backend="numpy", enable_prefix_caching=reuse, block_size=4
-        ) as engine:
+        with AutoregressiveBatchInference(Sums(), backend="numpy", enable_prefix_caching=reuse, block_size=4) as engine:
             assert engine.deterministic and not runner_of(engine).apart
             found += [told([engine.run(*each) for each in zip(prompts, params, strict=True)]) for _ in range(2)]
             hits.append(engine.stats().prefix_hits)
@@ -504,3 +510,59 @@ def test_whatever_comes_each_stream_is_that_of_a_solo_run(library, new_only, see
         assert stats.prefix_hits > 50
         until(lambda: len(runner_of(engine)._prefixes) <= engine.stats().cached_blocks)
     gc.collect()
+
+
+def test_requests_with_other_inputs_share_nothing(own):
+    class Shifts(SumOwn):
+        """The next token is moved by what the request brings."""
+
+        def __init__(self):
+            super().__init__(NUMPY)
+            self.inputs = {"shift": hibachi.Input((), "int32")}
+
+        def step(self, tokens, lengths, past, shift):
+            logits, new = super().step(tokens, lengths, past)
+            moved = np.stack([np.roll(row, int(n)) for row, n in zip(logits, shift, strict=True)])
+            return moved, new
+
+    engine = own(Shifts())
+    found = []
+    for shift in (0, 1, 1, 0):
+        stream = engine.run(ids(21), GREEDY, inputs={"shift": np.int32(shift)})
+        found.append((stream.collect(), stream.reused))
+    assert [reused for _, reused in found] == [0, 0, 20, 20]
+    assert found[0][0] == found[3][0] == expected(ids(21), 8) and found[1][0] == found[2][0] != found[0][0]
+
+
+MORE = np.array([1, 2])
+
+
+class Frames:
+    """Tokens of several codebooks."""
+
+    vocab_size, codebooks, max_model_len, past = 10, 2, 60, OwnCache()
+
+    def step(self, tokens, lengths, past):
+        seen = tokens if past is None else np.concatenate([past, tokens], 1)
+        real = np.arange(seen.shape[1]) >= seen.shape[1] - lengths[:, None]
+        total = ((seen * real[..., None]).sum(1) + MORE) % 10
+        return np.eye(10, dtype=np.float32)[total] * 100, seen
+
+
+def test_frames_are_found_too(own):
+    engine = own(Frames())
+    prompt = np.random.default_rng(0).integers(0, 10, (21, 2))
+    found = []
+    for _ in range(2):
+        stream = engine.run(prompt, GREEDY)
+        found.append(([np.asarray(frame).tolist() for frame in stream], stream.reused))
+    assert [reused for _, reused in found] == [0, 20] and found[0][0] == found[1][0]
+    total = prompt.sum(0)
+    for frame in found[0][0]:
+        assert frame == ((total + MORE) % 10).tolist()
+        total = total + frame
+
+
+def test_frames_are_tried_as_ids_are(serve):
+    engine = serve(Frames(), max_model_len=60, deterministic=None)
+    assert engine.deterministic and engine.selfcheck() == 16
