@@ -149,7 +149,7 @@ class Layout:
     def _appended(self, leaf: Leaf, old: Array, room: Array, new: Array, width: int) -> tuple[Array, Array]:
         """An array of `width` positions with new ones behind, and where there is room for more. room: of the old one.
 
-        Room grows by an eighth, so that a position is copied some eight times, however many steps there are.
+        Room grows by a fifth, so that a position is copied some five times, however many steps there are.
         """
         axis = leaf.position
         assert axis is not None
@@ -359,7 +359,7 @@ def has_views(backend: ArrayBackend) -> bool:
 
 
 def _with_room(positions: int) -> int:
-    return positions + max(8, positions // 8)
+    return positions + max(8, positions // 5)
 
 
 def _along(axis: int, begin: int, end: int) -> tuple[slice, ...]:
