@@ -40,7 +40,7 @@ class Prefixes:
 
     def begin(self, row: int, sources: Sequence[Source], of: Mapping[int, Past], width: int) -> Past | None:
         """The past of a row that starts with the blocks of these sources, `width` positions wide; None if one is not
-        there. of: the pasts that rows are in.
+        there, or not finite. of: the pasts that rows are in.
         """
         blocks = []
         for n, source in enumerate(sources):
@@ -54,7 +54,8 @@ class Prefixes:
             if arrays is None:
                 return None
             blocks.append(arrays)
-        return self._layout.begun(self._template, blocks, row, len(blocks) * self.size, width)
+        begun = self._layout.begun(self._template, blocks, row, len(blocks) * self.size, width)
+        return begun if self._layout.finite(begun) else None
 
     def drop(self) -> None:
         """Free what the scheduler has given to others."""

@@ -121,8 +121,11 @@ def own(level: int, *models: type, library: str = "numpy") -> Make:
         asked = _alone(options) if solo else _policy(options)
         if level < 2:
             asked["padding_token"] = np.zeros((1, 2)) if made is ForwardOfFloats else np.zeros(1, np.int64)
-            if made is OwnStep and not solo:
+            if made is OwnStep and solo:
+                asked["enable_prefix_caching"] = False
+            elif made is OwnStep:
                 asked["max_num_batched_tokens"], asked["cache_tokens"] = rng.choice((8, 24, 64)), int(2.5 * LENGTH)
+                asked["block_size"] = rng.choice((1, 3, 4, 8))
         elif not solo:
             asked["kv_cache_memory_bytes"] = _cache_bytes(model, options)
         if not solo:

@@ -17,6 +17,9 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
+from hibachi.plan.copies import Source
+from hibachi.plan.sequence import Seq
+from hibachi.runners.pasts import Past
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
 from .models import Turnstile, until
@@ -141,15 +144,28 @@ def test_prompts_in_chunks_and_longer_ones(own):
         assert answer(engine, prompt) == (expected(prompt, 8), reused)
 
 
+def test_who_comes_at_once_after_another_finds_what_that_one_had(own):
+    engine, gate = gated(own, max_num_seqs=1)
+    streams = [engine.run(ids(21), GREEDY) for _ in range(3)]
+    gate.open()
+    assert [stream.collect() for stream in streams] == [expected(ids(21), 8)] * 3
+    assert [stream.reused for stream in streams] == [0, 20, 20]
+    assert computed(engine._worker.engine.runner._step.__self__) == 21 + 7 + 2 * (1 + 7)
+
+
 def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
-    model = SumOwn(NUMPY)
-    engine = own(model, max_num_seqs=4, cache_tokens=80)
-    prompts = [ids(15, i) for i in range(4)]
-    long = SamplingParams(temperature=0, max_tokens=30)
-    streams = [engine.run(prompt, long) for prompt in prompts]
-    assert [stream.collect() for stream in streams] == [expected(prompt, 30) for prompt in prompts]
-    stats = engine.stats()
-    assert stats.preemptions and stats.free_blocks == stats.blocks
+    tokens = []
+    for reuse in (False, True):
+        engine, gate = gated(own, max_num_seqs=4, cache_tokens=80, enable_prefix_caching=reuse)
+        prompts = [ids(15, i) for i in range(4)]
+        long = SamplingParams(temperature=0, max_tokens=30)
+        streams = [engine.run(prompt, long) for prompt in prompts]
+        gate.open()
+        assert [stream.collect() for stream in streams] == [expected(prompt, 30) for prompt in prompts]
+        stats = engine.stats()
+        assert stats.preemptions and stats.free_blocks == stats.blocks
+        tokens.append(computed(runner_of(engine)._step.__self__))
+    assert tokens[1] < tokens[0]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -220,6 +236,40 @@ def test_nothing_of_a_request_that_failed_is_found(own, fault, error):
     assert answer(engine, prompt) == (expected(prompt, 8), 0)
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_what_is_not_finite_is_not_copied_though_nobody_noticed(own, running):
+    """A nine writes NaN into all that its row has, and the outputs stay finite."""
+
+    class Quiet(Slow):
+        def step(self, tokens, lengths, past):
+            with np.errstate(invalid="ignore"):
+                logits, new = super().step(tokens, lengths, past)
+            seen = new["layers"][0][0]
+            if self.armed:
+                seen[(np.isnan(seen) | (seen == 9)).any(axis=(1, 2))] = np.nan
+            return np.nan_to_num(logits), new
+
+        armed = False
+
+    model = Quiet(NUMPY)
+    engine = own(model)
+    model.armed, common = True, [1, 2, 3, 4, 5, 6, 7, 8]
+    gate = model.gate = Turnstile()
+    first = engine.run([*common, 9], SamplingParams(temperature=0, max_tokens=40 if running else 4))
+    gate.wait()
+    gate.let(2)
+    if running:
+        next(first)
+    else:
+        gate.open()
+        first.collect()
+    model.armed = False
+    second = engine.run([*common, 1], GREEDY)
+    gate.open()
+    assert second.collect() == expected([*common, 1], 8) and second.reused == 8
+    first.close()
+
+
 def test_a_past_that_a_failed_step_has_taken_along_is_not_kept(own):
     class Once(SumOwn):
         fails = False
@@ -267,6 +317,46 @@ def test_cancelled_in_its_prompt_nothing_is_kept_that_nobody_heard_of(own):
     assert answer(engine, ids(40)) == (expected(ids(40), 8), 0)
 
 
+def test_only_what_is_there_is_copied(own):
+    """Whatever the scheduler believes: a past may have gone with a failed step."""
+    engine = own()
+    answer(engine, ids(21))
+    runner, pool = runner_of(engine), engine._worker.engine.scheduler.pool
+    made, layout = runner._prefixes, runner.layout
+    blocks = pool.match(None, [np.array(ids(21)[at : at + 4], np.int32).tobytes() for at in (0, 4)], 2)[0]
+    nodes = [pool.node(block) for block in blocks]
+    assert len(nodes) == 2 and set(nodes) <= set(made._kept)
+    array = np.arange(6, dtype=np.float32).reshape(1, 1, 6)
+    short = Past({"layers": [(array,)]}, [array], [3], [6], 6, 1)
+    assert made.begin(0, [Source(nodes[0], 3), Source(nodes[1], 3)], {3: short}, 8) is None
+    assert made.begin(0, [Source(nodes[0], 3)], {}, 4) is None
+    found = made.begin(0, [Source(nodes[0], 3)], {3: short}, 4)
+    assert found.arrays[0].tolist() == [[[0, 1, 2, 3]]] and found.counts == [4] and found.rows == [0]
+    made.clear()
+    assert made.begin(0, [Source(nodes[0], -1)], {}, 4) is None
+    made.keep(short, 3, [(0, blocks[0], nodes[0]), (1, blocks[1], nodes[1]), (0, blocks[1], nodes[0] + 99)])
+    assert [*made._kept] == [nodes[0]] and layout.uncut == ""
+    runner.rebuild(keep=True)
+    assert not len(made)
+
+
+def test_the_past_of_another_request_is_not_kept(own):
+    engine = own()
+    answer(engine, ids(21))
+    runner, pool = runner_of(engine), engine._worker.engine.scheduler.pool
+    array = np.zeros((1, 1, 8), np.float32)
+    runner._prefixes.clear()
+    block = pool.match(None, [np.array(ids(21)[:4], np.int32).tobytes()], 1)[0][0]
+    for seq, kept in ((object(), 0), (None, 1)):
+        runner._pasts.of[0] = Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)
+        runner._seqs[0] = gone = Seq(8, 1)
+        runner._copies.leave(seq or gone, 0, [block])
+        runner._keep()
+        assert len(runner._prefixes) == kept
+    runner._pasts.of.clear()
+    runner._seqs.clear()
+
+
 # ---- which models ----------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +366,22 @@ class Counts(SumOwn):
     def step(self, tokens, lengths, past):
         logits, new = super().step(tokens, lengths, past)
         calls = 1 if past is None else past["calls"] + 1
-        return np.roll(logits, calls > 2 and tokens.shape[1] > 1, axis=1), new | {"calls": calls}
+        return self.changed(logits, calls > 2 and tokens.shape[1] > 1), new | {"calls": calls}
+
+    def changed(self, logits, now):
+        return np.roll(logits, now, axis=1)
+
+
+class CountsALittle(Counts):
+    def changed(self, logits, now):
+        return logits * np.float32(1 + 1e-6 * now)
+
+
+class Whole(SumOwn):
+    """It sees all of a prompt from each of its tokens, and so may what it keeps of them."""
+
+    def step(self, tokens, lengths, past, prompt_len):
+        return super().step(tokens, lengths, past)
 
 
 @pytest.mark.parametrize(
@@ -284,15 +389,18 @@ class Counts(SumOwn):
     [
         (SumOwnState, {}, "the array the cache itself of its past is a state"),
         (Counts, {}, "more in it than positions"),
+        (CountsALittle, {"deterministic": None}, "a copy changes its bits"),
+        (Whole, {}, "what each request has of its own: prompt_len"),
         (SumOwn, {"deterministic": True}, "each row is computed by itself"),
     ],
 )
 def test_where_nothing_is_reused_the_log_says_why(own, caplog, make, options, why, monkeypatch):
-    if options:
+    if options.get("deterministic"):
         monkeypatch.setattr(hibachi.runners.owncache.OwnCacheRunner, "selfcheck", lambda self: 1 / 0)
     with caplog.at_level(logging.INFO, "hibachi.engine"):
         engine = own(make(NUMPY), max_num_seqs=1, **options)
     found = [record for record in caplog.records if "begins with what others" in record.getMessage()]
+    assert engine.deterministic is (options.get("deterministic", False) is not False)
     assert len(found) == 1 and why in found[0].getMessage() and found[0].levelno == logging.INFO
     assert [answer(engine, ids(21)) for _ in range(2)] == [(expected(ids(21), 8), 0)] * 2
 
@@ -311,7 +419,7 @@ def test_a_table_beside_the_rows_is_no_hindrance(own):
 def test_bits_are_the_same_with_and_without():
     """A model whose bits do not depend on who shares a call, on chunks, or on padding: in integers."""
 
-    class Whole(Attends):
+    class Sums(Attends):
         def step(self, tokens, lengths, past):
             new = tokens.astype(np.float32)[:, :, None]
             seen = new if past is None else np.concatenate([past[0], new], 1)
@@ -323,9 +431,7 @@ def test_bits_are_the_same_with_and_without():
     prompts = [[*range(9), *np.random.default_rng(i).integers(0, 50, i).tolist()] for i in range(8)]
     found, hits = [], []
     for reuse in (True, False):
-        with AutoregressiveBatchInference(
-            Whole(), backend="numpy", enable_prefix_caching=reuse, block_size=4
-        ) as engine:
+        with AutoregressiveBatchInference(Sums(), backend="numpy", enable_prefix_caching=reuse, block_size=4) as engine:
             assert engine.deterministic and not runner_of(engine).apart
             found += [told([engine.run(*each) for each in zip(prompts, params, strict=True)]) for _ in range(2)]
             hits.append(engine.stats().prefix_hits)
@@ -404,3 +510,59 @@ def test_whatever_comes_each_stream_is_that_of_a_solo_run(library, new_only, see
         assert stats.prefix_hits > 50
         until(lambda: len(runner_of(engine)._prefixes) <= engine.stats().cached_blocks)
     gc.collect()
+
+
+def test_requests_with_other_inputs_share_nothing(own):
+    class Shifts(SumOwn):
+        """The next token is moved by what the request brings."""
+
+        def __init__(self):
+            super().__init__(NUMPY)
+            self.inputs = {"shift": hibachi.Input((), "int32")}
+
+        def step(self, tokens, lengths, past, shift):
+            logits, new = super().step(tokens, lengths, past)
+            moved = np.stack([np.roll(row, int(n)) for row, n in zip(logits, shift, strict=True)])
+            return moved, new
+
+    engine = own(Shifts())
+    found = []
+    for shift in (0, 1, 1, 0):
+        stream = engine.run(ids(21), GREEDY, inputs={"shift": np.int32(shift)})
+        found.append((stream.collect(), stream.reused))
+    assert [reused for _, reused in found] == [0, 0, 20, 20]
+    assert found[0][0] == found[3][0] == expected(ids(21), 8) and found[1][0] == found[2][0] != found[0][0]
+
+
+MORE = np.array([1, 2])
+
+
+class Frames:
+    """Tokens of several codebooks."""
+
+    vocab_size, codebooks, max_model_len, past = 10, 2, 60, OwnCache()
+
+    def step(self, tokens, lengths, past):
+        seen = tokens if past is None else np.concatenate([past, tokens], 1)
+        real = np.arange(seen.shape[1]) >= seen.shape[1] - lengths[:, None]
+        total = ((seen * real[..., None]).sum(1) + MORE) % 10
+        return np.eye(10, dtype=np.float32)[total] * 100, seen
+
+
+def test_frames_are_found_too(own):
+    engine = own(Frames())
+    prompt = np.random.default_rng(0).integers(0, 10, (21, 2))
+    found = []
+    for _ in range(2):
+        stream = engine.run(prompt, GREEDY)
+        found.append(([np.asarray(frame).tolist() for frame in stream], stream.reused))
+    assert [reused for _, reused in found] == [0, 20] and found[0][0] == found[1][0]
+    total = prompt.sum(0)
+    for frame in found[0][0]:
+        assert frame == ((total + MORE) % 10).tolist()
+        total = total + frame
+
+
+def test_frames_are_tried_as_ids_are(serve):
+    engine = serve(Frames(), max_model_len=60, deterministic=None)
+    assert engine.deterministic and engine.selfcheck() == 16
