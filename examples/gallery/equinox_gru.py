@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[jax,serve]" "equinox>=0.13"
     python examples/gallery/equinox_gru.py
     hibachi serve examples/gallery/equinox_gru.py:Gru
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 An Equinox network is for one example, so `jax.vmap` is over the rows. The engine compiles `step`, whose weights come
 from `params`; what is no array stays apart.

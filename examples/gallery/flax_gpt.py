@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[jax,serve]" "flax>=0.12"
     python examples/gallery/flax_gpt.py
     hibachi serve examples/gallery/flax_gpt.py:Gpt
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 As in nnx.MultiHeadAttention with `decode=True`, keys and values lie in arrays with room for LONGEST positions. To the
 engine such a cache is a state: no axis of it grows, and rows need not be aligned. Each row has its own place in it,

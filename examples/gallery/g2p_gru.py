@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[serve]" "g2p-en>=2.1"
     python examples/gallery/g2p_gru.py
     hibachi serve examples/gallery/g2p_gru.py:Phonemes
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [7, 2, 31]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [7, 2, 31], "temperature": 0}'
 
 The model is by Kyubyong Park and Jongseok Kim (https://github.com/Kyubyong/g2p, Apache-2.0). One GRU reads the
 letters, another says the phonemes; what a token is for says which. The weights are the package's own, and so is
@@ -35,7 +36,7 @@ class Phonemes:
         self.letters = len(of.graphemes)  # the id of the first phoneme: one vocabulary holds letters, then phonemes
         self.vocab_size, self.eos_ids = self.letters + len(of.phonemes), [self.letters + DONE]
         put, linear = (lambda weight: self.backend.put_weight(weight, "float32")), self.backend.linear
-        self.inputs = [
+        self.tables = [
             linear(emb, put(w), b)
             for emb, w, b in ((of.enc_emb, of.enc_w_ih, of.enc_b_ih), (of.dec_emb, of.dec_w_ih, of.dec_b_ih))
         ]
@@ -51,7 +52,7 @@ class Phonemes:
             speaks, h = ids >= self.letters, states[-1].copy()
             for part, rows, names in ((0, ~speaks & (ids != PAD), ids), (1, speaks, ids - self.letters)):
                 if rows.any():
-                    h[rows] = self.gru(self.inputs[part][names[rows]], h[rows], *self.hidden[part])
+                    h[rows] = self.gru(self.tables[part][names[rows]], h[rows], *self.hidden[part])
             states.append(h)
         wanted = np.stack(states[1:], axis=1).reshape(-1, h.shape[1])[x.last]
         letters = np.full((len(wanted), self.letters), -np.inf, np.float32)

@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[serve]" "onnx>=1.17" "onnxruntime>=1.20"
     python examples/gallery/onnx_gpt.py
     hibachi serve examples/gallery/onnx_gpt.py:Gpt
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 The class is for the rung between levels 1 and 2; arrays are NumPy's. The graph is written below in ONNX's text form,
 and its weights are random. A file that somebody exported has the same inputs, perhaps in another order:

@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[torch,serve]"
     python examples/gallery/torch_lstm.py
     hibachi serve examples/gallery/torch_lstm.py:Lstm
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 `hibachi_torch.invariant` swaps modules for others that compute each row alike in any batch. The library's own loop is
 run without oneDNN, with which single tokens take three times as long.

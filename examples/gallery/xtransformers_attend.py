@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[torch,serve]" "x-transformers>=2.31"
     python examples/gallery/xtransformers_attend.py
     hibachi serve examples/gallery/xtransformers_attend.py:Packed
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 All rows lie in one dimension, so the network sees one long row. Its module `Attend` is what mixes positions; in its
 place `backend.attend` sees which tokens belong together. `hibachi_torch.invariant` makes the other products the same

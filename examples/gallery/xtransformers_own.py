@@ -5,7 +5,8 @@ In the checkout, in an environment of its own:
     pip install ".[torch,serve]" "x-transformers>=2.31"
     python examples/gallery/xtransformers_own.py
     hibachi serve examples/gallery/xtransformers_own.py:Decoded
-    curl http://127.0.0.1:8000/v1/generate?temperature=0 -H "Content-Type: application/json" -d '{"prompt": [1, 2, 3]}'
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [1, 2, 3], "temperature": 0}'
 
 The network is given the new tokens only: `input_not_include_cache`, and `cache_age=0`, with which it drops none of
 them. How long the cache is it must be told, as rows that come and go make it longer or shorter. `seq_start_pos` is
