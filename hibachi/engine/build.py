@@ -28,7 +28,8 @@ from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.nine import NineRunner
-from hibachi.runners.owncache import OwnCacheRunner, takes_own_lengths
+from hibachi.runners.owncache import OwnCacheRunner
+from hibachi.runners.ownstep import takes_own_lengths
 from hibachi.runners.runner import Runner
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.selfcheck import same_bits

@@ -46,6 +46,9 @@ class Encoded:
     def forget(self, rows: Sequence[int]) -> None:
         self._rows.forget(rows)
 
+    def clear(self) -> None:
+        self._rows.of.clear()
+
     def of(self, rows: Sequence[int], size: int) -> Any:
         """For rows of a call and filler, as `step` gets it: arrays [size, ...]."""
         for row in rows:

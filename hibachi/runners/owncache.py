@@ -7,38 +7,35 @@ are as many for each row, so nothing is padded but the past.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
+from hibachi.errors import NotDeterministic, text_of
 from hibachi.phases import phase
 from hibachi.plan.copies import Copies
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, wanted
-from hibachi.runners.encoded import Encoded
+from hibachi.runners.beside import Beside
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
+from hibachi.runners.ownstep import ALIKE, OwnStep
 from hibachi.runners.owntrial import Trial, apart, largest
-from hibachi.runners.pasts import Layout, Past, layout_of
+from hibachi.runners.pasts import Layout, Past
 from hibachi.runners.prefixes import Prefixes
 from hibachi.runners.rowpasts import RowPasts
-from hibachi.runners.runner import BaseRunner, Outcome, Part, check_output, isolate
+from hibachi.runners.runner import BaseRunner, Outcome, Part, isolate
 from hibachi.runners.tokentable import Kind, Tables
 from hibachi.runners.trial import telling
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
-from hibachi.tensor.layout import OwnCache
 
 log: logging.Logger = logging.getLogger("hibachi.engine")
-ALIKE = 0.05  # of the largest logit: what those of a model that goes on from a past may differ by, in any dtype
 
 
 class OwnCacheRunner(BaseRunner):
@@ -76,81 +73,16 @@ class OwnCacheRunner(BaseRunner):
         self.tally = tally
         self._rows, self.head, self._kind = rows, head, kind
         self.name: str = head.name
-        self._step: Any = model.step
-        self._with_lengths = takes_own_lengths(model)
-        self._beside, self._arguments = beside, Arguments(model.step, beside)
-        self._encoded: Encoded | None = None
+        self._beside = beside
+        self._step = OwnStep(model, backend, beside, head, kind, self.tally, self.theirs, examples)
+        self._encoded = self._step.encoded
+        self.layout = self._step.layout
+        self._pasts = RowPasts(self.layout, self._width)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
         self._copies: Copies | None = None
-        self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
-
-        def first(rows: int, tokens: int) -> Any:
-            return self.called(self.example(rows, tokens), np.full(rows, tokens, np.int32), None)[1]
-
-        spec = model.past
-        assert isinstance(spec, OwnCache)
-        try:
-            with backend.guard():
-                if callable(encode := getattr(model, "encode", None)):
-                    if ENCODED not in self._arguments.names:
-                        raise ConfigError(
-                            f"{self.name} must take what `encode` makes: expected a parameter `{ENCODED}`; got none."
-                        )
-                    self._encoded = Encoded(encode, backend, beside, type(model).__name__, self._theirs_called)
-                self.layout = layout_of(spec, first, backend, self.name)
-                self._pasts = RowPasts(self.layout, self._width)
-                self._try_going_on(self.example(2, 4))
-        except ConfigError:
-            raise
-        except Exception as e:
-            raise ConfigError(
-                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e).rstrip('.')}. The "
-                f"attribute `example_prompts` of a model names prompts of ids that it can be tried on."
-            ) from e
-
-    def example(self, *shape: int) -> HostArray:
-        """Tokens for a trial."""
-        found: HostArray = self._random.choice(self._examples, shape)  # of its first axis
-        return found
-
-    def _try_going_on(self, ids: HostArray) -> None:
-        """Check that the model goes on from the past that it is given, beside a row of another length. ids: [2, 4].
-        Raises ConfigError.
-        """
-        rows = [ids[:1], ids[1:, self._with_lengths :]]  # the second is shorter
-        want, parts = [], []
-        for i, row in enumerate(rows):
-            n = row.shape[1]
-            want.append(self._output(self.called(row, np.array([n], np.int32), None, trial=[i])[0], 1))
-            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None, trial=[i])
-            parts.append(self.layout.taken(tree, None, [i], [n - 1], 1, n - 1))
-        given = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
-        ends = [row.shape[1] for row in reversed(rows)]
-        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree, trial=[1, 0])
-        self.layout.taken(tree, given, [1, 0], ends, 2, 1)
-        got = self._output(out, 2)
-        if isinstance(self.head, Tokens) and self._kind.dtype.kind != "f":
-            return  # a token that is almost as likely may come
-        far = apart(got[::-1], np.concatenate(want))
-        if far > ALIKE * largest(np.concatenate(want)):
-            raise ConfigError(
-                f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
-                f"expected the outputs that it returns for a few tokens at once, after all but the last and then the "
-                f"last beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make "
-                f"positions and a mask from `lengths`, and switch off dropout (`.eval()`)."
-            )
-
-    def _output(self, out: Any, rows: int) -> HostArray:
-        return self.backend.get(self.backend.float32(self._checked(out, rows)))
-
-    def _checked(self, out: Any, rows: int) -> Array:
-        """The output of a call of so many rows. Raises InvalidModelOutput."""
-        if isinstance(self.head, Sampled):
-            return check_output(out, self.backend, (rows, *self.head.sampler.shape), self.name, kind="logits")
-        return check_output(out, self.backend, (rows, *self._kind.shape), self.name, kind=self._kind.dtype.kind)
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
@@ -176,6 +108,8 @@ class OwnCacheRunner(BaseRunner):
     @override
     def adopt(self, scheduler: Scheduler) -> None:
         self._pasts.of.clear()
+        if self._encoded is not None:
+            self._encoded.clear()
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
             self._copies = scheduler.copies
@@ -184,6 +118,8 @@ class OwnCacheRunner(BaseRunner):
     @override
     def rebuild(self, *, keep: bool) -> None:
         self._pasts.of.clear()
+        if self._encoded is not None:
+            self._encoded.clear()
         if self._prefixes is not None:
             self._prefixes.clear()
 
@@ -209,7 +145,7 @@ class OwnCacheRunner(BaseRunner):
         if deterministic is False:
             return
         why, short = "", "who shares a call changes its bits"
-        if not self._with_lengths:
+        if not self._step.with_lengths:
             why = short = "rows of one length only share a call, which is not tried"
         try:
             if not why:
@@ -235,7 +171,7 @@ class OwnCacheRunner(BaseRunner):
         return self._trial().run()
 
     def _trial(self) -> Trial:
-        return Trial(self.called, self.layout, self.example)
+        return Trial(self._step.called, self.layout, self._step.example)
 
     def try_copies(self) -> bool:
         """Whether a row may begin with a copy of what others have computed; the log says so if it may not."""
@@ -244,7 +180,7 @@ class OwnCacheRunner(BaseRunner):
             why = f"the array {place} of its past is a state"
         elif self.apart:
             why = "each row is computed by itself"
-        elif of_each := self._arguments.names & {"prompt_len", "seed"}:
+        elif of_each := self._step.names & {"prompt_len", "seed"}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
             try:
@@ -289,7 +225,7 @@ class OwnCacheRunner(BaseRunner):
             return
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, (start, q) in enumerate(zip(plan.start.tolist(), plan.q.tolist(), strict=True)):
-            groups.setdefault((q, start if not self._with_lengths else min(start, 1)), []).append(i)
+            groups.setdefault((q, start if not self._step.with_lengths else min(start, 1)), []).append(i)
         for group in groups.values():
             yield from self._fitting(np.array(group), plan.end)
 
@@ -364,8 +300,8 @@ class OwnCacheRunner(BaseRunner):
         wide = 0 if before is None else before.width
         self.tally.call(size * q, n * q, (size, q, wide) if self.backend.shapes.compiled else None)
         encoded = None if self._encoded is None else self._encoded.of(rows.tolist(), size)
-        out, past = self.called(tokens, lengths, None if before is None else before.tree, filled, encoded)
-        out = self._checked(out, size)
+        out, past = self._step.called(tokens, lengths, None if before is None else before.tree, filled, encoded)
+        out = self._step.checked(out, size)
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
         width = self._width(int(ends.max()))
         if width != after.width:
@@ -376,38 +312,6 @@ class OwnCacheRunner(BaseRunner):
 
     def _width(self, longest: int) -> int:
         return self.backend.shapes.length(longest)
-
-    def called(
-        self,
-        tokens: HostArray,
-        lengths: HostArray,
-        past: Any,
-        rows: Any = None,
-        encoded: Any = None,
-        *,
-        trial: Sequence[int] = (),
-    ) -> tuple[Any, Any]:
-        """rows: of whom the call is; None means of no request, for a trial. encoded: of these rows. trial: numbers of
-        the examples that rows of a trial have.
-        """
-        put, named = self.backend.put, dict[str, Any]()
-        if self._arguments:
-            nobody = self._beside.nobody(len(tokens)) if rows is None else rows
-            found = self._arguments.of(nobody, lengths, tokens.shape[1])
-            named = {name: put(array) for name, array in found.items()}
-        if self._encoded is not None:
-            named[ENCODED] = self._encoded.tried(trial or [0] * len(tokens)) if rows is None else encoded
-        arguments = (put(tokens), put(lengths), past) if self._with_lengths else (put(tokens), past)
-        found = self._theirs_called(self._step, *arguments, **named)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise InvalidModelOutput(
-                f"{self.name} must return a pair (logits, past); got {type(found).__qualname__}. Return both."
-            )
-        return found[0], found[1]
-
-    def _theirs_called(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        with self.tally, self.theirs:
-            return method(*arguments, **named)
 
     # ---- prefixes ----------------------------------------------------------------------------------------------
 
@@ -440,19 +344,6 @@ class OwnCacheRunner(BaseRunner):
         except Exception as e:
             log.info("%s: a prefix could not be %s: %s", self.name, what, text_of(e))
             drop_frames(e)
-
-
-def takes_own_lengths(model: Any) -> bool:
-    """Whether `step` takes the number of tokens of each row: a parameter `lengths`, or three of any names. Without it,
-    rows of one length share a call.
-    """
-    try:
-        parameters = inspect.signature(model.step).parameters
-    except (TypeError, ValueError):  # compiled code need not tell
-        return True
-    named = wanted(model.step, declared_by(model))
-    needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3
 
 
 def _pieces(n: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hibachi.runners.beside import ENCODED
 from hibachi.runners.encoded import Encoded
-from hibachi.runners.owncache import takes_own_lengths
+from hibachi.runners.ownstep import takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
 from hibachi.tensor.array_backend import ArrayBackend, HostArray

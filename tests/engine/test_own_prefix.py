@@ -150,7 +150,7 @@ def test_who_comes_at_once_after_another_finds_what_that_one_had(own):
     gate.open()
     assert [stream.collect() for stream in streams] == [expected(ids(21), 8)] * 3
     assert [stream.reused for stream in streams] == [0, 20, 20]
-    assert computed(engine._worker.engine.runner._step.__self__) == 21 + 7 + 2 * (1 + 7)
+    assert computed(engine._worker.engine.runner._step._step.__self__) == 21 + 7 + 2 * (1 + 7)
 
 
 def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
@@ -164,7 +164,7 @@ def test_a_preempted_request_goes_on_from_what_is_left_of_it(own):
         assert [stream.collect() for stream in streams] == [expected(prompt, 30) for prompt in prompts]
         stats = engine.stats()
         assert stats.preemptions and stats.free_blocks == stats.blocks
-        tokens.append(computed(runner_of(engine)._step.__self__))
+        tokens.append(computed(runner_of(engine)._step._step.__self__))
     assert tokens[1] < tokens[0]
 
 

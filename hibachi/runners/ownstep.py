@@ -1,0 +1,168 @@
+"""`step` of a model that keeps a cache of its own, as it is called; what is tried of it when an engine is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import ConfigError, InvalidModelOutput, text_of
+from hibachi.runners.beside import ENCODED, Arguments, Beside, declared_by, wanted
+from hibachi.runners.encoded import Encoded
+from hibachi.runners.faults import Theirs
+from hibachi.runners.heads import Sampled, Tokens
+from hibachi.runners.meters import Tally
+from hibachi.runners.owntrial import apart, largest
+from hibachi.runners.pasts import Layout, layout_of
+from hibachi.runners.runner import check_output
+from hibachi.runners.tokentable import Kind
+from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.layout import OwnCache
+
+ALIKE = 0.05  # of the largest output: what those of a model that goes on from a past may differ by, in any dtype
+
+
+class OwnStep:
+    """Calls `step` with tokens, lengths and a past, and with what else it takes.
+
+    with_lengths: it takes lengths. layout: of its pasts. encoded: what is kept of `encode`; None means it has none.
+    """
+
+    with_lengths: bool
+    layout: Layout
+    encoded: Encoded | None
+
+    def __init__(
+        self,
+        model: Any,
+        backend: ArrayBackend,
+        beside: Beside,
+        head: Sampled | Tokens,
+        kind: Kind,
+        tally: Tally,
+        theirs: Theirs,
+        examples: Sequence[HostArray],
+    ) -> None:
+        """kind: of the tokens. examples: prompts, of whose tokens those for trials are drawn. Raises ConfigError."""
+        self._backend, self._head, self._kind, self._tally, self._theirs = backend, head, kind, tally, theirs
+        self._step: Any = model.step
+        self.name: str = head.name
+        self.with_lengths = takes_own_lengths(model)
+        self._beside, self._arguments = beside, Arguments(model.step, beside)
+        self._examples, self._random = np.concatenate(examples).astype(kind.dtype), np.random.default_rng(0)
+        self.encoded = None
+        spec = model.past
+        assert isinstance(spec, OwnCache)
+        try:
+            with backend.guard():
+                if callable(encode := getattr(model, "encode", None)):
+                    if ENCODED not in self._arguments.names:
+                        raise ConfigError(
+                            f"{self.name} must take what `encode` makes: expected a parameter `{ENCODED}`; got none."
+                        )
+                    self.encoded = Encoded(encode, backend, beside, type(model).__name__, self._called)
+                self.layout = layout_of(spec, self._first, backend, self.name)
+                self._try_going_on(self.example(2, 4))
+        except ConfigError:
+            raise
+        except Exception as e:
+            raise ConfigError(
+                f"{self.name} failed when it was tried on a few tokens, to see its past: {text_of(e).rstrip('.')}. The "
+                f"attribute `example_prompts` of a model names prompts of ids that it can be tried on."
+            ) from e
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What it takes beside tokens, lengths and past."""
+        return self._arguments.names
+
+    def _first(self, rows: int, tokens: int) -> Any:
+        return self.called(self.example(rows, tokens), np.full(rows, tokens, np.int32), None)[1]
+
+    def example(self, *shape: int) -> HostArray:
+        """Tokens for a trial."""
+        found: HostArray = self._random.choice(self._examples, shape)  # of its first axis
+        return found
+
+    def _try_going_on(self, ids: HostArray) -> None:
+        """Check that the model goes on from the past that it is given, beside a row of another length. ids: [2, 4].
+        Raises ConfigError.
+        """
+        rows = [ids[:1], ids[1:, self.with_lengths :]]  # the second is shorter
+        want, parts = [], []
+        for i, row in enumerate(rows):
+            n = row.shape[1]
+            want.append(self._output(self.called(row, np.array([n], np.int32), None, trial=[i])[0], 1))
+            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None, trial=[i])
+            parts.append(self.layout.taken(tree, None, [i], [n - 1], 1, n - 1))
+        given = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
+        ends = [row.shape[1] for row in reversed(rows)]
+        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree, trial=[1, 0])
+        self.layout.taken(tree, given, [1, 0], ends, 2, 1)
+        got = self._output(out, 2)
+        if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
+            return  # a token that is almost as likely may come
+        far = apart(got[::-1], np.concatenate(want))
+        if far > ALIKE * largest(np.concatenate(want)):
+            raise ConfigError(
+                f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
+                f"expected the outputs that it returns for a few tokens at once, after all but the last and then the "
+                f"last beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make "
+                f"positions and a mask from `lengths`, and switch off dropout (`.eval()`)."
+            )
+
+    def _output(self, out: Any, rows: int) -> HostArray:
+        return self._backend.get(self._backend.float32(self.checked(out, rows)))
+
+    def checked(self, out: Any, rows: int) -> Array:
+        """The output of a call of so many rows. Raises InvalidModelOutput."""
+        if isinstance(self._head, Sampled):
+            return check_output(out, self._backend, (rows, *self._head.sampler.shape), self.name, kind="logits")
+        return check_output(out, self._backend, (rows, *self._kind.shape), self.name, kind=self._kind.dtype.kind)
+
+    def called(
+        self,
+        tokens: HostArray,
+        lengths: HostArray,
+        past: Any,
+        rows: Any = None,
+        encoded: Any = None,
+        *,
+        trial: Sequence[int] = (),
+    ) -> tuple[Any, Any]:
+        """rows: of whom the call is; None means of no request, for a trial. encoded: of these rows. trial: numbers of
+        the examples that rows of a trial have.
+        """
+        put, named = self._backend.put, dict[str, Any]()
+        if self._arguments:
+            nobody = self._beside.nobody(len(tokens)) if rows is None else rows
+            found = self._arguments.of(nobody, lengths, tokens.shape[1])
+            named = {name: put(array) for name, array in found.items()}
+        if self.encoded is not None:
+            named[ENCODED] = self.encoded.tried(trial or [0] * len(tokens)) if rows is None else encoded
+        arguments = (put(tokens), put(lengths), past) if self.with_lengths else (put(tokens), past)
+        found = self._called(self._step, *arguments, **named)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise InvalidModelOutput(
+                f"{self.name} must return a pair (logits, past); got {type(found).__qualname__}. Return both."
+            )
+        return found[0], found[1]
+
+    def _called(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with self._tally, self._theirs:
+            return method(*arguments, **named)
+
+
+def takes_own_lengths(model: Any) -> bool:
+    """Whether `step` takes the number of tokens of each row: a parameter `lengths`, or three of any names. Without it,
+    rows of one length share a call.
+    """
+    try:
+        parameters = inspect.signature(model.step).parameters
+    except (TypeError, ValueError):  # compiled code need not tell
+        return True
+    named = wanted(model.step, declared_by(model))
+    needed = [p for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return "lengths" in parameters or len([p for p in needed if p.name not in named]) == 3
