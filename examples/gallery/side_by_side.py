@@ -29,20 +29,22 @@ def work(vocab, size):
     return [random.integers(vocab, size=n).tolist() for n in random.integers(2, longest + 1, 16)], new
 
 
-def compare(model, own, prompts, new, asked):
-    """model: for an engine. own: from a prompt to the `new` likeliest tokens of the library's loop; fewer where the
-    model ends. asked: of `arguments`.
+def compare(model, own, prompts, new, asked, inputs=None):
+    """model: for an engine. own: from a prompt, and inputs by name, to the `new` likeliest tokens of the library's
+    loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists} of each prompt.
     """
+    requests = list(zip(prompts, inputs or [{}] * len(prompts), strict=True))
     with hibachi.AutoregressiveBatchInference(model) as engine:
 
-        def start(prompt, **more):
-            return engine.run(prompt, hibachi.SamplingParams(temperature=0, max_tokens=new, **more))
+        def start(prompt, given, **more):
+            params = hibachi.SamplingParams(temperature=0, max_tokens=new, **more)
+            return engine.run(prompt, params, inputs=given or None)
 
         def at_once():
-            return [stream.collect() for stream in [start(prompt) for prompt in prompts]]
+            return [stream.collect() for stream in [start(*request) for request in requests]]
 
         def one_by_one():
-            return [own(prompt) for prompt in prompts]
+            return [own(prompt, **given) for prompt, given in requests]
 
         ratios = []
         for turn in range(asked.rounds + 1):
@@ -50,21 +52,24 @@ def compare(model, own, prompts, new, asked):
             theirs, longer = timed(one_by_one)
             if turn:  # in the first turn libraries compile and tune
                 ratios.append(longer / seconds)
-        company = [certainty(stream) for stream in [start(prompt, logprobs=0) for prompt in prompts]]
-        alone = [certainty(start(prompt, logprobs=0)) for prompt in prompts]
+        company = [certainty(stream) for stream in [start(*request, logprobs=0) for request in requests]]
+        alone = [certainty(start(*request, logprobs=0)) for request in requests]
+    ours = [np.array(each).tolist() for each in ours]  # frames are arrays
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
     print(
         f"{same} of {len(prompts)} equal; at once {statistics.median(ratios):.1f} times as fast; "
         f"bits alone = in company: {'yes' if alone == company else 'no'}"
     )
     if asked.show:
-        print(json.dumps([{"prompt": prompt, "tokens": tokens} for prompt, tokens in zip(prompts, ours, strict=True)]))
+        shown = [{"prompt": p, "inputs": i, "tokens": t} for (p, i), t in zip(requests, ours, strict=True)]
+        print(json.dumps(shown))
 
 
 def certainty(stream):
     """Every bit of the log-probabilities of a stream's tokens."""
     stream.collect()
-    return [float(likely).hex() for by_id in stream.logprobs for likely in by_id.values()]
+    by_id = [each for at in stream.logprobs for each in (at if isinstance(at, list) else [at])]  # a list of a frame
+    return [float(likely).hex() for each in by_id for likely in each.values()]
 
 
 def timed(job):

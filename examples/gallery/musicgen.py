@@ -1,0 +1,100 @@
+"""The decoder of MusicGen, of transformers: frames of four codebooks, each later than the one before by a frame.
+
+In the checkout, in an environment of its own:
+
+    pip install ".[torch,serve]" "transformers>=5.24"
+    python examples/gallery/musicgen.py
+    hibachi serve examples/gallery/musicgen.py:Music
+    curl http://127.0.0.1:8000/v1/generate -H "Content-Type: application/json" \\
+        -d '{"prompt": [[64, 64, 64, 64]], "inputs": {"end": 9}, "max_tokens": 8, "temperature": 0}'
+
+The class is for the rung between levels 1 and 2. A codebook that has not begun, or is over, says SILENT: all its
+other logits are -inf. The input `end` is the length of the piece, the first frame included. The decoder counts
+positions from the start of its cache; `place` says where they are in each row.
+"""
+
+import torch
+from side_by_side import WORK, arguments, compare
+from transformers import DynamicCache, EncoderDecoderCache, MusicgenDecoderConfig, MusicgenForCausalLM
+
+import hibachi
+
+BOOKS, SILENT, LONGEST = 4, 64, 256  # SILENT is an id beyond those that can be said
+SIZES = {"tiny": (32, 2, 2), "real": (256, 6, 8)}  # width, layers, heads
+
+
+class Music:
+    backend, codebooks, vocab_size, max_model_len, past = "torch", BOOKS, SILENT + 1, LONGEST, hibachi.OwnCache()
+
+    def __init__(self, model=None):
+        self.model = model or network("tiny")
+        self.inputs = {"text": hibachi.Input((None, self.model.config.hidden_size)), "end": hibachi.Input((), "int32")}
+
+    def encode(self, text):
+        out = placed(self.model, torch.zeros(1, 1).long())(
+            torch.full((BOOKS, 1), SILENT), encoder_hidden_states=text, use_cache=True
+        )
+        return text, out.cache.cross_attention_cache, torch.ones(text.shape[:2]).long()
+
+    def step(self, tokens, lengths, past, encoded, end):
+        text, cross, mask = encoded
+        cache = EncoderDecoderCache(past or DynamicCache(), cross)
+        width = tokens.shape[1] + cache.get_seq_length()
+        place = torch.arange(width) - (width - lengths[:, None])  # of each position in its row, below 0 for padding
+        model = placed(self.model, place[:, -tokens.shape[1] :].clamp(min=0))
+        out = model(
+            tokens.mT.flatten(0, 1).long(),  # (rows * books, new)
+            attention_mask=(place >= 0).long(),
+            encoder_hidden_states=text,
+            encoder_attention_mask=mask,
+            cache=cache,
+            use_cache=True,
+        )
+        return delayed(out.logits[:, -1].unflatten(0, (-1, BOOKS)), lengths, end), cache.self_attention_cache
+
+
+def placed(model, place):
+    """The model, whose next tokens are at these places (rows, new). It would count them from the start of the cache."""
+    table = model.model.decoder.embed_positions
+    table.forward = lambda *_: table.weights[place]
+    return model
+
+
+def delayed(logits, at, end):
+    """With SILENT, which is certain for a codebook that has not begun at a position, or is over."""
+    at, end, books = at[:, None], end[:, None], torch.arange(BOOKS)
+    silent = ((at <= books) | (at > end - BOOKS + books))[..., None]  # (rows, books, 1)
+    return torch.cat([logits.masked_fill(silent, -torch.inf), torch.where(silent, 0.0, -torch.inf)], dim=-1)
+
+
+def network(size):
+    torch.manual_seed(0)
+    width, layers, heads = SIZES[size]
+    config = MusicgenDecoderConfig(
+        vocab_size=SILENT, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=4 * width,
+        num_codebooks=BOOKS, max_position_embeddings=LONGEST, pad_token_id=SILENT, bos_token_id=SILENT,
+    )  # fmt: skip
+    return MusicgenForCausalLM(config).eval()
+
+
+def main():
+    asked = arguments(__doc__)
+    (longest, new), library, random = WORK[asked.size], network(asked.size), torch.Generator().manual_seed(0)
+    texts = [torch.randn(n, library.config.hidden_size, generator=random) for n in range(longest - 15, longest + 1)]
+
+    @torch.inference_mode()
+    def own(prompt, text, end):
+        ids, pattern = library.build_delay_pattern_mask(torch.tensor(prompt).T, SILENT, end)
+        cache, text = EncoderDecoderCache(DynamicCache(), DynamicCache()), torch.tensor(text)[None]
+        while ids.shape[1] < end:
+            new = library.apply_delay_pattern_mask(ids, pattern)[:, -1:]
+            out = library(new, encoder_hidden_states=text, cache=cache, use_cache=True)
+            ids = torch.cat([ids, out.logits[:, -1:].argmax(-1)], dim=1)
+        return library.apply_delay_pattern_mask(ids, pattern)[:, 1:].T.tolist()
+
+    inputs = [{"text": text.tolist(), "end": new + 1} for text in texts]
+    compare(Music(network(asked.size)), own, [[[SILENT] * BOOKS]] * 16, new, asked, inputs)
+
+
+if __name__ == "__main__":
+    main()
