@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from hibachi.errors import ConfigError, InvalidModelOutput, text_of
+from hibachi.errors import ConfigError, InvalidModelOutput, NotDeterministic, text_of
 from hibachi.phases import phase
 from hibachi.plan.copies import Copies
 from hibachi.plan.scheduler import Scheduler
@@ -27,7 +27,7 @@ from hibachi.runners.encoded import Encoded
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
-from hibachi.runners.owntrial import Trial
+from hibachi.runners.owntrial import Trial, apart, largest
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.prefixes import Prefixes
 from hibachi.runners.rowpasts import RowPasts
@@ -134,8 +134,8 @@ class OwnCacheRunner(BaseRunner):
         got = self._output(out, 2)
         if isinstance(self.head, Tokens) and self._kind.dtype.kind != "f":
             return  # a token that is almost as likely may come
-        far = float(np.abs(got[::-1] - np.concatenate(want)).max())
-        if far > ALIKE * float(np.abs(np.concatenate(want)).max()):
+        far = apart(got[::-1], np.concatenate(want))
+        if far > ALIKE * largest(np.concatenate(want)):
             raise ConfigError(
                 f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
                 f"expected the outputs that it returns for a few tokens at once, after all but the last and then the "
@@ -219,6 +219,8 @@ class OwnCacheRunner(BaseRunner):
             if is_signal(e):
                 raise
             why = text_of(e)
+            if not isinstance(e, NotDeterministic):
+                short = f"it failed when it was tried: {why}"
             drop_frames(e)
         self.apart, self.deterministic = bool(deterministic and why), bool(deterministic or not why)
         if self.apart:
@@ -259,7 +261,7 @@ class OwnCacheRunner(BaseRunner):
         template, want, got = self._trial().copied()
         same = np.array_equal(got, want)
         if isinstance(self.head, Sampled) or self._kind.dtype.kind == "f":
-            alike = float(np.abs(got - want).max()) <= ALIKE * float(np.abs(want).max())
+            alike = apart(got, want) <= ALIKE * largest(want)
         else:
             alike = same
         if not alike:

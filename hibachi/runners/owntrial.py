@@ -17,6 +17,18 @@ TRIAL_NEW = 3
 COMMON = 4  # tokens with which two of them begin
 
 
+def apart(one: HostArray, other: HostArray) -> float:
+    """The largest difference; what is -inf in both is alike."""
+    differ = one != other
+    return float(np.abs(one[differ] - other[differ]).max()) if differ.any() else 0.0
+
+
+def largest(array: HostArray) -> float:
+    """The largest of the finite numbers, without their signs."""
+    finite = np.isfinite(array)
+    return float(np.abs(array[finite]).max()) if finite.any() else 0.0
+
+
 class Trial:
     """Computes a few texts alone, and in company with chunks, and compares every bit of the outputs.
 
@@ -38,7 +50,7 @@ class Trial:
                 raise NotDeterministic(
                     f"{self._layout.name} does not compute the same bits whatever shares the batch: expected equal "
                     f"logits for a text of {len(self._texts[i])} tokens, alone and in company; they differ by up to "
-                    f"{float(np.abs(one - other).max()):.1e}. Pass deterministic=True, which computes each row by "
+                    f"{apart(one, other):.1e}. Pass deterministic=True, which computes each row by "
                     f"itself, or deterministic=False."
                 )
         return sum(len(one) for one in alone)

@@ -243,3 +243,36 @@ def test_a_prompt_that_grows_by_itself_continues(serve, right):
     for i, (prompt, want) in enumerate(itertools.islice(zip(PROMPTS, right, strict=True), 3)):
         again = engine.run(np.concatenate([prompt, want[:2]]), params(i, max_tokens=4))
         assert np.array_equal(frames(again), want[2:])
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_codebooks_that_are_forced_to_an_id(rung, serve, recwarn):
+    """As in a delay pattern: all other ids have the logit -inf, in trials of the model too."""
+
+    class Delayed(RUNGS[rung]):
+        def scored(self, h):
+            logits = np.full((h.shape[0], K, V), -np.inf, np.float32)
+            logits[:, :, 5] = 0
+            logits[:, 0] = super().scored(h)[:, 0]
+            return logits
+
+    engine = serve(Delayed(), deterministic=None, max_num_seqs=4)
+    got = together(engine)
+    assert engine.deterministic and all((frame[:, 1:] == 5).all() for frame in got)
+    assert len({int(i) for frame in got for i in frame[:, 0]}) > 1 and not list(recwarn)
+
+
+def test_a_past_that_is_ignored_is_found_though_some_logits_are_infinite(serve):
+    class Forgets(OwnFrames):
+        def scored(self, h):
+            logits = super().scored(h)
+            logits[:, 1] = -np.inf
+            logits[:, 1, 0] = 0
+            return logits
+
+        def step(self, tokens, lengths, past):
+            logits, new = super().step(tokens, np.minimum(lengths, tokens.shape[1]), None)
+            return logits, new
+
+    with pytest.raises(ConfigError, match="must go on from the past that it is given"):
+        serve(Forgets())
