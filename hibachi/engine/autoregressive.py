@@ -82,8 +82,9 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
     device's.
     cache_tokens: level 2, positions that the cache holds, if the memory does; None means any number.
     dtype: level 2, of the cache; None means the model's own `dtype`, where that is a name, else "float32".
-    enable_prefix_caching: level 2, requests that begin alike share keys and values, also with ended requests, as long
-    as no other request needs the memory.
+    enable_prefix_caching: level 2 and own caches, requests that begin alike share what is computed for their common
+    beginning, also with ended requests, as long as no other request needs the memory. Of a cache of the model's own
+    each gets a copy.
     scheduling_policy: which request starts next: "priority" (None; by `Terms.priority`, then by arrival), "fcfs",
     "fair", "shares", "waiting-served", an installed one, or an object (`hibachi.plan.policy`).
     reserve_all: level 2, a request starts when there is memory for all that it may generate, and is never preempted.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from typing_extensions import override
 
 from hibachi.errors import NotDeterministic, text_of
 from hibachi.phases import phase
-from hibachi.plan.copies import Copies
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
@@ -26,7 +24,7 @@ from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.ownstep import ALIKE, OwnStep
-from hibachi.runners.owntrial import Trial, apart, largest
+from hibachi.runners.owntrial import Trial
 from hibachi.runners.pasts import Layout, Past
 from hibachi.runners.prefixes import Prefixes
 from hibachi.runners.rowpasts import RowPasts
@@ -82,7 +80,6 @@ class OwnCacheRunner(BaseRunner):
         self._most, self._chunk = 2**31, 2**31
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
-        self._copies: Copies | None = None
 
     def bound(self, positions: int, chunk: int) -> None:
         """positions: the most that a past may have, padding included. chunk: tokens of a row that a call may have."""
@@ -112,8 +109,7 @@ class OwnCacheRunner(BaseRunner):
             self._encoded.clear()
         self._seqs.clear()
         if scheduler.copies and scheduler.pool and self._template:
-            self._copies = scheduler.copies
-            self._prefixes = Prefixes(self.layout, self._template, scheduler.pool)
+            self._prefixes = Prefixes(self.layout, self._template, scheduler.pool, scheduler.copies)
 
     @override
     def rebuild(self, *, keep: bool) -> None:
@@ -129,6 +125,11 @@ class OwnCacheRunner(BaseRunner):
         self._forget([row for row, seq in self._seqs.items() if seq.row != row], encoded=True)
         if self._prefixes is not None:
             self._prefixes.drop()
+
+    def _keep(self) -> None:
+        """Keep what is wanted of the rows that have gone, before their pasts do."""
+        if self._prefixes is not None:
+            self._prefixes.keep_left(self._pasts.of, self._seqs)
 
     def _forget(self, rows: Sequence[int], encoded: bool = False) -> None:
         """encoded: also what is kept of the request's inputs."""
@@ -183,9 +184,9 @@ class OwnCacheRunner(BaseRunner):
         elif of_each := self._step.names & {"prompt_len", "seed"}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
+            floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"
             try:
-                with self.backend.guard():
-                    why = self._try_copy()
+                self._template, why = self._trial().copied(ALIKE if floats else 0, bits=self.deterministic)
             except Exception as e:
                 why = f"a trial of it raised {text_of(e)}"
                 drop_frames(e)
@@ -193,24 +194,12 @@ class OwnCacheRunner(BaseRunner):
             log.info("%s: no request begins with what others have computed, as %s", self.name, why)
         return not why
 
-    def _try_copy(self) -> str:
-        template, want, got = self._trial().copied()
-        same = np.array_equal(got, want)
-        if isinstance(self.head, Sampled) or self._kind.dtype.kind == "f":
-            alike = apart(got, want) <= ALIKE * largest(want)
-        else:
-            alike = same
-        if not alike:
-            return "its past has more in it than positions: a copy of the first few goes on otherwise"
-        if self.deterministic and not same:
-            return "a copy changes its bits"
-        self._template = template
-        return ""
-
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def run(self, plan: StepPlan) -> Outcome:
-        self._begin(plan)
+        self._keep()
+        if self._prefixes is not None:
+            self._prefixes.begin(plan.copies, self._pasts.of, self._width)
         self.idle()
         outcome = Outcome([], {})
         for idx in self._calls(plan):
@@ -312,38 +301,6 @@ class OwnCacheRunner(BaseRunner):
 
     def _width(self, longest: int) -> int:
         return self.backend.shapes.length(longest)
-
-    # ---- prefixes ----------------------------------------------------------------------------------------------
-
-    def _keep(self) -> None:
-        """Keep what is wanted of the rows that have gone, before their pasts do."""
-        if self._prefixes is None or self._copies is None:
-            return
-        for row, seq, idle in self._copies.take_left():
-            past = self._pasts.of.get(row)
-            if past is not None and self._seqs.get(row) is seq:
-                with self._or_not("kept"), self.backend.guard():
-                    self._prefixes.keep(past, row, idle)
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Give rows that start the positions that were found computed."""
-        self._keep()
-        for seq, sources in plan.copies if self._prefixes is not None else ():
-            with self._or_not("copied"), self.backend.guard():
-                assert self._prefixes is not None
-                width = self._width(len(sources) * self._prefixes.size)
-                past = self._prefixes.begin(seq.row, sources, self._pasts.of, width)
-                if past is not None:
-                    self._pasts.of[seq.row] = past
-
-    @contextmanager
-    def _or_not(self, what: str) -> Iterator[None]:
-        """What fails here costs time only."""
-        try:
-            yield
-        except Exception as e:
-            log.info("%s: a prefix could not be %s: %s", self.name, what, text_of(e))
-            drop_frames(e)
 
 
 def _pieces(n: int) -> list[int]:

@@ -62,9 +62,11 @@ class Trial:
         past = self._layout.taken(tree, before, rows, ends, n, q)
         return self._backend.get(out), past
 
-    def copied(self) -> tuple[Past, HostArray, HostArray]:
-        """A text that begins like another, which is computed first: (a template of pasts, its logits alone, and from a
-        copy of what the two have in common). Raises what the model raises.
+    def copied(self, far: float, *, bits: bool) -> tuple[Past, str]:
+        """Computes a text that begins like another, alone and from a copy of what that one has in common with it:
+        (a template of pasts, why nothing may be copied; "" means that it may). Raises what the model raises.
+
+        far: of the largest output, what others may differ by. bits: no bit may differ.
         """
         layout, (text, other) = self._layout, self._texts[:2]
         with self._backend.guard():
@@ -73,7 +75,10 @@ class Trial:
             template, half = layout.template(past), COMMON // 2
             blocks = [layout.cut(past, 0, at, at + half) for at in (0, half)]
             begun = layout.begun(template, blocks, 0, COMMON, COMMON)
-            return template, self._alone(text), self._alone(text, begun)
+            want, got = self._alone(text), self._alone(text, begun)
+        if not apart(got, want) <= far * largest(want):  # (NaN is far)
+            return template, "its past has more in it than positions: a copy of the first few goes on otherwise"
+        return template, "a copy changes its bits" if bits and not np.array_equal(got, want) else ""
 
     def _alone(self, text: HostArray, past: Past | None = None) -> HostArray:
         prompt, begin = len(text) - TRIAL_NEW, 0 if past is None else past.width

@@ -19,6 +19,7 @@ from hibachi import (
 )
 from hibachi.plan.copies import Source
 from hibachi.plan.sequence import Seq
+from hibachi.recording.replay import read, replay
 from hibachi.runners.pasts import Past
 from hibachi.testing.toys import SumOwn, SumOwnState, expected
 
@@ -328,12 +329,12 @@ def test_only_what_is_there_is_copied(own):
     assert len(nodes) == 2 and set(nodes) <= set(made._kept)
     array = np.arange(6, dtype=np.float32).reshape(1, 1, 6)
     short = Past({"layers": [(array,)]}, [array], [3], [6], 6, 1)
-    assert made.begin(0, [Source(nodes[0], 3), Source(nodes[1], 3)], {3: short}, 8) is None
-    assert made.begin(0, [Source(nodes[0], 3)], {}, 4) is None
-    found = made.begin(0, [Source(nodes[0], 3)], {3: short}, 4)
+    assert made.past(0, [Source(nodes[0], 3), Source(nodes[1], 3)], {3: short}, 8) is None
+    assert made.past(0, [Source(nodes[0], 3)], {}, 4) is None
+    found = made.past(0, [Source(nodes[0], 3)], {3: short}, 4)
     assert found.arrays[0].tolist() == [[[0, 1, 2, 3]]] and found.counts == [4] and found.rows == [0]
     made.clear()
-    assert made.begin(0, [Source(nodes[0], -1)], {}, 4) is None
+    assert made.past(0, [Source(nodes[0], -1)], {}, 4) is None
     made.keep(short, 3, [(0, blocks[0], nodes[0]), (1, blocks[1], nodes[1]), (0, blocks[1], nodes[0] + 99)])
     assert [*made._kept] == [nodes[0]] and layout.uncut == ""
     runner.rebuild(keep=True)
@@ -350,7 +351,7 @@ def test_the_past_of_another_request_is_not_kept(own):
     for seq, kept in ((object(), 0), (None, 1)):
         runner._pasts.of[0] = Past({"layers": [(array,)]}, [array], [0], [8], 8, 1)
         runner._seqs[0] = gone = Seq(8, 1)
-        runner._copies.leave(seq or gone, 0, [block])
+        engine._worker.engine.scheduler.copies.leave(seq or gone, 0, [block])
         runner._keep()
         assert len(runner._prefixes) == kept
     runner._pasts.of.clear()
@@ -566,3 +567,13 @@ def test_frames_are_found_too(own):
 def test_frames_are_tried_as_ids_are(serve):
     engine = serve(Frames(), max_model_len=60, deterministic=None)
     assert engine.deterministic and engine.selfcheck() == 16
+
+
+def test_a_recording_can_be_played_again(own, tmp_path):
+    engine = own(max_num_seqs=3, cache_tokens=80, record=tmp_path / "steps.jsonl")
+    prompts = [ids(12) + ids(i % 5, 1 + i) for i in range(9)]
+    streams = [engine.run(prompt, SamplingParams(temperature=0, max_tokens=20)) for prompt in prompts]
+    assert [stream.collect() for stream in streams] == [expected(prompt, 20) for prompt in prompts]
+    stats = engine.stats()
+    engine.close()
+    assert stats.prefix_hits and replay(read(tmp_path / "steps.jsonl")) == stats.steps
