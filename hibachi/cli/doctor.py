@@ -11,8 +11,12 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from hibachi.cli.options import deterministic_argument
+from hibachi.engine.autoregressive import AutoregressiveBatchInference
+from hibachi.engine.batchengine import Facts
+from hibachi.engine.build import level_told
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.lm.llm import QUANTIZATIONS
+from hibachi.lm.own import is_own, open_own
 from hibachi.model.files import locate, open_files
 from hibachi.model.registry import arch_of
 from hibachi.phases import phase
@@ -44,7 +48,8 @@ _EXTRAS = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="MODEL", help="show which kernels a model gets, and their times on its shapes")
+    about = "show which kernels a model gets, and their times on its shapes; of a model of your own (file.py:Class), "
+    add("--model", metavar="MODEL", help=f"{about}its level and what an engine finds of it")
     add("--backend", metavar="NAME", help="backend for --model (default: the first of torch, jax, numpy that imports)")
     add("--device", metavar="NAME", help="device for --model (default: the backend's)")
     add("--dtype", metavar="NAME", help="dtype for --model (default: the checkpoint's)")
@@ -79,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> int:
-    """The candidates for a model's operations, timed now."""
+    """The candidates for a model's operations, timed now; of a model of one's own, what an engine finds."""
+    if is_own(args.model):
+        return _own(args)
     files = open_files(locate(args.model))
     arch = arch_of(files)
     if arch is None:
@@ -111,6 +118,32 @@ def _model(args: argparse.Namespace) -> int:
         or "Nothing was measured: there is nothing to choose from with the same bits (see --kernels)."
     )
     return 0
+
+
+def _own(args: argparse.Namespace) -> int:
+    with phase(f"opening {args.model}"):
+        opened = open_own(args.model, backend=args.backend, deterministic=args.deterministic)
+    with opened:
+        engine, facts = opened.engine, opened.engine.facts
+        level = level_told(engine.model) if isinstance(engine, AutoregressiveBatchInference) else "feed-forward"
+        lines = [f"{args.model}: {level}"]
+        lines += [f"on {facts.fingerprint}", *facts.remarks]
+        if not facts.feedforward:
+            lines.append(f"the same bits in any company: {'yes' if facts.deterministic else 'no'}")
+            lines.append(f"tokens: {tokens_told(facts)}")
+        for name, one in facts.inputs.items():
+            lines.append(f"a request brings {name}: {one.shape} of {one.dtype}, per {one.per}")
+    print("\n".join(lines))
+    return 0
+
+
+def tokens_told(facts: Facts) -> str:
+    """What tokens of an engine are, and who draws them."""
+    if facts.vocab_size is None:
+        kind = "of any kind" if facts.token is None else f"of shape {facts.token[0]} and {facts.token[1]}"
+        return f"{kind}, from the model{', which gets random numbers by seed' if facts.seeded else ''}"
+    ids = f"ids below {facts.vocab_size}"
+    return f"{ids if facts.codebooks is None else f'frames of {facts.codebooks} {ids}'}, drawn by the engine"
 
 
 def _backend(name: str) -> str:

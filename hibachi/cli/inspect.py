@@ -12,13 +12,14 @@ import json
 import math
 from typing import Any
 
-from hibachi.engine.build import has_own_cache, level_of, level_told
+from hibachi.engine.build import codebooks_of, has_own_cache, level_of, level_told
 from hibachi.lm.named import model_named
 from hibachi.model.describe import Description, as_json, describe
 from hibachi.model.files import locate
 from hibachi.model.registry import architectures
 from hibachi.named import is_named, place
 from hibachi.phases import phase
+from hibachi.runners.beside import declared_by
 from hibachi.tensor.discover import known, load_backend, why_missing
 from hibachi.tensor.layout import Paged, State
 from hibachi.tensor.whose import leaves
@@ -72,6 +73,9 @@ def _own(spec: str, for_programs: bool) -> int:
         "own_cache": level == 1 and has_own_cache(model),
         "samples": "the engine" if level and vocab is not None else "the model itself",
         "vocab_size": vocab if level else None,
+        "codebooks": codebooks_of(model) if level and vocab is not None else None,
+        "draws": declared_by(model).draws,
+        "inputs": {name: [list(one.shape), one.dtype, one.per] for name, one in declared_by(model).inputs.items()},
         "max_model_len": getattr(model, "max_model_len", None),
         "parameters": sum(math.prod(a.shape) for a in leaves(getattr(model, "params", None)) if hasattr(a, "shape")),
         "paged_layers": len(paged),
@@ -86,6 +90,12 @@ def _own(spec: str, for_programs: bool) -> int:
     _line("level", level_told(model).removeprefix("level "))
     _line("drawn by", facts["samples"])
     _line("vocabulary", facts["vocab_size"] or "any tokens")
+    if facts["codebooks"]:
+        _line("codebooks", facts["codebooks"])
+    if facts["draws"]:
+        _line("draws", f"{facts['draws']} uniform and normal numbers a token")
+    for name, (shape, dtype, per) in facts["inputs"].items():
+        _line("input", f"{name}: {tuple(shape)} of {dtype}, per {per}")
     _line("context", f"{facts['max_model_len']} tokens" if facts["max_model_len"] else "as the engine is told")
     if facts["parameters"]:
         _line("parameters", _count(facts["parameters"]))

@@ -121,6 +121,7 @@ def build(
     sampler = None if vocab is None else _sampler(backend, plan.rows, vocab, plan.codebooks, tables)
     beside = _beside(plan)
     runner: Runner
+    remarks: list[str] = []
     size = 0
     if plan.level == 2:
         size = plan.block_size or backend.block_size
@@ -137,7 +138,7 @@ def build(
         limits = _own_limits(plan, backend, own.layout.position_bytes)
         own.bound((limits.blocks - 1) * limits.block_size, limits.chunk)
         own.decide(deterministic)
-        deterministic = own.deterministic
+        deterministic, remarks = own.deterministic, own.remarks
         if plan.enable_prefix_caching and own.try_copies():
             limits, size = replace(limits, copies=True), limits.block_size
         scheduler = Scheduler(limits, policy, partial(_generated_key, tables, size) if size else None)
@@ -152,6 +153,7 @@ def build(
             whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(kind).padding)
         deterministic = whole.deterministic
     facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
+    facts = replace(facts, remarks=tuple(remarks))
     return Built(facts, scheduler, runner, prompts, size if plan.enable_prefix_caching else 0)
 
 
@@ -458,7 +460,10 @@ def level_told(model: Any) -> str:
     if level == 2:
         return "level 2, a step over the engine's cache: only new tokens are computed"
     if level == 1 and has_own_cache(model):
-        return "between levels 1 and 2, a cache of its own: only new tokens are computed"
+        return (
+            "between levels 1 and 2, a cache of its own: only new tokens are computed; with `cache_spec` and a `step` "
+            "over the engine's cache, prompts and rows of any length would share calls"
+        )
     done = "logits out" if level else "tokens out"
     higher = "" if level else "; with `logits` the engine would sample"
     return (

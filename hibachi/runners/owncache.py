@@ -78,6 +78,7 @@ class OwnCacheRunner(BaseRunner):
         self._pasts = RowPasts(self.layout, self._width)
         self._seqs: dict[int, Seq] = {}
         self._most, self._chunk = 2**31, 2**31
+        self.remarks: list[str] = [f"its past: {self.layout.said()}"]
         self._template: Past | None = None  # of pasts that begin with a prefix; None means that none does
         self._prefixes: Prefixes | None = None
 
@@ -164,6 +165,8 @@ class OwnCacheRunner(BaseRunner):
             log.warning("%s computes each row by itself: %s", self.name, why)
         elif why:
             log.warning("deterministic=False for %s, as %s", self.name, short)
+        if why:
+            self.remarks.append(f"each row is computed by itself, as {short}" if self.apart else short)
 
     def selfcheck(self) -> int:
         """Compute a few texts alone, and beside others and in chunks; returns how many outputs agreed in every bit.
@@ -192,6 +195,8 @@ class OwnCacheRunner(BaseRunner):
                 drop_frames(e)
         if why:
             log.info("%s: no request begins with what others have computed, as %s", self.name, why)
+        said = f"no request begins with what others have computed, as {why}" if why else "prefixes are copied"
+        self.remarks.append(said)
         return not why
 
     # ---- a step ------------------------------------------------------------------------------------------------

@@ -112,6 +112,15 @@ class Layout:
                 found += int(np.prod(others, dtype=np.int64)) * _itemsize(leaf.dtype, self.backend.xp)
         return found
 
+    def said(self) -> str:
+        """In words: how many arrays, what the first one looks like, and what a position takes."""
+        leaf = self.leaves[0]
+        names = {leaf.batch: "rows", leaf.position: "positions"}
+        sizes = ", ".join(names.get(axis) or str(n) for axis, n in enumerate(leaf.shape))
+        what = "1 array" if len(self.leaves) == 1 else f"{len(self.leaves)} arrays, the first"
+        each = f"{self.position_bytes} bytes a position" if self.position_bytes else "a state of one size"
+        return f"{what}{f' {leaf.place}' if leaf.place else ''} ({sizes}) of {leaf.dtype}; {each}"
+
     def taken(
         self, tree: Any, before: Past | None, rows: Sequence[int], counts: Sequence[int], size: int, new: int
     ) -> Past:
