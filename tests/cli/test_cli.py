@@ -336,7 +336,7 @@ def test_doctor_says_what_an_engine_finds_of_a_model_of_ones_own(run):
     status, out, err = run("doctor", "--model", f"{own}:Gpt")
     assert status == 0 and "between levels 1 and 2" in out and "its past: 12 arrays" in out
     assert "rows of any length would share calls" in out and "prefixes are copied" in out
-    status, out, err = run("doctor", "--model", f"{here}:Classifier")
+    status, out, _ = run("doctor", "--model", f"{here}:Classifier")
     assert status == 0 and "feed-forward" in out
 
 
