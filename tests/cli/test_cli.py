@@ -327,13 +327,13 @@ def test_the_demo_into_a_pipe_whose_reader_leaves():
 
 def test_doctor_says_what_an_engine_finds_of_a_model_of_ones_own(run):
     here = Path(__file__).parents[1] / "serve" / "anytoken.py"
-    status, out, err = run("doctor", "--model", f"{here}:Spoken")
+    status, out, _ = run("doctor", "--model", f"{here}:Spoken")
     assert status == 0 and "level 0, tokens out" in out and "which gets random numbers by seed" in out
     assert "a request brings speaker: (2,) of float32, per request" in out
-    status, out, err = run("doctor", "--model", f"{here}:Sung")
+    status, out, _ = run("doctor", "--model", f"{here}:Sung")
     assert status == 0 and "frames of 2 ids below 8, drawn by the engine" in out and "any company: yes" in out
     own = Path(__file__).parents[2] / "examples" / "own_cache.py"
-    status, out, err = run("doctor", "--model", f"{own}:Gpt")
+    status, out, _ = run("doctor", "--model", f"{own}:Gpt")
     assert status == 0 and "between levels 1 and 2" in out and "its past: 12 arrays" in out
     assert "rows of any length would share calls" in out and "prefixes are copied" in out
     status, out, _ = run("doctor", "--model", f"{here}:Classifier")
