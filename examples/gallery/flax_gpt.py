@@ -23,7 +23,7 @@ from side_by_side import arguments, compare, work
 import hibachi
 
 VOCAB, LONGEST = 1000, 128
-SIZES = {"tiny": (32, 2, 2), "real": (256, 6, 8)}  # width, layers, heads
+SIZES = {"tiny": (32, 2, 2), "real": (512, 6, 8)}  # width, layers, heads
 
 
 class Block(nnx.Module):

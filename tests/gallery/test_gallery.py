@@ -23,7 +23,13 @@ from ..install.venvs import OFFLINE, ROOT, VERSIONS, run
 
 GALLERY = ROOT / "examples" / "gallery"
 HELPERS = {"side_by_side"}
-OWN_CACHE = {"xtransformers_own": 8, "onnx_gpt": 8, "flax_gpt": 8}  # a class may have so many lines
+OWN_CACHE = {
+    "xtransformers_own": 8,
+    "onnx_gpt": 8,
+    "flax_gpt": 8,
+    "bart": 15,
+    "musicgen": 15,
+}  # lines that a class may have
 LEVEL_2 = {"xtransformers_attend": 24, "equinox_gru": 10, "torch_lstm": 10, "g2p_gru": 32}
 LINES = OWN_CACHE | LEVEL_2
 MORE = {"xtransformers_attend": ["Attended"]}  # classes that belong to the one that is served
