@@ -256,6 +256,12 @@ class Layout:
         group = Group([(of, i) for i in places], [past.rows[i] for i in real], [past.counts[i] for i in real], width)
         return self.arranged([group])[0]
 
+    def widened(self, past: Past, width: int) -> Past:
+        """The same rows with `width` positions. The past is taken apart."""
+        if width == past.width:
+            return past
+        return self.arranged([Group([(past, i) for i in range(past.size)], past.rows, past.counts, width)])[0]
+
     def joined(self, parts: Sequence[Past]) -> Past:
         """Pasts of one width, side by side. They are taken apart."""
         picks = [(part, i) for part in parts for i in range(part.size)]
