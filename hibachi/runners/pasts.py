@@ -99,7 +99,8 @@ class Layout:
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
         self._views = has_views(backend)
         self._zeros: Callable[..., Array] = backend.xp.zeros
-        self._empty: Callable[..., Array] = backend.xp.empty  # where all that will be looked at is written to
+        # Where all that will be looked at is written to.
+        self._empty: Callable[..., Array] = backend.xp.empty if self._views else backend.xp.zeros
         self._new_only = False  # the model has returned new positions only
 
     @property
@@ -358,7 +359,7 @@ def has_views(backend: ArrayBackend) -> bool:
     whole = xp.zeros((2, 2), dtype=xp.float32, device=backend.device)
     half = whole[:, :1]
     try:
-        whole[:, :1] = xp.ones((2, 1), dtype=xp.float32, device=backend.device)
+        whole[:, :1] = xp.ones_like(half)
     except Exception:  # each library has its own for what is never written to
         return False
     return bool(backend.get(half)[0, 0] == 1)
