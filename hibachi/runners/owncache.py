@@ -297,9 +297,8 @@ class OwnCacheRunner(BaseRunner):
         out, past = self._step.called(tokens, lengths, None if before is None else before.tree, filled, encoded)
         out = self._step.checked(out, size)
         after = self.layout.taken(past, before, rows.tolist(), ends.tolist(), size, q)
-        width = self._width(int(ends.max()))
-        if width != after.width:
-            after = self.layout.part(after, range(size), width)
+        del past, before  # what they hold on to goes array by array
+        after = self.layout.widened(after, self._width(int(ends.max())))
         for row in rows.tolist():
             self._pasts.of[row] = after
         return out

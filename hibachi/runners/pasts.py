@@ -99,7 +99,8 @@ class Layout:
         self.leaves, self.backend, self.name, self._only = tuple(leaves), backend, name, only
         self._views = has_views(backend)
         self._zeros: Callable[..., Array] = backend.xp.zeros
-        self._empty: Callable[..., Array] = backend.xp.empty  # where all that will be looked at is written to
+        # Where all that will be looked at is written to.
+        self._empty: Callable[..., Array] = backend.xp.empty if self._views else backend.xp.zeros
         self._new_only = False  # the model has returned new positions only
 
     @property
@@ -265,6 +266,12 @@ class Layout:
         group = Group([(of, i) for i in places], [past.rows[i] for i in real], [past.counts[i] for i in real], width)
         return self.arranged([group])[0]
 
+    def widened(self, past: Past, width: int) -> Past:
+        """The same rows with `width` positions. The past is taken apart."""
+        if width == past.width:
+            return past
+        return self.arranged([Group([(past, i) for i in range(past.size)], past.rows, past.counts, width)])[0]
+
     def joined(self, parts: Sequence[Past]) -> Past:
         """Pasts of one width, side by side. They are taken apart."""
         picks = [(part, i) for part in parts for i in range(part.size)]
@@ -361,7 +368,7 @@ def has_views(backend: ArrayBackend) -> bool:
     whole = xp.zeros((2, 2), dtype=xp.float32, device=backend.device)
     half = whole[:, :1]
     try:
-        whole[:, :1] = xp.ones((2, 1), dtype=xp.float32, device=backend.device)
+        whole[:, :1] = xp.ones_like(half)
     except Exception:  # each library has its own for what is never written to
         return False
     return bool(backend.get(half)[0, 0] == 1)

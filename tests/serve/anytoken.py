@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 
-from hibachi import Input
+from hibachi import Input, NumpyBackend
+from hibachi.testing.toys import SumOwn
 
 
 class Codebooks:
@@ -126,3 +127,12 @@ class Spoken:
 
     def forward(self, tokens, normal, speaker, hours):
         return np.stack([normal[:, 0], speaker.sum(axis=1) + hours[:, -1]], axis=1)
+
+
+class Remembers(SumOwn):
+    """Ids, with a cache of its own."""
+
+    deterministic = False
+
+    def __init__(self):
+        super().__init__(NumpyBackend())

@@ -553,3 +553,13 @@ def test_a_record_is_kept_of_it(codebooks):
     codebooks.post(PATH, {"prompt": [1]})
     until(lambda: np.subtract(counted(), before).tolist() == [6, 2, 1, 1])
     assert httpx.get(codebooks.url + PATH).status_code == 405
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tokens_that_were_found_computed_are_told(engine):
+    """Also of a model with a cache of its own."""
+    prompt = [i % 10 for i in range(40)]
+    with opened("Remembers", engine) as here:
+        told = [post(here, json.dumps({"prompt": prompt, "max_tokens": 2}), "application/json").json() for _ in "ab"]
+    assert told[0]["tokens"] == told[1]["tokens"]
+    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in told] == [0, 32]
