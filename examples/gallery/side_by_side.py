@@ -19,7 +19,7 @@ def arguments(about):
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--size", choices=WORK, default="real", help="of the network and the work (default: real)")
     parser.add_argument("--rounds", type=int, default=5, help="turns, of which the median is taken (default: 5)")
-    parser.add_argument("--show", action="store_true", help="also print each prompt and its tokens, as JSON")
+    parser.add_argument("--show", action="store_true", help="also print each request and its tokens, as JSON")
     return parser.parse_args()
 
 
@@ -34,7 +34,8 @@ def compare(model, own, prompts, new, asked, inputs=None):
     loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists} of each prompt.
     """
     requests = list(zip(prompts, inputs or [{}] * len(prompts), strict=True))
-    with hibachi.AutoregressiveBatchInference(model) as engine:
+    # Turns repeat their prompts, so nothing is kept from one to the next.
+    with hibachi.AutoregressiveBatchInference(model, enable_prefix_caching=False) as engine:
 
         def start(prompt, given, **more):
             params = hibachi.SamplingParams(temperature=0, max_tokens=new, **more)
@@ -61,8 +62,8 @@ def compare(model, own, prompts, new, asked, inputs=None):
         f"bits alone = in company: {'yes' if alone == company else 'no'}"
     )
     if asked.show:
-        shown = [{"prompt": p, "inputs": i, "tokens": t} for (p, i), t in zip(requests, ours, strict=True)]
-        print(json.dumps(shown))
+        asked_for = [{"prompt": prompt} | ({"inputs": given} if given else {}) for prompt, given in requests]
+        print(json.dumps([each | {"tokens": got} for each, got in zip(asked_for, ours, strict=True)]))
 
 
 def certainty(stream):

@@ -136,9 +136,9 @@ def served(command, log):
     assert status == 0 and "Traceback" not in log.read_text(), log.read_text()
 
 
-def streamed(url, prompt, most):
-    """The tokens that a server streams."""
-    asked = {"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+def streamed(url, asked, most):
+    """The tokens that a server streams. asked: a prompt, and perhaps inputs."""
+    asked = {**asked, "max_tokens": most, "temperature": 0, "stream": True}
     headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
     with urlopen(Request(f"{url}/v1/generate", json.dumps(asked).encode(), headers), timeout=300) as answer:
         events = [json.loads(line) for line in answer if line.strip()]
@@ -160,11 +160,12 @@ def test_sixteen_at_once_and_served_have_the_tokens_of_the_library(name, checkou
     print(line)
     assert (equal, of) == ("16", "16") and float(ratio) > 0
     assert bits == "yes" or name not in ALONE_AS_IN_COMPANY
-    told = json.loads(shown)
-    assert len(told) == 16 and all(each["tokens"] for each in told)
+    asked = json.loads(shown)
+    wanted = [each.pop("tokens") for each in asked]
+    assert len(wanted) == 16 and all(wanted)
     command = [bin / "hibachi", "serve", f"{found.path}:{found.served}", "--host", "127.0.0.1", "--port", "0"]
     with served(command, tmp_path / "log") as url, ThreadPoolExecutor(16) as pool:
-        most = max(len(each["tokens"]) for each in told)
-        got = list(pool.map(lambda each: streamed(url, each["prompt"], most), told))
-    assert got == [each["tokens"] for each in told]
+        most = max(map(len, wanted))
+        got = list(pool.map(lambda asked: streamed(url, asked, most), asked))
+    assert got == wanted
     shutil.rmtree(tmp_path)
