@@ -103,7 +103,14 @@ def test_lines_are_counted_without_docstrings_comments_and_breaks(tmp_path):
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     skip = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".smollm2", ".g2p", "dist")
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("gallery") / "checkout", ignore=skip)
+    yield shutil.copytree(ROOT, home := tmp_path_factory.mktemp("gallery") / "checkout", ignore=skip)
+    shutil.rmtree(home)
+
+
+@pytest.fixture
+def home(tmp_path):
+    yield tmp_path
+    shutil.rmtree(tmp_path)
 
 
 def programs(home, checkout, found):
@@ -151,12 +158,10 @@ def streamed(url, asked, most):
 @pytest.mark.install
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
-def test_sixteen_at_once_and_served_have_the_tokens_of_the_library(name, checkout, tmp_path):
+def test_sixteen_at_once_and_served_have_the_tokens_of_the_library(name, checkout, home):
     found = entry(name)
-    bin = programs(tmp_path, checkout, found)
-    said = run(
-        bin / "python", found.path, "--size", "tiny", "--rounds", "1", "--show", cwd=tmp_path, OMP_NUM_THREADS="1"
-    )
+    bin = programs(home, checkout, found)
+    said = run(bin / "python", found.path, "--size", "tiny", "--rounds", "1", "--show", cwd=home, OMP_NUM_THREADS="1")
     line, shown = said.splitlines()[-2:]
     equal, of, ratio, bits = SAID.fullmatch(line).groups()
     print(line)
@@ -166,9 +171,8 @@ def test_sixteen_at_once_and_served_have_the_tokens_of_the_library(name, checkou
     wanted = [each.pop("tokens") for each in asked]
     assert len(wanted) == 16 and all(wanted)
     command = [bin / "hibachi", "serve", f"{found.path}:{found.served}", "--host", "127.0.0.1", "--port", "0"]
-    with served(command, tmp_path / "log") as url, ThreadPoolExecutor(16) as pool:
+    with served(command, home / "log") as url, ThreadPoolExecutor(16) as pool:
         most = max(map(len, wanted))
         got = list(pool.map(lambda asked: streamed(url, asked, most), asked))
     assert [*map(len, got)] == [*map(len, wanted)]
     assert np.allclose(np.concatenate(got), np.concatenate(wanted), 1e-4 if name == "deepar" else 0, 0)  # real values
-    shutil.rmtree(tmp_path)
