@@ -97,7 +97,10 @@ class Encoded:
                     f"{self.name} must return an array {leaf.place} of shape {tuple(expected)} and dtype {leaf.dtype}, "
                     f"as for other requests; got {shape} of {array.dtype}."
                 )
-        past = Past(tree, found, [row], [width], width, 1)
+        # Copies, row by row: the model may write into what it returned, and a row alone gets the bits that it gets in
+        # company.
+        found = [self._backend.copy(array) for array in found]
+        past = layout.with_arrays(Past(tree, [], [row], [width], width, 1), found)
         wide = self._backend.shapes.length(width) if width else 0
         return past if wide == width else layout.part(past, [0], wide)
 

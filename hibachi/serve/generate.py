@@ -71,7 +71,7 @@ async def generate(served: Served, x: Exchange) -> None:
         feedforward=facts.feedforward,
         defaults=None if facts.vocab_size is None else what.default_params,
         seeded=facts.seeded,
-        codebooks=facts.codebooks is not None,
+        codebooks=facts.codebooks,
         eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,
     )
