@@ -204,7 +204,10 @@ def example(one: Input, i: int = 0) -> HostArray:
     if one.example is not None:
         found: HostArray = np.asarray(one.example).astype(one.dtype)
         return found[
-            tuple(slice(max(1, int(m * part)) if n is None else m) for n, m in zip(shape_of(one), found.shape, strict=True))
+            tuple(
+                slice(max(1, int(m * part)) if n is None else m)
+                for n, m in zip(shape_of(one), found.shape, strict=True)
+            )
         ]
     return np.zeros([EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in shape_of(one)], one.dtype)
 

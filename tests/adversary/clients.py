@@ -112,7 +112,9 @@ class Draw:
         values["prompt"], said, fault = self._prompt(kind, given)
         if place.sampled:
             params = _Fields(max_tokens=rng.choice((1, 3, 8, 20)), temperature=rng.choice((0, 1.0)))
-            if fault is not None and not place.frames and rng.random() < 0.4:  # so that it is hostile in later steps as well
+            if (
+                fault is not None and not place.frames and rng.random() < 0.4
+            ):  # so that it is hostile in later steps as well
                 params["allowed_token_ids"] = [self._trigger(fault)]
             if kind == "processor":
                 params["logits_processors"] = [given]
@@ -150,7 +152,11 @@ class Draw:
         if kind == "fault" or (kind in (None, "field") and luck < 0.85):
             fault = given if kind == "fault" else rng.choice(list(FAULTS))
             ids.insert(rng.randrange(len(ids) + 1), self._trigger(fault))
-        return ids if place.texts is not None else place.prompt(ids), f"{len(ids)} tokens, model {fault or 'honest'}", fault
+        return (
+            ids if place.texts is not None else place.prompt(ids),
+            f"{len(ids)} tokens, model {fault or 'honest'}",
+            fault,
+        )
 
     def _inputs(self, kind: str | None, given: Any, fault: str | None) -> Any:
         """What comes with the prompt; of an encoder's, the source may bring the fault."""

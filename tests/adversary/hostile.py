@@ -495,9 +495,15 @@ class OwnStepWithEncoder(OwnStep):
 
     inputs = {"source": Input((None,), "int32")}  # noqa: RUF012
 
+    def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
+        super().__init__(mischief, backend)
+        self._held = np.zeros((1, 2**15), np.int32)
+
     def encode(self, source: Array) -> Any:
         def compute() -> Any:
-            return source, np.ones_like(source)
+            n = source.shape[1]
+            self._held[:, :n] = source  # where the answers of later calls will be
+            return self._held[:, :n], np.ones_like(source)
 
         self.mischief.begins()
         bad = self.mischief.hostile(source)

@@ -90,7 +90,8 @@ def test_a_frame_stops_it(sung):
     [
         ({"repetition_penalty": 2.0}, "repetition_penalty"),
         ({"codebooks": [{}]}, "codebooks"),
-        ({"codebooks": [{"temperature": -1}, {}]}, "temperature"),
+        ({"codebooks": [{"temperature": -1}, {}]}, "codebooks number 0: temperature"),
+        ({"codebooks": [{}] * 3}, "codebooks must be at most 2 in number"),
         ({"codebooks": [{"colour": 1}, {}]}, "codebooks"),
         ({"codebooks": 3}, "codebooks"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
