@@ -18,6 +18,7 @@ from hibachi.request import Pooling, Request, SamplingParams, as_params, as_term
 from hibachi.runners.beside import fits
 from hibachi.tensor.array_backend import HostArray
 
+MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()
 _SEEDED = ("seed", "max_tokens", "include_stop")  # parameters of a request to a model that draws itself
 _OF_ONE_ID = (  # parameters that name ids, or count them
@@ -140,7 +141,8 @@ def _inputs(request: Request, facts: Facts) -> dict[str, HostArray] | None:
     declared, given = facts.inputs, _by_name(request.inputs)
     if declared.keys() != given.keys():
         expected = ", ".join(declared) or "none, as the model declares no `inputs`"
-        raise InvalidRequest(f"inputs must have the arrays {expected}; got {', '.join(given) or 'none'}.")
+        got = ", ".join(given) if len(given) < MOST_NAMES else f"{len(given)} names"
+        raise InvalidRequest(f"inputs must have the arrays {expected}; got {got or 'none'}.")
     found = {}
     for name, one in declared.items():
         host = host_of(given[name], name)

@@ -64,8 +64,8 @@ def declared_by(model: Any) -> Declared:
 
 
 def kept_by(backend: ArrayBackend, declared: Declared, name: str) -> Declared:
-    """The same, with the dtypes that the library makes of those of inputs: JAX may have no 64-bit integers. name: of the
-    model. Raises ConfigError.
+    """The same, with the dtypes that the library makes of those of inputs: JAX may have no 64-bit integers. name: of
+    the model. Raises ConfigError.
     """
     inputs = {}
     for key, one in declared.inputs.items():
