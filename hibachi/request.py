@@ -37,7 +37,7 @@ def _tuple(x: object) -> tuple[Any, ...]:
     """
     try:
         return () if x is None else tuple(x) if isinstance(x, Iterable) else (x,)
-    except TypeError:  # an array of rank 0
+    except Exception:  # an array of rank 0, or a class of the caller's own
         return (x,)
 
 
@@ -186,15 +186,18 @@ def _processors(p: SamplingParams) -> None:
 def _codebooks(p: SamplingParams) -> None:
     given, known = p.codebooks, _FILTERS[:5]
     found = []
-    for each in _tuple(given):
+    for i, each in enumerate(_tuple(given)):
         try:
             changes = dict(each)
-        except (TypeError, ValueError):
+        except Exception:  # no mapping, or one of the caller's own class
             changes = None
         fine = changes is not None and all(name in known for name in changes)
         _check(fine, "codebooks", f"one mapping for each codebook, with some of {', '.join(known)}", given)
         assert changes is not None
-        bare = SamplingParams(**changes)
+        try:
+            bare = SamplingParams(**changes)
+        except InvalidRequest as e:
+            raise InvalidRequest(f"codebooks number {i}: {e}") from None
         found.append(tuple((name, getattr(bare, name)) for name in changes))
     object.__setattr__(p, "codebooks", tuple(found))
 

@@ -12,12 +12,13 @@ import numpy as np
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
 from hibachi.engine.given import checked_begun, checked_kept
-from hibachi.errors import HibachiError, InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
+from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
 from hibachi.plan.limits import Limits
 from hibachi.request import Pooling, Request, SamplingParams, as_params, as_terms
 from hibachi.runners.beside import fits
 from hibachi.tensor.array_backend import HostArray
 
+MOST_NAMES = 20  # in an error
 _PLAIN = SamplingParams()
 _SEEDED = ("seed", "max_tokens", "include_stop")  # parameters of a request to a model that draws itself
 _OF_ONE_ID = (  # parameters that name ids, or count them
@@ -137,28 +138,43 @@ def _check_codebooks(params: SamplingParams, codebooks: int | None) -> None:
 
 def _inputs(request: Request, facts: Facts) -> dict[str, HostArray] | None:
     """The request's own inputs, checked and copied to the host. Raises InvalidRequest."""
-    given, declared = request.inputs, facts.inputs
-    if not given and not declared:
-        return None
-    if given is not None and not isinstance(given, Mapping):
-        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
-    given = given or {}
-    missing, unknown = declared.keys() - given.keys(), given.keys() - declared.keys()
-    if missing or unknown:
+    declared, given = facts.inputs, _by_name(request.inputs)
+    if declared.keys() != given.keys():
         expected = ", ".join(declared) or "none, as the model declares no `inputs`"
-        raise InvalidRequest(f"inputs must have the arrays {expected}; got {', '.join(map(str, given)) or 'none'}.")
-    return {
-        name: fits(host_of(given[name], name), one, f"inputs[{name!r}]", InvalidRequest)
-        for name, one in declared.items()
-    }
+        got = ", ".join(given) if len(given) < MOST_NAMES else f"{len(given)} names"
+        raise InvalidRequest(f"inputs must have the arrays {expected}; got {got or 'none'}.")
+    found = {}
+    for name, one in declared.items():
+        host = host_of(given[name], name)
+        if one.per == "position" and host.ndim:
+            host = host[: facts.limits.max_model_len]  # no request has more positions
+        found[name] = fits(host, one, f"inputs[{name!r}]", InvalidRequest)
+    return found or None
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    """What a caller's mapping holds. Raises InvalidRequest."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
+    try:
+        found = dict(given)
+    except Exception as e:  # of a class of the caller's own
+        raise InvalidRequest(f"inputs must be a mapping that can be read; got {text_of(e)}.") from e
+    if not all(isinstance(name, str) for name in found):
+        raise InvalidRequest(f"inputs must be a mapping, {{name: array}}; got {shown(given)}.")
+    return {str.__str__(name): array for name, array in found.items()}
 
 
 def host_of(given: Any, name: str) -> HostArray:
     """An array of any library on the host. Raises InvalidRequest."""
     try:
-        return to_host(given)
-    except (HibachiError, ValueError, TypeError, OverflowError) as e:
+        host = to_host(given)
+    except Exception as e:  # of a class of the caller's own, or an array without data
         raise InvalidRequest(f"inputs[{name!r}] must be an array of numbers; got {text_of(e)}.") from e
+    # Floats that NumPy lacks, such as bfloat16; libraries bring them.
+    return host.astype(np.float32) if host.dtype.kind == "V" and "float" in host.dtype.name else host
 
 
 def _covered(given: Mapping[str, HostArray] | None, facts: Facts, n: int, limit: int | None) -> int | None:

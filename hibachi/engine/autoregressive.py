@@ -415,8 +415,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if job.pooling is not None:
             assert isinstance(self._backend, ArrayBackend)
             return partial(_host_row, self._backend)
-        arrays = self._plan.vocab_size is None or self._plan.codebooks is not None
-        of_batch = arrays and not isinstance(self._backend, NineBackend)
+        of_batch = self.facts.arrays and not isinstance(self._backend, NineBackend)
         return native_row if of_batch else as_it_is
 
     def _stream(self, job: Job, read: Callable[[Any], Any]) -> ItemStream[Any]:

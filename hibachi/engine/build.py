@@ -21,7 +21,7 @@ from hibachi.plan.limits import Limits
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
-from hibachi.runners.beside import Beside, check_taken, declared_by, wanted
+from hibachi.runners.beside import Beside, check_taken, declared_by, kept_by, wanted
 from hibachi.runners.cached import CachedRunner
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.groups import Alone, Grouping, bucket
@@ -119,7 +119,7 @@ def build(
     prompts = HostPrompts(backend, vocab_size=vocab, codebooks=plan.codebooks, **tokens)
     tables = Tables(plan.rows, prompts.kind)
     sampler = None if vocab is None else _sampler(backend, plan.rows, vocab, plan.codebooks, tables)
-    beside = _beside(plan)
+    beside = _beside(plan, backend)
     runner: Runner
     remarks: list[str] = []
     size = 0
@@ -153,12 +153,12 @@ def build(
             whole.try_calls(_examples(plan.model, prompts, vocab), prompts.fitted(kind).padding)
         deterministic = whole.deterministic
     facts = _facts(plan, scheduler, backend, bool(deterministic), prompts.kind)
-    facts = replace(facts, remarks=tuple(remarks))
+    facts = replace(facts, remarks=tuple(remarks), inputs=beside.declared.inputs)
     return Built(facts, scheduler, runner, prompts, size if plan.enable_prefix_caching else 0)
 
 
-def _beside(plan: Plan) -> Beside:
-    declared = declared_by(plan.model)
+def _beside(plan: Plan, backend: ArrayBackend) -> Beside:
+    declared = kept_by(backend, declared_by(plan.model), type(plan.model).__name__)
     if plan.level == 2:
         check_taken(plan.model, declared, fields=True)
     elif has_own_cache(plan.model):

@@ -304,6 +304,10 @@ class RemoteEngine(Closing):
             prompt = asked(request.prompt, MOST_UNSENT)
             check_tokens(prompt, kind_of(facts), facts.vocab_size)
             sent = checked(request, prompt, len(prompt), facts)
+        if (size := sum(array.nbytes for array in (sent.inputs or {}).values())) > MOST_UNSENT:
+            raise InvalidRequest(
+                f"inputs must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
+            )
         return PackedRequest(sent.terms.tenant, _packed(sent), arrays=facts.arrays or bool(sent.pooling))
 
     def check_room(self, tenant: Hashable, new: int) -> None:

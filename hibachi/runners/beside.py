@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from hibachi.decode.uniforms import draws
-from hibachi.errors import ConfigError, shown
+from hibachi.errors import ConfigError, shown, text_of
 from hibachi.plan.lower import Packed
 from hibachi.runners.job import Job
-from hibachi.tensor.array_backend import HostArray
+from hibachi.tensor.array_backend import ArrayBackend, HostArray
 from hibachi.tensor.layout import Input
 
 MOST_DRAWS = 2**16
@@ -63,6 +63,24 @@ def declared_by(model: Any) -> Declared:
     return Declared(count, seeded, dict(inputs))
 
 
+def kept_by(backend: ArrayBackend, declared: Declared, name: str) -> Declared:
+    """The same, with the dtypes that the library makes of those of inputs: JAX may have no 64-bit integers. name: of
+    the model. Raises ConfigError.
+    """
+    inputs = {}
+    for key, one in declared.inputs.items():
+        where = f"{name}.inputs[{key!r}]"
+        try:
+            dtype = backend.get(backend.put(np.zeros(1, np.dtype(one.dtype).newbyteorder("=")))).dtype
+        except Exception as e:
+            raise ConfigError(
+                f"{where}: dtype must be one that {backend.name} has; got {one.dtype} ({text_of(e).rstrip('.')})."
+            ) from e
+        inputs[key] = replace(one, dtype=dtype.name)
+        _check(where, key, inputs[key])
+    return replace(declared, inputs=inputs)
+
+
 def _check(where: str, key: str, one: Any) -> None:
     if not isinstance(one, Input):
         raise ConfigError(f"{where} must be a hibachi.Input; got {shown(one)}.")
@@ -87,7 +105,7 @@ def _check(where: str, key: str, one: Any) -> None:
 
 def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> HostArray:
     """A copy of an array for an input, in its dtype. Raises `error`."""
-    shape = (None, *one.shape) if one.per == "position" else one.shape
+    shape = shape_of(one)
     same = len(shape) == given.ndim and all(n in (None, m) for n, m in zip(shape, given.shape, strict=True))
     dtype = np.dtype(one.dtype)
     if not same or given.dtype.kind not in _ITEMS or (dtype.kind in "iu" and given.dtype.kind == "f"):
@@ -157,7 +175,7 @@ class Beside:
         """What a row's request gave for an input; an example where it gave nothing, as in trials."""
         job = self._jobs.get(row)
         if job is None or not job.inputs:
-            return example(self.declared.inputs[name], row)
+            return example(self.declared.inputs[name])
         return job.inputs[name]
 
     def inputs(self, rows: Any, each: Any, positions: Any) -> dict[str, HostArray]:
@@ -185,13 +203,18 @@ def example(one: Input, i: int = 0) -> HostArray:
     part = 1 - (i % LENGTHS) / 4  # of an example that is given
     if one.example is not None:
         found: HostArray = np.asarray(one.example).astype(one.dtype)
-        if one.per == "position":
-            return found
         return found[
-            tuple(slice(max(1, int(m * part)) if n is None else m) for n, m in zip(one.shape, found.shape, strict=True))
+            tuple(
+                slice(max(1, int(m * part)) if n is None else m)
+                for n, m in zip(shape_of(one), found.shape, strict=True)
+            )
         ]
-    sizes = [EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in one.shape]
-    return np.zeros((1, *sizes) if one.per == "position" else sizes, one.dtype)
+    return np.zeros([EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in shape_of(one)], one.dtype)
+
+
+def shape_of(one: Input) -> tuple[int | None, ...]:
+    """Of the array that a request gives; None stands for any size."""
+    return (None, *one.shape) if one.per == "position" else one.shape
 
 
 class Arguments:

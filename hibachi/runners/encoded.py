@@ -13,7 +13,7 @@ import numpy as np
 
 from hibachi.errors import ConfigError, InvalidModelOutput
 from hibachi.runners.beside import LENGTHS, Beside, example, wanted
-from hibachi.runners.nested import arrays_in
+from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.runners.pasts import Layout, Leaf, Past
 from hibachi.runners.rowpasts import RowPasts
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -73,9 +73,12 @@ class Encoded:
         return {name: self._beside.given(row, name) for name in self._names}
 
     def _called(self, given: dict[str, HostArray]) -> Any:
-        return self._theirs(
-            self._encode, **{name: self._backend.put(array[None].copy()) for name, array in given.items()}
-        )
+        """Copies, in memory row by row: the model may use again what it returned, and a row alone gets the bits that it
+        gets in company.
+        """
+        backend = self._backend
+        tree = self._theirs(self._encode, **{name: backend.put(array[None].copy()) for name, array in given.items()})
+        return with_arrays(tree, backend.owns, [backend.copy(array) for _, array in arrays_in(tree, backend.owns)])
 
     def _past(self, tree: Any, row: int) -> Past:
         """Raises InvalidModelOutput."""

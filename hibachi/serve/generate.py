@@ -71,7 +71,7 @@ async def generate(served: Served, x: Exchange) -> None:
         feedforward=facts.feedforward,
         defaults=None if facts.vocab_size is None else what.default_params,
         seeded=facts.seeded,
-        codebooks=facts.codebooks is not None,
+        codebooks=facts.codebooks,
         eos_ids=what.eos_ids if isinstance(what, Texts) else (),
         bounds=served.bounds,
     )
@@ -95,7 +95,7 @@ async def _answer(
     x: Exchange,
     said: Parameters,
     prompt: HostArray,
-    inputs: dict[str, HostArray] | None,
+    inputs: dict[str, HostArray | None] | None,
     asked: Asked,
     accept: Accept,
     form: str | None,
@@ -285,10 +285,12 @@ def _joined(items: list[Any], host: Any) -> HostArray:
 
 
 def _of_prompt(error: InvalidRequest) -> Refused:
-    """Name the prompt as the faulty field, where the engine refuses a request whose other fields were found good."""
+    """Name the faulty field where the engine refuses a request: the one that the error begins with, else the prompt."""
     refused = as_refused(error)
     if not isinstance(error, PromptTooLong):
-        refused.param, refused.code = "prompt", refused.code or "invalid_value"
+        name = str(error).partition(" ")[0].partition("[")[0]
+        refused.param = name if name in Parameters.__struct_fields__ else "prompt"
+        refused.code = refused.code or "invalid_value"
     return refused
 
 

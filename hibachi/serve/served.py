@@ -213,7 +213,7 @@ class Served:
 
     @contextmanager
     def submit_tokens(
-        self, prompt: HostArray, inputs: Mapping[str, HostArray] | None, asked: Asked, terms: Terms
+        self, prompt: HostArray, inputs: Mapping[str, HostArray | None] | None, asked: Asked, terms: Terms
     ) -> Iterator[ItemStream[Any]]:
         """`submit` for tokens of any kind, also for feed-forward: one item."""
         self.check_open()

@@ -16,7 +16,7 @@ from typing import Any
 from hibachi import SamplingParams, StopRule, Terms
 
 from . import drawn
-from .drawn import FIELDS, ODD, PREDICATES, PROCESSORS, PROMPTS, RUN, SALTS, STOP, WORDS
+from .drawn import ARRAYS, FIELDS, INPUTS, ODD, PREDICATES, PROCESSORS, PROMPTS, RUN, SALTS, STOP, WORDS
 from .hostile import FAULTS
 from .places import Innocent, Place
 from .watch import short
@@ -71,6 +71,9 @@ def once(place: Place, rng: random.Random) -> deque[tuple[str, Any]]:
     items += [("prompt", name) for name in PROMPTS]
     items += [("processor", each) for each in PROCESSORS if place.sampled]
     items += [("predicate", each) for each in PREDICATES if not place.remote]
+    if place.declares:
+        items += [("array", (name, key)) for name in place.inputs([1]) for key in ARRAYS]
+        items += [("inputs", each) for each in INPUTS]
     kinds = [Terms, *([SamplingParams] if place.sampled else []), *([] if place.remote else [StopRule])]
     values = [("field", (kind, n, value)) for kind in kinds for n, given in FIELDS[kind].items() for value in given]
     return deque(items + rng.sample(values, len(values)))
@@ -101,7 +104,7 @@ class Draw:
         kind, given = None, None
         with contextlib.suppress(IndexError):
             kind, given = self.first.popleft()
-        ways = ["run"] if not place.sampled else ["stream", "generate", "agenerate"] if place.remote else None
+        ways = ["run"] if place.texts is None else ["stream", "generate", "agenerate"] if place.remote else None
         how = rng.choice(ways or ["run", "run", "stream", "generate", "agenerate"])
         if kind == "predicate" or (kind == "field" and given[0] is StopRule):
             how = "run"
@@ -109,13 +112,17 @@ class Draw:
         values["prompt"], said, fault = self._prompt(kind, given)
         if place.sampled:
             params = _Fields(max_tokens=rng.choice((1, 3, 8, 20)), temperature=rng.choice((0, 1.0)))
-            if fault is not None and rng.random() < 0.4:  # so that it is hostile in later steps as well
+            if (
+                fault is not None and not place.frames and rng.random() < 0.4
+            ):  # so that it is hostile in later steps as well
                 params["allowed_token_ids"] = [self._trigger(fault)]
             if kind == "processor":
                 params["logits_processors"] = [given]
             values["params"] = params
         else:
             values["max_tokens"] = rng.choice((1, 3, 8, 20))
+        if place.declares:
+            values["inputs"] = self._inputs(kind, given, fault)
         values["terms"] = terms = _Fields(tenant=rng.choice("abc"), cache_salt=rng.choice(SALTS))
         if kind == "predicate":
             values["stop_rule"] = given
@@ -145,7 +152,24 @@ class Draw:
         if kind == "fault" or (kind in (None, "field") and luck < 0.85):
             fault = given if kind == "fault" else rng.choice(list(FAULTS))
             ids.insert(rng.randrange(len(ids) + 1), self._trigger(fault))
-        return ids if place.sampled else place.prompt(ids), f"{len(ids)} tokens, model {fault or 'honest'}", fault
+        return (
+            ids if place.texts is not None else place.prompt(ids),
+            f"{len(ids)} tokens, model {fault or 'honest'}",
+            fault,
+        )
+
+    def _inputs(self, kind: str | None, given: Any, fault: str | None) -> Any:
+        """What comes with the prompt; of an encoder's, the source may bring the fault."""
+        rng = self.rng
+        if kind == "inputs" or (kind is None and rng.random() < 0.03):
+            return given if kind == "inputs" else rng.choice(INPUTS)
+        inputs = self.place.inputs(rng.choice(self.innocents).ids)
+        if fault is not None and "source" in inputs and rng.random() < 0.5:
+            inputs["source"][-1] = self._trigger(fault)
+        if kind == "array" or (kind is None and rng.random() < 0.2):
+            name, array = given if kind == "array" else (rng.choice(list(inputs)), rng.choice(list(ARRAYS)))
+            inputs[name] = ARRAYS[array]
+        return inputs
 
     def _trigger(self, fault: str) -> int:
         return self.place.triggers[list(FAULTS).index(fault)]

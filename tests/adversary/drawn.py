@@ -10,7 +10,7 @@ import array
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -76,6 +76,38 @@ class Falsy(Exception):
 
 def _explode():
     raise SystemExit(4)
+
+
+class Unread:
+    """Cannot be iterated, though it says so."""
+
+    def __iter__(self):
+        raise RuntimeError("planted")
+
+
+class Unreadable(Mapping):
+    """A mapping whose values cannot be read."""
+
+    def __getitem__(self, name):
+        raise RuntimeError("planted")
+
+    def __iter__(self):
+        return iter(["speaker", "hours", "source"])
+
+    def __len__(self):
+        return 3
+
+
+class Spoilt:
+    """Says that it is an array, and raises what it has when it is read; or gives it."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __array__(self, dtype=None, copy=None):
+        if isinstance(self.given, Exception):
+            raise self.given
+        return self.given
 
 
 def _own_cause(error: BaseException) -> BaseException:
@@ -303,6 +335,11 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
         "n": (1, 2, 3, 10),
         "best_of": (None, 1, 2, 4),
         "prompt_logprobs": WHOLE,
+        "codebooks": (
+            *((), [{}], [{}, {"temperature": 0}], [{"temperature": 0.5}] * 3, [{"top_k": 5, "top_p": 0.5}, {}]),
+            *([{"seed": 1}, {}], [{"temperature": NAN}, {}], [{1: 2}, {}], [None, {}], "ab", {"temperature": 1}),
+            *([[("min_p", 0.1)], []], [[("min_p",)], []], Unread(), [Unread(), {}], [Unreadable(), {}], [{}] * 1000),
+        ),
     },
     Terms: {
         "priority": (0, 1, -1, 2**31, -(2**63), HUGE, -HUGE, 10**309),
@@ -424,6 +461,39 @@ def embeds(size: int) -> dict[str, Any]:
     }
 
 
+ARRAYS: dict[str, Any] = {
+    "floats": np.array([0.5, 1.5]),
+    "integers": [1, 2],
+    "one number": 3,
+    "another byte order": np.array([1, 2], ">i4"),
+    "not contiguous": np.arange(80)[::-2],
+    "one number again and again": np.broadcast_to(np.int32(2), (10**4,)),
+    "of 4 TB": np.broadcast_to(np.int32(2), (10**6, 10**6)),
+    "nothing": None,
+    "empty": [],
+    "of shape (0, 2)": np.zeros((0, 2)),
+    "of rank 30": np.ones((1,) * 30),
+    "NaN": [NAN, 1.0],
+    "infinity": [INF, 1.0],
+    "beyond 32 bits": [2**40, 1],
+    "beyond 64 bits": [HUGE, 1],
+    "beyond float32": [1e300, 1.0],
+    "complex": [1j, 2.0],
+    "texts": ["a", "b"],
+    "objects": np.array([1, None], object),
+    "records": np.array([(1, 2.0)], "i4,f4"),
+    "times": np.zeros(2, "datetime64[s]"),
+    "masked": np.ma.masked_array([1.0, 2.0], [False, True]),
+    "ragged": [[1, 2], [3]],
+    "a list in itself": _circle(),
+    "an iterator": iter([1, 2]),
+    "gives a text": Spoilt("a"),
+    "gives an array": Spoilt(np.ones(2, np.float32)),
+    **{f"raises {e.__name__}": Spoilt(e()) for e in (ValueError, RuntimeError, MemoryError, AttributeError)},
+    "raises what has no text": Spoilt(Mute()),
+}
+INPUTS = (None, {}, [], (), "ab", 3, [("speaker", [1, 2])], {1: 2}, {"unknown": 1}, {SURROGATES: 1}, Unreadable())
+
 # What `run` takes; "prompt", "params", "terms" and "prompt_embeds" are drawn from what stands above.
 RUN: dict[str, tuple[Any, ...]] = {
     "prompt": (),
@@ -432,5 +502,6 @@ RUN: dict[str, tuple[Any, ...]] = {
     "stop_rule": (None, STOP, [1, 2], (), {3}, np.array([1]), *PREDICATES, *IDS),
     "include_stop": (None, True, False),
     "prompt_embeds": (),
+    "inputs": INPUTS,
     "terms": (),
 }

@@ -185,6 +185,8 @@ class Round:
                 place.triggers = list(itertools.islice(free, len(FAULTS)))
                 place.mischief.arm(place.triggers)
             more: dict[str, Any] = {"params": SamplingParams(max_tokens=1)} if place.sampled else {"max_tokens": 1}
+            if place.declares:
+                more["inputs"] = place.inputs([1, 2])
             place.mischief.ask = lambda: engine.run(place.prompt([1, 2]), **more).collect()
         assert used.isdisjoint(place.triggers), "an innocent request has a hostile token"
 

@@ -12,12 +12,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from hibachi import NumpyBackend, OwnCache, Paged, State, StepInputs
+from hibachi import Input, NumpyBackend, OwnCache, Paged, State, StepInputs
 
 from .drawn import EXCEPTIONS, NAN, WORDS, scribble
 from .watch import note_memory, tidy
@@ -373,7 +373,8 @@ class Mischief:
         first = {int(s): int(pos[bad & (seg == s)].min()) for s in np.unique(seg[bad])}
         after = np.array([s in first and p >= first[s] for s, p in zip(seg.tolist(), pos.tolist(), strict=True)])
         given = [a for a in (x.tok, x.pos, x.slot, x.seg, x.row, x.start, x.kv_len, x.cu_q, x.block_table, x.last)]
-        given += [x.tile_q, x.tile_row, x.tile_of]
+        given += [x.tile_q, x.tile_row, x.tile_of, *(x.inputs or {}).values()]
+        given += [a for a in (x.prompt_len, x.seed, x.uniform, x.normal) if a is not None]
         rows = np.isin(seg[last], list(first))
         return self(np.sort(tok[bad]), Call(compute, rows, given, self, cache, np.asarray(x.slot)[after], list(first)))
 
@@ -419,13 +420,13 @@ def answer_of(total: Any, weighted: Any, recent: Any, length: Any) -> Any:
     return ANSWERS[(7 * total + 13 * weighted + 17 * recent + length) % len(ANSWERS)]
 
 
-def answers(tokens: Any, lengths: Any) -> Any:
-    """Logits [B, VOCAB] after histories [B, S] that are padded on the left."""
+def answers(tokens: Any, lengths: Any, more: Any = 0) -> Any:
+    """Logits [B, VOCAB] after histories [B, S] that are padded on the left. more: integers [B] that count besides."""
     tokens, lengths = np.asarray(tokens, np.int64), np.asarray(lengths)
     place = np.arange(tokens.shape[1]) - (tokens.shape[1] - lengths[:, None])
     tokens = np.where(place >= 0, tokens, 0)
     weights = 1 + np.maximum(place, 0) % 5
-    return answer_of(tokens.sum(1), (tokens * weights).sum(1), tokens[:, -3:].sum(1), lengths)
+    return answer_of(tokens.sum(1), (tokens * weights).sum(1), tokens[:, -3:].sum(1), lengths + more)
 
 
 class Forward:
@@ -482,11 +483,38 @@ class OwnStep(Logits):
     def step(self, tokens: Array, lengths: Array, past: list[Any] | None) -> Any:
         return self.mischief.own(lambda: self._step(tokens, lengths, past), tokens, lengths, past)
 
-    def _step(self, tokens: Array, lengths: Array, past: list[Any] | None) -> tuple[Any, list[Any]]:
+    def _step(self, tokens: Array, lengths: Array, past: list[Any] | None, more: Any = 0) -> tuple[Any, list[Any]]:
         new = np.asarray(tokens, np.float32)
         seen = new if past is None else np.concatenate([past[0], new], axis=1)
         with np.errstate(invalid="ignore"):  # NaN of a hostile row
-            return answers(seen, lengths), [seen]
+            return answers(seen, lengths, more), [seen]
+
+
+class OwnStepWithEncoder(OwnStep):
+    """Likewise, beside a source that comes with the request."""
+
+    inputs = {"source": Input((None,), "int32")}  # noqa: RUF012
+
+    def __init__(self, mischief: Mischief | None = None, backend: Any = None) -> None:
+        super().__init__(mischief, backend)
+        self._held = np.zeros((1, 2**15), np.int32)
+
+    def encode(self, source: Array) -> Any:
+        def compute() -> Any:
+            n = source.shape[1]
+            self._held[:, :n] = source  # where the answers of later calls will be
+            return self._held[:, :n], np.ones_like(source)
+
+        self.mischief.begins()
+        bad = self.mischief.hostile(source)
+        if not bad.any():
+            return compute()
+        return self.mischief(np.sort(source[bad]), Call(compute, bad.any(axis=1), [source], self.mischief, []))
+
+    def step(self, tokens: Array, lengths: Array, past: list[Any] | None, encoded: Any) -> Any:  # type: ignore[override]
+        source, real = encoded
+        more = (source.astype(np.int64) * real).sum(axis=1)
+        return self.mischief.own(lambda: self._step(tokens, lengths, past, more), tokens, lengths, past)
 
 
 class Step:
@@ -550,3 +578,22 @@ class StepOfTokens(Step):
         sums, new = self._sums(cache, x)
         out = answer_of(*sums[x.last].astype(np.int64).T, x.pos[x.last] + 1)
         return out.argmax(axis=1).astype(x.tok.dtype), new
+
+
+class StepOfFrames(StepWithState):
+    """Level 2: frames of two ids, random numbers, and inputs of the request and of each position."""
+
+    vocab_size, codebooks, draws = VOCAB, 2, 1  # type: ignore[assignment]
+    inputs = {"speaker": Input((2,), "int32"), "hours": Input((), "int32", per="position")}  # noqa: RUF012
+
+    def _step(self, cache: list[Any], x: StepInputs[Array]) -> tuple[Any, list[Any]]:
+        assert x.inputs is not None and x.uniform is not None
+        tok = x.tok[:, 0].astype(np.int64) + 2 * x.tok[:, 1] + x.inputs["hours"]
+        state = cache[2]
+        sums, new = self._sums(cache, replace(x, tok=tok))
+        totals = state + np.cumsum(tok.astype(np.float32).reshape(len(state), -1), axis=1)
+        sums[totals.reshape(-1) != sums[:, 0]] = 0
+        more = x.inputs["speaker"].sum(axis=1)[x.seg[x.last]] + (8 * x.uniform[:, 0]).astype(np.int64)
+        at = (*sums[x.last].astype(np.int64).T, x.pos[x.last] + 1 + more)
+        both = [answer_of(*at[:3], at[3] + 5 * i) for i in range(2)]
+        return np.stack(both, axis=1), [*new, totals[:, -1:]]

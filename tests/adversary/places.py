@@ -24,7 +24,19 @@ from hibachi.remote.llm import RemoteLLM
 
 from . import hostile
 from .drawn import STOP, WORDS, Predicate, Processor
-from .hostile import VOCAB, Forward, ForwardOfFloats, Logits, Mischief, OwnStep, Step, StepOfTokens, StepWithState
+from .hostile import (
+    VOCAB,
+    Forward,
+    ForwardOfFloats,
+    Logits,
+    Mischief,
+    OwnStep,
+    OwnStepWithEncoder,
+    Step,
+    StepOfFrames,
+    StepOfTokens,
+    StepWithState,
+)
 from .watch import MALLOC, NOTES, OWN_NOTES
 
 ROOT = Path(__file__).parents[2]
@@ -36,24 +48,36 @@ PROGRAMS = 200 * 2**20  # bytes: JAX compiles for new shapes all the time
 class Place:
     """An engine under test, and how to ask it."""
 
-    texts: Any  # a `Texts`, or None: the model returns tokens
+    texts: Any  # a `Texts`, or None: only arrays go in and come out
     engine: Any
     level: int
     mischief: Mischief | None = None  # in this process
     triggers: list[int] = field(default_factory=lambda: list(range(WORDS, VOCAB)))  # the token of each fault
     remote: bool = False
     pairs: bool = False  # tokens are pairs of floats
+    frames: bool = False  # tokens are pairs of ids
+    declares: bool = False  # inputs come with each request
     embed_size: int | None = None
 
     @property
     def sampled(self) -> bool:
-        return self.texts is not None
+        return self.texts is not None or self.declares
 
     def prompt(self, ids: list[int]) -> Any:
         """Token ids as this engine takes them: an array of the caller's own."""
         if self.pairs:
             return np.stack([np.array(ids, float), np.ones(len(ids))], axis=1)
+        if self.frames:
+            return np.stack([np.array(ids, np.int64), 3 * np.array(ids, np.int64) % WORDS], axis=1)
         return np.array(ids, np.int64)
+
+    def inputs(self, ids: list[int]) -> dict[str, Any]:
+        """What comes with such a prompt, of the caller's own; {} where the model declares nothing."""
+        if not self.declares:
+            return {}
+        if self.frames:
+            return {"speaker": np.array([ids[-1] % 5, 1]), "hours": np.arange(LENGTH) * (1 + ids[-1] % 3) % 7}
+        return {"source": np.array(ids[-1 - ids[-1] % 9 :])}
 
     def close(self) -> None:
         (self.texts or self.engine).close()
@@ -121,9 +145,9 @@ def own(level: int, *models: type, library: str = "numpy") -> Make:
         asked = _alone(options) if solo else _policy(options)
         if level < 2:
             asked["padding_token"] = np.zeros((1, 2)) if made is ForwardOfFloats else np.zeros(1, np.int64)
-            if made is OwnStep and solo:
+            if issubclass(made, OwnStep) and solo:
                 asked["enable_prefix_caching"] = False
-            elif made is OwnStep:
+            elif issubclass(made, OwnStep):
                 asked["max_num_batched_tokens"], asked["cache_tokens"] = rng.choice((8, 24, 64)), int(2.5 * LENGTH)
                 asked["block_size"] = rng.choice((1, 3, 4, 8))
         elif not solo:
@@ -131,12 +155,13 @@ def own(level: int, *models: type, library: str = "numpy") -> Make:
         if not solo:
             asked["record"] = rng.choice((None, os.devnull))
         engine = AutoregressiveBatchInference(model, max_model_len=LENGTH, backend=backend, **asked)
-        texts = None
-        if getattr(model, "vocab_size", None):
+        texts, declares = None, bool(getattr(model, "inputs", None))
+        if getattr(model, "vocab_size", None) and not declares:
             texts = Texts(
                 engine, OwnTokenizer(model.tokenizer), vocab_size=VOCAB, eos_ids=(), default_params=SamplingParams()
             )
-        place = Place(texts, engine, level, mischief, pairs=made is ForwardOfFloats)
+        place = Place(texts, engine, level, mischief, pairs=made is ForwardOfFloats, declares=declares)
+        place.frames = made is StepOfFrames
         place.embed_size = getattr(model, "embed_size", None)
         return place
 
@@ -212,6 +237,8 @@ CASES: dict[str, Case] = {
     "numpy, level 0": Case(own(0, Forward, ForwardOfFloats), 0),
     "numpy, level 1": Case(own(1, Logits), 1),
     "numpy, own cache": Case(own(1, OwnStep), 1),
+    "numpy, own cache, encoder": Case(own(1, OwnStepWithEncoder), 1),
+    "numpy, level 2, frames": Case(own(2, StepOfFrames), 2),
     "numpy, level 2": Case(own(2, Step, StepWithState, StepOfTokens), 2),
     "torch, level 2": Case(shipped(lambda: _torch(False)), 2, soak=True),
     "another process, level 1": Case(remote(1, Logits), 1),
@@ -262,8 +289,10 @@ def innocents(place: Place) -> list[Innocent]:
         limit = (6, 24, 12)[n % 3]
         if place.level < 2:
             params = params.with_(prompt_logprobs=None)
+        if place.frames:
+            params = _of_frames(params, n)
         more: dict[str, Any] = {"stop_rule": Predicate("fine")} if n in (3, 8) else {}
-        if n == 5 and not place.pairs:
+        if n == 5 and not place.pairs and not place.frames:
             more = {"stop_rule": STOP}
         terms = Terms(priority=n % 3, tenant=f"innocent {n % 4}")
         if not place.sampled:
@@ -271,6 +300,14 @@ def innocents(place: Place) -> list[Innocent]:
         else:
             out.append(Innocent(ids, params.with_(max_tokens=limit), {} if place.remote else more, terms))
     return out
+
+
+def _of_frames(params: SamplingParams, n: int) -> SamplingParams:
+    """The same, without what is for single ids."""
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "logprobs")
+    each = ({}, {"temperature": 0.5, "top_k": 3}) if n % 3 == 1 else ()
+    kept = SamplingParams(**{name: getattr(params, name) for name in names}, codebooks=each)
+    return kept if kept.seed is not None else kept.with_(seed=n)  # the model draws besides
 
 
 Answer = tuple[Any, ...]
@@ -284,8 +321,10 @@ def ask(place: Place, innocent: Innocent, how: str, salt: str | None = None) -> 
         tokens = _read(stream.tokens, how)
         return tuple(tokens), stream.tokens.logprobs, stream.tokens.prompt_logprobs, stream.tokens.finish_reason
     prompt = place.prompt(innocent.ids)
-    stream = place.engine.run(prompt, innocent.params, terms=terms, **innocent.more)
-    prompt[...] = 1  # what the caller does with its array after the call is its own business
+    inputs = place.inputs(innocent.ids)
+    stream = place.engine.run(prompt, innocent.params, terms=terms, inputs=inputs or None, **innocent.more)
+    for array in (prompt, *inputs.values()):
+        array[...] = 1  # what the caller does with its array after the call is its own business
     tokens = [np.asarray(token).tolist() for token in _read(stream, how)]
     return tuple(map(str, tokens)), stream.logprobs, stream.prompt_logprobs, stream.finish_reason
 

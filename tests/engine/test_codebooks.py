@@ -276,3 +276,35 @@ def test_a_past_that_is_ignored_is_found_though_some_logits_are_infinite(serve):
 
     with pytest.raises(ConfigError, match="must go on from the past that it is given"):
         serve(Forgets())
+
+
+class Closed:
+    """A mapping, or a list of them, that cannot be read."""
+
+    def keys(self):
+        return ["temperature"]
+
+    def __getitem__(self, name):
+        raise RuntimeError("planted")
+
+    def __iter__(self):
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("given", [Closed(), [{}, Closed()], [[("top_k",)]], [{Closed(): 1}]], ids=repr)
+def test_codebooks_that_cannot_be_read_are_refused(given):
+    with pytest.raises(InvalidRequest, match="codebooks must be one mapping for each codebook"):
+        SamplingParams(codebooks=given)
+
+
+def test_a_wrong_value_is_refused_with_the_number_of_its_codebook():
+    with pytest.raises(InvalidRequest, match="codebooks number 1: temperature must be a finite number"):
+        SamplingParams(codebooks=[{}, {"temperature": -1}])
+
+
+def test_a_model_that_changes_its_declarations_changes_no_engine(serve):
+    model = StateFrames()
+    engine = serve(model)
+    want = frames(engine.run(PROMPTS[0], params(1)))
+    model.codebooks, model.draws, model.inputs = None, 5, 3
+    assert np.array_equal(frames(engine.run(PROMPTS[0], params(1))), want)

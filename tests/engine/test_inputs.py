@@ -1,10 +1,13 @@
 """Inputs that stay with a request, and what a step knows of it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
 from hibachi import ConfigError, Input, InvalidRequest, NumpyBackend, SamplingParams, State, Terms
 from hibachi.recording.replay import read, replay
+from hibachi.request import Request
 from hibachi.testing.toys import SumOwn, SumPaged
 
 from .frames import Told, ToldWhole
@@ -250,3 +253,120 @@ def test_states_of_a_preempted_request_are_computed_with_its_inputs(serve):
     params = SamplingParams(temperature=0, max_tokens=9)
     streams = [engine.run(p, params, inputs={"bonus": b}) for p, b in zip(prompts, bonuses, strict=True)]
     assert [s.collect() for s in streams] == [want(p, b, 9) for p, b in zip(prompts, bonuses, strict=True)]
+
+
+# ---- what callers of all kinds send ----------------------------------------------------------------------------------
+
+
+class Sent:
+    """Says that it is an array, and does what it likes when it is read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __array__(self, dtype=None, copy=None):
+        raise self.error
+
+
+class Closed(Mapping):
+    """A mapping that cannot be read."""
+
+    def __getitem__(self, name):
+        raise RuntimeError("planted")
+
+    def __iter__(self):
+        return iter(["speaker", "hours"])
+
+    def __len__(self):
+        return 2
+
+
+class Name(str):
+    """Equal to nothing, and says so loudly."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        raise RuntimeError("planted")
+
+
+def on_no_device():
+    import torch
+
+    return torch.ones(2, device="meta")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: given(0) | {"speaker": Sent(RuntimeError("planted"))},
+        lambda: given(0) | {"speaker": Sent(RecursionError())},
+        lambda: given(0) | {"speaker": Sent(AttributeError("planted"))},
+        lambda: given(0) | {"speaker": on_no_device()},
+        Closed,
+        lambda: given(0) | {3: 1},
+        lambda: np.ones(2),
+        lambda: [],
+        lambda: given(0, np.broadcast_to(np.float32(0.5), (10**6, 10**6))),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_our_words(make, serve):
+    engine = serve(Told())
+    with pytest.raises(InvalidRequest, match="inputs"):
+        engine.run(PROMPTS[0], max_tokens=2, inputs=make())
+
+
+def test_names_may_be_of_a_class_of_the_callers_own(serve):
+    inputs = {Name("speaker"): [1, 2], Name("hours"): HOURS}
+    assert rows(serve(Told()).run(PROMPTS[0], max_tokens=1, inputs=inputs))[0, 3] == 3.0
+
+
+def test_of_an_input_per_position_no_more_is_kept_than_a_request_can_have(serve):
+    """This one would take four terabytes."""
+    engine = serve(Told(), max_model_len=30)
+    request = Request(PROMPTS[0], inputs=given(0, np.broadcast_to(np.int32(10), (10**12,))))
+    job = engine.check(request)
+    assert job.inputs["hours"].shape == (30,)
+    assert len(rows(engine.submit(job))) == 28
+
+
+def test_floats_that_numpy_lacks_are_taken(serve):
+    import ml_dtypes
+
+    for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+        inputs = given(0) | {"speaker": np.array([1, 0.5], kind)}
+        assert rows(serve(Told()).run(PROMPTS[0], max_tokens=1, inputs=inputs))[0, 3] == 1.5
+
+
+class Wide:
+    """Level 0: returns an input of a dtype that some libraries lack."""
+
+    max_model_len = 20
+
+    def __init__(self, dtype):
+        self.inputs = {"wide": Input((), dtype)}
+
+    def forward(self, tokens, wide):
+        return tokens[:, -1] * 0 + wide
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("int64", 2**40), ("float64", 1e300)])
+def test_a_number_that_the_library_cannot_hold_is_refused(dtype, value, serve):
+    """JAX has 32 bits, and would make another number of it without a word."""
+    kind = np.dtype(dtype)
+    for library, fine in (("numpy", True), ("jax", False)):
+        engine = serve(Wide(dtype), backend=library)
+        if fine:
+            assert engine.run(np.ones(1, kind), max_tokens=1, inputs={"wide": value}).collect()[0] == value
+            continue
+        with pytest.raises(InvalidRequest, match=f"holds .*, which {dtype[:-2]}32 cannot"):
+            engine.run(np.ones(1, kind), max_tokens=1, inputs={"wide": value})
+        assert engine.run(np.ones(1, kind), max_tokens=1, inputs={"wide": 3}).collect()[0] == 3
+
+
+def test_a_dtype_that_the_library_lacks_is_refused_when_the_engine_is_made(serve):
+    with pytest.raises(ConfigError, match=r"Wide\.inputs\['wide'\]: dtype must be one that torch has; got longdouble"):
+        serve(Wide("longdouble"), backend="torch")
+    big = serve(Wide(">f4"), backend="jax")
+    assert big.run([1.0], max_tokens=1, inputs={"wide": 2}).collect()[0] == 2

@@ -290,3 +290,52 @@ def test_their_kind_may_come_from_examples(serve):
     assert len(engine.run([1.0, 2.0], max_tokens=3).collect()) == 3
     with pytest.raises(InvalidRequest, match="takes prompts of tokens of shape"):
         engine.run([[1.0, 2.0]], max_tokens=3)
+
+
+class Reusing(Translator):
+    """What it returns is the same dict of the same buffers, which the next call writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.mask, self.held = np.zeros((1, 64, 1), np.float32), np.zeros((1, 64), np.int8), {}
+
+    def encode(self, source):
+        self.values[...], self.mask[...] = 5, 1
+        n, found = source.shape[1], super().encode(source)
+        self.values[:, :n], self.mask[:, :n] = found["values"], found["mask"]
+        self.held |= {"values": self.values[:, :n], "mask": self.mask[:, :n]}
+        return self.held
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_encode_returns_may_be_used_again(rows, serve):
+    assert answers(serve(Reusing(), max_num_seqs=rows)) == ALL
+
+
+def test_a_row_alone_gets_what_was_encoded_in_the_same_order_of_memory(serve):
+    """Libraries round in another way where it is not."""
+    seen = set()
+
+    class Turned(Translator):
+        def encode(self, source):
+            found = super().encode(source)
+            return found | {"wide": np.asfortranarray(np.broadcast_to(found["values"], (1, source.shape[1], 3)))}
+
+        def step(self, tokens, lengths, past, encoded):
+            seen.add(encoded["wide"].flags.c_contiguous)
+            return super().step(tokens, lengths, past, encoded)
+
+    engine = serve(Turned(), max_num_seqs=4)
+    seen.clear()
+    assert engine.run(PROMPTS[1], GREEDY, inputs={"source": SOURCES[1]}).collect() == ALL[1]
+    assert answers(engine) == ALL and seen == {True}
+
+
+def test_an_input_per_position_may_be_encoded(serve):
+    class Covariates(Translator):
+        inputs = {"source": Input((), "int32", per="position")}  # noqa: RUF012
+
+    engine = serve(Covariates(), max_num_seqs=4)
+    sources = [RNG.integers(0, V, len(prompt) + 5 + i) for i, prompt in enumerate(PROMPTS)]
+    streams = [engine.run(p, GREEDY, inputs={"source": s}) for p, s in zip(PROMPTS, sources, strict=True)]
+    assert [stream.collect() for stream in streams] == [right(s, p) for s, p in zip(sources, PROMPTS, strict=True)]

@@ -34,7 +34,7 @@ from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.remote.llm import open_remote
 from hibachi.remote.rows import Gathered, each
-from hibachi.request import Finish, Terms
+from hibachi.request import Finish, Request, Terms
 from tests.engine.models import until
 from tests.remote.token_models import Own
 
@@ -42,6 +42,13 @@ FILE = Path(__file__).with_name("token_models.py")
 PLACES = {"own": open_model, "child": open_remote}
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 OPTIONS = {"Steps": dict(max_num_queued_reqs=64, pause_after=8, max_num_seqs=4), "Kinds": dict(max_num_seqs=4)}
+
+
+class Unread:
+    """Says that it is an array, and cannot be read."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("planted")
 
 
 class Opened(dict):
@@ -535,3 +542,52 @@ def test_a_stream_of_wide_tokens_survives_a_process_that_is_stopped(there):
     time.sleep(0.02)
     os.kill(steps.engine.pid, signal.SIGCONT)
     assert [item[0].item() for item in stream] == list(range(1, 51))
+
+
+# ---- seeds and inputs ------------------------------------------------------------------------------------------------
+
+DRIFT = np.linspace(0, 1, 20)
+
+
+def walk(model, seed, scale=1.0, n=5):
+    inputs = {"scale": scale, "drift": DRIFT}
+    stream = model("Walks").submit(np.zeros(3), params=SamplingParams(seed=seed), max_tokens=n, inputs=inputs)
+    return [float(model("Walks").host(item)) for item in stream.collect()]
+
+
+def test_seeds_and_inputs_are_those_of_a_request(model):
+    with open_model(f"{FILE}:Walks") as here:
+        want = walk(lambda name: here, 2)
+    assert walk(model, 2) == walk(model, 2 + 2**64) == want
+    assert walk(model, 3) != want and walk(model, 2, 0.0) == np.cumsum(DRIFT[2:7]).tolist()
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [None, 3, {"scale": 1.0}, {"scale": Unread(), "drift": DRIFT}, {"scale": 1.0, "drift": DRIFT[:4]}],
+    ids=repr,
+)
+def test_wrong_inputs_are_refused_at_the_call(model, inputs):
+    with pytest.raises(InvalidRequest, match="inputs"):
+        model("Walks").submit(np.zeros(3), max_tokens=5, inputs=inputs)
+    assert len(walk(model, 1)) == 5
+
+
+def test_inputs_that_are_too_large_for_the_pipe_are_refused(there, monkeypatch):
+    monkeypatch.setattr("hibachi.remote.engine.MOST_UNSENT", 200)
+    assert len(walk(there, 1)) == 5  # 164 bytes
+    with pytest.raises(InvalidRequest, match="inputs must have at most 200 bytes in all; got 244"):
+        there("Walks").submit(np.zeros(3), max_tokens=5, inputs={"scale": 1.0, "drift": np.zeros(30)})
+
+
+def test_only_equal_inputs_share_a_prefix(there):
+    engine, prompt = there("Shifted").engine, np.array([1, 2, 3, 4] * 10)
+
+    def ask(shift):
+        request = Request(prompt, SamplingParams(temperature=0, max_tokens=2), inputs={"shift": shift})
+        stream = engine.submit(engine.check(request))
+        return stream.collect(), stream.reused
+
+    first, other, again = ask(0), ask(1), ask(0)
+    assert (first[1], other[1]) == (0, 0) and again[1] >= 16
+    assert first[0] == again[0] != other[0]

@@ -2,11 +2,14 @@
 
 import enum
 import time
+from dataclasses import replace
 
 import numpy as np
 
+from hibachi import Input, NumpyBackend
 from hibachi.errors import ModelError
 from hibachi.request import SamplingParams
+from hibachi.testing.toys import SumPaged
 
 
 class Steps:
@@ -142,3 +145,25 @@ class Slow:
     def forward(self, x):
         time.sleep(0.1)
         return x
+
+
+class Walks:
+    """A random walk: seeds and inputs of requests cross the pipe."""
+
+    draws, max_model_len, token = 1, 1000, np.float64(0)
+    inputs = {"scale": Input(()), "drift": Input((), "float64", per="position")}  # noqa: RUF012
+
+    def forward(self, tokens, normal, scale, drift):
+        return tokens[:, -1] + scale * normal[:, 0] + drift[:, -1]
+
+
+class Shifted(SumPaged):
+    """Level 2: an input is added to each token before it is cached."""
+
+    inputs = {"shift": Input((), "int32")}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__(NumpyBackend())
+
+    def step(self, params, cache, x):
+        return super().step(params, cache, replace(x, tok=(x.tok + x.inputs["shift"][x.seg]) % 10))

@@ -90,7 +90,8 @@ def test_a_frame_stops_it(sung):
     [
         ({"repetition_penalty": 2.0}, "repetition_penalty"),
         ({"codebooks": [{}]}, "codebooks"),
-        ({"codebooks": [{"temperature": -1}, {}]}, "temperature"),
+        ({"codebooks": [{"temperature": -1}, {}]}, "codebooks number 0: temperature"),
+        ({"codebooks": [{}] * 3}, "codebooks must be at most 2 in number"),
         ({"codebooks": [{"colour": 1}, {}]}, "codebooks"),
         ({"codebooks": 3}, "codebooks"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
@@ -174,3 +175,25 @@ def test_msgpack_of_inputs_that_are_nested_too_deep_is_refused(spoken):
     body = msgspec.msgpack.encode({"prompt": [[0, 0]], "inputs": {"speaker": msgspec.Raw(deep), "hours": HOURS}})
     answer = post(spoken, body, MSGPACK)
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"inputs": None}, "inputs"),
+        ({"inputs": {"speaker": [1, "NaN"], "hours": HOURS}}, "inputs"),
+        ({"inputs": {"speaker": [1, "a"], "hours": HOURS}}, "inputs.speaker[1]"),
+        ({"inputs": {"speaker": [1, 2], "hours": HOURS[:1]}}, "inputs"),
+        ({"prompt": [[1, 2, 3]]}, "prompt"),
+    ],
+    ids=str,
+)
+def test_an_error_names_its_field(spoken, more, field):
+    answer = spoken.post(PATH, ask(1) | more)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_names_without_number_are_neither_read_nor_repeated(spoken):
+    more = {"inputs": {f"name {i}": "no array" for i in range(10**4)}}
+    answer = spoken.post(PATH, ask(1) | more)
+    assert answer.status_code == 400 and "got 10000 names" in answer.text and len(answer.text) < 500

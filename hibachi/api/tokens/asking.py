@@ -57,11 +57,11 @@ def asked_of(
     eos_ids: tuple[int, ...],
     bounds: Bounds,
     seeded: bool = False,
-    codebooks: bool = False,
+    codebooks: int | None = None,
 ) -> Asked:
     """stop: tokens [n, *token]. defaults: where the model gives logits; None means it samples by itself. eos_ids: of
-    the model. seeded: it draws itself, from a request's seed. codebooks: its tokens
-    have several. Raises Refused, which names the field.
+    the model. seeded: it draws itself, from a request's seed. codebooks: ids of a token; None means it is one. Raises
+    Refused, which names the field.
     """
     if feedforward:
         _none(said, _GENERATION, "gives one output for each input")
@@ -82,6 +82,9 @@ def asked_of(
         asked = Asked(None, limit, None, said.include_stop is not False, terms_of(said))
         if defaults is not None:
             asked.ids = () if codebooks else _ids(stop, bounds.token_ids)
+            if said.codebooks and codebooks is None:
+                raise _no("codebooks", "has tokens that are single ids")
+            _at_most("codebooks", len(said.codebooks or ()), codebooks or 0, " in number")
             asked.params = _sampling(said, defaults, limit, asked.ids, eos_ids, bounds)
             if codebooks and stop is not None:
                 asked.stop = _rule(stop, None, bounds)

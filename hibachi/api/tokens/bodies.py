@@ -109,12 +109,17 @@ class Given:
         given = self.said.stop
         return self._array(given, "stop", dtype) if _is_given(given) else None
 
-    def inputs(self, dtypes: Mapping[str, str]) -> dict[str, HostArray] | None:
-        """Arrays by their names. dtypes: that are wanted of lists. Raises Refused."""
+    def inputs(self, dtypes: Mapping[str, str]) -> dict[str, HostArray | None] | None:
+        """Arrays by their names. dtypes: that are wanted of lists; what has another name is not read, and None. Raises
+        Refused.
+        """
         given = self.said.inputs
         if given is None:
             return None
-        return {name: self._array(raw, f"inputs.{name}", dtypes.get(name)) for name, raw in given.items()}
+        return {
+            name: self._array(raw, f"inputs.{name}", dtypes[name]) if name in dtypes else None
+            for name, raw in given.items()
+        }
 
     def _array(self, raw: Raw, name: str, dtype: str | None) -> HostArray:
         return (of_msgpack if self._kind in MSGPACKS else of_json)(raw, name, dtype)
