@@ -152,15 +152,16 @@ def one_fails(serve, how, ending=None):
     model = Spoils(serve.backend, how)
     engine = serve.cached(model, enable_prefix_caching=False)
     model.armed = True
-    drawing, prompts = [8, 1], [PROMPTS[0], [8, 1], *PROMPTS[2:], [8, POISON]]
+    drawing = [1, 3]  # its second token is POISON, which comes back when all share a past
+    prompts = [PROMPTS[0], drawing, *PROMPTS[2:], [8, POISON]]
     for _ in range(2):
-        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=3), strict=True):
+        for prompt, stream in zip(prompts, serve.together(engine, prompts, max_tokens=5), strict=True):
             if POISON not in prompt and prompt != drawing:
-                serve.expect(stream, expected(prompt, 3))
+                serve.expect(stream, expected(prompt, 5))
             elif ending is None:
                 serve.read(stream)
             else:
-                serve.expect(stream, [POISON] if prompt == drawing else [], ending)
+                serve.expect(stream, expected(prompt, 2) if prompt == drawing else [], ending)
 
 
 def raising(model, hit, logits, past):
