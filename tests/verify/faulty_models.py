@@ -397,6 +397,14 @@ class WidensItsPast(OwnPast):
         return logits, new if past is None else {name: a.astype(np.float64) for name, a in new.items()}
 
 
+class WeighsAllRows(OwnPast):
+    """Adds the last values of all rows, those of others with the weight 0."""
+
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        return logits + (np.eye(len(tokens)) @ new["v"][:, 0])[:, :1] * 0, new
+
+
 class GrowsByTwo(OwnPast):
     def step(self, tokens, lengths, past):
         logits, new = super().step(tokens, lengths, past)
@@ -415,6 +423,7 @@ FAULTY = [
     Faulty(WritesIntoItsPast, "comings-and-goings", "engine", "", "in memory that nothing writes to later"),
     Faulty(TurnsItsAxes, "fails-alone", "alone", r"must return a past whose array \['k'\]"),
     Faulty(WidensItsPast, "fails-alone", "alone", r"must return a past whose array \['k'\] .*dtype float32"),
+    Faulty(WeighsAllRows, "past-nan", "spoilt", "^it comes second: row a, new token 2"),
     Faulty(GrowsByTwo, "fails-alone", "alone", r"or the 1 new ones only"),
     Faulty(AttendsToPadding, "padding-leaks", "padding", r"1 in front of a prompt of 11: row a, new token 1, output"),
     Faulty(CountsPositionsFromThePadding, "padding-counts", "padding"),
