@@ -112,8 +112,8 @@ class OwnStep:
                 f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
                 f"expected the outputs that it returns for a few tokens at once, where the last two come one by one "
                 f"beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make positions "
-                f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes to "
-                f"later, and switch off dropout (`.eval()`)."
+                f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes "
+                f"to later, and switch off dropout (`.eval()`)."
             )
 
     def _output(self, out: Any, rows: int) -> HostArray:
