@@ -64,7 +64,7 @@ class OwnStep:
                         )
                     self.encoded = Encoded(encode, backend, beside, type(model).__name__, self._called)
                 self.layout = layout_of(spec, self._first, backend, self.name)
-                self._try_going_on(self.example(2, 4))
+                self._try_going_on(self.example(2, 5))
         except ConfigError:
             raise
         except Exception as e:
@@ -87,20 +87,22 @@ class OwnStep:
         return found
 
     def _try_going_on(self, ids: HostArray) -> None:
-        """Check that the model goes on from the past that it is given, beside a row of another length. ids: [2, 4].
-        Raises ConfigError.
+        """Check that the model goes on from the past that it is given, beside a row of another length, and once more
+        from what it returns then. ids: [2, 5]. Raises ConfigError.
         """
         rows = [ids[:1], ids[1:, self.with_lengths :]]  # the second is shorter
         want, parts = [], []
         for i, row in enumerate(rows):
             n = row.shape[1]
             want.append(self._output(self.called(row, np.array([n], np.int32), None, trial=[i])[0], 1))
-            _, tree = self.called(row[:, :-1], np.array([n - 1], np.int32), None, trial=[i])
-            parts.append(self.layout.taken(tree, None, [i], [n - 1], 1, n - 1))
-        given = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
-        ends = [row.shape[1] for row in reversed(rows)]
-        out, tree = self.called(ids[::-1, 3:], np.array(ends, np.int32), given.tree, trial=[1, 0])
-        self.layout.taken(tree, given, [1, 0], ends, 2, 1)
+            _, tree = self.called(row[:, :-2], np.array([n - 2], np.int32), None, trial=[i])
+            parts.append(self.layout.taken(tree, None, [i], [n - 2], 1, n - 2))
+        past = self.layout.joined([self.layout.part(part, [0], 3) for part in reversed(parts)])
+        for left in (2, 1):
+            ends = [row.shape[1] - left + 1 for row in reversed(rows)]
+            new = ids[::-1, 5 - left : 6 - left]
+            out, tree = self.called(new, np.array(ends, np.int32), past.tree, trial=[1, 0])
+            past = self.layout.taken(tree, past, [1, 0], ends, 2, 1)
         got = self._output(out, 2)
         if isinstance(self._head, Tokens) and self._kind.dtype.kind != "f":
             return  # a token that is almost as likely may come
@@ -108,9 +110,10 @@ class OwnStep:
         if far > ALIKE * largest(np.concatenate(want)):
             raise ConfigError(
                 f"{self.name} must go on from the past that it is given, which is padded on the left for shorter rows: "
-                f"expected the outputs that it returns for a few tokens at once, after all but the last and then the "
-                f"last beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make "
-                f"positions and a mask from `lengths`, and switch off dropout (`.eval()`)."
+                f"expected the outputs that it returns for a few tokens at once, where the last two come one by one "
+                f"beside another row; got others, by up to {far:.3g}. Pass `past` on to the network, make positions "
+                f"and a mask from `lengths`, return its rows in the order of `tokens`, in memory that nothing writes "
+                f"to later, and switch off dropout (`.eval()`)."
             )
 
     def _output(self, out: Any, rows: int) -> HostArray:

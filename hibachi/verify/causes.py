@@ -135,6 +135,12 @@ OWN_PADDING = _cause(
     "Rows are right-aligned in `past`: row i has lengths[i] - q real positions, at the end. Hide what lies before by a "
     "mask made from `lengths`, and count positions from `lengths`, not from the width of the past.",
 )
+NAN_PAST = _cause(
+    "past-nan",
+    "NaN in the past of one row comes to the others, though a row's numbers do not",
+    "A sum or a product over several rows counts others with the weight 0, and 0 times NaN is NaN: compute each row "
+    "of `past` by itself, or choose values (`where`) in place of multiplying by a mask.",
+)
 RETURN = _cause(
     "state-not-returned",
     "The state comes back as it was given",
@@ -236,6 +242,8 @@ def diagnose(s: Subject, results: dict[str, Result]) -> list[Cause]:
     found += _pieces(s, bad, results)
     if not bad & PIECES and company is not None:
         found.append(company)
+    if company is None and "spoilt" in bad and not bad & PIECES:
+        found.append(NAN_PAST)
     if company is None and bad & {"padding", "values", "beside"}:
         found.append(_padding(s, bad))
     found += [_saw(LIVE[key], results[key].why) for key in LIVE if key in bad]

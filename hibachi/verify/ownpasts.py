@@ -69,6 +69,12 @@ class OwnDriver(Driver):
             self.check_untouched(name, native, host)
         return self.host(out), found[1]
 
+    @property
+    def floats(self) -> list[bool]:
+        """Of which arrays of a past the values are real numbers, which can be NaN."""
+        isdtype = self.backend.xp.isdtype
+        return [isdtype(leaf.dtype, "real floating") for leaf in self.layout.leaves]
+
 
 class OwnSession:
     """The pasts of requests, each of one row and in memory of its own."""
@@ -87,6 +93,12 @@ class OwnSession:
             for group in groups.values():
                 out |= self._step(group)
         return out
+
+    def spoil(self, row: str) -> None:
+        """Fill the past of a request with NaN."""
+        past, layout = self._pasts[row], self._driver.layout
+        arrays = [a + float("nan") if real else a for a, real in zip(past.arrays, self._driver.floats, strict=True)]
+        self._pasts[row] = layout.with_arrays(past, arrays)
 
     def _step(self, pieces: Sequence[Span]) -> Outputs:
         d, layout = self._driver, self._driver.layout

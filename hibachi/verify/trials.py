@@ -7,14 +7,17 @@ tokens of all rows are fixed, so one output that is wrong does not make the next
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from hibachi.phases import phase
 from hibachi.verify import engine_trials as live
 from hibachi.verify.drive import BLOCK, CachedDriver, Found, Outputs, Span, WholeDriver
-from hibachi.verify.ownpasts import OWN
+from hibachi.verify.ownpasts import OWN, OwnDriver
 from hibachi.verify.subject import MAIN, PADS, STEPS, Result, Rows, Subject, Variant
 
 WHOLE, CACHED, PASTS, SEQUENCES = (0, 1), (2,), (OWN, 2), (0, 1, OWN, 2)
@@ -293,6 +296,31 @@ def mixed(s: Subject) -> Iterator[Variant]:
     yield "where another has no output yet", ended
 
 
+def spoilt(s: Subject) -> Iterator[Variant]:
+    """The past of another is NaN, in whatever order they come: only that one may notice."""
+
+    def beside(rows: Rows) -> Outputs:
+        session, out = s.driver.fresh(), Outputs()
+        first, *rest = (
+            [p for part in parts for p in part] for parts in zip(*(s.prompt(*r) for r in rows), strict=True)
+        )
+        session.call(first)
+        session.spoil(s.names[1])
+        for call in rest:
+            with np.errstate(all="ignore"), suppress(Exception):  # an engine finds out whose fault it is
+                out |= {key: row for key, row in session.call(call).items() if key[0] == "a"}
+        return out
+
+    rows = [("a", s.main), (s.names[1], s.main)]
+    yield "it comes second", partial(beside, rows)
+    yield "it comes first", partial(beside, rows[::-1])
+
+
+def no_floats(s: Subject) -> str:
+    d = s.driver
+    return "" if isinstance(d, OwnDriver) and any(d.floats) else "its past has no real numbers"
+
+
 # ---- padding ---------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +388,7 @@ TRIALS = (
     Trial("neighbours", "beside others of its length", ALL, neighbours),
     Trial("order", "rows in another order", ALL, order),
     Trial("ragged", "beside longer and shorter ones", PASTS, ragged),
+    Trial("spoilt", "beside one whose past is NaN", (OWN,), spoilt, no_floats),
     Trial("mixed", "prefill and decode in one call", CACHED, mixed),
     Trial("padding", "padding in front of it", WHOLE, padded, no_padding),
     Trial("values", "other values in the padding", WHOLE, values, one_fill),

@@ -328,6 +328,47 @@ def test_a_wrong_past_is_named(serve, how, words):
     assert engine.run([1, 2, 3, 4], GREEDY).collect() == expected([1, 2, 3, 4], 8)
 
 
+SPOILT = {
+    "axis": lambda seen: seen.transpose(0, 2, 1),
+    "dtype": lambda seen: seen.astype(np.float64),
+    "length": lambda seen: seen[..., :0],
+    "two more": lambda seen: np.concatenate([seen, seen[..., -1:]], 2),
+    "a row less": lambda seen: seen[1:],
+    "no array": lambda seen: None,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 6}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_wrong_past_ends_its_own_request_only(serve, how, options):
+    class Wrong(SumOwn):
+        """Wrong as soon as a token of a call is 9; what it was given is written to as well."""
+
+        armed = False
+
+        def step(self, tokens, lengths, past):
+            logits, new = super().step(tokens, lengths, past)
+            if not self.armed or not (tokens == 9).any():
+                return logits, new
+            if past is not None:
+                past["layers"][0][0][:] = 5
+            return logits, {"layers": [(SPOILT[how](new["layers"][0][0]),)]}
+
+    model = Wrong(NUMPY)
+    engine = serve(model, max_num_seqs=6, max_model_len=60, **options)
+    model.armed = True
+    prompts = [[i % 9, *PROMPTS[i]] for i in range(12)]
+    failed = 0
+    for prompt, stream in zip(prompts, [engine.run(prompt, GREEDY) for prompt in prompts], strict=True):
+        if 9 in [*prompt, *expected(prompt, 7)]:
+            failed += 1
+            with pytest.raises(InvalidModelOutput, match=r"Wrong\.step must return a past"):
+                stream.collect()
+        else:
+            assert stream.collect() == expected(prompt, 8)
+    assert 0 < failed < 12
+
+
 # ---- what is refused when the engine is made -------------------------------------------------------------------------
 
 
@@ -359,6 +400,44 @@ class Made:
 def test_a_past_without_rows_and_positions_is_refused(made, words):
     with pytest.raises(ConfigError, match=words):
         AutoregressiveBatchInference(Made(made), backend="numpy")
+
+
+def turned(keys, buffer):
+    return keys[::-1].copy()
+
+
+def of_one_row(keys, buffer):
+    return np.broadcast_to(keys[:1], keys.shape)
+
+
+def in_one_buffer(keys, buffer):
+    """The array of all calls, as where memory for the longest text is made once."""
+    view = buffer[: len(keys), : keys.shape[1]]
+    view[...] = keys
+    return view
+
+
+@pytest.mark.parametrize("returned", [turned, of_one_row, in_one_buffer], ids=lambda f: f.__name__)
+def test_a_past_that_is_not_of_each_row_alone_is_refused(returned):
+    class Wrong(Attends):
+        buffer = np.zeros((8, 64, 16), np.float32)
+
+        def step(self, tokens, lengths, past):
+            logits, (k, v) = super().step(tokens, lengths, past)
+            return logits, (returned(k, self.buffer), v)
+
+    with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past.*return its rows in the order of"):
+        AutoregressiveBatchInference(Wrong(), backend="numpy", deterministic=False)
+
+
+def test_states_that_come_back_in_another_order_are_refused():
+    class Wrong(SumOwnState):
+        def step(self, tokens, past):
+            logits, sums = super().step(tokens, past)
+            return logits, sums[::-1]
+
+    with pytest.raises(ConfigError, match=r"Wrong\.step must go on from the past"):
+        AutoregressiveBatchInference(Wrong(NUMPY), backend="numpy", deterministic=False)
 
 
 @pytest.mark.parametrize("how", ["ignores the past", "mixes its rows", "is wrong", "looks at padding"])

@@ -364,6 +364,47 @@ class KeepsItsPast(OwnPast):
         return logits, self.last
 
 
+class SharesItsPast(OwnPast):
+    """All rows get the first one's."""
+
+    def step(self, tokens, lengths, past):
+        logits, past = super().step(tokens, lengths, past)
+        return logits, {name: np.broadcast_to(a[:1], a.shape) for name, a in past.items()}
+
+
+class WritesIntoItsPast(OwnPast):
+    """Keeps the arrays of its last call, and clears them in the next one."""
+
+    last = ()
+
+    def step(self, tokens, lengths, past):
+        for array in self.last:
+            array[...] = 0
+        logits, past = super().step(tokens, lengths, past)
+        self.last = [*past.values()]
+        return logits, past
+
+
+class TurnsItsAxes(OwnPast):
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        return logits, new if past is None else {name: a.swapaxes(1, 2) for name, a in new.items()}
+
+
+class WidensItsPast(OwnPast):
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        return logits, new if past is None else {name: a.astype(np.float64) for name, a in new.items()}
+
+
+class WeighsAllRows(OwnPast):
+    """Adds the last values of all rows, those of others with the weight 0."""
+
+    def step(self, tokens, lengths, past):
+        logits, new = super().step(tokens, lengths, past)
+        return logits + (np.eye(len(tokens)) @ new["v"][:, 0])[:, :1] * 0, new
+
+
 class GrowsByTwo(OwnPast):
     def step(self, tokens, lengths, past):
         logits, new = super().step(tokens, lengths, past)
@@ -378,6 +419,11 @@ FAULTY = [
     Faulty(TurnsItsRows, "row-order", "neighbours"),
     Faulty(TurnsItsPast, "rows-mixed", "neighbours"),
     Faulty(KeepsItsPast, "shared-state", "after", "turn by turn", r"KeepsItsPast\.last"),
+    Faulty(SharesItsPast, "rows-mixed", "neighbours"),
+    Faulty(WritesIntoItsPast, "comings-and-goings", "engine", "", "in memory that nothing writes to later"),
+    Faulty(TurnsItsAxes, "fails-alone", "alone", r"must return a past whose array \['k'\]"),
+    Faulty(WidensItsPast, "fails-alone", "alone", r"must return a past whose array \['k'\] .*dtype float32"),
+    Faulty(WeighsAllRows, "past-nan", "spoilt", "^it comes second: row a, new token 2"),
     Faulty(GrowsByTwo, "fails-alone", "alone", r"or the 1 new ones only"),
     Faulty(AttendsToPadding, "padding-leaks", "padding", r"1 in front of a prompt of 11: row a, new token 1, output"),
     Faulty(CountsPositionsFromThePadding, "padding-counts", "padding"),
