@@ -198,18 +198,21 @@ class Beside:
         return out
 
 
-def example(one: Input, i: int = 0) -> HostArray:
-    """An array as an input might be; of an input of any size, three that follow each other differ much in length."""
+def example(one: Input, i: int = 0, n: int | None = None) -> HostArray:
+    """An array as an input might be; of an input of any size, three that follow each other differ much in length.
+
+    n: positions that an input per position has; None means any number.
+    """
     part = 1 - (i % LENGTHS) / 4  # of an example that is given
     if one.example is not None:
-        found: HostArray = np.asarray(one.example).astype(one.dtype)
-        return found[
-            tuple(
-                slice(max(1, int(m * part)) if n is None else m)
-                for n, m in zip(shape_of(one), found.shape, strict=True)
-            )
-        ]
-    return np.zeros([EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in shape_of(one)], one.dtype)
+        given: HostArray = np.asarray(one.example).astype(one.dtype)
+        sizes = [max(1, int(m * part)) if k is None else m for k, m in zip(shape_of(one), given.shape, strict=True)]
+        found = given[tuple(map(slice, sizes))]
+    else:
+        found = np.zeros([EXAMPLE * (1 + i % LENGTHS) if k is None else k for k in shape_of(one)], one.dtype)
+    if n is None or one.per == "request":
+        return found
+    return np.resize(found, (n, *found.shape[1:]))
 
 
 def shape_of(one: Input) -> tuple[int | None, ...]:

@@ -291,7 +291,9 @@ class Closed:
         raise RuntimeError("planted")
 
 
-@pytest.mark.parametrize("given", [Closed(), [{}, Closed()], [[("top_k",)]], [{Closed(): 1}]], ids=repr)
+@pytest.mark.parametrize(
+    "given", [Closed(), [{}, Closed()], [[("top_k",)]], [{Closed(): 1}]], ids=["value", "item", "pair", "key"]
+)
 def test_codebooks_that_cannot_be_read_are_refused(given):
     with pytest.raises(InvalidRequest, match="codebooks must be one mapping for each codebook"):
         SamplingParams(codebooks=given)
