@@ -100,7 +100,11 @@ def _check(where: str, key: str, one: Any) -> None:
     if not fine:
         raise ConfigError(f"{where}: dtype must be a name of NumPy's, of numbers; got {shown(one.dtype)}.")
     if one.example is not None:
-        fits(np.asarray(one.example), one, f"{where}.example", ConfigError)
+        try:
+            given = np.asarray(one.example)
+        except Exception as e:
+            raise ConfigError(f"{where}.example must be an array that NumPy can read; got {text_of(e)}") from e
+        fits(given, one, f"{where}.example", ConfigError)
 
 
 def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> HostArray:
@@ -108,7 +112,8 @@ def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> Hos
     shape = shape_of(one)
     same = len(shape) == given.ndim and all(n in (None, m) for n, m in zip(shape, given.shape, strict=True))
     dtype = np.dtype(one.dtype)
-    if not same or given.dtype.kind not in _ITEMS or (dtype.kind in "iu" and given.dtype.kind == "f"):
+    rounds = dtype.kind in "iu" and given.dtype.kind == "f" and given.size  # (an empty list is of floats)
+    if not same or given.dtype.kind not in _ITEMS or rounds:
         sizes = ", ".join(
             ("positions" if one.per == "position" and not i else "any") if n is None else str(n)
             for i, n in enumerate(shape)
