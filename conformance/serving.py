@@ -110,17 +110,21 @@ class Serving:
         self._gates.append(Gate(step, self.patience))
         return self._gates[-1]
 
-    def hold(self, engine: Any, prompt: Any) -> Gate:
+    def hold(self, engine: Any, prompt: Any, **options: Any) -> Gate:
         """The gate of a request that leaves with its first token, for which the engine waits."""
         gate = self.gate()
-        self._kept.append(engine.run(prompt, max_tokens=1, stop_rule=gate))
+        self._kept.append(engine.run(prompt, **options | {"max_tokens": 1, "stop_rule": gate}))
         gate.wait(self._kept[-1])
         return gate
 
     def together(self, engine: Any, prompts: Sequence[Any], **options: Any) -> list[Any]:
         """The streams of requests that came while the engine was in a step: it finds all of them at the next."""
-        gate = self.hold(engine, prompts[0])
-        streams = [engine.run(prompt, **options) for prompt in prompts]
+        return self.at_once(engine, [{"prompt": prompt, **options} for prompt in prompts])
+
+    def at_once(self, engine: Any, asked: Sequence[dict[str, Any]]) -> list[Any]:
+        """Likewise, of requests that each have options of their own; the prompt is one of these."""
+        gate = self.hold(engine, **asked[0])
+        streams = [engine.run(**options) for options in asked]
         gate.open()
         return streams
 

@@ -19,7 +19,7 @@ def arguments(about):
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--size", choices=WORK, default="real", help="of the network and the work (default: real)")
     parser.add_argument("--rounds", type=int, default=5, help="turns, of which the median is taken (default: 5)")
-    parser.add_argument("--show", action="store_true", help="also print each prompt and its tokens, as JSON")
+    parser.add_argument("--show", action="store_true", help="also print each request and its tokens, as JSON")
     return parser.parse_args()
 
 
@@ -29,47 +29,57 @@ def work(vocab, size):
     return [random.integers(vocab, size=n).tolist() for n in random.integers(2, longest + 1, 16)], new
 
 
-def compare(model, own, prompts, new, asked, inputs=None):
+def compare(model, own, prompts, new, asked, inputs=None, draws=False):
     """model: for an engine. own: from a prompt, and inputs by name, to the `new` likeliest tokens of the library's
-    loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists} of each prompt.
+    loop; fewer where the model ends. asked: of `arguments`. inputs: {name: lists} of each prompt. draws: the model
+    draws real values, for which `own` also gets the `seed`; those within 1e-4 are equal.
     """
-    requests = list(zip(prompts, inputs or [{}] * len(prompts), strict=True))
-    with hibachi.AutoregressiveBatchInference(model) as engine:
+    bodies = [{"prompt": prompt, "inputs": given} for prompt, given in zip(prompts, inputs or prompts, strict=True)]
+    bodies = [body if inputs else {"prompt": body["prompt"]} for body in bodies]
+    bodies = [body | ({"seed": i} if draws else {"temperature": 0}) for i, body in enumerate(bodies)]
+    # Turns repeat their prompts, so nothing is kept from one to the next.
+    with hibachi.AutoregressiveBatchInference(model, enable_prefix_caching=False) as engine:
 
-        def start(prompt, given, **more):
-            params = hibachi.SamplingParams(temperature=0, max_tokens=new, **more)
-            return engine.run(prompt, params, inputs=given or None)
+        def start(prompt, inputs=None, **params):
+            return engine.run(prompt, hibachi.SamplingParams(max_tokens=new, **params), inputs=inputs)
 
         def at_once():
-            return [stream.collect() for stream in [start(*request) for request in requests]]
+            return [np.array(stream.collect()).tolist() for stream in [start(**body) for body in bodies]]
 
         def one_by_one():
-            return [own(prompt, **given) for prompt, given in requests]
+            return [own(body["prompt"], **body.get("inputs", {}), **seed_of(body)) for body in bodies]
 
         ratios = []
         for turn in range(asked.rounds + 1):
             ours, seconds = timed(at_once)
             theirs, longer = timed(one_by_one)
-            if turn:  # in the first turn libraries compile and tune
+            if turn:  # the first calls of a library take longer
                 ratios.append(longer / seconds)
-        company = [certainty(stream) for stream in [start(*request, logprobs=0) for request in requests]]
-        alone = [certainty(start(*request, logprobs=0)) for request in requests]
-    ours = [np.array(each).tolist() for each in ours]  # frames are arrays
-    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
+        more = {} if draws else {"logprobs": 0}
+        company = [certainty(stream) for stream in [start(**body, **more) for body in bodies]]
+        alone = [certainty(start(**body, **more)) for body in bodies]
+    same = sum(
+        np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-4 * draws, 0) for a, b in zip(ours, theirs, strict=True)
+    )
     print(
-        f"{same} of {len(prompts)} equal; at once {statistics.median(ratios):.1f} times as fast; "
+        f"{same} of {len(bodies)} equal; at once {statistics.median(ratios):.1f} times as fast; "
         f"bits alone = in company: {'yes' if alone == company else 'no'}"
     )
     if asked.show:
-        shown = [{"prompt": p, "inputs": i, "tokens": t} for (p, i), t in zip(requests, ours, strict=True)]
-        print(json.dumps(shown))
+        print(json.dumps([body | {"tokens": tokens} for body, tokens in zip(bodies, ours, strict=True)]))
+
+
+def seed_of(body):
+    return {name: body[name] for name in body if name == "seed"}
 
 
 def certainty(stream):
-    """Every bit of the log-probabilities of a stream's tokens."""
-    stream.collect()
-    by_id = [each for at in stream.logprobs for each in (at if isinstance(at, list) else [at])]  # a list of a frame
-    return [float(likely).hex() for each in by_id for likely in each.values()]
+    """Every bit of the log-probabilities of a stream's tokens, or of the values that were drawn."""
+    tokens = stream.collect()
+    if not stream.logprobs:
+        return [float(value).hex() for value in tokens]
+    frames = [each if isinstance(each, list) else [each] for each in stream.logprobs]
+    return [float(likely).hex() for frame in frames for by_id in frame for likely in by_id.values()]
 
 
 def timed(job):

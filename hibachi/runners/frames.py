@@ -11,7 +11,7 @@ from hibachi.decode.uniforms import of_codebooks
 from hibachi.runners.job import Job
 from hibachi.runners.sampler import Drawn, RowSampler
 from hibachi.runners.tokentable import TokenTable
-from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
+from hibachi.tensor.array_backend import Array, ArrayBackend
 
 
 class FrameSampler:
@@ -48,12 +48,6 @@ class FrameSampler:
     def rows(self, logits: Array, at: Any) -> Array:
         """Rows `at` of the logits; padded with more rows if the backend wants few shapes."""
         return self._each.rows(logits, at)
-
-    def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[Any]:
-        """[{id: log-probability} of each codebook] for tokens [n, codebooks]."""
-        flat = self._flat(logits)
-        each = self._each.logprobs(flat, tokens.reshape(-1), np.repeat(wanted, self._n).tolist())
-        return [each[i : i + self._n] for i in range(0, len(each), self._n)]
 
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
         """No step begins before the frames of the last one are read."""

@@ -94,7 +94,8 @@ class Sampled:
         out = check_output(out, backend, (wanted, *sampler.shape), self.name, kind="logits")
         faults: dict[int, HibachiError] = {}
         if of is not None:
-            out, faults = self._score(plan, out, of)
+            assert isinstance(sampler, RowSampler)  # scores of a prompt are of single ids
+            out, faults = self._score(sampler, plan, out, of)
         if not len(idx):
             return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
         jobs = jobs_of(plan, idx)
@@ -104,7 +105,9 @@ class Sampled:
         part.faults |= faults
         return part
 
-    def _score(self, plan: StepPlan, out: Array, of: Outputs) -> tuple[Array, dict[int, HibachiError]]:
+    def _score(
+        self, sampler: RowSampler, plan: StepPlan, out: Array, of: Outputs
+    ) -> tuple[Array, dict[int, HibachiError]]:
         """Note the log-probabilities of the prompt's tokens; returns the outputs to sample from, and errors."""
         idx, start, emit, score = of.idx, of.start, of.last, of.before
         rows, jobs = plan.rows[idx], jobs_of(plan, idx)
@@ -117,7 +120,7 @@ class Sampled:
         tokens[places] = self._table.packed(rows, start + 1, score, row, position)
         wanted[places] = [jobs[i].sampling.prompt_logprobs for i in row.tolist()]
         with self._tally:
-            found = self.sampler.logprobs(out, tokens, wanted.tolist())
+            found = sampler.logprobs(out, tokens, wanted.tolist())
         faults: dict[int, HibachiError] = {}
         for i, place, at in zip(row.tolist(), places.tolist(), position.tolist(), strict=True):
             scores = jobs[i].scores
@@ -125,7 +128,7 @@ class Sampled:
             scores[at] = found[place]
             if any(value != value for value in found[place].values()):
                 faults[int(idx[i])] = NonFiniteOutput(NOT_FINITE)
-        return self.sampler.rows(out, samples) if len(samples) else out, faults
+        return sampler.rows(out, samples) if len(samples) else out, faults
 
 
 class Tokens:

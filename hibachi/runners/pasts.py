@@ -345,7 +345,7 @@ class Layout:
             return array
         first, last = places[0], places[-1] + 1
         if [*places] == [*range(first, last)]:
-            return array[(*(slice(None),) * leaf.batch, slice(first, last), ...)]
+            return array[_along(leaf.batch, first, last)]
         index = self.backend.put(np.array(places, np.int32))
         return self.backend.xp.take(array, index, axis=leaf.batch)
 
@@ -354,7 +354,7 @@ class Layout:
             return array
         axis = leaf.position
         if now > wanted:
-            return array[(*(slice(None),) * axis, slice(now - wanted, now), ...)]
+            return array[_along(axis, now - wanted, now)]
         shape = [*array.shape]
         shape[axis] = wanted - now
         xp = self.backend.xp
@@ -378,9 +378,9 @@ def _with_room(positions: int) -> int:
     return positions + max(8, positions // 5)
 
 
-def _along(axis: int, begin: int, end: int) -> tuple[slice, ...]:
+def _along(axis: int, begin: int, end: int) -> tuple[Any, ...]:
     """The index of a range of one axis."""
-    return (*(slice(None),) * axis, slice(begin, end))
+    return (*(slice(None),) * axis, slice(begin, end), ...)
 
 
 def _ranges(places: Sequence[int]) -> list[tuple[int, int]]:

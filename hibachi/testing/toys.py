@@ -96,14 +96,11 @@ class SumOwn(Toy):
 
     def step(self, tokens: Array, lengths: Array, past: Any) -> tuple[Array, Any]:
         self._see(tokens, lengths)
-        b, xp = self.backend, self.backend.xp
+        b = self.backend
         new = b.float32(tokens)[:, None, :]
-        seen = new if past is None else xp.concat([past["layers"][0][0], new], axis=2)
-        width = seen.shape[2]
-        place = xp.reshape(b.put(np.arange(width, dtype=np.int32)), (1, -1))
-        real = place >= width - xp.reshape(lengths, (-1, 1))
-        sums = xp.sum(xp.where(real, seen[:, 0, :], xp.zeros_like(seen[:, 0, :])), axis=1)
-        return one_hot(b, (sums + 1) % VOCAB) * SURE, {"layers": [(new if self.new_only else seen,)]}
+        seen = new if past is None else b.xp.concat([past["layers"][0][0], new], axis=2)
+        logits = b.program(_own_logits)(seen, lengths)
+        return logits, {"layers": [(new if self.new_only else seen,)]}
 
 
 class SumOwnState(Toy):
@@ -282,6 +279,10 @@ def _next(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
 
 def _next_logits(backend: ArrayBackend, tokens: Array, lengths: Array) -> Array:
     return one_hot(backend, _next(backend, tokens, lengths))
+
+
+def _own_logits(backend: ArrayBackend, seen: Array, lengths: Array) -> Array:
+    return _next_logits(backend, seen[:, 0, :], lengths) * SURE
 
 
 def one_hot(backend: ArrayBackend, ids: Array) -> Array:

@@ -13,8 +13,9 @@ from hibachi import HibachiError, NumpyBackend
 
 from .engine_mutants import ENGINES
 from .mutants import MUTANTS as BACKENDS
+from .own_mutants import OWN
 
-MUTANTS = [*BACKENDS, *ENGINES]
+MUTANTS = [*BACKENDS, *ENGINES, *OWN]
 SUITE = Path(__file__).parents[2] / "conformance"
 PROMISES = {
     name: test

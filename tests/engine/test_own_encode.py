@@ -66,6 +66,19 @@ def test_each_request_has_its_own_source_on_every_library(library, serve):
     assert answers(engine) == ALL
 
 
+def test_an_input_of_the_step_is_none_of_the_encoder(serve):
+    class Louder(Translator):
+        inputs = Translator.inputs | {"add": Input((), "int32")}
+
+        def step(self, tokens, lengths, past, encoded, add):
+            values = encoded["values"] + add[:, None, None] * encoded["mask"][:, :, None]
+            return super().step(tokens, lengths, past, {**encoded, "values": values})
+
+    engine = serve(Louder(), max_num_seqs=3)
+    streams = [engine.run(p, GREEDY, inputs={"source": s, "add": 1}) for p, s in zip(PROMPTS, SOURCES, strict=True)]
+    assert [s.collect() for s in streams] == [right(s + 1, p) for s, p in zip(SOURCES, PROMPTS, strict=True)]
+
+
 def test_a_source_is_encoded_once(serve):
     model = Translator()
     engine = serve(model, max_num_seqs=3)
