@@ -21,6 +21,7 @@ from hibachi.named import is_named
 from hibachi.options import check_options
 from hibachi.phases import phase
 from hibachi.request import Request
+from hibachi.runners.beside import example
 from hibachi.tensor.discover import resolve, resolve_any
 from hibachi.tensor.whose import backend_of
 
@@ -169,7 +170,8 @@ def _warm(tokens: Tokens, made: Any) -> Tokens:
             engine = tokens.engine
             assert isinstance(engine, BatchInference)
             new = None if engine.facts.feedforward else 2
-            engine.submit(engine.check(Request(prompt, max_tokens=new))).collect()
+            inputs = {name: example(one, n=len(prompt) + 1) for name, one in engine.facts.inputs.items()}
+            engine.submit(engine.check(Request(prompt, max_tokens=new, inputs=inputs or None))).collect()
     except EngineError:
         tokens.close()
         raise

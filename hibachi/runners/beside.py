@@ -100,7 +100,11 @@ def _check(where: str, key: str, one: Any) -> None:
     if not fine:
         raise ConfigError(f"{where}: dtype must be a name of NumPy's, of numbers; got {shown(one.dtype)}.")
     if one.example is not None:
-        fits(np.asarray(one.example), one, f"{where}.example", ConfigError)
+        try:
+            given = np.asarray(one.example)
+        except Exception as e:
+            raise ConfigError(f"{where}.example must be an array that NumPy can read; got {text_of(e)}") from e
+        fits(given, one, f"{where}.example", ConfigError)
 
 
 def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> HostArray:
@@ -108,7 +112,8 @@ def fits(given: HostArray, one: Input, what: str, error: type[Exception]) -> Hos
     shape = shape_of(one)
     same = len(shape) == given.ndim and all(n in (None, m) for n, m in zip(shape, given.shape, strict=True))
     dtype = np.dtype(one.dtype)
-    if not same or given.dtype.kind not in _ITEMS or (dtype.kind in "iu" and given.dtype.kind == "f"):
+    rounds = dtype.kind in "iu" and given.dtype.kind == "f" and given.size  # (an empty list is of floats)
+    if not same or given.dtype.kind not in _ITEMS or rounds:
         sizes = ", ".join(
             ("positions" if one.per == "position" and not i else "any") if n is None else str(n)
             for i, n in enumerate(shape)
@@ -198,18 +203,21 @@ class Beside:
         return out
 
 
-def example(one: Input, i: int = 0) -> HostArray:
-    """An array as an input might be; of an input of any size, three that follow each other differ much in length."""
+def example(one: Input, i: int = 0, n: int | None = None) -> HostArray:
+    """An array as an input might be; of an input of any size, three that follow each other differ much in length.
+
+    n: positions that an input per position has; None means any number.
+    """
     part = 1 - (i % LENGTHS) / 4  # of an example that is given
     if one.example is not None:
-        found: HostArray = np.asarray(one.example).astype(one.dtype)
-        return found[
-            tuple(
-                slice(max(1, int(m * part)) if n is None else m)
-                for n, m in zip(shape_of(one), found.shape, strict=True)
-            )
-        ]
-    return np.zeros([EXAMPLE * (1 + i % LENGTHS) if n is None else n for n in shape_of(one)], one.dtype)
+        given: HostArray = np.asarray(one.example).astype(one.dtype)
+        sizes = [max(1, int(m * part)) if k is None else m for k, m in zip(shape_of(one), given.shape, strict=True)]
+        found = given[tuple(map(slice, sizes))]
+    else:
+        found = np.zeros([EXAMPLE * (1 + i % LENGTHS) if k is None else k for k in shape_of(one)], one.dtype)
+    if n is None or one.per == "request":
+        return found
+    return np.resize(found, (n, *found.shape[1:]))
 
 
 def shape_of(one: Input) -> tuple[int | None, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from hibachi.errors import ConfigError, InvalidModelOutput
 from hibachi.runners.beside import LENGTHS, Beside, example, wanted
 from hibachi.runners.nested import arrays_in, with_arrays
-from hibachi.runners.pasts import Layout, Leaf, Past
+from hibachi.runners.pasts import Layout, Leaf, Past, has_views
 from hibachi.runners.rowpasts import RowPasts
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
@@ -38,6 +38,7 @@ class Encoded:
                 f"{self.name} must take inputs that the model declares: expected a parameter named as one of `inputs`; "
                 f"got {inputs}. Declare inputs = {{name: hibachi.Input(...)}}."
             )
+        self._written = has_views(backend)  # arrays can be written to
         trees = [self._called(self._examples(i)) for i in range(LENGTHS)]
         self._layout = _layout_of(trees[0], trees[1], backend, self.name)
         self._rows = RowPasts(self._layout, backend.shapes.length)
@@ -78,6 +79,8 @@ class Encoded:
         """
         backend = self._backend
         tree = self._theirs(self._encode, **{name: backend.put(array[None].copy()) for name, array in given.items()})
+        if not self._written:
+            return tree
         return with_arrays(tree, backend.owns, [backend.copy(array) for _, array in arrays_in(tree, backend.owns)])
 
     def _past(self, tree: Any, row: int) -> Past:

@@ -17,7 +17,6 @@ from hibachi.errors import EngineFailed, HibachiError
 from hibachi.request import SamplingParams
 from hibachi.runners.beside import Declared, declared_by, example
 from hibachi.tensor.array_backend import ArrayBackend, HostArray
-from hibachi.tensor.layout import Input
 from hibachi.verify.answers import Answer, Trouble, different
 from hibachi.verify.prompts import begins
 from hibachi.verify.spy import OWN, Spy, takes_lengths
@@ -103,7 +102,7 @@ class Engines:
         if not self.declared and self.vocab is None:
             return engine.run(prompt, max_tokens=n)
         how: dict[str, Any] = {
-            "inputs": {name: self._example(one, len(prompt) + n) for name, one in self.declared.inputs.items()}
+            "inputs": {name: example(one, n=len(prompt) + n) for name, one in self.declared.inputs.items()}
         }
         if self.vocab is None:
             params = SamplingParams(seed=zlib.crc32(prompt.tobytes()), max_tokens=n) if self.declared.seeded else None
@@ -111,10 +110,6 @@ class Engines:
         logprobs = min(CANDIDATES, self.vocab)
         seed = zlib.crc32(prompt.tobytes())  # of what a model draws itself besides
         return engine.run(prompt, SamplingParams(temperature=0, max_tokens=n, logprobs=logprobs, seed=seed), **how)
-
-    def _example(self, one: Input, n: int) -> HostArray:
-        found = example(one)
-        return found if one.per == "request" else np.resize(found, (n, *found.shape[1:]))
 
     def read(self, stream: Any) -> Answer:
         items: list[Any] = []

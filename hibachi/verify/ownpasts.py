@@ -9,6 +9,7 @@ import numpy as np
 
 from hibachi.runners.beside import ENCODED
 from hibachi.runners.encoded import Encoded
+from hibachi.runners.nested import arrays_in, with_arrays
 from hibachi.runners.ownstep import takes_own_lengths
 from hibachi.runners.pasts import Layout, Past, layout_of
 from hibachi.runners.runner import check_output
@@ -54,18 +55,22 @@ class OwnDriver(Driver):
         given = {"tokens": (self.put(tokens), tokens)}
         if self.with_lengths:
             given["lengths"] = (self.put(lengths), lengths)
-        named = self.named(self.model.step, rows, lengths, tokens.shape[1])
+        named, kept = self.named(self.model.step, rows, lengths, tokens.shape[1]), dict[str, Any]()
         if self._encoded is not None:
             names = list(self.tokens)
             which = [names.index(row.partition("#")[0]) if row else 0 for row in rows]
-            named[ENCODED] = self._encoded.tried(which)
+            owns, tree = self.backend.owns, self._encoded.tried(which)
+            places = [place for place, _ in arrays_in(tree, owns)]
+            own = [self.backend.copy(array) for _, array in arrays_in(tree, owns)]
+            kept = {f"encoded{place}": (a, self.host(a)) for place, a in zip(places, own, strict=True)}
+            named[ENCODED] = with_arrays(tree, owns, own)
         found = self.model.step(*(native for native, _ in given.values()), past, **named)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise Found(f"{self.name} must return a pair (logits, past); got {type(found).__name__}.")
         shape = (len(tokens), *logits_shape(self.vocab, tokens.shape[2:]))
         kind = tokens.dtype.kind if self.vocab is None else "logits"
         out = check_output(found[0], self.backend, shape, self.name, kind=kind)
-        for name, (native, host) in given.items():
+        for name, (native, host) in (given | kept).items():
             self.check_untouched(name, native, host)
         return self.host(out), found[1]
 

@@ -153,6 +153,7 @@ def test_arrays_of_another_library_are_taken(serve):
         ({"a": Input((), per="row")}, "per must be 'request' or 'position'"),
         ({"a": Input((None,), per="position")}, "an input per position has a fixed shape"),
         ({"a": Input((2,), example=[1.0])}, r"example must have the shape"),
+        ({"a": Input((2,), example=[[1], [1, 2]])}, r"example must be an array that NumPy can read"),
         ({"a": Input((None,))}, "has any size, .*expected a method `encode`"),
     ],
     ids=str,

@@ -352,3 +352,8 @@ def test_an_input_per_position_may_be_encoded(serve):
     sources = [RNG.integers(0, V, len(prompt) + 5 + i) for i, prompt in enumerate(PROMPTS)]
     streams = [engine.run(p, GREEDY, inputs={"source": s}) for p, s in zip(PROMPTS, sources, strict=True)]
     assert [stream.collect() for stream in streams] == [right(s, p) for s, p in zip(sources, PROMPTS, strict=True)]
+
+
+def test_a_source_may_be_an_empty_list(serve):
+    stream = serve(Translator(), max_num_seqs=4).run(PROMPTS[1], GREEDY, inputs={"source": []})
+    assert stream.collect() == right([], PROMPTS[1])

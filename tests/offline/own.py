@@ -6,6 +6,8 @@ import os
 
 import numpy as np
 
+from hibachi import Input
+
 made: list[str] = []  # which were made
 
 
@@ -144,3 +146,12 @@ class Drawing:
 
     def forward(self, tokens, uniform):
         return uniform[:, 0] + tokens[:, -1] * 0
+
+
+class Spoken(Drawing):
+    """The same, with a speaker."""
+
+    inputs = {"speaker": Input((2,))}  # noqa: RUF012
+
+    def forward(self, tokens, uniform, speaker):
+        return uniform[:, 0] + speaker[:, 0]

@@ -80,6 +80,11 @@ def test_parameters_that_a_model_cannot_have_are_refused_before_its_rows(runs):
         assert "no logits" in runs.told
 
 
+def test_a_model_that_takes_inputs_is_refused_before_its_rows(runs):
+    assert runs({"in.jsonl": [{"t": [1.0]}]}, *own("Spoken"), "--tokens-column", "t") == 1
+    assert "Spoken takes inputs beside its tokens (speaker)" in runs.told
+
+
 @pytest.mark.parametrize("name, flags", [("Sums", ("--task", "forward")), ("Vectors", ("--max-tokens", "7"))])
 def test_the_same_bytes_come_from_both_places(runs, name, flags):
     given = [{"t": t} for t in ([[0.1, 2.7]], [[13.0, 1.0]], [[1e-40, 3.0]], [[1.0], [2.0, 3.0]], "x", [[1e10, 1e10]])]

@@ -557,6 +557,7 @@ def walk(model, seed, scale=1.0, n=5):
 
 def test_seeds_and_inputs_are_those_of_a_request(model):
     with open_model(f"{FILE}:Walks") as here:
+        assert here.engine.stats().new_tokens == 2  # of its example, with examples of inputs
         want = walk(lambda name: here, 2)
     assert walk(model, 2) == walk(model, 2 + 2**64) == want
     assert walk(model, 3) != want and walk(model, 2, 0.0) == np.cumsum(DRIFT[2:7]).tolist()
@@ -565,7 +566,7 @@ def test_seeds_and_inputs_are_those_of_a_request(model):
 @pytest.mark.parametrize(
     "inputs",
     [None, 3, {"scale": 1.0}, {"scale": Unread(), "drift": DRIFT}, {"scale": 1.0, "drift": DRIFT[:4]}],
-    ids=repr,
+    ids=["none", "number", "missing", "unread", "short"],
 )
 def test_wrong_inputs_are_refused_at_the_call(model, inputs):
     with pytest.raises(InvalidRequest, match="inputs"):

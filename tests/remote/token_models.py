@@ -151,6 +151,7 @@ class Walks:
     """A random walk: seeds and inputs of requests cross the pipe."""
 
     draws, max_model_len, token = 1, 1000, np.float64(0)
+    example_prompts = ([0.0, 1.0, 2.0],)
     inputs = {"scale": Input(()), "drift": Input((), "float64", per="position")}  # noqa: RUF012
 
     def forward(self, tokens, normal, scale, drift):

@@ -115,3 +115,15 @@ def test_what_mixes_requests_is_found(model, options):
 def test_a_past_that_is_dropped_is_found():
     report = judged(DropsThePast())
     assert not report.good and "past" in "\n".join(report.lines())
+
+
+class WritesIntoTheSource(Translator):
+    def step(self, tokens, lengths, past, encoded):
+        out = super().step(tokens, lengths, past, encoded)
+        encoded["values"][...] = 3
+        return out
+
+
+def test_a_step_that_writes_into_what_was_encoded_is_found():
+    report = judged(WritesIntoTheSource())
+    assert not report.good and "written into encoded['values']" in "\n".join(report.lines())

@@ -60,6 +60,11 @@ class _OwnWork(Watching[Tokens]):
                     f"{facts.model} is {'' if facts.feedforward else 'not '}feed-forward: expected the task "
                     f"{'forward' if facts.feedforward else 'generate'}."
                 )
+            if facts.inputs:
+                raise ConfigError(
+                    f"{facts.model} takes inputs beside its tokens ({', '.join(facts.inputs)}), which no column of a "
+                    f"file gives. Serve it (`hibachi serve`) and send them to /v1/generate, or call `run`."
+                )
         except BaseException:
             self.close()
             raise
@@ -97,8 +102,8 @@ class _OwnWork(Watching[Tokens]):
 
 
 class TokenWork(_OwnWork):
-    """Tokens after tokens that are arrays. The columns of a result: output, a list of tokens without
-    the one that ended it; finish_reason, prompt_tokens, completion_tokens, error."""
+    """Tokens after tokens that are arrays. The columns of a result: output, a list of tokens without the one that ended
+    it; finish_reason, prompt_tokens, completion_tokens, error."""
 
     fields: Sequence[Field] = (
         Field("output", "json"),
