@@ -84,6 +84,7 @@ def test_a_model_of_ones_own_generates(start, name):
 
 @pytest.mark.parametrize("engine", ["own", "child"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_served(start, name, engine):
     for package in ("starlette", "uvicorn", "msgspec", "prometheus_client"):
         pytest.importorskip(package)

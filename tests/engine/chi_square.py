@@ -52,11 +52,11 @@ def drawn(backend, setting, first=0, n=N):
         return np.stack([np.asarray(stream.collect()[0]) for stream in streams])
 
 
-def cases(backends=BACKENDS):
+def cases(backends=BACKENDS, n=N):
     """(backend, setting, codebook, p-value) of each, with seeds of its own."""
     for b, backend in enumerate(BACKENDS):
         for s, (setting, each) in enumerate(SETTINGS.items() if backend in backends else ()):
-            frames = drawn(backend, setting, (b * len(SETTINGS) + s) * N)
+            frames = drawn(backend, setting, (b * len(SETTINGS) + s) * N, n)
             for k, how in enumerate(each):
                 counts = np.bincount(frames[:, k], minlength=LOGITS.shape[1])
                 yield backend, setting, k, p_value(counts, np.array(distribution(LOGITS[k], **how)))

@@ -72,8 +72,8 @@ def test_seeds_of_codebooks_share_no_numbers():
     assert len(np.unique(numbers)) > 795
 
 
-def test_chi_square_of_sixty_cases():
-    found = [*chi_square.cases(["numpy"])]
+def test_chi_square_of_a_third_of_the_cases():
+    found = [*chi_square.cases(["numpy"], 1000)]
     assert len(found) == 20 and min(p for *_, p in found) > 1e-3
 
 

@@ -172,6 +172,7 @@ FAMILIES = {
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name == "recurrent states" else pytest.mark.slow) for name in FAMILIES]
 )
+@pytest.mark.slow
 def test_the_bits_of_other_models(family, fixed, tmp_path):
     name, sizes = FAMILIES[family]
     torch.manual_seed(0)
@@ -212,6 +213,7 @@ def test_larger_steps_are_made_only_where_they_give_the_same_bits(tiny_eight, ei
 
 
 @pytest.mark.parametrize("rows, most", [(4, None), (9, 16), (16, 16), (200, 64)])
+@pytest.mark.slow
 def test_rows_with_states_share_calls_as_large_as_the_batch_where_that_gives_the_same_bits(eight, rows, most):
     summed = SumState(eight)
     by_size = Altered(summed, lambda logits, x: logits * (1 + 2**-20 * x.tok.shape[0]))
@@ -220,6 +222,7 @@ def test_rows_with_states_share_calls_as_large_as_the_batch_where_that_gives_the
     assert runner(by_size, eight, rows).inputs.shapes.sizes == (STEP_TOKENS,)
 
 
+@pytest.mark.slow
 def test_prompts_of_rows_with_states_go_in_pieces_where_that_gives_the_same_bits(eight):
     summed = SumState(eight)
     by_piece = Altered(summed, lambda logits, x: logits * (1 + 2**-20 * (x.tok.shape[0] // x.row.shape[0] > 4)))
@@ -227,6 +230,7 @@ def test_prompts_of_rows_with_states_go_in_pieces_where_that_gives_the_same_bits
     assert runner(by_piece, eight).inputs.shapes.pieces == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_pieces_takes_a_call_for_each(eight, monkeypatch):
     with engine(SumState(eight), eight) as e:
         inputs, pieces = e._built.runner.inputs, []
@@ -295,6 +299,7 @@ SPECIAL = [{}, dict(window=40), dict(softcap=5.0, scale=0.3)]
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_attention_agrees_with_the_plain_kernel(special, block_size, eight):
     loops, dense = JaxBackend(native=False), JaxBackend(native=False)
     dense._loops = False  # as on accelerators

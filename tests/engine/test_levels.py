@@ -70,13 +70,9 @@ def gated(serve):
     def make(rung, **options):
         backend = GatedNumpy()
         model = rung.model(backend)
-        # a model with a cache of its own is tried when the engine is made
-        tries = hasattr(model, "past") + bool(rung.options.get("deterministic"))
-        for _ in range(tries):
-            backend.let()
+        backend.free = True  # a model with a cache of its own is tried when the engine is made
         engine = serve(model, backend=backend, **rung.options | options)
-        for _ in range(tries):
-            backend.wait()
+        backend.free = False
         return engine, backend
 
     return make

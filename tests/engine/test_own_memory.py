@@ -119,6 +119,7 @@ def test_in_a_step_there_are_two_layers_more_at_most(serve):
 
 
 @pytest.mark.parametrize("new_only", [False, True])
+@pytest.mark.slow
 def test_torch_keeps_no_copy_more(serve, new_only):
     torch = pytest.importorskip("torch")
     ratios = []

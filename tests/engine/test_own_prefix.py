@@ -471,7 +471,9 @@ class Exact:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("new_only", [False, True])
-@pytest.mark.parametrize("library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "library", ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax"))]
+)
 def test_whatever_comes_each_stream_is_that_of_a_solo_run(library, new_only, seed):
     backend = hibachi.load_backend(library)
     rng = random.Random(f"{seed} {new_only}")

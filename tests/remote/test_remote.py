@@ -307,6 +307,7 @@ def test_a_class_of_ones_own_is_served(own, make):
 
 @pytest.mark.parametrize("make", (open_texts, RemoteLLM))
 @pytest.mark.parametrize("name", ("letters", "json", "queue", "token"))
+@pytest.mark.slow
 def test_what_a_file_defines_goes_to_the_engine_and_back_whatever_it_is_called(tmp_path, make, name):
     (tmp_path / f"{name}.py").write_text(OWN)
     file, greedy = f"{tmp_path}/{name}.py", SamplingParams(temperature=0, max_tokens=4)

@@ -255,6 +255,7 @@ def test_what_is_not_done_in_time_is_cut_off(start):
     assert "Traceback" not in "".join(server.log) and gone(server.engine)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(start):
     server = start("--host", "0.0.0.0", "--api-key", "k").ready()
     assert not any("--api-key" in line for line in server.log)
@@ -338,6 +339,7 @@ def test_a_signal_while_loading_leaves_nothing(start, tmp_path, monkeypatch, num
     assert gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_a_unix_socket(start, tmp_path):
     path = tmp_path / "s"
     for _ in range(2):  # once more over what a killed server has left

@@ -212,6 +212,7 @@ def test_who_shares_the_batch_changes_nothing(dtype, threads):
     ],
 )
 @native
+@pytest.mark.slow
 def test_the_invariance_of_the_conformance_suite_holds_for_bytes(where):
     suite = Path(__file__).parents[2] / "conformance" / "test_deterministic.py"
     command = [sys.executable, "-m", "pytest", suite, "-q", "-p", "no:cacheprovider", "-p", "hibachi.testing.plugin"]

@@ -82,6 +82,7 @@ print(json.dumps([said, hits, str(jax.config.jax_compilation_cache_dir)]))
 
 
 @EITHER
+@pytest.mark.slow
 def test_a_second_process_reads_what_the_first_has_compiled(tmp_path, model):
     code = START.replace("WHICH", repr(model))
     cold, warm = (run(code, XDG_CACHE_HOME=str(tmp_path), HIBACHI_VARIANT="none") for _ in range(2))
@@ -133,6 +134,7 @@ print(json.dumps([tokens(sharded) for sharded in (False, True)]))
 
 
 @EITHER
+@pytest.mark.slow
 def test_parameters_on_two_devices_give_the_same_tokens(model):
     code = SHARDED.replace("WHICH", repr(model)).replace("HOW_MANY", "3" if model == "tiny" else "2")
     one, two = run(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", HIBACHI_VARIANT="none")

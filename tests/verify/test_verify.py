@@ -44,9 +44,8 @@ def test_a_good_model_of_every_rung_passes(toy, library):
     assert set(states(report).values()) <= {"equal", "alike", "skipped"}  # toys count in whole numbers
 
 
-@pytest.mark.parametrize(
-    "library", ["numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "jax"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_the_model_that_ships_differs_by_rounding_only(library):
     plain = load_backend(library).plain()
     report = judged(load_model("tiny", plain), sizes=(2,), chunks=(3,))

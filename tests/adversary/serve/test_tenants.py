@@ -123,6 +123,7 @@ def test_9_a_priority_may_only_worsen():
 
 @pytest.mark.parametrize("body", [{"n": 3}, {"prompt": ["x", "y", "z"]}, {"best_of": 3}])
 @WHICH
+@pytest.mark.slow
 def test_9_continuations_count_as_requests(which, body):
     tenants = Tenants(KEYS, {"a": Tenant(max_requests=4)})
     with ENGINES[which]("tiny", max_num_seqs=8) as texts, site(texts, tenants=tenants) as here:
