@@ -31,8 +31,10 @@ SHIPPED = Path(hibachi.__file__).parent / "data" / "tiny"
 
 
 def pytest_collection_modifyitems(items):
-    long = set(Path(__file__).with_name("long.txt").read_text().splitlines())
+    long, slow = (set(Path(__file__).with_name(name).read_text().splitlines()) for name in ("long.txt", "slow.txt"))
     for item in items:
+        if item.nodeid in slow:  # cases that take seconds, whose siblings take less
+            item.add_marker(pytest.mark.slow)
         if item.nodeid.partition("[")[0] in long:
             item.add_marker(pytest.mark.long)
 
