@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -197,9 +198,15 @@ class Beside:
 
     def _positions(self, name: str, one: Input, each: Any, positions: Any) -> HostArray:
         out = np.zeros((len(positions), *example(one).shape[1:]), one.dtype)
-        for row in np.unique(each).tolist():
-            mine, given = np.flatnonzero(each == row), self.given(row, name)
-            out[mine] = given[np.clip(positions[mine], 0, len(given) - 1)]
+        # Tokens of a row stand together, one position after another; what is beyond an example is like its end.
+        apart = (each[1:] != each[:-1]) | (positions[1:] != positions[:-1] + 1)
+        begins = [0, *(np.flatnonzero(apart) + 1).tolist(), len(positions)]
+        for begin, end in pairwise(begins):
+            given, first = self.given(int(each[begin]), name), int(positions[begin])
+            part = given[first : first + end - begin]
+            out[begin : begin + len(part)] = part
+            if len(part) < end - begin:
+                out[begin + len(part) : end] = given[-1]
         return out
 
 
