@@ -32,10 +32,10 @@ OWN_CACHE = {
     "musicgen": 15,
     "deepar": 20,
 }  # lines that a class may have
-LEVEL_2 = {"xtransformers_attend": 24, "equinox_gru": 10, "torch_lstm": 10, "g2p_gru": 32}
+LEVEL_2 = {"xtransformers_attend": 24, "musicgen_attend": 25, "equinox_gru": 10, "torch_lstm": 10, "g2p_gru": 32}
 LINES = OWN_CACHE | LEVEL_2
-MORE = {"xtransformers_attend": ["Attended"]}  # classes that belong to the one that is served
-ALONE_AS_IN_COMPANY = {"deepar", "xtransformers_attend", "equinox_gru", "torch_lstm", "g2p_gru"}  # in every bit
+MORE = dict.fromkeys(("xtransformers_attend", "musicgen_attend"), ["Attended"])  # belong to the class that is served
+ALONE_AS_IN_COMPANY = {"deepar", "xtransformers_attend", "musicgen_attend", "equinox_gru", "torch_lstm", "g2p_gru"}
 SAID = re.compile(r"(\d+) of (\d+) equal; at once ([\d.]+) times as fast; bits alone = in company: (yes|no)")
 
 
