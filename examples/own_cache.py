@@ -20,10 +20,15 @@ class Gpt:
         self.vocab_size, self.max_model_len = self.model.config.vocab_size, self.model.config.n_positions
 
     def step(self, tokens, lengths, past):
-        width = tokens.shape[1] + (past.get_seq_length() if past else 0)
-        place = torch.arange(width) - (width - lengths[:, None])  # of each position in its row, below 0 for padding
-        mask, new = (place >= 0).int(), place[:, -tokens.shape[1] :]
-        out = self.model(tokens, attention_mask=mask, position_ids=new, cache=past, use_cache=True)
+        # Places of all positions in their rows, below 0 for padding: the last one is at lengths - 1.
+        place = torch.arange(-tokens.shape[1] - (past.get_seq_length() if past else 0), 0) + lengths[:, None]
+        out = self.model(
+            tokens,
+            attention_mask=(place >= 0).int(),
+            position_ids=place[:, -tokens.shape[1] :],
+            cache=past,
+            use_cache=True,
+        )
         return out.logits[:, -1], out.cache
 
 
