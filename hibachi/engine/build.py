@@ -124,6 +124,10 @@ def build(
     remarks: list[str] = []
     size = 0
     if plan.level == 2:
+        if (knows := beside.declared.knows) and plan.enable_prefix_caching:
+            remarks.append(f"no prefix is shared, as what it caches may depend on {' and '.join(sorted(knows))}")
+            log.info("%s: %s", type(plan.model).__name__, remarks[-1])
+            plan = replace(plan, enable_prefix_caching=False)
         size = plan.block_size or backend.block_size
         scheduler = Scheduler(_cached_limits(plan, backend, size), policy, partial(_generated_key, tables, size))
         runner = cached = cached_runner(plan.model, backend, scheduler, tables, sampler, plan.dtype, beside)

@@ -24,7 +24,7 @@ from hibachi.tensor.layout import Input
 MOST_DRAWS = 2**16
 EXAMPLE = 8  # the size, in an example, of a dimension of any size; the next examples are two and three times as long
 LENGTHS = 3
-_ALWAYS = ("prompt_len", "seed")
+KNOWN = ("prompt_len", "seed")
 _DRAWN = ("uniform", "normal")
 ENCODED = "encoded"
 _ITEMS = frozenset("biuf")
@@ -35,12 +35,14 @@ _METHODS = ("forward", "logits", "step")
 class Declared:
     """What a model declares that it wants beside its tokens.
 
-    draws: random numbers for each output. seeded: it says so (0 of them too), or a method takes the seed; then a
-    request may have one, also where the model returns tokens.
+    draws: random numbers for each output. seeded: it says how many (or 0), knows the seed, or a method takes it; then a
+    request may have one, also where the model returns tokens. knows: what of each request a step of level 2 looks at,
+    of KNOWN. What it caches then depends on more than tokens and inputs, so no prefix is shared.
     """
 
     draws: int = 0
     seeded: bool = False
+    knows: frozenset[str] = frozenset()
     inputs: Mapping[str, Input] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -60,8 +62,11 @@ def declared_by(model: Any) -> Declared:
         raise ConfigError(f"{name}.inputs must be a mapping, {{name: hibachi.Input(...)}}; got {shown(inputs)}.")
     for key, one in inputs.items():
         _check(f"{name}.inputs[{key!r}]", key, one)
+    knows = getattr(model, "knows", ())
+    if not isinstance(knows, (tuple, list, set, frozenset)) or not all(name in KNOWN for name in knows):
+        raise ConfigError(f"{name}.knows must be a tuple of names of {', '.join(KNOWN)}; got {shown(knows)}.")
     seeded = hasattr(model, "draws") or any("seed" in parameters_of(getattr(model, name, None)) for name in _METHODS)
-    return Declared(count, seeded, dict(inputs))
+    return Declared(count, seeded or "seed" in knows, frozenset(knows), dict(inputs))
 
 
 def kept_by(backend: ArrayBackend, declared: Declared, name: str) -> Declared:
@@ -85,7 +90,7 @@ def kept_by(backend: ArrayBackend, declared: Declared, name: str) -> Declared:
 def _check(where: str, key: str, one: Any) -> None:
     if not isinstance(one, Input):
         raise ConfigError(f"{where} must be a hibachi.Input; got {shown(one)}.")
-    if not key.isidentifier() or key in (*_ALWAYS, *_DRAWN, ENCODED, "tokens", "lengths", "past"):
+    if not key.isidentifier() or key in (*KNOWN, *_DRAWN, ENCODED, "tokens", "lengths", "past"):
         raise ConfigError(f"{where}: expected a name of its own that can be a parameter's; got {key!r}.")
     sizes = one.shape if isinstance(one.shape, tuple) else (0.5,)
     if not all(n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 0) for n in sizes):
@@ -171,8 +176,11 @@ class Beside:
 
     def fields(self, packed: Packed) -> dict[str, HostArray]:
         """Fields of `StepInputs` for a step."""
-        rows, last = packed.row, packed.last
-        found = {"prompt_len": self.prompt_len(rows), "seed": self.seed(rows)}
+        rows, last, found = packed.row, packed.last, dict[str, HostArray]()
+        if "prompt_len" in self.declared.knows:
+            found["prompt_len"] = self.prompt_len(rows)
+        if "seed" in self.declared.knows:
+            found["seed"] = self.seed(rows)
         if self.declared.draws:
             found["uniform"], found["normal"] = self.drawn(rows[packed.seg[last]], packed.pos[last] + 1)
         return found
@@ -308,4 +316,4 @@ def wanted(method: Callable[..., Any], declared: Declared) -> frozenset[str]:
             f"A method takes {', '.join(asked)}, random numbers that the model does not declare: expected an attribute "
             f"draws = n, how many for each token. Add it."
         )
-    return frozenset(parameters.keys() & {*_ALWAYS, *_DRAWN, ENCODED, *declared.inputs})
+    return frozenset(parameters.keys() & {*KNOWN, *_DRAWN, ENCODED, *declared.inputs})

@@ -46,7 +46,6 @@ class Inputs:
     ) -> None:
         self.backend, self.limits, self.tables, self.block_table = backend, limits, tables, block_table
         self._tally, self._recurrent, self._beside = tally, recurrent, beside
-        self._plain = bool(getattr(model, "any_shape", False))  # our decoders look at nothing beside their tokens
         self._reach: Callable[[int], object] | None = getattr(model, "reach", None)
         # Our decoders multiply with the backend alone, which is right for any number of tokens.
         any_shape = getattr(model, "any_shape", False)
@@ -95,7 +94,7 @@ class Inputs:
             packed = pad(packed, shape, trash_row=self.limits.rows)
             tokens = np.concatenate([tokens, np.zeros((shape.tokens - wanted, *tokens.shape[1:]), tokens.dtype)])
         self._tally.call(len(tokens), wanted, packed.shape if self.shapes.compiled else None)
-        beside = {} if self._plain else self._beside_of(packed)
+        beside = self._beside_of(packed)
         names = [*(f.name for f in fields(Packed)), *beside]
         arrays = [tokens, *(getattr(packed, f.name) for f in fields(Packed)), *beside.values()]
         if drawn is not None:

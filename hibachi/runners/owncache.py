@@ -19,7 +19,7 @@ from hibachi.phases import phase
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
-from hibachi.runners.beside import Beside
+from hibachi.runners.beside import KNOWN, Beside
 from hibachi.runners.faults import drop_frames, is_signal
 from hibachi.runners.heads import Sampled, Tokens
 from hibachi.runners.meters import Tally
@@ -184,7 +184,7 @@ class OwnCacheRunner(BaseRunner):
             why = f"the array {place} of its past is a state"
         elif self.apart:
             why = "each row is computed by itself"
-        elif of_each := self._step.names & {"prompt_len", "seed"}:
+        elif of_each := self._step.names & {*KNOWN}:
             why = f"its past may depend on what each request has of its own: {', '.join(sorted(of_each))}"
         else:
             floats = isinstance(self.head, Sampled) or self._kind.dtype.kind == "f"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from hibachi.errors import ConfigError
+
 T = TypeVar("T")
 
 
@@ -91,14 +93,15 @@ class StepInputs(Generic[T]):
     tile_of: T  # [T]       where each token stands in the flattened tiles
     embeds: T | None = None  # [T, hidden] float32, where prompts are given as embeddings; None means no token here is
     embedded: T | None = None  # [T] bool: which of the tokens are
-    prompt_len: T | None = None  # [B]    tokens of the prompt; positions from there on are new
-    seed: T | None = None  # [B]          of the request, its lowest 31 bits
+    prompt_len: T | None = None  # [B]    tokens of the prompt; where the model's attribute `knows` names it
+    seed: T | None = None  # [B]          of the request, its lowest 31 bits; likewise
     uniform: T | None = None  # [n_out, draws] float32 in (0, 1): by seed, position of the next token, and index
     normal: T | None = None  # [n_out, draws] float32, standard normal, likewise
     inputs: Mapping[str, T] | None = None  # as declared: [B, *shape], or [T, *shape] per position
 
     @property
     def new(self) -> Any:
-        """[T] bool: which of the tokens were generated; the others are of prompts."""
-        assert self.prompt_len is not None
+        """[T] bool: which of the tokens were generated; the others are of prompts. Raises ConfigError."""
+        if self.prompt_len is None:
+            raise ConfigError('x.new takes x.prompt_len: the model must declare knows = ("prompt_len",); it does not.')
         return self.pos >= self.prompt_len[self.seg]  # type: ignore[index]  # arrays of any library

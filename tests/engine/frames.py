@@ -122,7 +122,7 @@ class DrawnWhole:
 class Told:
     """Level 2: returns what a step knows: [prompt_len, seed, was the last token new, speaker, covariate]."""
 
-    vocab_size, params, max_model_len = None, None, 100
+    vocab_size, params, max_model_len, knows = None, None, 100, ("prompt_len", "seed")
     inputs = {"speaker": Input((2,)), "hours": Input((), "int32", per="position")}  # noqa: RUF012
 
     def __init__(self, backend="numpy"):

@@ -5,7 +5,17 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from hibachi import ConfigError, Input, InvalidRequest, NumpyBackend, SamplingParams, State, Terms
+from hibachi import (
+    ConfigError,
+    Input,
+    InvalidRequest,
+    ModelError,
+    NumpyBackend,
+    Paged,
+    SamplingParams,
+    State,
+    Terms,
+)
 from hibachi.recording.replay import read, replay
 from hibachi.request import Request
 from hibachi.testing.toys import SumOwn, SumPaged
@@ -214,6 +224,54 @@ def test_prefixes_are_shared_between_equal_inputs_only(serve):
     again, reused = ask(1)
     assert again < 8 and reused >= 16
     assert ask(1, "salt") == (21, 0)
+
+
+class Segments:
+    """Level 2: caches whether a position was generated, as an embedding of segments does."""
+
+    vocab_size, max_model_len, params, knows = 10, 128, None, ("prompt_len",)
+
+    def __init__(self):
+        self.library = NumpyBackend()
+        self.backend = "numpy"
+
+    def cache_spec(self):
+        return [Paged(1, 2, 1)]
+
+    def step(self, params, cache, x):
+        value = (x.tok + 3 * x.new).astype(np.float32)[:, None, None]
+        nothing = np.zeros((len(value), 1, 2), np.float32)
+        mean, layer = self.library.attend(nothing, nothing, value, cache[0], x)
+        total = np.rint(mean[:, 0, 0] * (x.pos + 1)) % 10
+        return np.eye(10, dtype=np.float32)[total[x.last].astype(int)], [layer]
+
+
+def test_what_is_cached_with_a_prompts_length_is_not_shared(serve):
+    """Else a prompt that ends in what another request generated would find it cached as generated."""
+    greedy, engine = SamplingParams(temperature=0, max_tokens=20), serve(Segments(), block_size=4)
+    prompt = [1, 2, 3, 4, *engine.run([1, 2, 3, 4], greedy).collect()[:16]]
+    alone = serve(Segments(), block_size=4, enable_prefix_caching=False).run(prompt, greedy).collect()
+    stream = engine.run(prompt, greedy)
+    assert stream.collect() == alone and stream.reused == 0
+    assert engine.facts.remarks == ("no prefix is shared, as what it caches may depend on prompt_len",)
+
+
+def test_a_step_gets_only_what_its_model_says_that_it_knows(serve):
+    class Silent(Segments):
+        knows = ()
+
+    with pytest.raises(ModelError, match=r'must declare knows = \("prompt_len",\)'):
+        serve(Silent()).run([1], max_tokens=1).collect()
+
+
+@pytest.mark.parametrize("knows", ["prompt_len", ("prompt",), (3,), 3, [[]]], ids=str)
+def test_a_wrong_declaration_of_what_a_step_knows_is_refused(knows, serve):
+    class Wrong(Segments):
+        pass
+
+    Wrong.knows = knows
+    with pytest.raises(ConfigError, match=r"Wrong\.knows must be a tuple of names of prompt_len, seed"):
+        serve(Wrong())
 
 
 def test_a_recording_tells_inputs_apart_and_plays_again(tmp_path, serve):
