@@ -14,14 +14,12 @@ as in musicgen.py.
 """
 
 import torch
+from musicgen import BOOKS, LONGEST, SILENT, delayed, network
 from side_by_side import WORK, arguments, compare
-from transformers import DynamicCache, EncoderDecoderCache, MusicgenDecoderConfig, MusicgenForCausalLM
+from transformers import DynamicCache, EncoderDecoderCache
 
 import hibachi
 import hibachi_torch
-
-BOOKS, SILENT, LONGEST = 4, 64, 256  # SILENT is an id beyond those that can be said
-SIZES = {"tiny": (32, 2, 2), "real": (256, 6, 8)}  # width, layers, heads
 
 
 class Attended(torch.nn.Module):  # in the place of a layer's self-attention
@@ -56,23 +54,6 @@ class Music:
         out = self.model.model(x.tok.T.long(), use_cache=False).last_hidden_state[0, x.last]
         logits = torch.stack([head(out) for head in self.model.lm_heads], dim=1)
         return delayed(logits, x.pos[x.last] + 1, x.inputs["end"][x.seg[x.last]]), self.cache
-
-
-def delayed(logits, at, end):
-    """With SILENT, which is certain for a codebook that has not begun at a position, or is over."""
-    at, end, books = at[:, None], end[:, None], torch.arange(BOOKS)
-    silent = ((at <= books) | (at > end - BOOKS + books))[..., None]  # (rows, books, 1)
-    return torch.cat([logits.masked_fill(silent, -torch.inf), torch.where(silent, 0.0, -torch.inf)], dim=-1)
-
-
-def network(size):
-    torch.manual_seed(0)
-    width, layers, heads = SIZES[size]
-    config = MusicgenDecoderConfig(
-        vocab_size=SILENT, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=4 * width,
-        num_codebooks=BOOKS, max_position_embeddings=LONGEST, pad_token_id=SILENT, bos_token_id=SILENT,
-    )  # fmt: skip
-    return MusicgenForCausalLM(config).eval()
 
 
 def main():
