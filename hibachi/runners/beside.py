@@ -192,12 +192,14 @@ class Beside:
             return example(self.declared.inputs[name])
         return job.inputs[name]
 
-    def inputs(self, rows: Any, each: Any, positions: Any) -> dict[str, HostArray]:
+    def inputs(self, rows: Any, each: Any, positions: Any, names: frozenset[str] | None = None) -> dict[str, HostArray]:
         """Inputs of fixed shape: per request [B, *shape] for `rows` [B], per position [T, *shape] for tokens at
-        `positions` [T], which are of the rows `each` [T].
+        `positions` [T], which are of the rows `each` [T]. names: only these; None means all.
         """
         found = {}
         for name, one in self.declared.inputs.items():
+            if names is not None and name not in names:
+                continue
             if one.per == "position":
                 found[name] = self._positions(name, one, each, positions)
             elif None not in one.shape:
@@ -205,7 +207,7 @@ class Beside:
         return found
 
     def _positions(self, name: str, one: Input, each: Any, positions: Any) -> HostArray:
-        out = np.zeros((len(positions), *example(one).shape[1:]), one.dtype)
+        out = np.zeros([len(positions), *(n for n in one.shape if n is not None)], one.dtype)
         # Tokens of a row stand together, one position after another; what is beyond an example is like its end.
         apart = (each[1:] != each[:-1]) | (positions[1:] != positions[:-1] + 1)
         begins = [0, *(np.flatnonzero(apart) + 1).tolist(), len(positions)]
@@ -270,9 +272,7 @@ class Arguments:
             positions = lengths[:, None] - width + np.arange(width)
             real = positions >= 0
             each = np.repeat(rows, width)
-            for name, array in beside.inputs(rows, each, np.maximum(positions, 0).reshape(-1)).items():
-                if name not in names:
-                    continue
+            for name, array in beside.inputs(rows, each, np.maximum(positions, 0).reshape(-1), names).items():
                 if beside.declared.inputs[name].per == "position":
                     array = array.reshape(len(rows), width, *array.shape[1:])
                     array[~real] = 0
