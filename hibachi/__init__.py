@@ -82,6 +82,7 @@ if _TYPE_CHECKING:
     from hibachi.streams.textstream import Piece as Piece
     from hibachi.streams.textstream import Stopped as Stopped
     from hibachi.streams.textstream import TextStream as TextStream
+    from hibachi.structured import StructuredOutputs as StructuredOutputs
     from hibachi.tensor.array_backend import ArrayBackend as ArrayBackend
     from hibachi.tensor.candidates import Candidate as Candidate
     from hibachi.tensor.discover import available_backends as available_backends
@@ -166,6 +167,7 @@ _PLACES = {
     "StepInputs": "hibachi.tensor.layout",
     "StopRule": "hibachi.request",
     "Stopped": "hibachi.streams.textstream",
+    "StructuredOutputs": "hibachi.structured",
     "Terms": "hibachi.request",
     "TextStream": "hibachi.streams.textstream",
     "UnknownArchitecture": "hibachi.errors",

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from hibachi.errors import InvalidRequest, shown
+from hibachi.structured import StructuredOutputs, as_structured
 
 Pooling: TypeAlias = Literal["mean", "last", "cls"]
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -202,6 +203,10 @@ def _codebooks(p: SamplingParams) -> None:
     object.__setattr__(p, "codebooks", tuple(found))
 
 
+def _structured(p: SamplingParams) -> None:
+    object.__setattr__(p, "structured_outputs", as_structured(p.structured_outputs))
+
+
 def _clip_ints(p: SamplingParams, *names: str) -> None:
     for name in names:
         if (n := getattr(p, name)) is not None and n > MOST_INT:
@@ -230,6 +235,7 @@ _CHECKS: dict[Callable[[SamplingParams], None], tuple[str, ...]] = {
     _bias: ("logit_bias",),
     _processors: ("logits_processors",),
     _codebooks: ("codebooks",),
+    _structured: ("structured_outputs",),
 }
 _CHECK_OF = {name: check for check, names in _CHECKS.items() for name in names}
 _values = operator.attrgetter(*_CHECK_OF)
@@ -240,8 +246,8 @@ _values = operator.attrgetter(*_CHECK_OF)
 class SamplingParams:
     """How to draw tokens and when to end. Definitions and defaults are vLLM's, except max_tokens (None; vLLM: 16).
 
-    The fields act in this order. `logprobs` are those of the raw logits. Then: allowed_token_ids; bad_words,
-    logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k;
+    The fields act in this order. `logprobs` are those of the raw logits. Then: structured_outputs,
+    allowed_token_ids; bad_words, logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k;
     top_p; typical_p; the draw.
 
     temperature: 0 is greedy (argmax); otherwise logits are divided by it.
@@ -280,6 +286,11 @@ class SamplingParams:
     codebooks: for tokens of several codebooks, one mapping for each: those of temperature, top_k, top_p, min_p and
     typical_p that differ there. () means all codebooks are drawn alike. Kept as a tuple of tuples of pairs.
 
+    structured_outputs: the form that the output must have, a `StructuredOutputs` or its fields by name: a JSON schema,
+    any JSON object, a regular expression, a choice, a grammar. Only tokens that keep to it are drawn, and the end
+    token only where it may end. A form that is complete ends the request, whatever min_tokens and ignore_eos say. At
+    max_tokens the output is cut in the midst of it.
+
     Numbers beyond a useful range are clipped without changing their meaning: integers to 2^31 - 1, temperature and
     repetition_penalty to between 1e-30 and 1e30. Raises InvalidRequest for a value out of its range.
     """
@@ -309,6 +320,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     codebooks: Sequence[Mapping[str, float]] = ()
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for check in _CHECKS:

@@ -15,7 +15,7 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors request options installed named shapes phases tensor plan decode model streams"
+BELOW_ENGINE = "errors structured request options installed named shapes phases tensor plan decode guide model streams"
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
@@ -31,7 +31,9 @@ class Rule(NamedTuple):
 
 RULES = {
     "hibachi/errors.py": Rule("", third_party=""),
-    "hibachi/request.py": Rule("errors", third_party=""),
+    "hibachi/structured.py": Rule("errors", third_party=""),
+    "hibachi/request.py": Rule("errors structured", third_party=""),
+    "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
     "hibachi/options.py": Rule("errors request", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),
@@ -61,11 +63,11 @@ RULES = {
     "hibachi/testing": Rule("errors tensor testing", third_party="numpy pytest"),
     "hibachi/verify": Rule(f"{BATCH} lm verify"),
     "hibachi/sim": Rule("errors request plan sim"),
-    "hibachi/api": Rule("errors request streams model api", third_party="msgspec"),
+    "hibachi/api": Rule("errors structured request streams model api", third_party="msgspec"),
     # The router reads and writes shapes of api too, and has no NumPy: only these may have it.
     "hibachi/api/vectors.py": Rule("api"),
     "hibachi/api/ranking.py": Rule("errors tensor api", third_party="numpy msgspec"),
-    "hibachi/api/tokens": Rule("errors request tensor api", third_party="numpy msgspec"),
+    "hibachi/api/tokens": Rule("errors structured request tensor api", third_party="numpy msgspec"),
     "hibachi/web": Rule("errors settings api web", third_party="uvicorn", not_std=""),
     "hibachi/serve": Rule(
         f"{BATCH} settings lm remote api web serve", third_party="numpy starlette uvicorn prometheus_client", not_std=""

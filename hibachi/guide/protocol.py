@@ -1,0 +1,92 @@
+"""What guides a request: the protocol of a matcher, and of what makes matchers for one vocabulary.
+
+A package offers its own by an entry point of the group `hibachi.guides`: a callable that takes a `Vocabulary` and
+returns a `Guides`. The variable HIBACHI_GUIDES names it; "llguidance" is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hibachi.structured import StructuredOutputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vocabulary:
+    """What the tokens of a model stand for.
+
+    tokens: bytes of each id; b"" for an id that stands for nothing. special: ids of special tokens, whose bytes are
+    their names, such as b"<|im_end|>". eos_ids: tokens that end a text. texts: False means the tokens are no text, so
+    only grammars over ids can guide.
+    """
+
+    tokens: Sequence[bytes]
+    special: frozenset[int] = frozenset()
+    eos_ids: tuple[int, ...] = ()
+    texts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A form that was checked, in the notation of the `Guides` that has checked it. It goes through pipes.
+
+    source: the grammar. seconds: what compiling it took.
+    """
+
+    source: str
+    seconds: float = 0.0
+
+
+class GuideFailed(Exception):
+    """A grammar cannot go on: it has become too complex, or a token came that it forbids."""
+
+
+class Guide(Protocol):
+    """What may come next in one request. It belongs to this request alone, and is used by one thread at a time."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens have come. Raises GuideFailed."""
+        ...
+
+    def take_back(self, n: int) -> None:
+        """The last n tokens have not come. Raises GuideFailed."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Nothing but an end token may come."""
+        ...
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must come next, at most this many."""
+        ...
+
+    def fork(self) -> Guide:
+        """A new guide of the same grammar, fed with the tokens so far. It shares nothing with this one, limits least of
+        all.
+        """
+        ...
+
+
+class Guides(Protocol):
+    """Makes guides for one vocabulary. Callable from any thread."""
+
+    def check(self, form: StructuredOutputs) -> Grammar:
+        """Check a form, within bounds of time and memory. Raises InvalidRequest, which names what it cannot do."""
+        ...
+
+    def compile(self, grammar: Grammar) -> Guide:
+        """A new guide, ready for its first mask. Raises GuideFailed."""
+        ...
+
+    def masks(self, guides: Sequence[Guide], bits: Any) -> list[GuideFailed | None]:
+        """Fill bits, uint32 [n, ceil(vocab_size / 32)], for n guides: bit t % 32 of word t // 32 says whether token t
+        may come. End tokens are among them where the grammar may end. Returns what failed, by place.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release processes and threads."""
+        ...
