@@ -246,9 +246,9 @@ _values = operator.attrgetter(*_CHECK_OF)
 class SamplingParams:
     """How to draw tokens and when to end. Definitions and defaults are vLLM's, except max_tokens (None; vLLM: 16).
 
-    The fields act in this order. `logprobs` are those of the raw logits. Then: structured_outputs,
-    allowed_token_ids; bad_words, logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature; min_p; top_k;
-    top_p; typical_p; the draw.
+    The fields act in this order. `logprobs` are those of the raw logits. Then: structured_outputs, allowed_token_ids;
+    bad_words, logit_bias, min_tokens; logits_processors; repetition, presence and frequency penalties; temperature;
+    min_p; top_k; top_p; typical_p; the draw.
 
     temperature: 0 is greedy (argmax); otherwise logits are divided by it.
     top_k: keep the k most likely tokens (0 or -1 means all).

@@ -19,8 +19,7 @@ MOST_CHOICES = 2**15
 class StructuredOutputs:
     """The form that an answer must have: one of the first five fields. Names are vLLM's.
 
-    json: a JSON schema (draft 2020-12), a mapping or its text; kept as text, as the order of its properties is theirs in
-    the answer.
+    json: a JSON schema (draft 2020-12), a mapping or its text; kept as text. Properties come in its order.
     json_object: True means any JSON object.
     regex: a regular expression for the whole answer (the syntax of Rust's crate regex; no lookaround).
     choice: texts, one of which is the answer.
