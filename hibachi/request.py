@@ -486,6 +486,7 @@ class Request:
     length 1.
     begun: the request was begun elsewhere.
     inputs: arrays that stay with the request, by the names that the model declares.
+    grammar: a `hibachi.guide.protocol.Grammar`, where `params.structured_outputs` was checked already.
     kept: a list that receives, before the stream ends, (keys, values) of each layer, on the host, float32 [kv_heads,
     tokens, dim], for all tokens that were computed: all but the last.
     """
@@ -503,3 +504,4 @@ class Request:
     begun: Begun | None = None
     kept: list[Any] | None = None
     inputs: Mapping[str, Any] | None = None
+    grammar: Any = None

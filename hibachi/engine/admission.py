@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import to_host
+from hibachi.engine.forms import Forms
 from hibachi.engine.given import checked_begun, checked_kept
 from hibachi.errors import InvalidRequest, QueueFull, UnsupportedOperation, shown, text_of
 from hibachi.plan.limits import Limits
@@ -30,6 +31,7 @@ _OF_ONE_ID = (  # parameters that name ids, or count them
     "logits_processors",
     "stop_token_ids",
     "prompt_logprobs",
+    "structured_outputs",
 )
 
 
@@ -43,11 +45,12 @@ def check_ids(prompt: HostArray, vocab: int) -> None:
         )
 
 
-def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
+def checked(request: Request, prompt: Any, n: int, facts: Facts, forms: Forms | None = None) -> Request:
     """The request with its prompt, parameters and limit of new tokens in the form that the engine takes.
 
-    prompt: [n, *token], as its runner wants it; zeros where embeddings are given. Raises InvalidRequest, PromptTooLong
-    or UnsupportedOperation.
+    prompt: [n, *token], as its runner wants it; zeros where embeddings are given. forms: check the form of its output;
+    None means it can have none. Raises InvalidRequest, PromptTooLong or UnsupportedOperation, and MissingExtra
+    without the library that guides.
     """
     params, limit, vocab = request.params, request.max_tokens, facts.vocab_size
     if request.pooling is not None:
@@ -79,6 +82,9 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
     end = facts.limits.fit(n, limit)
     checked_kept(request, facts)
     terms, begun = as_terms(request.terms), checked_begun(request, params, n, end, facts)
+    grammar = request.grammar  # checked on the other side of the pipe
+    if grammar is None and params is not None and params.structured_outputs is not None:
+        grammar = (forms or Forms()).check(params)
     return replace(
         request,
         prompt=prompt,
@@ -88,6 +94,7 @@ def checked(request: Request, prompt: Any, n: int, facts: Facts) -> Request:
         terms=terms,
         begun=begun,
         inputs=given,
+        grammar=grammar,
     )
 
 

@@ -23,17 +23,22 @@ from hibachi.engine.build import (
     Built,
     Plan,
     build,
+    eos_ids_of,
     has_hidden,
     has_own_cache,
     level_of,
     level_told,
     limit_of,
+    returns_ids,
 )
+from hibachi.engine.forms import vocabulary_of
 from hibachi.engine.health import STALL_AFTER
 from hibachi.engine.options import BatchOptions
 from hibachi.engine.prompts import HostPrompts, padding_checked
 from hibachi.errors import ConfigError, EngineError, InvalidRequest, shown
+from hibachi.guide.protocol import Vocabulary
 from hibachi.model import ladder
+from hibachi.model.text.own import OwnTokenizer
 from hibachi.options import spelled
 from hibachi.plan.policies import policy_of
 from hibachi.plan.policy import Policy
@@ -211,6 +216,8 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         self._asked, self._deterministic = bool(deterministic), self._decide(deterministic)
         self._built: Built | None = None
         padding_checked(self._backend, padding_token)
+        if returns_ids(model):
+            self.forms.vocabulary = partial(_vocabulary, model)
         if self._backend is not None:
             self._build(self._backend)
 
@@ -369,7 +376,7 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         built = self._ready(prompt)
         host, kind, n = built.prompts.taken(prompt)
         fitted = built.prompts.fitted(kind)
-        request, now = checked(request, host, n, built.facts), time.monotonic()
+        request, now = checked(request, host, n, built.facts, self.forms), time.monotonic()
         params, terms = request.params, request.terms
         seq = Seq(n, request.max_tokens, priority=terms.priority, tenant=terms.tenant)
         seq.deadline = None if terms.timeout is None else now + terms.timeout
@@ -402,6 +409,10 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
         if begun is not None:
             job.kv = begun.kv
             job.history.append(np.array([begun.token], kind.dtype))
+        if request.grammar is not None:
+            guides = self.forms.guides
+            assert guides is not None
+            job.grammar = guides, request.grammar
         if scored:
             job.scores = job.channel.prompt_logprobs = [None] * len(host)
         return job
@@ -441,6 +452,12 @@ class AutoregressiveBatchInference(BatchInference, Generic[T, Token]):
             self._worker = self._serve(built.scheduler, built.runner)
             self._built = built
             return built
+
+
+def _vocabulary(model: Any) -> Vocabulary:
+    """Of a model's own attributes."""
+    own, size = getattr(model, "tokenizer", None), model.vocab_size
+    return vocabulary_of(None if own is None else OwnTokenizer(own), size, eos_ids_of(model, size))
 
 
 def _own_dtype(model: Any) -> str:

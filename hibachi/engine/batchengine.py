@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from hibachi.engine.forms import Forms
 from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
 from hibachi.plan.limits import Limits
@@ -80,6 +81,11 @@ class BatchEngine(Protocol[R]):
 
     @property
     def facts(self) -> Facts: ...
+
+    @property
+    def forms(self) -> Forms:
+        """Checks the form that a request asks for."""
+        ...
 
     @property
     def pid(self) -> int | None:

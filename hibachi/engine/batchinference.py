@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from hibachi.engine.conversions import Conversions
 from hibachi.engine.engine import Engine
+from hibachi.engine.forms import Forms
 from hibachi.engine.health import STALL_AFTER, Health
 from hibachi.engine.stats import Stats
 from hibachi.engine.worker import Worker
@@ -71,6 +72,7 @@ class BatchInference(Closing):
         self._worker: Worker | None = None
         self._closed = False
         self._conversions = Conversions(model)
+        self.forms: Forms = Forms()
 
     @property
     def core(self) -> Engine | None:
@@ -167,6 +169,7 @@ class BatchInference(Closing):
             self._closed = True
         if self._worker is not None:
             self._worker.close(timeout)
+        self.forms.close()
 
     @override
     async def aclose(self, timeout: float | None = CLOSE_WITHIN) -> None:

@@ -16,8 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hibachi.engine.budget import TokenBudget, guilty_of
+from hibachi.engine.compiling import Compiling
 from hibachi.engine.stats import Counts, Stats
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
+from hibachi.guide.protocol import GuideFailed
 from hibachi.plan.policy import Policy
 from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
@@ -26,6 +28,7 @@ from hibachi.plan.timeshares import TimeShares
 from hibachi.recording.recorder import Recorder
 from hibachi.request import Finish
 from hibachi.runners.faults import drop_frames, internal, no_room, too_late
+from hibachi.runners.guiding import Guided, stuck
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Meters
 from hibachi.runners.runner import Flight, Launcher, Outcome, Part, Runner, StepFailed, raise_for_all
@@ -84,6 +87,7 @@ class Engine:
         self._launcher = runner if wanted and isinstance(runner, Launcher) else None
         self._flight: Flight | None = None
         self._calm = False  # the next step is waited for
+        self._compiling = Compiling(self._made)
         self._shares = TimeShares(getattr(scheduler.policy, "weight", lambda tenant: 1.0))
 
     def stats(self) -> Stats:
@@ -135,6 +139,7 @@ class Engine:
 
     def add(self, job: Job) -> None:
         job.seq.owner, now = job, time.monotonic()
+        job.seq.held = job.grammar is not None and job.guided is None
         self._live.add(job)
         self._pausing |= job.channel.pause_after is not None
         try:
@@ -142,7 +147,28 @@ class Engine:
         except BaseException:
             job.seq.finish = Finish.ERROR  # the scheduler has not taken it
             raise
-        self.recorder.note("add", job.seq, now)
+        self.recorder.note("add", job.seq, now, job.seq.held)
+        if job.seq.held:
+            self._compiling.begin(job)
+
+    def _made(self, job: Job, made: Guided | BaseException) -> None:
+        """Called in another thread: what has become of the grammar of a job."""
+        self.inbox.put((partial(self._guide, made=made), job))
+
+    def _guide(self, job: Job, made: Guided | BaseException) -> None:
+        """The grammar of a held job is ready, or failed."""
+        if job not in self._live:
+            return
+        if isinstance(made, BaseException):
+            self._give_up(job, stuck(made) if isinstance(made, GuideFailed) else made)
+        elif made.guide.complete:
+            self.recorder.note("cancel", job.seq, Finish.STOP)
+            self.scheduler.cancel(job.seq, Finish.STOP)
+            self._ended(job, Finish.STOP)
+        else:
+            job.guided = made
+            self.recorder.note("free", job.seq)
+            self.scheduler.free(job.seq)
 
     def cancel(self, job: Job) -> None:
         if job in self._live:
@@ -516,6 +542,8 @@ class Engine:
             return
         idx = part.idx[keep]
         places, rows, positions, last = keep, plan.rows[idx], plan.end[idx], part.stopped[keep]
+        if part.whole is not None:  # such a row ends with a token that is no stop token
+            last = last & ~part.whole[keep]
         if part.counts is not None:
             most = np.array([plan.seqs[i].end for i in idx.tolist()]) - positions
             counts, places = part.tokens_of(keep, most)
@@ -617,6 +645,7 @@ class Engine:
         return list(self._live)
 
     def close(self) -> None:
+        self._compiling.close()
         self.runner.close()
         self.recorder.close()
 

@@ -71,7 +71,12 @@ class Guide(Protocol):
 
 
 class Guides(Protocol):
-    """Makes guides for one vocabulary. Callable from any thread."""
+    """Makes guides for one vocabulary. Callable from any thread.
+
+    eos_ids: the tokens of the vocabulary that end a text.
+    """
+
+    eos_ids: tuple[int, ...]
 
     def check(self, form: StructuredOutputs) -> Grammar:
         """Check a form, within bounds of time and memory. Raises InvalidRequest, which names what it cannot do."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from hibachi.decode.uniforms import fork
 from hibachi.engine.batchengine import BatchEngine
+from hibachi.engine.forms import vocabulary_of
 from hibachi.errors import InvalidRequest, shown
 from hibachi.lm.each import AsyncEach, Each, OneOrEach, window_of
 from hibachi.lm.holding import Holding
@@ -53,6 +54,14 @@ class Texts(Holding):
         self.tokenizer = tokenizer
         self.prompts: Prompts = Prompts(tokenizer, engine.facts.limits.max_model_len)
         self.vocab_size, self.eos_ids, self.default_params = vocab_size, tuple(eos_ids), default_params
+        if vocab_size is not None:
+            engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
+
+    def check_form(self, params: SamplingParams) -> None:
+        """Check the form that an answer must have; requests that ask for it later find it checked. It may take two
+        seconds, in which a server does other things. Raises InvalidRequest, UnsupportedOperation or MissingExtra.
+        """
+        self.engine.forms.check(params)
 
     @spelled
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:

@@ -66,7 +66,8 @@ class Scheduler:
         self.stale: bool = False  # `rows` and `order` hold a sequence that has left
         self._slow = False  # is there a sequence that may compute only few tokens in a step?
         self.paused_rows = 0  # rows
-        self._parked: set[Seq] = set()  # sequences that were preempted while paused
+        # Waiting sequences that may not start yet: held ones, and those that were preempted while paused.
+        self._parked: set[Seq] = set()
         self.displaced: Callable[[], list[Seq]] | None = getattr(self.policy, "displaced", None)
         self._held_back: Seq | None = None  # the sequence that was to start in the last step and could not
         self.resting: frozenset[Hashable] = frozenset()  # tenants of which nothing is computed
@@ -161,9 +162,18 @@ class Scheduler:
         if seq.paused:
             seq.paused = False
             self.paused_rows -= seq.row >= 0
-            if seq in self._parked:
-                self._parked.remove(seq)
-                self.policy.push(seq)
+            self._unpark(seq)
+
+    def free(self, seq: Seq) -> None:
+        """A held sequence may start from now on: it takes the place in the queue that it had."""
+        if seq.held:
+            seq.held = False
+            self._unpark(seq)
+
+    def _unpark(self, seq: Seq) -> None:
+        if seq in self._parked and not (seq.paused or seq.held):
+            self._parked.remove(seq)
+            self.policy.push(seq)
 
     def make_room(self) -> Sent:
         """Sequences that lose their row because another could not start otherwise: paused ones, then those that the
@@ -728,7 +738,7 @@ class Scheduler:
         return Committed(alive, finished)
 
     def _queue(self, seq: Seq) -> None:
-        if seq.paused:
+        if seq.paused or seq.held:
             self._parked.add(seq)
         else:
             self.policy.push(seq)

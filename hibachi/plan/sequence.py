@@ -27,6 +27,8 @@ class Seq:
     salt: Hashable = None
     # Begun elsewhere: the contents of its prompt's blocks are given, and its first new token is known.
     begun: bool = False
+    # It waits for something else than a row, such as its grammar, and does not start before `Scheduler.free`.
+    held: bool = False
 
     # The rest belongs to the scheduler and its policy.
     number: int = 0  # in order of arrival

@@ -117,7 +117,7 @@ class Recorder:
         event, *rest = entry
         words: dict[str, Any] = {"event": event}
         match event, rest:
-            case "add", (seq, now):
+            case "add", (seq, now, held):
                 keys = None
                 if seq.keys is not None:
                     keys = self._names(islice(seq.keys, seq.prompt_len // self._block), seq.salt)
@@ -125,6 +125,7 @@ class Recorder:
                 words |= {"priority": seq.priority, "tenant": str(seq.tenant), "salt": self._name(seq.salt)}
                 words |= {"deadline": seq.deadline, "start_by": seq.start_by, "keys": keys}
                 words |= {"begun": True} if seq.begun else {}
+                words |= {"held": True} if held else {}
             case "plan", (plan, now):
                 words |= {"now": now, "plan": None if plan is None else words_of(plan), "grown": self._grown(plan)}
             case "commit", (stopped, seconds, counts):
@@ -146,7 +147,7 @@ class Recorder:
                 words |= {"budget": budget}
             case "rest", (tenants,):
                 words |= {"tenants": sorted(map(str, tenants))}
-            case (("pause" | "unpause"), (seq,)):
+            case (("pause" | "unpause" | "free"), (seq,)):
                 words |= {"seq": seq.number}
         return words
 

@@ -112,5 +112,7 @@ class _Player:
                 s.pause(self._seqs[event["seq"]])
             case "unpause":
                 s.unpause(self._seqs[event["seq"]])
+            case "free":
+                s.free(self._seqs[event["seq"]])
         if expected != got:
             raise ReplayDiffers(f"Event {n} ({kind}): expected {expected}; got {got}.")

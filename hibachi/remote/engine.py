@@ -21,6 +21,7 @@ from hibachi.engine.batchengine import Facts
 from hibachi.engine.conversions import ANSWER as CONVERSION
 from hibachi.engine.conversions import lacks
 from hibachi.engine.feedforward import checked_plain, fitting
+from hibachi.engine.forms import Forms
 from hibachi.engine.health import STALL_AFTER, Health, State
 from hibachi.engine.prompts import check_tokens, kind_of_ids
 from hibachi.engine.stats import Stats
@@ -74,6 +75,7 @@ class RemoteEngine(Closing):
         self._stall_after = options.get("stall_after", STALL_AFTER)
         self._restart = restart = options.get("restart") == "on_failure"
         self._spec = {"model": model, "feedforward": feedforward, **options}
+        self.forms: Forms = Forms()  # of what is served here, whose tokenizer is on this side
         self._numbers = itertools.count()
         self._channels: dict[int, Channel[Any]] = {}
         self._answers: dict[int, list[Any]] = {}  # [event, fine, value]
@@ -298,12 +300,12 @@ class RemoteEngine(Closing):
             sent = replace(request, prompt=fitting(asked(request.prompt, MOST_UNSENT), kind_of(facts)), terms=terms)
         elif request.embeds is not None:
             embeds = embeddings(asked(request.embeds, MOST_UNSENT), request.prompt, facts.embed_size, facts.model)
-            sent = checked(request, np.zeros(len(embeds), np.int32), len(embeds), facts)
+            sent = checked(request, np.zeros(len(embeds), np.int32), len(embeds), facts, self.forms)
             sent = replace(sent, prompt=None, embeds=embeds)
         else:
             prompt = asked(request.prompt, MOST_UNSENT)
             check_tokens(prompt, kind_of(facts), facts.vocab_size)
-            sent = checked(request, prompt, len(prompt), facts)
+            sent = checked(request, prompt, len(prompt), facts, self.forms)
         if (size := sum(array.nbytes for array in (sent.inputs or {}).values())) > MOST_UNSENT:
             raise InvalidRequest(
                 f"inputs must have at most {MOST_UNSENT} bytes in all; got {size}. Send smaller arrays."
@@ -400,6 +402,7 @@ class RemoteEngine(Closing):
         self._sender.end("stop")
         self._end_all(Finish.CLOSED)
         self._process.end(timeout)
+        self.forms.close()
 
     def disown(self) -> None:
         """Called in a fork of our process, which has none of the threads; locks that they held are never released."""

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from hibachi.errors import InvalidRequest, text_of
+from hibachi.guide.protocol import Grammar, Guides
 from hibachi.plan.sequence import Seq
 from hibachi.request import Pooling, SamplingParams
+from hibachi.runners.guiding import Guided
 from hibachi.runners.stops import Stopper
 from hibachi.runners.tokentable import History, Kind
 from hibachi.streams.channel import Channel
@@ -40,6 +42,8 @@ class Job:
     kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
     kept: list[Any] | None = None  # see `Request`
     inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
+    grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
+    guided: Guided | None = None
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past
 
     @property

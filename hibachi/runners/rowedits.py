@@ -14,6 +14,7 @@ from hibachi.decode import edits
 from hibachi.decode.sampling import row_finite
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
+from hibachi.runners.guiding import masks
 from hibachi.runners.job import Job
 from hibachi.runners.tokentable import TokenTable
 from hibachi.shapes import CallShapes
@@ -76,7 +77,9 @@ class Changes:
     def __init__(self, counted: int) -> None:
         self.bias, self.counts = TokenList(), TokenList()
         self.counted: int = counted  # tokens of the row that are in `counts`
-        self.kept: HostArray | None = None  # where only some tokens are allowed: which, bool [vocab_size]
+        self.kept: HostArray | None = (
+            None  # where only some tokens are allowed: which, in bits, uint32 [ceil(vocab_size / 32)]
+        )
 
 
 class RowEdits:
@@ -97,17 +100,20 @@ class RowEdits:
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
-        self._always[row] = bool(
-            params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
-        ) or penalised(params)
+        self._always[row] = (
+            job.guided is not None
+            or bool(params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors)
+            or penalised(params)
+        )
         self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
         job.changes = None
         if not self._always[row] and not self._until[row]:
             return
         changes = Changes(start)
         if params.allowed_token_ids is not None:
-            changes.kept = np.zeros(self.vocab_size, bool)
-            changes.kept[list(params.allowed_token_ids)] = True
+            kept = np.zeros(-(-self.vocab_size // 32) * 32, bool)
+            kept[list(params.allowed_token_ids)] = True
+            changes.kept = np.packbits(kept, bitorder="little").view(np.uint32)
         for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
@@ -134,13 +140,11 @@ class RowEdits:
         x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
         faults: dict[int, HibachiError] = {}
         changes, m = [job.changes for job in jobs], len(rows)
-        if any(each.kept is not None for each in changes):
-            kept = np.ones((m, self.vocab_size), bool)
-            for i, each in enumerate(changes):
-                if each.kept is not None:
-                    kept[i] = each.kept
-            kept[len(jobs) :] = kept[len(jobs) - 1]
-            x = self._keep(x, put(kept))
+        if (bits := self._bits(jobs, rows, positions, m, faults)) is not None:
+            x = self._keep(
+                x,
+                put(np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little").astype(bool)),
+            )
         if any(len(each.bias) for each in changes):
             ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):
@@ -158,6 +162,25 @@ class RowEdits:
             minus = self._frequency[rows, None] * counts + self._presence[rows, None] * (counts > 0)
             x = self._penalise(x, put(ids), put(factor), put(minus))
         return x, finite, faults
+
+    def _bits(
+        self, jobs: Sequence[Job], rows: Any, positions: Any, m: int, faults: dict[int, HibachiError]
+    ) -> HostArray | None:
+        """Which tokens may come, as `ArrayBackend.keep_bits` takes it: uint32 [m, ceil(V / 32)]; None means any may."""
+        guided = [i for i, job in enumerate(jobs) if job.guided is not None]
+        listed = [i for i, job in enumerate(jobs) if job.changes.kept is not None]
+        if not guided and not listed:
+            return None
+        bits = np.full((m, -(-self.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        if guided:
+            at = np.array(guided)
+            some = [jobs[i] for i in guided]
+            bits[at], failed = masks(some, rows[at], positions[at], self.table, self.vocab_size)
+            faults |= {guided[i]: e for i, e in failed.items()}
+        for i in listed:
+            bits[i] &= jobs[i].changes.kept
+        bits[len(jobs) :] = bits[len(jobs) - 1]
+        return bits
 
     def _stop_tokens(self, job: Job) -> list[int]:
         """The stop tokens that min_tokens forbids."""

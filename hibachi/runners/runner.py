@@ -14,6 +14,7 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.plan.sequence import Seq
 from hibachi.plan.step import StepPlan
 from hibachi.runners.faults import Theirs, as_fault, drop_frames, holds, is_signal, mend_shape
+from hibachi.runners.guiding import completed
 from hibachi.runners.job import Job, stopped
 from hibachi.runners.meters import Tally
 from hibachi.runners.sampler import Drawn
@@ -36,6 +37,7 @@ class Part:
     logprobs: dict[int, Any] = field(default_factory=dict)  # by place among the tokens: see `Drawn`
     faults: dict[int, HibachiError] = field(default_factory=dict)  # by place in the plan: requests that failed
     counts: Any = None  # [n] tokens of each row, 0 only where it ends; None means one
+    whole: Any = None  # bool [n]: ends as its output is complete, with a token that is part of it; None means none does
     items: list[Any] | None = None  # [m] what goes to the streams in the place of `batch`
 
     def tokens_of(self, rows: Any, most: Any) -> tuple[Any, Any]:
@@ -390,8 +392,15 @@ def drawn_part(idx: Any, drawn: Drawn, jobs: list[Job], positions: Any, backend:
     """The part of a step with sampled tokens: rows `idx` of the plan, their tokens at `positions`."""
     batch = None if drawn.tokens.ndim == 1 else backend.put(drawn.tokens.copy())  # of frames, the streams get rows
     stop = stopped(jobs, drawn.tokens, batch, backend, positions)
-    faults = {int(idx[i]): fault for i, fault in drawn.faults.items()}
-    return Part(idx, drawn.tokens, batch, stop, drawn.bad, drawn.logprobs, faults)
+    faults, whole = dict(drawn.faults), None
+    if any(job.guided is not None for job in jobs):
+        skip = np.zeros(len(jobs), bool) if drawn.bad is None else drawn.bad.copy()
+        skip[list(faults)] = True
+        whole, failed = completed(jobs, drawn.tokens, stop, skip)
+        stop |= whole
+        faults |= failed
+    by_place = {int(idx[i]): fault for i, fault in faults.items()}
+    return Part(idx, drawn.tokens, batch, stop, drawn.bad, drawn.logprobs, by_place, whole=whole)
 
 
 def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
@@ -413,6 +422,9 @@ def joined(parts: list[Part], nobody: Any, backend: ArrayBackend) -> Part:
         tokens=np.concatenate([p.tokens for p in parts if p.tokens is not None]),
         batch=batch,
         stopped=np.concatenate([p.stopped for p in parts]),
+        whole=np.concatenate([np.zeros(len(p.idx), bool) if p.whole is None else p.whole for p in parts])
+        if any(p.whole is not None for p in parts)
+        else None,
         bad=np.concatenate([np.zeros(len(p.idx), bool) if p.bad is None else p.bad for p in parts]),
         counts=np.concatenate([np.ones(len(p.idx), np.intp) if p.counts is None else p.counts for p in parts])
         if any(p.counts is not None for p in parts)

@@ -27,8 +27,9 @@ class _Any(Mapping[int, str]):
 
 
 class OwnTokenizer:
-    """Any object with `encode(text) -> ids` and `decode(ids) -> text`; perhaps a `chat_template`, Jinja source, and
-    `longest_token`, the bytes of text that one token stands for at most.
+    """Any object with `encode(text) -> ids` and `decode(ids) -> text`; perhaps a `chat_template`, Jinja source,
+    `longest_token`, the bytes of text that one token stands for at most, and `token_bytes(id) -> bytes`, what a token
+    stands for inside a text, so that the form of answers can be prescribed.
 
     Raises ConfigError if it lacks one of the methods.
     """
@@ -73,8 +74,15 @@ class OwnTokenizer:
     def is_silent(self, token: int) -> bool:
         return False
 
+    @property
+    def spells(self) -> bool:
+        """Does it say which bytes a token stands for? `decode` alone loses blanks and halves of characters."""
+        return callable(getattr(self._own, "token_bytes", None))
+
+    special_ids: frozenset[int] = frozenset()
+
     def token_bytes(self, token: int) -> bytes:
-        return self.decode([token]).encode()
+        return bytes(self._own.token_bytes(token)) if self.spells else self.decode([token]).encode()
 
     @property
     def text_after(self) -> Callable[[Sequence[int]], Text]:
@@ -135,6 +143,9 @@ class NoTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return ""
+
+    spells = False
+    special_ids: frozenset[int] = frozenset()
 
     def is_silent(self, token: int) -> bool:
         return True

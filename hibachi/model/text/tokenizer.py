@@ -158,6 +158,13 @@ class Tokenizer:
     def _bound(self) -> Bound | None:
         return find_bound(self._raw, whole=self._whole)
 
+    spells = True
+    """Whether `token_bytes` says exactly which bytes a token stands for."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._special)
+
     def is_silent(self, token: int) -> bool:
         """Does `decode` leave this id out: a special token, or no token at all?"""
         return token in self._special or self._raw.id_to_token(token) is None

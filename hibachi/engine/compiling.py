@@ -1,0 +1,55 @@
+"""Grammars become guides in threads of their own, so that no step waits for one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TypeAlias
+
+from hibachi.runners.guiding import Guided
+from hibachi.runners.job import Job
+
+MOST_THREADS = 2
+NICE = 10  # steps come first
+
+Done: TypeAlias = "Callable[[Job, Guided | BaseException], None]"
+
+
+class Compiling:
+    """Makes the guides of jobs, in the order in which they come. done: called in one of the threads."""
+
+    def __init__(self, done: Done) -> None:
+        self._done = done
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = 0
+
+    def begin(self, job: Job) -> None:
+        self._queue.put(job)
+        if self._threads < MOST_THREADS:
+            self._threads += 1
+            threading.Thread(target=_work, args=(self._queue, self._done), name="hibachi-grammars", daemon=True).start()
+
+    def close(self) -> None:
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+
+def _work(queue: SimpleQueue[Job | None], done: Done) -> None:
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):  # Linux: of this thread only
+            if os.uname().sysname == "Linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    while (job := queue.get()) is not None:
+        if job.channel.finish is None:
+            assert job.grammar is not None
+            guides, grammar = job.grammar
+            try:
+                ends = () if job.stop is None or job.stop.tokens is None else job.stop.tokens.tolist()
+                made: Guided | BaseException = Guided(guides, guides.compile(grammar), ends)
+            except BaseException as e:
+                made = e
+            done(job, made)
+        del job

@@ -1,0 +1,63 @@
+"""The guides of an engine: made when a request first asks for a form, from what its tokenizer says of each token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hibachi.errors import UnsupportedOperation
+from hibachi.guide.find import guides_for
+from hibachi.guide.protocol import Grammar, Guides, Vocabulary
+from hibachi.request import SamplingParams
+from hibachi.structured import StructuredOutputs
+
+
+def vocabulary_of(tokenizer: Any, size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    """What `size` tokens stand for. tokenizer: of `hibachi.model.text`; None gives a vocabulary without texts, and so
+    does one that does not spell its tokens.
+    """
+    if not getattr(tokenizer, "spells", False):
+        return Vocabulary([b""] * size, eos_ids=tuple(eos_ids), texts=False)
+    tokens = [bytes(tokenizer.token_bytes(i)) for i in range(size)]
+    return Vocabulary(tokens, frozenset(i for i in tokenizer.special_ids if i < size), tuple(eos_ids))
+
+
+class Forms:
+    """The guides of one engine. vocabulary: makes its vocabulary; None means that its outputs cannot be guided."""
+
+    vocabulary: Callable[[], Vocabulary] | None
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary] | None = None) -> None:
+        self.vocabulary = vocabulary
+        self._guides: Guides | None = None
+        self._making = threading.Lock()
+
+    @property
+    def guides(self) -> Guides | None:
+        """None where there is no vocabulary. The first call takes about half a second. Raises MissingExtra."""
+        if self._guides is None and self.vocabulary is not None:
+            with self._making:
+                if self._guides is None:
+                    self._guides = guides_for(self.vocabulary())
+        return self._guides
+
+    def check(self, params: SamplingParams | None) -> Grammar | None:
+        """The grammar of the form that parameters ask for; None if they ask for none. Whoever asks waits, two seconds
+        at most where a form is new. Raises InvalidRequest, UnsupportedOperation, MissingExtra.
+        """
+        form = None if params is None else params.structured_outputs
+        if form is None:
+            return None
+        if (guides := self.guides) is None:
+            raise UnsupportedOperation(
+                "structured_outputs needs a model that returns logits of single ids; this one returns something else. "
+                "Leave it out."
+            )
+        assert isinstance(form, StructuredOutputs)
+        return guides.check(form)
+
+    def close(self) -> None:
+        with self._making:
+            if self._guides is not None:
+                self._guides.close()
