@@ -241,6 +241,8 @@ class Engine:
             self._roll_back(plan, "others have ended or wait")  # it was made for them as well
         elif launched is None:
             self._run(plan, began)
+        if launched is not None and self._launcher is not None:
+            self._launcher.draw_late(launched)
         self._flight = launched
         return True
 

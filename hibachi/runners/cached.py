@@ -5,7 +5,8 @@ failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 from typing_extensions import override
@@ -37,7 +38,7 @@ from hibachi.runners.runner import (
     raise_for_all,
     writers_first,
 )
-from hibachi.runners.sampler import Drawn, RowSampler
+from hibachi.runners.sampler import Drawn, RowSampler, nothing_left
 from hibachi.runners.tokentable import Kind, Tables
 from hibachi.shapes import size_for
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
@@ -204,7 +205,7 @@ class CachedRunner(BaseRunner):
                 expected = (x.last.shape[0], sampler.vocab_size)
                 out = check_output(out, self.backend, expected, self.name, kind="logits")
                 with self.tally:
-                    drawn = sampler.begin(out, rows, positions) if len(idx) else ()
+                    drawn: tuple[Array, ...] = sampler.begin(out, rows, positions) if len(idx) else ()
                     read = self.backend.fetch(drawn)
                     if not len(idx):
                         self.backend.settle(memory.cache)  # as below in `_forward`
@@ -214,23 +215,54 @@ class CachedRunner(BaseRunner):
             elif not self.backend.usable(memory.cache):
                 raise_for_all(e, self.backend, cache_lost=True)
             raise
-        ids = drawn[0] if drawn else None
-        return Flight(plan, idx, jobs_of(plan, idx), ids, read, None if memory.donating else held)
+        jobs, ids = jobs_of(plan, idx), drawn[0] if drawn else None
+        flight = Flight(plan, idx, jobs, ids, read, None if memory.donating else held)
+        if any(job.guided is not None for job in jobs):
+            flight.logits, flight.fine = out, drawn[1]
+        return flight
+
+    def draw_late(self, flight: Flight) -> None:
+        """See `Launcher`."""
+        if flight.logits is None:
+            return
+        rows, jobs, positions = flight.plan.rows[flight.idx], flight.jobs, flight.plan.end[flight.idx]
+        places = [i for i, job in enumerate(jobs) if job.guided is not None and job.seq.row == rows[i]]
+        if not places:  # they have ended meanwhile
+            return
+        assert isinstance(self.main.head, Sampled) and isinstance(self.main.head.sampler, RowSampler)
+        at, some, backend = np.array(places), [jobs[i] for i in places], self.backend
+        try:
+            with backend.guard(), self.tally:
+                late = self.main.head.sampler.begin_late(flight.logits, at, some, rows[at], positions[at])
+                ids, ok, fine, failed = late
+                into = backend.put(np.pad(at, (0, ids.shape[0] - len(at)), mode="edge").astype(np.int32))
+                flight.ids = backend.scatter_rows(flight.ids, into, ids)
+                flight.read = backend.fetch((flight.ids, flight.fine, ok, fine))
+            flight.late, flight.faults = at, {places[k]: fault for k, fault in failed.items()}
+        except Exception as e:
+            flight.read = partial(_raise, e)
 
     def land(self, flight: Flight) -> Outcome:
         """Wait for a step. Raises StepFailed."""
         plan, idx, jobs = flight.plan, flight.idx, flight.jobs
         try:
             with self.backend.guard(), self.tally:
-                tokens, ok = flight.read() if len(idx) else (np.zeros(0, np.int32), np.ones(0, bool))
+                read = flight.read() if len(idx) else (np.zeros(0, np.int32), np.ones(0, bool))
         except Exception as e:
             if flight.cache is not None:
                 self.memory.cache = flight.cache
             # What this step and the one after it wrote is not known.
             raise_for_all(e, self.backend, cache_lost=True)
             raise
-        tokens, ok = tokens[: len(idx)], ok[: len(idx)]
-        part = drawn_part(idx, Drawn(tokens, None if ok.all() else ~ok, {}), jobs, plan.end[idx], self.backend)
+        tokens, ok = (each[: len(idx)] for each in read[:2])
+        if len(late := flight.late):
+            left, fine = (each[: len(late)] for each in read[2:])
+            ok = ok.copy()  # the array of a library may be read-only
+            ok[late] = fine
+            for i in late[fine & ~left].tolist():
+                flight.faults.setdefault(i, nothing_left())
+        drawn = Drawn(tokens, None if ok.all() else ~ok, {}, flight.faults)
+        part = drawn_part(idx, drawn, jobs, plan.end[idx], self.backend)
         return Outcome([part], {int(i): NonFiniteOutput(NOT_FINITE) for i in idx[~ok]} | part.faults)
 
     # ---- its memory --------------------------------------------------------------------------------------------
@@ -424,3 +456,7 @@ def _drawn(plan: StepPlan, before: Flight | None, vocab: int) -> tuple[Array, An
     place[rows], owner[rows] = np.arange(len(rows)), generation
     source = np.where(owner[plan.rows] == plan.generation, place[plan.rows], -1)
     return (before.ids, source, vocab) if (source >= 0).any() else None
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -92,6 +92,7 @@ class RowEdits:
     def __init__(self, backend: ArrayBackend, rows: int, vocab_size: int, table: TokenTable) -> None:
         self.backend, self.vocab_size, self.table = backend, vocab_size, table
         self._always = np.zeros(rows, bool)  # wants changes in every step
+        self._guided = np.zeros(rows, bool)  # likewise, but these can be made late: see `RowSampler.plain`
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
@@ -100,14 +101,13 @@ class RowEdits:
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
-        self._always[row] = (
-            job.guided is not None
-            or bool(params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors)
-            or penalised(params)
-        )
+        self._guided[row] = job.guided is not None
+        self._always[row] = bool(
+            params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
+        ) or penalised(params)
         self._until[row] = min(start + params.min_tokens, MOST_INT) if self._stop_tokens(job) else 0
         job.changes = None
-        if not self._always[row] and not self._until[row]:
+        if not self._always[row] and not self._until[row] and not self._guided[row]:
             return
         changes = Changes(start)
         if params.allowed_token_ids is not None:
@@ -127,6 +127,10 @@ class RowEdits:
 
     def wanted(self, rows: Any, positions: Any) -> Any:
         """Which rows want a change of the logits for the token at `positions`: bool [n]."""
+        return self._guided[rows] | self.wanted_at_once(rows, positions)
+
+    def wanted_at_once(self, rows: Any, positions: Any) -> Any:
+        """`wanted`, but for what a guide wants."""
         return self._always[rows] | (positions < self._until[rows])
 
     def apply(

@@ -75,6 +75,12 @@ class Flight:
     ids: Array  # [m >= n] their tokens, on the device
     read: Callable[[], list[HostArray]]  # waits: tokens [m], and which rows were finite, bool [m]
     cache: Any = None  # to go back to if the step fails; None means it was given away
+    # Where rows are guided, and drawn late:
+    logits: Array = None  # to draw them from
+    fine: Array = None  # which rows were finite, on the device
+    late: Any = ()  # [k] places among the jobs of those that were drawn so; two more arrays are read for them, [>= k]:
+    # which can be drawn from, and which were finite
+    faults: dict[int, HibachiError] = field(default_factory=dict)  # of these, by place among the jobs
 
 
 class Runner(Protocol):
@@ -195,6 +201,12 @@ class Launcher(Protocol):
     def can_launch(self, plan: StepPlan) -> bool: ...
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight: ...
+
+    def draw_late(self, flight: Flight) -> None:
+        """Draw for the guided rows of a launched step, now that the step before it has been read. What goes wrong is
+        raised by `land`.
+        """
+        ...
 
     def land(self, flight: Flight) -> Outcome:
         """Wait for a launched step. Raises StepFailed."""

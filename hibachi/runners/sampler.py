@@ -91,10 +91,12 @@ class RowSampler:
         return Drawn(tokens, None if ok.all() else ~ok, found, faults)
 
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
-        """Whether `begin` can draw for these: not where the host must see logits or tokens before the draw is over."""
+        """Whether `begin`, and `begin_late` where they are guided, can draw for these: not where the host must see
+        logits or tokens before the draw is over.
+        """
         return (
             (self.backend.draws or not (self._path[rows] != PLAIN).any())
-            and not self._edits.wanted(rows, np.asarray(positions)).any()
+            and not self._edits.wanted_at_once(rows, np.asarray(positions)).any()
             and not any(job.sampling.logprobs is not None for job in jobs)
             and self.backend.draw_rows is None
         )
@@ -111,6 +113,20 @@ class RowSampler:
         else:
             found = self.backend.program(_draw, PLAIN)(logits, how)[:2]
         return found
+
+    def begin_late(
+        self, logits: Array, at: Any, jobs: Sequence[Job], rows: Any, positions: Any
+    ) -> tuple[Array, Array, Array, dict[int, HibachiError]]:
+        """`begin` for the guided rows `at` [n] of the logits, once the tokens before are known. rows, positions [n]: of
+        these jobs.
+
+        Returns their tokens, which rows can be drawn from, and which were finite, [m >= n] each; and errors by place.
+        """
+        padded = self._padded(at)
+        filled = np.pad(rows, (0, len(padded) - len(at)), mode="edge")
+        changed, before, faults = self._edits.apply(logits, padded, jobs, filled, positions)
+        ids, ok = self.begin(changed, rows, positions)
+        return ids, ok, before, faults
 
     def logprobs(self, logits: Array, tokens: HostArray, wanted: Sequence[int]) -> list[dict[int, float]]:
         """{token id: log-probability} of the `wanted` most likely tokens and of `tokens` [n]. logits [m, vocab]."""
@@ -163,7 +179,7 @@ class RowSampler:
         tokens, ok = self.choose(changed, rows, positions)
         before = self.backend.get(before)[: len(at)]
         for i in np.flatnonzero(before & ~ok).tolist():
-            faults.setdefault(i, InvalidRequest(_NOTHING_LEFT))
+            faults.setdefault(i, nothing_left())
         return tokens, before, {int(at[i]): fault for i, fault in faults.items()}
 
     def choose(self, logits: Array, rows: Any, positions: Any) -> tuple[HostArray, HostArray]:
@@ -225,9 +241,14 @@ class RowSampler:
 
 
 _NOTHING_LEFT = (
-    "The request leaves no token that can come: its allowed_token_ids, bad_words, min_tokens, logit_bias, penalties "
-    "and logits_processors together gave every token -inf, or one of them infinity or NaN. Loosen them."
+    "The request leaves no token that can come: its structured_outputs, allowed_token_ids, bad_words, min_tokens, "
+    "logit_bias, penalties and logits_processors together gave every token -inf, or one of them infinity or NaN. "
+    "Loosen them."
 )
+
+
+def nothing_left() -> InvalidRequest:
+    return InvalidRequest(_NOTHING_LEFT)
 
 
 def path_of(params: SamplingParams, vocab_size: int) -> int:

@@ -251,6 +251,58 @@ def test_a_recording_with_guided_requests_can_be_played_again():
         assert replay(e.dump()) > 3
 
 
+# ---- steps that overlap -------------------------------------------------------------------------------------------
+
+
+class Late(NumpyBackend):
+    """Counts the steps that were begun before the one before was read."""
+
+    steps = read = ahead = 0
+
+    def fetch(self, arrays):
+        self.steps += 1
+        number, found = self.steps, [np.asarray(a).copy() for a in arrays]
+        self.ahead += number > self.read + 1
+
+        def reading():
+            self.read = max(self.read, number)
+            return found
+
+        return reading
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_guided_row_draws_late_and_all_steps_overlap(temperature):
+    """Guided rows and others beside them: what they get alone, and no step is waited for because of a guide."""
+    forms = [rule(range(0, 5), range(3, 9), [1, 2, 7], most=9), rule([5, 6], [1], most=30), None, None]
+
+    def all_of(e):
+        return [
+            e.run([i, 2, 3], params(forms[i % 4], temperature=temperature, seed=i, max_tokens=12 + i)) for i in range(8)
+        ]
+
+    with engine(overlap=False) as e:
+        want = [s.collect() for s in all_of(e)]
+    late = Late()
+    with engine(backend=late, overlap=True, max_num_seqs=6) as e:
+        streams = all_of(e)
+        assert [s.collect() for s in streams] == want
+        assert [s.finish_reason for s in streams[:2]] == ["stop", "length"]
+        until(lambda: e.stats().running == 0)
+        assert late.ahead > 10
+        e.core.scheduler.check()
+        assert replay(e.dump())
+
+
+def test_a_guide_that_fails_while_steps_overlap_ends_its_own_request_only():
+    with engine(backend=Late(), overlap=True) as e:
+        others = [e.run([1, i], params(None, max_tokens=20)) for i in range(4)]
+        bad = e.run([1], params(rule([5], most=9, fails=3)))
+        with pytest.raises(InvalidRequest, match="too complex"):
+            bad.collect()
+        assert [s.collect() for s in others] == [expected([1, i], 20) for i in range(4)]
+
+
 # ---- models that cannot be guided -----------------------------------------------------------------------------------
 
 
