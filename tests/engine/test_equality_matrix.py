@@ -1,9 +1,9 @@
 """Who shares your batch never changes your bits: every bit of every request equals its solo run.
 
 The conditions of a run: who else is there, how prompts are cut, whether prefixes are shared, whether requests are
-preempted, in which order and rows they run. Each run holds requests of three kinds: greedy, sampled with a seed, and
-greedy with log-probabilities, of which all digits are compared. By default every pair of a library, a model and
-conditions occurs in some run; the full product is slow.
+preempted, in which order and rows they run. Each run holds requests of four kinds: greedy, sampled with a seed, greedy
+with log-probabilities, of which all digits are compared, and guided by a grammar. By default every pair of a library,
+a model and conditions occurs in some run; the full product is slow.
 """
 
 import itertools
@@ -22,6 +22,8 @@ from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
 from hibachi_jax import JaxBackend
 from hibachi_torch import TorchBackend
+
+from ..guide.toyguides import rule, toy_guides
 
 LIBRARIES = {
     "numpy": (NumpyBackend, "float32"),
@@ -119,8 +121,14 @@ def prompts(model):
 
 
 def kind(i):
-    kinds = [dict(temperature=0), dict(temperature=0.9, top_p=0.95, seed=i), dict(temperature=0, logprobs=5)]
-    return SamplingParams(max_tokens=NEW, **kinds[i % 3])
+    guided = rule(range(3, 60), range(20, 97), [5, 6, 7], most=NEW - 1)
+    kinds = [
+        dict(temperature=0),
+        dict(temperature=0.9, top_p=0.95, seed=i),
+        dict(temperature=0, logprobs=5),
+        dict(temperature=0.9, seed=i, frequency_penalty=0.5, logprobs=1, structured_outputs=guided),
+    ]
+    return SamplingParams(max_tokens=NEW, **kinds[i % 4])
 
 
 def said(stream):
@@ -148,7 +156,7 @@ def engine(model, *, chunk, cache, memory, deterministic):
     with pytest.MonkeyPatch.context() as patch:
         if memory == "preempted":
             patch.setattr(build, "Scheduler", Preempting)
-        return AutoregressiveBatchInference(
+        made = AutoregressiveBatchInference(
             model,
             max_num_seqs=COMPANY,
             max_model_len=128,
@@ -158,6 +166,8 @@ def engine(model, *, chunk, cache, memory, deterministic):
             enable_prefix_caching=cache,
             max_prefill_tokens=chunk,
         )
+    toy_guides(made)
+    return made
 
 
 def run(model, *, company, chunk, cache, memory, order, deterministic=True):

@@ -14,11 +14,10 @@ from hibachi import (
     SamplingParams,
     Terms,
 )
-from hibachi.engine.forms import Forms
 from hibachi.recording.replay import replay
 from hibachi.testing.toys import SumLogits, SumOwn, SumPaged, SumTokens, expected
 
-from .toyguides import ToyGuides, rule
+from .toyguides import rule, toy_guides
 
 
 class Slow(SumPaged):
@@ -38,9 +37,7 @@ def engine(model=SumPaged, *, eos=(), backend=None, **options):
     made = model(backend or NumpyBackend())
     made.eos_ids = eos
     found = AutoregressiveBatchInference(made, max_model_len=64, **options)
-    forms = Forms(found.forms.vocabulary)
-    forms._guides = ToyGuides(found.forms.vocabulary())
-    found.forms = forms
+    toy_guides(found)
     return found
 
 
