@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -15,11 +16,14 @@ from hibachi.runners.job import Job
 MOST_THREADS = 2
 NICE = 10  # steps come first
 
-Done: TypeAlias = "Callable[[Job, Guided | BaseException], None]"
+Done: TypeAlias = "Callable[[Job, Guided | BaseException, float], None]"
 
 
 class Compiling:
-    """Makes the guides of jobs, in the order in which they come. done: called in one of the threads."""
+    """Makes the guides of jobs, in the order in which they come.
+
+    done: called in one of the threads, with the seconds that it took.
+    """
 
     def __init__(self, done: Done) -> None:
         self._done = done
@@ -46,10 +50,11 @@ def _work(queue: SimpleQueue[Job | None], done: Done) -> None:
         if job.channel.finish is None:
             assert job.grammar is not None
             guides, grammar = job.grammar
+            began = time.perf_counter()
             try:
                 ends = () if job.stop is None or job.stop.tokens is None else job.stop.tokens.tolist()
                 made: Guided | BaseException = Guided(guides, guides.compile(grammar), ends)
             except BaseException as e:
                 made = e
-            done(job, made)
+            done(job, made, time.perf_counter() - began)
         del job

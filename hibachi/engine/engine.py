@@ -94,6 +94,7 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.pool
         return Stats(
             waiting=scheduler.waiting,
+            held=scheduler.held,
             running=scheduler.running,
             max_num_seqs=scheduler.limits.rows,
             blocks=pool.usable if pool else 0,
@@ -112,7 +113,12 @@ class Engine:
             with suppress(Exception):  # a device that is lost tells nothing
                 own.memory = backend.memory()
         return replace(
-            own, prefill=own.prefill.copy(), decode=own.decode.copy(), computed=tally.computed, padding=tally.padding
+            own,
+            prefill=own.prefill.copy(),
+            decode=own.decode.copy(),
+            grammars=own.grammars.copy(),
+            computed=tally.computed,
+            padding=tally.padding,
         )
 
     @property
@@ -151,12 +157,13 @@ class Engine:
         if job.seq.held:
             self._compiling.begin(job)
 
-    def _made(self, job: Job, made: Guided | BaseException) -> None:
+    def _made(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
         """Called in another thread: what has become of the grammar of a job."""
-        self.inbox.put((partial(self._guide, made=made), job))
+        self.inbox.put((partial(self._guide, made=made, seconds=seconds), job))
 
-    def _guide(self, job: Job, made: Guided | BaseException) -> None:
+    def _guide(self, job: Job, made: Guided | BaseException, seconds: float) -> None:
         """The grammar of a held job is ready, or failed."""
+        self._meters.grammars.add(seconds)
         if job not in self._live:
             return
         if isinstance(made, BaseException):

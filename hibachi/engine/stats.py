@@ -10,6 +10,7 @@ class Stats:
     """A snapshot of an engine's figures. Counters run from its start."""
 
     waiting: int = 0  # requests in the queue
+    held: int = 0  # of these, requests whose grammars are being made
     running: int = 0  # requests that hold a row
     max_num_seqs: int = 0  # rows
     steps: int = 0

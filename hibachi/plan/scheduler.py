@@ -94,6 +94,11 @@ class Scheduler:
         return self.limits.rows - len(self.free_rows)
 
     @property
+    def held(self) -> int:
+        """Number of waiting sequences that `free` has not been called for."""
+        return sum(seq.held for seq in list(self._parked))
+
+    @property
     def shares_generated(self) -> bool:
         return self._key_of is not None
 

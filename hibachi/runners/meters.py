@@ -99,6 +99,7 @@ class Meters:
 
     prefill: Steps = field(default_factory=Steps)
     decode: Steps = field(default_factory=Steps)
+    grammars: Histogram = field(default_factory=lambda: Histogram(STEP_TIME))  # seconds to compile one
     failed: int = 0  # steps that did not happen
     computed: int = 0  # tokens that the model computed, padding included
     padding: int = 0  # of these, padding

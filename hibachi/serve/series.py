@@ -79,6 +79,12 @@ SERIES = (
     gauge("hibachi_streams_open", "requests.streams", "Of the open requests, those that are answered piece by piece."),
     gauge("hibachi_requests_running", "stats.running", "Continuations in the batch."),
     gauge("hibachi_requests_waiting", "stats.waiting", "Continuations in the queue."),
+    gauge(
+        "hibachi_requests_waiting_by_reason",
+        lambda v: {("capacity",): v.stats.waiting - v.stats.held, ("grammar",): v.stats.held},
+        "Continuations in the queue: for a place in the batch, or for their grammar to be compiled.",
+        "reason",
+    ),
     gauge("hibachi_requests_paused", "health.paused", "Continuations whose clients read too slowly."),
     histogram(
         "hibachi_time_to_first_token_seconds", "requests.first", "From the arrival of a request to its first token."
