@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
 
 
@@ -37,6 +38,14 @@ class Grammar:
 
     source: str
     seconds: float = 0.0
+
+
+class FormRefused(InvalidRequest):
+    """A form that cannot be served. keyword: what it is about, such as "oneOf" of a JSON schema; or None."""
+
+    def __init__(self, message: str, keyword: str | None = None) -> None:
+        super().__init__(message)
+        self.keyword = keyword
 
 
 class GuideFailed(Exception):

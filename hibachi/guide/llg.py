@@ -1,0 +1,281 @@
+"""Guides by the library llguidance: grammars over bytes, masks over the tokens of a vocabulary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from threading import Lock
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+
+from hibachi.errors import MissingExtra
+from hibachi.guide.checks import MEMORY, SECONDS, Checks, Counted
+from hibachi.guide.protocol import Grammar, Guide, GuideFailed, Vocabulary
+from hibachi.guide.worker import make_tokenizer
+from hibachi.structured import StructuredOutputs
+
+# What the library may spend. Its defaults where nothing is named.
+LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
+AT_ONCE = 256  # tokens that are fed while Python's lock is held: half a millisecond
+THREADS = 32
+
+
+class LlguidanceGuides:
+    """Makes guides for one vocabulary. Callable from any thread. Raises MissingExtra without the library."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library = _need()
+        self._vocabulary = vocabulary
+        self.size = len(vocabulary.tokens)
+        self.ends = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
+        self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
+        self._checks = Checks(self._library, self._setup)
+        self._tokenizer: Any = None
+        self.forget()
+        _living.add(self)
+
+    def forget(self) -> None:
+        """The threads are another's: those of the process that we were forked from."""
+        self._lock = Lock()
+        _abandoned.append(getattr(self, "_pool", None))  # to end it would wait for threads that are not here
+        self._pool: Any = None
+
+    @property
+    def counted(self) -> Counted:
+        """What was checked, for metrics."""
+        return self._checks.counted
+
+    def check(self, form: StructuredOutputs) -> Grammar:
+        """Check a form in a process with 2 s and 1 GiB; one that was seen before at once. Raises FormRefused."""
+        return self._checks.check(form)
+
+    def compile(self, grammar: Grammar) -> LlguidanceGuide:
+        """A new guide, ready for its first mask. Raises GuideFailed."""
+        guide = LlguidanceGuide(self, grammar)
+        guide.bits()
+        return guide
+
+    def matcher(self, grammar: Grammar) -> Any:
+        """A new LLMatcher. Raises GuideFailed."""
+        matcher = self._library.LLMatcher(self.tokenizer, grammar.source, log_level=0, limits=self._limits)
+        matcher.consume_tokens([])  # sees whether it may end at once
+        raise_error_of(matcher)
+        return matcher
+
+    @property
+    def tokenizer(self) -> Any:
+        """The LLTokenizer, made once: some 0.1 s for 50,000 tokens, in which Python's lock is held."""
+        with self._lock:
+            if self._tokenizer is None:
+                tokens, special = list(self._vocabulary.tokens), self._special
+                self._tokenizer = make_tokenizer(self._library, tokens, special, self.ends)
+            return self._tokenizer
+
+    def masks(self, guides: Sequence[Guide], bits: Any) -> list[GuideFailed | None]:
+        """Fill bits, a C-contiguous uint32 array [n, ceil(vocab_size / 32)], with the masks of n guides, on all cores.
+
+        Returns what failed, by place; what such a row holds means nothing. In a model without end tokens the row of a
+        guide that is complete is 0.
+        """
+        matchers = [guide.alone() for guide in guides if isinstance(guide, LlguidanceGuide)]
+        if len(matchers) != len(guides):
+            raise TypeError("LlguidanceGuides fills masks for guides of its own; got others.")
+        words = -(-self.size // 32)
+        if bits.shape != (len(guides), words) or bits.dtype != np.uint32 or not bits.flags.c_contiguous:
+            raise ValueError(
+                f"Expected bits as a C-contiguous uint32 array [{len(guides)}, {words}]; got {bits.dtype} {bits.shape}."
+            )
+        if matchers:
+            own = self.words == words
+            filled = bits if own else np.empty((len(guides), self.words), np.uint32)
+            self._fill(matchers, filled)
+            self._cut(filled if own else bits, None if own else filled)
+        return [failure_of(matcher) for matcher in matchers]
+
+    @property
+    def words(self) -> int:
+        """Of 32 bits, in a mask of the library's."""
+        return -(-(self.size + (not self.ends)) // 32)
+
+    def _fill(self, matchers: list[Any], bits: npt.NDArray[np.uint32]) -> None:
+        bytes_ = self.words * 4
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(bits.ctypes.data, bytes_)
+        else:
+            todo = [(matcher, row) for row, matcher in enumerate(matchers)]
+            self._threads().unsafe_compute_mask_ptr(todo, bits.ctypes.data, bytes_, len(matchers))
+
+    def _threads(self) -> Any:
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._library.LLExecutor(min(os.cpu_count() or 1, THREADS))
+            return self._pool
+
+    def _cut(self, bits: npt.NDArray[np.uint32], filled: npt.NDArray[np.uint32] | None) -> None:
+        """Without the token that stands for the end where the model has none."""
+        if filled is not None:
+            bits[:] = filled[:, : bits.shape[1]]
+        elif not self.ends:
+            bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
+
+    @property
+    def _special(self) -> list[int]:
+        """Ids that no text matches."""
+        return sorted(self._vocabulary.special) if self._vocabulary.texts else list(range(self.size))
+
+    def _setup(self) -> bytes:
+        setup = {
+            "tokens": [t.decode("latin-1") for t in self._vocabulary.tokens],
+            "special": self._special,
+            "ends": list(self.ends),
+            "texts": self._vocabulary.texts,
+            "seconds": SECONDS,
+            "memory": MEMORY,
+            "limits": LIMITS,
+        }
+        return json.dumps(setup).encode()
+
+    def close(self) -> None:
+        """End the processes that check, and the threads."""
+        self._checks.stop()
+        with self._lock:
+            self._pool = None
+
+
+class LlguidanceGuide:
+    """What may come next in one request."""
+
+    def __init__(self, guides: LlguidanceGuides, grammar: Grammar, tokens: Sequence[int] = ()) -> None:
+        self._guides, self._grammar = guides, grammar
+        self._tokens: list[int] = []
+        self._beyond = 0  # end tokens behind the end, which the library does not take
+        self._matcher = guides.matcher(grammar)
+        self.advance(tokens)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These tokens have come. Raises GuideFailed; after a token that is forbidden the guide is as before."""
+        given, before = [int(t) for t in tokens], len(self._tokens)
+        for i in range(0, len(given), AT_ONCE):
+            part = given[i : i + AT_ONCE]
+            if not self._take(part):
+                self.take_back(len(self._tokens) - before)
+                raise GuideFailed("A token came that the grammar forbids.")
+
+    def _take(self, tokens: list[int]) -> bool:
+        """Were all of them taken?"""
+        if any(not 0 <= t < self._guides.size for t in tokens):
+            return False
+        n = self._matcher.try_consume_tokens(tokens) if not self._beyond else 0
+        raise_error_of(self._matcher)
+        self._tokens += tokens[:n]
+        rest = tokens[n:]
+        if not self._matcher.is_stopped() or any(t not in self._guides.ends for t in rest):
+            return not rest
+        self._beyond += len(rest)
+        self._tokens += rest
+        return True
+
+    def take_back(self, n: int) -> None:
+        """The last n tokens have not come. Raises GuideFailed."""
+        if not 0 <= n <= len(self._tokens):
+            raise GuideFailed(f"Expected to take back 0 to {len(self._tokens)} tokens; got {n}.")
+        raise_error_of(self._matcher)
+        behind = min(n, self._beyond)
+        self._beyond -= behind
+        kept = len(self._tokens) - n
+        del self._tokens[kept:]
+        if n > behind and not self._matcher.rollback(n - behind):
+            # Grammars with max_tokens or stop cannot go back.
+            again, self._tokens, self._beyond = self._tokens, [], 0
+            self._matcher = self._guides.matcher(self._grammar)
+            self.advance(again)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing but an end token may come."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def forced(self, most: int) -> list[int]:
+        """The tokens that must come next, at most this many. Each costs a mask."""
+        found: list[int] = []
+        while len(found) < most and not self.complete:
+            only = only_bit(self.bits())
+            if only is None or only >= self._guides.size or only in self._guides.ends:
+                break
+            self.advance([only])
+            found.append(only)
+        self.take_back(len(found))
+        return found
+
+    def fork(self) -> LlguidanceGuide:
+        """A new guide of the same grammar, fed with the tokens so far.
+
+        It is compiled anew: copies of the library's share their automaton and its limit with the original.
+        """
+        return LlguidanceGuide(self._guides, self._grammar, self._tokens)
+
+    def bits(self) -> npt.NDArray[np.uint32]:
+        """The mask of the library's, with the end token that stands for none. Raises GuideFailed."""
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        raise_error_of(self._matcher)
+        return found
+
+    def alone(self) -> Any:
+        """The matcher, for `LlguidanceGuides.masks`."""
+        return self._matcher
+
+
+def only_bit(bits: npt.NDArray[np.uint32]) -> int | None:
+    """The place of the only bit that is set; None if there are more or none."""
+    words = np.flatnonzero(bits)
+    if len(words) != 1 or (word := int(bits[words[0]])) & (word - 1):
+        return None
+    return int(words[0]) * 32 + word.bit_length() - 1
+
+
+def failure_of(matcher: Any) -> GuideFailed | None:
+    """Of its message only the kind: it may hold what the request has said."""
+    if not matcher.is_error():
+        return None
+    error = matcher.get_error()
+    if "NoExtensionBias" in error:
+        return GuideFailed("The grammar has come to a point where no token of the model goes on.")
+    if any(word in error for word in ("doesn't satisfy", "forced bytes", "parser stopped")):
+        return GuideFailed("A token came that the grammar forbids.")
+    return GuideFailed("The grammar has become too complex.")
+
+
+def raise_error_of(matcher: Any) -> None:
+    if (failure := failure_of(matcher)) is not None:
+        raise failure
+
+
+def _need() -> ModuleType:
+    try:
+        return importlib.import_module("llguidance")
+    except ModuleNotFoundError as e:
+        if e.name != "llguidance":  # it is there, but something below it is not
+            raise
+        raise MissingExtra(
+            "structured_outputs need the package 'llguidance', which is not installed. It is in the extra 'guided': "
+            "pip install '.[guided]' in the checkout."
+        ) from e
+
+
+_living: WeakSet[LlguidanceGuides] = WeakSet()
+_abandoned: list[Any] = []
+
+
+def _forget_all() -> None:
+    for guides in list(_living):
+        guides.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
