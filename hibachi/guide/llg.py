@@ -33,7 +33,7 @@ class LlguidanceGuides:
         self._library = _need()
         self._vocabulary = vocabulary
         self.size = len(vocabulary.tokens)
-        self.ends = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
+        self.eos_ids = tuple(i for i in vocabulary.eos_ids if 0 <= i < self.size)  # others cannot come
         self._limits = self._library.LLParserLimits(**LIMITS, verbose_errors=False)
         self._checks = Checks(self._library, self._setup)
         self._tokenizer: Any = None
@@ -74,7 +74,7 @@ class LlguidanceGuides:
         with self._lock:
             if self._tokenizer is None:
                 tokens, special = list(self._vocabulary.tokens), self._special
-                self._tokenizer = make_tokenizer(self._library, tokens, special, self.ends)
+                self._tokenizer = make_tokenizer(self._library, tokens, special, self.eos_ids)
             return self._tokenizer
 
     def masks(self, guides: Sequence[Guide], bits: Any) -> list[GuideFailed | None]:
@@ -83,33 +83,38 @@ class LlguidanceGuides:
         Returns what failed, by place; what such a row holds means nothing. In a model without end tokens the row of a
         guide that is complete is 0.
         """
-        matchers = [guide.alone() for guide in guides if isinstance(guide, LlguidanceGuide)]
-        if len(matchers) != len(guides):
+        own = [guide for guide in guides if isinstance(guide, LlguidanceGuide)]
+        if len(own) != len(guides):
             raise TypeError("LlguidanceGuides fills masks for guides of its own; got others.")
         words = -(-self.size // 32)
         if bits.shape != (len(guides), words) or bits.dtype != np.uint32 or not bits.flags.c_contiguous:
             raise ValueError(
                 f"Expected bits as a C-contiguous uint32 array [{len(guides)}, {words}]; got {bits.dtype} {bits.shape}."
             )
-        if matchers:
-            own = self.words == words
-            filled = bits if own else np.empty((len(guides), self.words), np.uint32)
-            self._fill(matchers, filled)
-            self._cut(filled if own else bits, None if own else filled)
-        return [failure_of(matcher) for matcher in matchers]
+        if own:
+            wide = self.words != words
+            filled = np.empty((len(own), self.words), np.uint32) if wide else bits
+            self._fill(own, filled)
+            self._cut(bits, filled if wide else None)
+        return [failure_of(guide.alone()) for guide in own]
 
     @property
     def words(self) -> int:
         """Of 32 bits, in a mask of the library's."""
-        return -(-(self.size + (not self.ends)) // 32)
+        return -(-(self.size + (not self.eos_ids)) // 32)
 
-    def _fill(self, matchers: list[Any], bits: npt.NDArray[np.uint32]) -> None:
-        bytes_ = self.words * 4
-        if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(bits.ctypes.data, bytes_)
-        else:
-            todo = [(matcher, row) for row, matcher in enumerate(matchers)]
-            self._threads().unsafe_compute_mask_ptr(todo, bits.ctypes.data, bytes_, len(matchers))
+    def _fill(self, guides: list[LlguidanceGuide], bits: npt.NDArray[np.uint32]) -> None:
+        todo = []
+        for row, guide in enumerate(guides):
+            if guide.known is None:
+                todo.append((guide.alone(), row))
+            else:
+                bits[row] = guide.known
+        if len(todo) == 1:
+            [(matcher, row)] = todo
+            matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, self.words * 4)
+        elif todo:
+            self._threads().unsafe_compute_mask_ptr(todo, bits.ctypes.data, self.words * 4, len(bits))
 
     def _threads(self) -> Any:
         with self._lock:
@@ -121,7 +126,7 @@ class LlguidanceGuides:
         """Without the token that stands for the end where the model has none."""
         if filled is not None:
             bits[:] = filled[:, : bits.shape[1]]
-        elif not self.ends:
+        elif not self.eos_ids:
             bits[:, -1] &= np.uint32((1 << self.size % 32) - 1)
 
     @property
@@ -133,7 +138,7 @@ class LlguidanceGuides:
         setup = {
             "tokens": [t.decode("latin-1") for t in self._vocabulary.tokens],
             "special": self._special,
-            "ends": list(self.ends),
+            "ends": list(self.eos_ids),
             "texts": self._vocabulary.texts,
             "seconds": SECONDS,
             "memory": MEMORY,
@@ -149,7 +154,9 @@ class LlguidanceGuides:
 
 
 class LlguidanceGuide:
-    """What may come next in one request."""
+    """What may come next in one request. known: its mask, where it was computed before it was asked for."""
+
+    known: npt.NDArray[np.uint32] | None = None
 
     def __init__(self, guides: LlguidanceGuides, grammar: Grammar, tokens: Sequence[int] = ()) -> None:
         self._guides, self._grammar = guides, grammar
@@ -161,6 +168,7 @@ class LlguidanceGuide:
     def advance(self, tokens: Sequence[int]) -> None:
         """These tokens have come. Raises GuideFailed; after a token that is forbidden the guide is as before."""
         given, before = [int(t) for t in tokens], len(self._tokens)
+        self.known = None
         for i in range(0, len(given), AT_ONCE):
             part = given[i : i + AT_ONCE]
             if not self._take(part):
@@ -175,7 +183,7 @@ class LlguidanceGuide:
         raise_error_of(self._matcher)
         self._tokens += tokens[:n]
         rest = tokens[n:]
-        if not self._matcher.is_stopped() or any(t not in self._guides.ends for t in rest):
+        if not self._matcher.is_stopped() or any(t not in self._guides.eos_ids for t in rest):
             return not rest
         self._beyond += len(rest)
         self._tokens += rest
@@ -186,6 +194,7 @@ class LlguidanceGuide:
         if not 0 <= n <= len(self._tokens):
             raise GuideFailed(f"Expected to take back 0 to {len(self._tokens)} tokens; got {n}.")
         raise_error_of(self._matcher)
+        self.known = None
         behind = min(n, self._beyond)
         self._beyond -= behind
         kept = len(self._tokens) - n
@@ -198,15 +207,24 @@ class LlguidanceGuide:
 
     @property
     def complete(self) -> bool:
-        """Nothing but an end token may come."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        """Nothing but an end token may come. Where it may end, but need not, that takes a mask to see."""
+        matcher = self._matcher
+        if matcher.is_error() or matcher.is_stopped():
+            return not matcher.is_error()
+        if not matcher.is_accepting():
+            return False
+        if self.known is None:
+            self.known = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._guides.words]
+        ends = self._guides.eos_ids or (self._guides.size,)
+        may_end = sum(int(self.known[i >> 5]) >> (i & 31) & 1 for i in ends)
+        return not matcher.is_error() and int(np.bitwise_count(self.known).sum()) == may_end
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, at most this many. Each costs a mask."""
         found: list[int] = []
         while len(found) < most and not self.complete:
             only = only_bit(self.bits())
-            if only is None or only >= self._guides.size or only in self._guides.ends:
+            if only is None or only >= self._guides.size or only in self._guides.eos_ids:
                 break
             self.advance([only])
             found.append(only)
