@@ -28,6 +28,7 @@ from hibachi.runners.groups import Alone, Grouping, bucket
 from hibachi.runners.heads import Head, Sampled, Tokens
 from hibachi.runners.meters import Tally
 from hibachi.runners.nine import NineRunner
+from hibachi.runners.overlapping import OverlappingRunner
 from hibachi.runners.owncache import OwnCacheRunner
 from hibachi.runners.ownstep import takes_own_lengths
 from hibachi.runners.runner import Runner
@@ -312,7 +313,7 @@ def cached_runner(
         head: Head = Tokens(backend, tally, name)
     else:
         head = Sampled(sampler, tables.of(kind_of_ids(codebooks_of(model))), tally, name)
-    runner = CachedRunner(model, backend, scheduler, tables, head, dtype, tally, beside=beside)
+    runner = OverlappingRunner(model, backend, scheduler, tables, head, dtype, tally, beside=beside)
     if runner.inputs.shapes.sizes:
         runner.inputs.shapes = _shapes_of_same_bits(runner, scheduler.limits.rows)
     return runner
