@@ -82,7 +82,10 @@ def make_tokenizer(library: Any, tokens: Sequence[bytes], special: Sequence[int]
     """
     if not ends:
         tokens, ends = [*tokens, b"<end>"], [len(tokens)]
-    return library.LLTokenizer(Words(tokens, sorted({*special, *ends}), ends[0]), eos_token=list(ends))
+    kept = {*special, *ends}
+    # Names of their own: the library takes special tokens of one name for one token.
+    named = [t or b"<|%d|>" % i if i in kept else t for i, t in enumerate(tokens)]
+    return library.LLTokenizer(Words(named, sorted(kept), ends[0]), eos_token=list(ends))
 
 
 # ---- from forms to grammars ------------------------------------------------------------------------------------------

@@ -98,6 +98,6 @@ def completed(jobs: Sequence[Any], tokens: HostArray, stopped: Any, skip: Any) -
 
 def stuck(error: GuideFailed) -> InvalidRequest:
     return InvalidRequest(
-        f"The output cannot go on in the form that structured_outputs asks for: {error}. Make the form simpler, or "
+        f"The output cannot go on in the form that structured_outputs asks for: {str(error).rstrip('.')}. Make the form simpler, or "
         f"loosen what else limits tokens."
     )

@@ -23,6 +23,7 @@ COVERED = {
     "custom_numpy",
     "custom_torch",
     "feedforward",
+    "guided_melody",
     "llm_stream",
     "music_codebooks",
     "nine_numpy",
@@ -75,6 +76,15 @@ def test_custom_numpy_samples_the_same_events_in_a_batch_and_alone(tmp_path):
 
 def test_nine_numpy_counts_up(tmp_path):
     assert run("nine_numpy", cwd=tmp_path).strip() == "[[6, 7, 8, 9], [7, 8, 9]]"
+
+
+def test_guided_melody_has_the_same_notes_at_three_levels_and_keeps_to_its_grammar(tmp_path):
+    lines = run("guided_melody", cwd=tmp_path).splitlines()
+    assert len(lines) == 12
+    melodies = [line.partition("|")[2] for line in lines]
+    assert melodies[:4] == melodies[4:8] == melodies[8:] and len(set(melodies)) == 4
+    notes = [note.split(":") for melody in melodies for note in melody.split()]
+    assert len(notes) == 12 * 6 and all(48 <= int(p) <= 72 and 1 <= int(n) <= 8 for p, n in notes)
 
 
 def test_custom_torch_recites_the_rest_of_each_line(tmp_path):

@@ -1,0 +1,126 @@
+"""What guiding costs: rows whose answers follow schemas beside the same rows without, on one model, by turns.
+
+    .venv/bin/python benchmarks/guided.py --model .smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --backend torch
+
+64 rows, each with a schema of its own; a row that ends is replaced at once. `guided` and `free` take turns of a few
+seconds, and the table shows the medians of their tokens per second, their ratio turn by turn, and the ratio for rows
+without a schema beside 32 that have one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+from hibachi import LLM, SamplingParams
+
+WORDS = "name city age price tags notes owner start end count level items code unit score state email phone".split()
+
+
+def schema(seed: int) -> dict[str, object]:
+    """One of many: an object with some fields, perhaps nested, perhaps with lists."""
+    r = random.Random(seed)
+
+    def value(depth: int) -> dict[str, object]:
+        kind = r.choice(
+            ["text", "text", "integer", "number", "enum", "boolean", "list", "object"]
+            if depth
+            else ["text", "integer", "enum"]
+        )
+        if kind == "text":
+            return {"type": "string", "maxLength": r.randint(20, 200)}
+        if kind == "integer":
+            return {"type": "integer", "minimum": 0, "maximum": 10 ** r.randint(1, 6)}
+        if kind == "enum":
+            return {"enum": r.sample(WORDS, 4)}
+        if kind == "list":
+            return {"type": "array", "items": value(depth - 1), "maxItems": r.randint(2, 8)}
+        return fields(depth - 1) if kind == "object" else {"type": kind}
+
+    def fields(depth: int) -> dict[str, object]:
+        names = r.sample(WORDS, r.randint(3, 8))
+        return {
+            "type": "object",
+            "properties": {n: value(depth) for n in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+
+    return fields(2)
+
+
+def params(i: int, guided: bool, tokens: int) -> SamplingParams:
+    form = {"json": schema(i % 4096)} if guided else None
+    # The end comes where it comes with a schema; without one after as many tokens as an answer has in the mean.
+    return SamplingParams(temperature=0.8, seed=i, max_tokens=tokens, ignore_eos=not guided, structured_outputs=form)
+
+
+class Run:
+    """Keeps `rows` requests going, of which `guided` are guided."""
+
+    def __init__(self, llm: LLM, rows: int, guided: int, tokens: int) -> None:
+        self.llm, self.rows, self.guided, self.tokens, self.number = llm, rows, guided, tokens, 0
+
+    def turn(self, seconds: float) -> tuple[float, float]:
+        """Tokens per second of guided rows, and of the others."""
+        live = [self.begin(i < self.guided) for i in range(self.rows)]
+        counts = [0, 0]
+        warm, end = time.perf_counter() + 1.0, time.perf_counter() + 1.0 + seconds
+        began = warm
+        while (now := time.perf_counter()) < end:
+            time.sleep(0.01)
+            for i, (stream, kind) in enumerate(live):
+                new = len(stream.tokens.come())
+                if now >= warm:
+                    counts[kind] += new
+                if stream.finish_reason is not None:
+                    live[i] = self.begin(bool(kind))
+        took = time.perf_counter() - began
+        for stream, _ in live:
+            stream.close()
+        while self.llm.stats().running:
+            time.sleep(0.01)
+        return counts[1] / took, counts[0] / took
+
+    def begin(self, guided: bool):  # type: ignore[no-untyped-def]
+        self.number += 1
+        prompt = f"Describe thing number {self.number % 97} as JSON:\n"
+        return self.llm.stream(prompt, params(self.number, guided, self.tokens)), int(guided)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="tiny")
+    p.add_argument("--backend")
+    p.add_argument("--dtype")
+    p.add_argument("--rows", type=int, default=64)
+    p.add_argument("--seconds", type=float, default=5.0)
+    p.add_argument("--turns", type=int, default=3)
+    p.add_argument("--tokens", type=int, default=120)
+    a = p.parse_args()
+    llm = LLM(a.model, backend=a.backend, dtype=a.dtype, max_num_seqs=a.rows, max_model_len=512)
+    kinds = {"free": Run(llm, a.rows, 0, a.tokens), "guided": Run(llm, a.rows, a.rows, a.tokens)}
+    kinds["half"] = Run(llm, a.rows, a.rows // 2, a.tokens)
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for name, run in kinds.items():
+        run.turn(1.0)
+    for _ in range(a.turns):
+        for name, run in kinds.items():
+            figures[name].append(run.turn(a.seconds))
+    free = [f for _, f in figures["free"]]
+    guided = [g for g, _ in figures["guided"]]
+    half = figures["half"]
+    m = statistics.median
+    print(json.dumps({"engine": llm.engine.facts.fingerprint, "rows": a.rows, "turns": a.turns, "seconds": a.seconds}))
+    print(f"free           {m(free):8.0f} tokens/s")
+    print(f"guided         {m(guided):8.0f} tokens/s   ratio {m(g / f for g, f in zip(guided, free, strict=True)):.3f}")
+    beside = [o / (f * (a.rows - a.rows // 2) / a.rows) for (_, o), f in zip(half, free, strict=True)]
+    print(f"free, beside {a.rows // 2:2d} guided                   ratio {m(beside):.3f}")
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
