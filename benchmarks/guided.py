@@ -15,9 +15,10 @@ import random
 import statistics
 import time
 
-from hibachi import LLM, SamplingParams
+from hibachi import LLM, SamplingParams, TextStream
 
-WORDS = "name city age price tags notes owner start end count level items code unit score state email phone".split()
+WORDS = ["name", "city", "age", "price", "tags", "notes", "owner", "start", "count", "level", "items", "code", "unit"]
+DEEP = ["text", "text", "integer", "number", "enum", "boolean", "list", "object"]
 
 
 def schema(seed: int) -> dict[str, object]:
@@ -25,11 +26,7 @@ def schema(seed: int) -> dict[str, object]:
     r = random.Random(seed)
 
     def value(depth: int) -> dict[str, object]:
-        kind = r.choice(
-            ["text", "text", "integer", "number", "enum", "boolean", "list", "object"]
-            if depth
-            else ["text", "integer", "enum"]
-        )
+        kind = r.choice(DEEP if depth else ["text", "integer", "enum"])
         if kind == "text":
             return {"type": "string", "maxLength": r.randint(20, 200)}
         if kind == "integer":
@@ -85,7 +82,7 @@ class Run:
             time.sleep(0.01)
         return counts[1] / took, counts[0] / took
 
-    def begin(self, guided: bool):  # type: ignore[no-untyped-def]
+    def begin(self, guided: bool) -> tuple[TextStream, int]:
         self.number += 1
         prompt = f"Describe thing number {self.number % 97} as JSON:\n"
         return self.llm.stream(prompt, params(self.number, guided, self.tokens)), int(guided)
@@ -105,7 +102,7 @@ def main() -> None:
     kinds = {"free": Run(llm, a.rows, 0, a.tokens), "guided": Run(llm, a.rows, a.rows, a.tokens)}
     kinds["half"] = Run(llm, a.rows, a.rows // 2, a.tokens)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
-    for name, run in kinds.items():
+    for run in kinds.values():
         run.turn(1.0)
     for _ in range(a.turns):
         for name, run in kinds.items():

@@ -33,9 +33,8 @@ class Whole:
     vocab_size, max_model_len = PITCHES + LENGTHS, 64
 
     def logits(self, tokens, lengths):
-        return logits_of(
-            np.concatenate([run(np.zeros((1, UNITS)), row[None, len(row) - n :]) for row, n in zip(tokens, lengths)])
-        )
+        rows = [row[None, len(row) - n :] for row, n in zip(tokens, lengths, strict=True)]
+        return logits_of(np.concatenate([run(np.zeros((1, UNITS)), row) for row in rows]))
 
 
 class OwnState:
