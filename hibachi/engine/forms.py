@@ -8,7 +8,7 @@ from typing import Any
 
 from hibachi.errors import UnsupportedOperation
 from hibachi.guide.find import guides_for
-from hibachi.guide.protocol import Grammar, Guides, Vocabulary
+from hibachi.guide.protocol import Counted, Grammar, Guides, Vocabulary
 from hibachi.request import SamplingParams
 from hibachi.structured import StructuredOutputs
 
@@ -56,6 +56,12 @@ class Forms:
             )
         assert isinstance(form, StructuredOutputs)
         return guides.check(form)
+
+    @property
+    def counted(self) -> Counted:
+        """What was checked so far; not the work of guides that do not count."""
+        found: Counted = getattr(self._guides, "counted", None) or Counted()
+        return found
 
     def close(self) -> None:
         with self._making:

@@ -9,8 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
-from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from hibachi.errors import ConfigError
-from hibachi.guide.protocol import FormRefused, Grammar
+from hibachi.guide.protocol import Counted, FormRefused, Grammar
 from hibachi.structured import StructuredOutputs
 
 SECONDS = 2.0  # of computing that one form may take
@@ -29,8 +28,6 @@ START = 120.0  # until a process has read the vocabulary
 MEMORY = 2**30  # bytes that one form may take
 PROCESSES = 2
 MOST_VERDICTS, MOST_BYTES = 1024, 2**24
-BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # seconds, of the histogram
-MOST_KEYWORDS = 64
 WORKER = Path(__file__).with_name("worker.py")
 # How it ends by what it was given: our alarm, its memory, its stack. Anything else was not the form.
 BY_FORM = {
@@ -229,28 +226,6 @@ class Checks:
         """End the processes. They are started again when they are needed."""
         for process in self._processes:
             process.stop()
-
-
-class Counted:
-    """What was checked, for metrics. seconds: checks that took at most so long, by `BOUNDS`, and those that took more.
-
-    refused: by keyword; "" for those that are about none, "other" for what came after `MOST_KEYWORDS` different ones.
-    """
-
-    def __init__(self) -> None:
-        self.checks = self.hits = 0
-        self.seconds = [0] * (len(BOUNDS) + 1)
-        self.total_seconds = 0.0
-        self.refused: Counter[str] = Counter()
-
-    def note(self, verdict: Grammar | FormRefused) -> None:
-        self.checks += 1
-        if isinstance(verdict, Grammar):
-            self.seconds[bisect_left(BOUNDS, verdict.seconds)] += 1
-            self.total_seconds += verdict.seconds
-            return
-        name = verdict.keyword or ""
-        self.refused[name if name in self.refused or len(self.refused) < MOST_KEYWORDS else "other"] += 1
 
 
 def too_complex() -> dict[str, Any]:

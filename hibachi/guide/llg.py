@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hibachi.errors import MissingExtra
-from hibachi.guide.checks import MEMORY, SECONDS, Checks, Counted
-from hibachi.guide.protocol import Grammar, Guide, GuideFailed, Vocabulary
+from hibachi.guide.checks import MEMORY, SECONDS, Checks
+from hibachi.guide.protocol import Counted, Grammar, Guide, GuideFailed, Vocabulary
 from hibachi.guide.worker import make_tokenizer
 from hibachi.structured import StructuredOutputs
 

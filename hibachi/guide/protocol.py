@@ -6,12 +6,15 @@ returns a `Guides`. The variable HIBACHI_GUIDES names it; "llguidance" is ours.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hibachi.errors import InvalidRequest
 from hibachi.structured import StructuredOutputs
+
+MOST_KEYWORDS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +51,22 @@ class FormRefused(InvalidRequest):
         self.keyword = keyword
 
 
+class Counted:
+    """What was checked. checks: forms that were new. hits: others. refused: how many, by keyword; "" for those that are
+    about none, "other" for what came after `MOST_KEYWORDS` different ones.
+    """
+
+    def __init__(self) -> None:
+        self.checks = self.hits = 0
+        self.refused: Counter[str] = Counter()
+
+    def note(self, verdict: Grammar | FormRefused) -> None:
+        self.checks += 1
+        if isinstance(verdict, FormRefused):
+            name = verdict.keyword or ""
+            self.refused[name if name in self.refused or len(self.refused) < MOST_KEYWORDS else "other"] += 1
+
+
 class GuideFailed(Exception):
     """A grammar cannot go on: it has become too complex, or a token came that it forbids."""
 
@@ -82,7 +101,7 @@ class Guide(Protocol):
 class Guides(Protocol):
     """Makes guides for one vocabulary. Callable from any thread.
 
-    eos_ids: the tokens of the vocabulary that end a text.
+    eos_ids: the tokens of the vocabulary that end a text. An attribute `counted`, if there is one, is a `Counted`.
     """
 
     eos_ids: tuple[int, ...]

@@ -8,6 +8,7 @@ from typing import Any
 from hibachi.engine.batchengine import BatchEngine
 from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
+from hibachi.request import SamplingParams
 from hibachi.runners.meters import Meters
 from hibachi.streams.closeable import CLOSE_WITHIN, Closing
 from hibachi.streams.loops import in_thread
@@ -20,6 +21,12 @@ class Holding(Closing):
 
     def __init__(self, engine: BatchEngine[Any]) -> None:
         self.engine = engine
+
+    def check_form(self, params: SamplingParams | None) -> None:
+        """Check the form that an output must have; requests that ask for it later find it checked. It may take two
+        seconds, in which a server does other things. Raises InvalidRequest, UnsupportedOperation or MissingExtra.
+        """
+        self.engine.forms.check(params)
 
     def stats(self) -> Stats:
         """A snapshot of the engine's counters: waiting, running, steps, tokens, free blocks."""

@@ -57,12 +57,6 @@ class Texts(Holding):
         if vocab_size is not None:
             engine.forms.vocabulary = partial(vocabulary_of, tokenizer, vocab_size, self.eos_ids)
 
-    def check_form(self, params: SamplingParams) -> None:
-        """Check the form that an answer must have; requests that ask for it later find it checked. It may take two
-        seconds, in which a server does other things. Raises InvalidRequest, UnsupportedOperation or MissingExtra.
-        """
-        self.engine.forms.check(params)
-
     @spelled
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, terms: Terms | None = None) -> TextStream:
         """Stream the text of one prompt piece by piece: iterate with `for` or `async for`.

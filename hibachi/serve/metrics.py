@@ -17,6 +17,7 @@ from hibachi.api.openapi import TEXT
 from hibachi.engine.health import Health
 from hibachi.engine.stats import Stats
 from hibachi.errors import HibachiError
+from hibachi.guide.protocol import Counted
 from hibachi.runners.meters import Histogram, Meters, decades
 from hibachi.serve.record import Record
 from hibachi.serve.routes import About, Route
@@ -113,6 +114,7 @@ class View:
         self.served, self.requests, self.about = served, requests, about
         self.health, self.stats = what.health(), what.stats()
         self.engine: Meters = what.meters()
+        self.forms: Counted = engine.forms.counted
         self.uptime: float = time.monotonic() - began
         self.restarts: int = self.health.restarts
         memory: tuple[int | None, int | None] = self.engine.memory or (None, None)

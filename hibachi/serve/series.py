@@ -170,6 +170,17 @@ SERIES = (
         "served.open_requests",
         "Requests over HTTP that are not answered to the end, this one among them.",
     ),
+    histogram(
+        "hibachi_grammar_compile_seconds", "engine.grammars", "The time that compiling a request's grammar takes."
+    ),
+    counter("hibachi_forms_checked_total", "forms.checks", "Forms of answers that came for the first time."),
+    counter("hibachi_forms_known_total", "forms.hits", "Forms of answers that were checked before."),
+    counter(
+        "hibachi_forms_refused_total",
+        lambda v: {(keyword,): n for keyword, n in v.forms.refused.items()},
+        "New forms that were refused, by the keyword that is not supported; empty: for another reason.",
+        "keyword",
+    ),
     # ---- the batch ----
     counter(
         "hibachi_steps_total",
