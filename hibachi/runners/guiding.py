@@ -99,6 +99,6 @@ def completed(jobs: Sequence[Any], tokens: HostArray, stopped: Any, skip: Any) -
 def stuck(error: GuideFailed) -> InvalidRequest:
     why = str(error).rstrip(".")
     return InvalidRequest(
-        f"The output cannot go on in the form that structured_outputs asks for: {why}. Make the form simpler, or loosen "
-        f"what else limits tokens."
+        f"The output cannot go on in the form that structured_outputs asks for: {why}. Make the form simpler, or "
+        f"loosen what else limits tokens."
     )
