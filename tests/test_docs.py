@@ -235,7 +235,7 @@ def test_the_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_names_that_a_page_uses_are_public(page):
     for name in re.findall(r"\bhibachi\.([A-Za-z]\w*)", page.read_text()):
-        group = name in ("backends", "kernels", "models", "policies", "router_policies")  # of entry points
+        group = name in ("backends", "kernels", "models", "policies", "router_policies", "guides")  # of entry points
         assert hasattr(hibachi, name) or group or importlib.util.find_spec(f"hibachi.{name}"), name
 
 
