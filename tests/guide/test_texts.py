@@ -1,0 +1,207 @@
+"""Answers in a form: the language model that ships, in this process and in another, and models of one's own."""
+
+import json
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+
+from hibachi import LLM, AutoregressiveBatchInference, InvalidRequest, NumpyBackend, SamplingParams
+from hibachi.guide.protocol import FormRefused
+from hibachi.remote.llm import RemoteLLM
+from hibachi.testing.toys import SumPaged
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json": {"json": PERSON},
+    "regex": {"regex": r"[a-c]{3}-\d\d"},
+    "choice": {"choice": ["yes", "no", "né"]},
+    "lark": {"grammar": 'start: "x" NUM "!"\nNUM: /[0-9]{2,4}/'},
+    "gbnf": {"grammar": 'root ::= "ab" [0-9] tail\ntail ::= "." | "?"'},
+}
+FITS = {
+    "json": lambda text: {*json.loads(text)} == {"name", "age", "tags"},
+    "regex": lambda text: re.fullmatch(r"[a-c]{3}-\d\d", text),
+    "choice": lambda text: text in ("yes", "no", "né"),
+    "lark": lambda text: re.fullmatch(r"x[0-9]{2,4}!", text),
+    "gbnf": lambda text: re.fullmatch(r"ab[0-9][.?]", text),
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny", backend="numpy", max_num_seqs=8) as found:
+        yield found
+
+
+def params(form, **more):
+    return SamplingParams(structured_outputs=form, **{"max_tokens": 90, "seed": 1} | more)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_comes_out_whole(llm, form, temperature):
+    answers = llm.generate(["My form: ", "Once"], params(FORMS[form], temperature=temperature))
+    for answer in answers:
+        assert FITS[form](answer.text), answer.text
+        assert answer.finish_reason == "stop" and answer.choices[0].stop_reason is None
+
+
+def test_any_json_object(llm):
+    answer = llm.generate("JSON: ", params({"json_object": True}, temperature=0, max_tokens=60))[0]
+    assert answer.text.startswith("{")
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.text), dict)
+
+
+def test_an_answer_has_the_same_bits_alone_and_in_company(llm):
+    forms = list(FORMS.values())
+    each = [params(forms[i % 5], seed=i, temperature=1.0, logprobs=1, presence_penalty=0.3) for i in range(20)]
+    prompts = [f"Number {i}: " for i in range(20)]
+    alone = [llm.generate(p, own)[0] for p, own in zip(prompts, each, strict=True)]
+    together = llm.generate(prompts, each)
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    assert [a.logprobs for a in together] == [a.logprobs for a in alone]
+
+
+def test_stop_strings_end_it_as_anywhere(llm):
+    answer = llm.generate("x", params({"regex": "a{3}bc{3}"}, stop="b"))[0]
+    assert answer.text == "aaa" and answer.choices[0].stop_reason == "b"
+
+
+def test_max_tokens_in_the_midst_is_length(llm):
+    answer = llm.generate("x", params({"json": PERSON}, max_tokens=3))[0]
+    assert answer.finish_reason == "length" and len(answer.token_ids) == 3
+
+
+@pytest.mark.parametrize("more", [dict(min_tokens=40), dict(ignore_eos=True), dict(min_tokens=40, ignore_eos=True)])
+def test_a_complete_answer_ends_whatever_min_tokens_and_ignore_eos_say(llm, more):
+    answer = llm.generate("x", params({"choice": ["yes"]}, **more))[0]
+    assert answer.text == "yes" and answer.finish_reason == "stop"
+
+
+def test_an_answer_that_may_end_and_need_not_ends_by_the_end_token_only(llm):
+    """`a*` after three a: with ignore_eos it goes on to max_tokens."""
+    form = {"regex": "a{3}a*"}
+    free = llm.generate("x", params(form, max_tokens=40, ignore_eos=True))[0]
+    assert free.finish_reason == "length" and set(free.text) == {"a"}
+    ended = llm.generate("x", params(form, max_tokens=40, logit_bias=dict.fromkeys(llm.eos_ids, 100)))[0]
+    assert ended.finish_reason == "stop" and ended.text.startswith("aaa")
+    long = llm.generate("x", params(form, max_tokens=40, min_tokens=20, logit_bias=dict.fromkeys(llm.eos_ids, 100)))[0]
+    assert len(long.token_ids) == 20
+
+
+def test_several_continuations_and_the_best(llm):
+    answer = llm.generate("x", params(FORMS["regex"], n=3, temperature=2.0))[0]
+    assert len({c.text for c in answer.choices}) > 1 and all(FITS["regex"](c.text) for c in answer.choices)
+    best = llm.generate("x", params(FORMS["regex"], n=1, best_of=4, temperature=2.0))[0]
+    assert FITS["regex"](best.text)
+
+
+def test_blanks_come_one_at_a_time_after_a_comma_and_a_colon(llm):
+    """The commonest complaint is of blanks without end: here they are as likely as can be."""
+    blanks = {
+        i: 100 for i in range(llm.vocab_size) if not llm.tokenizer.token_bytes(i).strip() and i not in llm.eos_ids
+    }
+    blanks = dict(list(blanks.items())[:300])
+    answer = llm.generate("x", params({"json": PERSON}, temperature=0, logit_bias=blanks, max_tokens=200))[0]
+    value = json.loads(answer.text)
+    assert answer.text in (json.dumps(value), json.dumps(value, ensure_ascii=False))
+    spaced = {"json": PERSON, "whitespace_pattern": "[ ]{0,3}"}
+    wide = llm.generate("x", params(spaced, temperature=0, logit_bias=blanks, max_tokens=200))[0]
+    assert wide.text.startswith('{   "name"   :   "') and json.loads(wide.text)
+
+
+def test_a_form_that_cannot_be_served_is_refused_by_name_at_the_call(llm):
+    for schema, word in [
+        ({"type": "string", "not": {"const": "a"}}, "not"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "string", "format": "color"}, "format"),
+    ]:
+        with pytest.raises(FormRefused, match=word) as e:
+            llm.generate("x", params({"json": schema}))
+        assert e.value.keyword == word
+    with pytest.raises(InvalidRequest, match="regular expression"):
+        llm.generate("x", params({"regex": "(a"}))
+
+
+def test_an_engine_in_another_process(llm):
+    each = [params(form, seed=i, temperature=1.0) for i, form in enumerate(FORMS.values())]
+    here = llm.generate(["Here: "] * 5, each)
+    with RemoteLLM("tiny", backend="numpy") as there:
+        assert [a.text for a in there.generate(["Here: "] * 5, each)] == [a.text for a in here]
+        with pytest.raises(FormRefused):
+            there.generate("x", params({"json": {"not": {}}}))
+        assert there.generate("x", params({"choice": ["yes"]}))[0].text == "yes"
+
+
+def test_random_cancels_leave_nothing_behind(llm):
+    """`benchmarks/guided.py` runs thousands of them."""
+    r = random.Random(0)
+    live = []
+    for i in range(60):
+        live.append(llm.stream(f"n {i}", params(r.choice(list(FORMS.values())), seed=i)))
+        if r.random() < 0.5:
+            live.pop(r.randrange(len(live))).close()
+    for stream in live:
+        for _ in stream:
+            pass
+    core = llm.engine.core
+    end = time.monotonic() + 10
+    while llm.stats().running or llm.stats().waiting:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    core.scheduler.check()
+    assert not core.live() and llm.stats().held == 0
+
+
+# ---- tokenizers and tokens of one's own ------------------------------------------------------------------------------
+
+
+class Letters:
+    """Ids are letters: 0 is "a"."""
+
+    def encode(self, text):
+        return [ord(c) - 97 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(97 + i) for i in ids)
+
+
+class Spelling(Letters):
+    def token_bytes(self, token):
+        return bytes([97 + token])
+
+
+def own(tokenizer):
+    made = SumPaged(NumpyBackend())
+    made.tokenizer = tokenizer
+    return AutoregressiveBatchInference(made, max_model_len=64)
+
+
+def test_a_tokenizer_that_spells_its_tokens_guides_texts():
+    with own(Spelling()) as e:
+        ids = e.run([1, 2], params({"regex": "(ab|cd){3}"}, temperature=0)).collect()
+        assert re.fullmatch("(ab|cd){3}", Letters().decode(ids))
+
+
+@pytest.mark.parametrize("tokenizer", [None, Letters()], ids=["none", "decode only"])
+def test_without_token_bytes_only_grammars_over_ids_are_taken(tokenizer):
+    with own(tokenizer) as e:
+        ids = e.run([1, 2], params({"grammar": "start: pair{3}\npair: <[0-2]> <[5,7]>\n"})).collect()
+        assert all(i <= 2 for i in ids[::2]) and all(i in (5, 7) for i in ids[1::2]) and len(ids) == 6
+        for form in ({"regex": "a"}, {"json_object": True}, {"choice": ["a"]}, {"grammar": 'start: "a"'}):
+            with pytest.raises(InvalidRequest, match="needs token_bytes"):
+                e.run([1, 2], params(form))
+        assert len(e.run(np.array([1, 2]), max_tokens=3).collect()) == 3
