@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from pathlib import Path
 
 from hibachi import LLM, SamplingParams, TextStream
 
@@ -88,6 +89,29 @@ class Run:
         return self.llm.stream(prompt, params(self.number, guided, self.tokens)), int(guided)
 
 
+def soak(llm: LLM, n: int) -> None:
+    """n requests, many of which are cancelled at any moment: what is left of them, and what memory they took."""
+    r, live, ended = random.Random(0), list[TextStream](), 0
+    for i in range(n):
+        live.append(llm.stream(f"Thing {i}:", params(i, True, r.choice([5, 30, 120]))))
+        while len(live) > 100:
+            stream = live.pop(r.randrange(len(live)))
+            if r.random() < 0.5:
+                stream.close()
+            else:
+                ended += sum(1 for _ in stream) >= 0
+        if not i % (n // 10):
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            print(f"{i:6d} requests  {pages * 4096 / 2**20:6.0f} MiB  {llm.stats().waiting:3d} waiting")
+    for stream in live:
+        stream.close()
+    while llm.stats().running or llm.stats().waiting:
+        time.sleep(0.01)
+    core = llm.engine.core  # type: ignore[attr-defined]
+    core.scheduler.check()
+    print(f"{ended} read to their end, {n - ended} cancelled; left: {len(core.live())} jobs, {llm.stats().held} held")
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="tiny")
@@ -97,8 +121,12 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=5.0)
     p.add_argument("--turns", type=int, default=3)
     p.add_argument("--tokens", type=int, default=120)
+    p.add_argument("--soak", type=int, help="instead: so many requests with random cancels")
     a = p.parse_args()
     llm = LLM(a.model, backend=a.backend, dtype=a.dtype, max_num_seqs=a.rows, max_model_len=512)
+    if a.soak:
+        soak(llm, a.soak)
+        return llm.close()
     kinds = {"free": Run(llm, a.rows, 0, a.tokens), "guided": Run(llm, a.rows, a.rows, a.tokens)}
     kinds["half"] = Run(llm, a.rows, a.rows // 2, a.tokens)
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
