@@ -42,6 +42,11 @@ class Forms:
                     self._guides = guides_for(self.vocabulary())
         return self._guides
 
+    def knows(self, params: SamplingParams) -> bool:
+        """Whether `check` answers at once."""
+        form = params.structured_outputs
+        return self._guides is not None and isinstance(form, StructuredOutputs) and self._guides.knows(form)
+
     def check(self, params: SamplingParams | None) -> Grammar | None:
         """The grammar of the form that parameters ask for; None if they ask for none. Whoever asks waits, two seconds
         at most where a form is new. Raises InvalidRequest, UnsupportedOperation, MissingExtra.

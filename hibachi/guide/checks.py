@@ -166,6 +166,11 @@ class Checks:
             self._idle.put(process)
         self._running: dict[StructuredOutputs, Future[Grammar | FormRefused]] = {}
 
+    def knows(self, form: StructuredOutputs) -> bool:
+        """Was it checked before?"""
+        with self._lock:
+            return self._verdicts.find(form) is not None
+
     def check(self, form: StructuredOutputs) -> Grammar:
         """Raises FormRefused, and ConfigError if no process can be started."""
         with self._lock:

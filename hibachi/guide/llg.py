@@ -55,6 +55,10 @@ class LlguidanceGuides:
         """Check a form in a process with 2 s and 1 GiB; one that was seen before at once. Raises FormRefused."""
         return self._checks.check(form)
 
+    def knows(self, form: StructuredOutputs) -> bool:
+        """Whether `check` answers at once."""
+        return self._checks.knows(form)
+
     def compile(self, grammar: Grammar) -> LlguidanceGuide:
         """A new guide, ready for its first mask. Raises GuideFailed."""
         guide = LlguidanceGuide(self, grammar)

@@ -110,6 +110,10 @@ class Guides(Protocol):
         """Check a form, within bounds of time and memory. Raises InvalidRequest, which names what it cannot do."""
         ...
 
+    def knows(self, form: StructuredOutputs) -> bool:
+        """Whether `check` answers at once."""
+        ...
+
     def compile(self, grammar: Grammar) -> Guide:
         """A new guide, ready for its first mask. Raises GuideFailed."""
         ...

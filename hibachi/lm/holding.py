@@ -28,6 +28,10 @@ class Holding(Closing):
         """
         self.engine.forms.check(params)
 
+    def knows_form(self, params: SamplingParams) -> bool:
+        """Whether `check_form` answers at once."""
+        return self.engine.forms.knows(params)
+
     def stats(self) -> Stats:
         """A snapshot of the engine's counters: waiting, running, steps, tokens, free blocks."""
         return self.engine.stats()

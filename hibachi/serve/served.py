@@ -170,11 +170,10 @@ class Served:
             return
         if self.tgi is not None and self.tgi.disable_grammar_support:
             raise unsupported(said or OURS, "The server was started with --disable-grammar-support")
-        check, known = (getattr(self.what, name, None) for name in ("check_form", "knows_form"))
-        if check is None or (known is not None and known(params)):
+        if self.what.knows_form(params):
             return
         try:
-            await self._checking.run(partial(check, params), tenant)
+            await self._checking.run(partial(self.what.check_form, params), tenant)
         except InvalidRequest as e:
             raise refused(e, said) from e
 

@@ -65,6 +65,9 @@ class ToyGuides:
             raise InvalidRequest("structured_outputs.grammar: the keyword `bad` is not supported.")
         return Grammar(form.text)
 
+    def knows(self, form: Any) -> bool:
+        return True
+
     def compile(self, grammar: Grammar) -> ToyGuide:
         rule = json.loads(grammar.source)
         if self.gate is not None and rule.get("waits"):

@@ -22,7 +22,12 @@ from .conftest import CHATML, site
 
 DATA = Path(__file__).parents[1] / "data" / "tgi"
 MESSAGES = [{"role": "user", "content": "Emma"}]
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["yes", "no"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 NAMED = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
 JSON, REGEX = StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[ab]{3}")
 
@@ -51,6 +56,12 @@ def here(texts):
         yield found
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_known(texts, monkeypatch):
+    """So that forms are checked, whatever the tests before have asked for."""
+    monkeypatch.setattr(texts, "knows_form", lambda params: False)
+
+
 @pytest.fixture
 def checked(texts, monkeypatch):
     """The calls of `check_form`: what it was given, and on which thread."""
@@ -59,7 +70,7 @@ def checked(texts, monkeypatch):
     def check_form(params):
         calls.append((params.structured_outputs, threading.current_thread().name))
 
-    monkeypatch.setattr(texts, "check_form", check_form, raising=False)
+    monkeypatch.setattr(texts, "check_form", check_form)
     return calls
 
 
@@ -70,7 +81,7 @@ def refusing(texts, monkeypatch):
     def check_form(params):
         raise InvalidRequest(f"structured_outputs.{params.structured_outputs.kind} is too much.")
 
-    monkeypatch.setattr(texts, "check_form", check_form, raising=False)
+    monkeypatch.setattr(texts, "check_form", check_form)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -128,7 +139,7 @@ def test_nothing_is_checked_where_no_form_is_asked_for(here, texts, checked, mon
     here.post("/v1/generate", {"prompt": [1], "max_tokens": 1})
     here.post("/generate", {"inputs": "Emma", "parameters": {"max_new_tokens": 1}})
     assert not checked
-    monkeypatch.setattr(texts, "knows_form", lambda params: params.structured_outputs == JSON, raising=False)
+    monkeypatch.setattr(texts, "knows_form", lambda params: params.structured_outputs == JSON)
     for body in ({"guided_json": SCHEMA}, {"guided_regex": "a"}):
         here.complete("Emma", **body)
     assert [of.kind for of, _ in checked] == ["regex"]
@@ -141,7 +152,7 @@ def test_others_go_on_while_one_is_checked(here, texts, monkeypatch):
         begun.set()
         assert let.wait(30)
 
-    monkeypatch.setattr(texts, "check_form", slow, raising=False)
+    monkeypatch.setattr(texts, "check_form", slow)
     found = []
     asker = threading.Thread(target=lambda: found.append(here.complete("Emma", guided_regex="a")))
     asker.start()
@@ -162,7 +173,7 @@ def test_slow_checks_of_a_tenant_are_in_nobody_s_way(here, texts, monkeypatch):
         if params.structured_outputs == JSON:
             running.append(let.wait(10))
 
-    monkeypatch.setattr(texts, "check_form", slow, raising=False)
+    monkeypatch.setattr(texts, "check_form", slow)
     slow_one, other = SamplingParams(structured_outputs=JSON), SamplingParams(structured_outputs=REGEX)
 
     async def ask(served):
