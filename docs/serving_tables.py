@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from hibachi.api import forms
 from hibachi.api.asking import DEFAULTS, REFUSED
 from hibachi.api.bodies import (
     IGNORED,
@@ -64,7 +65,8 @@ def _fields(body: type[msgspec.Struct]) -> list[str]:
 
 
 def defaults() -> str:
-    rows = [f"| `{name}` | `{json.dumps(default)}` | {why} |" for name, (default, why) in DEFAULTS.items()]
+    both = {**DEFAULTS, **forms.DEFAULTS}
+    rows = [f"| `{name}` | `{json.dumps(default)}` | {why} |" for name, (default, why) in both.items()]
     return "\n".join(["| field | may say | as |", "|---|---|---|", *rows])
 
 
@@ -87,7 +89,7 @@ TABLES = {
     "fields": fields,
     "default fields": defaults,
     "ignored fields": lambda: _list(IGNORED),
-    "refused fields": lambda: _list(REFUSED),
+    "refused fields": lambda: _list([*REFUSED, *forms.REFUSED]),
 }
 
 OF_ROUTE = {"settings of route": route_table}

@@ -11,21 +11,16 @@ from msgspec.json import encode
 
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody
 from hibachi.api.conversation import conversation
-from hibachi.api.errors import Refused
+from hibachi.api.errors import Refused, unsupported
+from hibachi.api.forms import form_of
 from hibachi.api.truncation import Truncation
 from hibachi.errors import InvalidRequest, shown
 from hibachi.request import SamplingParams, Terms
 
 _DIGITS = re.compile(r"-?[0-9]{1,18}")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LATER = "Guided decoding is not served yet"
 REFUSED = {
     "suffix": "Insertion is not served",
-    "guided_json": _LATER,
-    "guided_regex": _LATER,
-    "guided_choice": _LATER,
-    "guided_grammar": _LATER,
-    "structured_outputs": _LATER,
     "chat_template": "It is given at the start (--chat-template)",
     "audio": "Only text is served",
     "functions": "Use tools in its place",
@@ -102,6 +97,7 @@ class Asked:
     open_end: bool = False  # the last message of a chat goes on
     prompt_scores: bool = False  # tell the log-probabilities of the prompt apart
     unwritten: bool = False  # no new token is wanted: the one that is generated anyway is left out
+    form: str | None = None  # the field of the request that says what form the answer must have
     messages: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)  # variables for the chat template
 
@@ -138,7 +134,7 @@ def chat(body: ChatBody, defaults: SamplingParams, bounds: Bounds) -> Asked:
     if body.top_logprobs is not None and not body.logprobs:
         raise Refused("top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
     if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", f"{_LATER}, so a tool cannot be demanded: 'auto' and 'none' are")
+        raise unsupported("tool_choice", "A tool cannot be demanded: 'auto' and 'none' are")
     named, limit = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         named, limit = "max_completion_tokens", body.max_completion_tokens
@@ -233,9 +229,6 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
     for name, (default, why) in DEFAULTS.items():
         if getattr(body, name, None) not in (None, default):
             raise unsupported(name, f"{why}, so only {encode(default).decode()} is")
-    form = body.response_format
-    if form not in (UNSET, None) and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise unsupported("response_format", f"{_LATER}: only {{'type': 'text'}} is")
     _check_most("n", body.n, bounds.n)
     _check_most("best_of", body.best_of, bounds.n)
     for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
@@ -266,6 +259,9 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         changes["logit_bias"] = _bias(body.logit_bias)
     if logprobs is not None:
         changes["logprobs"] = logprobs
+    form = form_of(body)
+    if form is not None:
+        changes["structured_outputs"] = form[1]
     try:
         params = replace(defaults, **changes)
     except InvalidRequest as e:
@@ -285,6 +281,7 @@ def _asked(body: Any, defaults: SamplingParams, bounds: Bounds, limit: int | Non
         logprobs=logprobs,
         id=request_id(body.request_id),
         named_ids=bool(body.return_tokens_as_token_ids),
+        form=None if form is None else form[0],
     )
 
 
@@ -335,7 +332,3 @@ def _check_most(name: str, given: int | None, most: int) -> None:
 def check_count(name: str, given: Any, most: int, what: str = "entries") -> None:
     if given is not None and len(given) > most:
         raise Refused(f"{name} has {len(given)} {what}; at most {most} are served.", param=name, code="invalid_value")
-
-
-def unsupported(name: str, why: str) -> Refused:
-    return Refused(f"{name} is not supported: {why}.", param=name, code="unsupported_parameter")

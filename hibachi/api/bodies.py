@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from hibachi.api.errors import Refused
+from hibachi.api.forms import Backend, Format, Schema, Structured
 from hibachi.errors import MOST_SHOWN
 
 T = TypeVar("T")
@@ -106,6 +107,17 @@ class _Generation(_Ignored, kw_only=True):
     spaces_between_special_tokens: bool | None = None  # the tokenizers put no spaces there, whatever it says
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
+    # What form the answer must have: at most one of these; see `hibachi.api.forms`.
+    response_format: Format | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None  # llama.cpp's, as the next one
+    json_schema: Schema | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Backend | None = None  # it has no effect
     # As their default only: see `asking.DEFAULTS`.
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -121,15 +133,12 @@ class _Generation(_Ignored, kw_only=True):
     # Known, and refused by name.
     logprob_token_ids: Anything = UNSET
     repetition_detection: Anything = UNSET
-    guided_json: Anything = UNSET
-    guided_regex: Anything = UNSET
-    guided_choice: Anything = UNSET
-    guided_grammar: Anything = UNSET
-    structured_outputs: Anything = UNSET
 
 
 class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions"""
+    """POST /v1/completions. At most one field says what form the answer must have: response_format,
+    structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
+    """
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
@@ -137,11 +146,12 @@ class CompletionBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool = True
     prompt_embeds: Anything = UNSET
     suffix: Anything = UNSET
-    response_format: Anything = UNSET
 
 
 class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions. At most one field says what form the answer must have: response_format,
+    structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar, grammar or json_schema.
+    """
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -161,7 +171,6 @@ class ChatBody(_Generation, kw_only=True, forbid_unknown_fields=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Anything = UNSET
     modalities: Anything = UNSET
     audio: Anything = UNSET
     functions: Anything = UNSET
@@ -270,6 +279,7 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 PAGE = "docs/serving.md"
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_NONE = re.compile(r"Invalid value ('.*')", re.DOTALL)  # of the field that tells types of objects apart
 
 
 def read(kind: type[T], body: bytes, page: str = PAGE) -> T:
@@ -312,4 +322,10 @@ def refused_by(error: msgspec.ValidationError, page: str = PAGE) -> Refused:
     if missing := re.search(r"missing required field `(.*)`", what):
         name = f"{place}.{missing[1]}" if place else missing[1]
         return Refused(f"The field {name} is missing.", param=name, code="missing_required_parameter")
+    if place and (none := _NONE.fullmatch(what)):
+        return Refused(
+            f"{place} is not supported as {none[1][:MOST_SHOWN]}; {page} lists what it may be.",
+            param=place,
+            code="unsupported_parameter",
+        )
     return Refused(f"{place or 'The body'}: {what[:MOST_SHOWN]}.", param=place, code="invalid_type")

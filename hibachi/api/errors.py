@@ -85,3 +85,7 @@ def as_refused(error: BaseException, retry_after: int = 1) -> Refused:
 def body_of(refused: Refused) -> dict[str, Any]:
     about = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
     return {"error": about}
+
+
+def unsupported(name: str, why: str) -> Refused:
+    return Refused(f"{name} is not supported: {why}.", param=name, code="unsupported_parameter")

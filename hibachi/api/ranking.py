@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import DecodeError, Raw, Struct, json
 
 from hibachi.api.answers import VectorsUsage
-from hibachi.api.asking import check_count, unsupported
+from hibachi.api.asking import check_count
 from hibachi.api.bodies import Bounds, Document, RerankBody, ScoreBody
-from hibachi.api.errors import Refused
+from hibachi.api.errors import Refused, unsupported
 from hibachi.api.tokens.arrays import of_json
 from hibachi.api.vectors import unit
 from hibachi.errors import ModelError, shown

@@ -10,6 +10,7 @@ import numpy as np
 
 from hibachi.api import answers
 from hibachi.api.errors import Refused, as_refused, body_of
+from hibachi.api.forms import said_by
 from hibachi.api.openapi import BINARY, Error
 from hibachi.api.tokens.accept import Accept, media_type, refused
 from hibachi.api.tokens.arrays import DTYPES
@@ -112,7 +113,9 @@ async def _answer(
     kind, base64 = None if facts.feedforward else token, said.encoding == "base64"
     writer = TokenWriter(name, kind, base64=base64, id=said.request_id or x.id)
     params = (asked.params or _ONE).with_(max_tokens=asked.limit)
+    await served.check_form(asked.params, x.tenant)
     with (
+        said_by(None),
         served.record(x, params, [range(n)]) as record,
         served.submit_tokens(prompt, inputs, asked, served.terms(asked.terms, x.tenant)) as stream,
     ):

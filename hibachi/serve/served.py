@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds
-from hibachi.api.errors import SERVER, Refused
+from hibachi.api.errors import SERVER, Refused, unsupported
+from hibachi.api.forms import OURS, refused
 from hibachi.api.reading import Reading
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.api.tgi.writing import Words
@@ -21,10 +22,11 @@ from hibachi.api.tokenizing import Tokenizing
 from hibachi.api.tokens.asking import Asked
 from hibachi.engine.conversions import AT_ONCE
 from hibachi.engine.health import Health
-from hibachi.errors import EngineClosed, QueueFull
+from hibachi.errors import EngineClosed, InvalidRequest
 from hibachi.lm.texts import Texts
 from hibachi.lm.tokens import Tokens
 from hibachi.request import Request, SamplingParams, Terms
+from hibachi.serve.aside import Aside
 from hibachi.serve.gate import Gate
 from hibachi.serve.record import Meter, NoMeter, Record
 from hibachi.streams.stream import Item, ItemStream
@@ -34,7 +36,6 @@ from hibachi.web.exchange import Exchange
 from hibachi.web.tenants import Tenants, salt_of
 
 T = TypeVar("T")
-MOST_CONVERTED = 64  # bodies that may wait for the model's own `read` or `write`
 
 
 def smaller(a: float | None, b: float | None) -> float | None:
@@ -90,8 +91,8 @@ class Served:
         self._text = _Text(self.what, self.chat_template, self.tgi) if isinstance(self.what, Texts) else None
         self._arriving: set[asyncio.Timeout] = set()
         self._asking = ThreadPoolExecutor(1, "hibachi-ask")
-        self._converting, self._converted = ThreadPoolExecutor(8, "hibachi-convert"), Counter[str]()  # by tenant
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._converting = Aside("hibachi-convert", "bodies wait for the model to read or write them", at_once=AT_ONCE)
+        self._checking = Aside("hibachi-check", "forms of answers wait to be checked")
         self.arrays = Tokenizing()  # where large ones are read
 
     # ---- bodies ------------------------------------------------------------------------------------------------
@@ -160,6 +161,22 @@ class Served:
                 code="engine_stalled",
                 headers={"Retry-After": "5"},
             )
+
+    async def check_form(self, params: SamplingParams | None, tenant: str, said: str | None = None) -> None:
+        """Check the form that an answer must have, which may take seconds, beside the event loop. said: the field of
+        the request that says it; None means `structured_outputs`. Raises Refused, which names it, and QueueFull.
+        """
+        if params is None or params.structured_outputs is None:
+            return
+        if self.tgi is not None and self.tgi.disable_grammar_support:
+            raise unsupported(said or OURS, "The server was started with --disable-grammar-support")
+        check, known = (getattr(self.what, name, None) for name in ("check_form", "knows_form"))
+        if check is None or (known is not None and known(params)):
+            return
+        try:
+            await self._checking.run(partial(check, params), tenant)
+        except InvalidRequest as e:
+            raise refused(e, said) from e
 
     # ---- texts -------------------------------------------------------------------------------------------------
 
@@ -287,19 +304,8 @@ class Served:
         return self.why_not_live(in_full)
 
     async def convert(self, call: Callable[[], T], tenant: str = "") -> T:
-        """Run the model's own `read` or `write` in one of a few threads. A tenant may have at most half as many waiting
-        or running as all together, so none blocks the others. Raises QueueFull.
-        """
-        most = MOST_CONVERTED // 2 if tenant else MOST_CONVERTED
-        if self._converted[tenant] >= most or self._converted.total() >= MOST_CONVERTED:
-            raise QueueFull(f"{most} bodies wait for the model to read or write them. Try again later.")
-        turns = self._turns.setdefault(tenant, asyncio.Semaphore(AT_ONCE // 2 if tenant else AT_ONCE))
-        self._converted[tenant] += 1
-        try:
-            async with turns:
-                return await asyncio.get_running_loop().run_in_executor(self._converting, call)
-        finally:
-            self._converted[tenant] -= 1
+        """Run the model's own `read` or `write` in one of a few threads. Raises QueueFull."""
+        return await self._converting.run(call, tenant)
 
     async def ask(self, what: Callable[[], T]) -> T:
         """Ask the engine a question that may take a while, in a thread of its own."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from hibachi.api import answers
 from hibachi.api.errors import as_refused
+from hibachi.api.forms import said_by
 from hibachi.api.writing import Writer
 from hibachi.errors import HibachiError
 from hibachi.serve.record import Record
@@ -29,7 +30,9 @@ async def answer_text(
     asked = writer.asked
     for own in ids:
         served.reading.check_length(own, asked.limit)
+    await served.check_form(asked.params, x.tenant, asked.form)
     with (
+        said_by(asked.form),
         served.record(x, asked.params, ids) as record,
         served.submit(ids, asked.params, served.terms(asked.terms, x.tenant)) as writer.streams,
     ):

@@ -45,6 +45,7 @@ class TgiAsked:
     max_client_batch_size: int = 4
     max_input_tokens: int | None = None
     max_total_tokens: int | None = None
+    disable_grammar_support: bool = False
     max_batch_total_tokens: int | None = None
     waiting_served_ratio: float | None = None
     max_waiting_tokens: int | None = None
@@ -58,6 +59,7 @@ class TgiAsked:
         "max_client_batch_size",
         "max_input_tokens",
         "max_total_tokens",
+        "disable_grammar_support",
     )
 
     def limits(self) -> dict[str, Any]:
@@ -175,6 +177,8 @@ FLAGS = (
     TgiFlag("max-input-length", integer(1), ("max_input_tokens",), "the older name of max-input-tokens"),
     TgiFlag("max-total-tokens", integer(2), ("max_model_len", "max_total_tokens"), "at most what the model holds"),
     TgiFlag("payload-limit", size(), ("max_body_size",)),
+    TgiFlag("disable-grammar-support", SWITCH, ("disable_grammar_support",),
+            "whatever field says the form of an answer is refused"),
     TgiFlag("max-image-fetch-size", size(), (), "images are not read"),
     # ---- the batch ----
     TgiFlag("max-batch-prefill-tokens", integer(1), ("max_num_batched_tokens",),
@@ -203,7 +207,6 @@ FLAGS = (
     TgiFlag("cuda-graphs", text("N,N"), (), "the backend decides"),
     TgiFlag("cuda-memory-fraction", _number(0, 1), (), "--kv-cache-memory-bytes says how large the cache is", (1.0,)),
     TgiFlag("disable-custom-kernels", SWITCH, (), "--kernels and --autotune say which kernels are taken", (False,)),
-    TgiFlag("disable-grammar-support", SWITCH, (), "grammars are not served", same=(False, True)),
     TgiFlag("enable-prefill-logprobs", SWITCH, (), "a request that asks for them gets them", same=(False, True)),
     TgiFlag("watermark-gamma", _number(-1e9), (), _WATERMARK),
     TgiFlag("watermark-delta", _number(-1e9), (), _WATERMARK),

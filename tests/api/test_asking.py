@@ -463,13 +463,7 @@ def test_parts_that_are_no_text(part, kind):
 
 # ---- what is not served ----------------------------------------------------------------------------------------------
 
-LATER = "Guided decoding is not served yet"
 UNSERVED = {
-    "guided_json": LATER,
-    "guided_regex": LATER,
-    "guided_choice": LATER,
-    "guided_grammar": LATER,
-    "structured_outputs": LATER,
     "logprob_token_ids": "logprobs tells of the likeliest tokens",
     "repetition_detection": "Texts end at stop, at stop_token_ids and at max_tokens",
 }
@@ -499,14 +493,6 @@ def test_what_is_not_served(ask, field, why):
         expected = f"{field} is not supported: {why}.", field, "unsupported_parameter"
         assert refused(ask, **{field: value}) == expected
     assert ask(**{field: None}) == ask()
-
-
-@BOTH
-def test_answers_are_text(ask):
-    assert ask(response_format={"type": "text"}) == ask(response_format=None) == ask()
-    said = f"response_format is not supported: {LATER}: only {{'type': 'text'}} is."
-    for other in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {}, "text", []):
-        assert refused(ask, response_format=other) == (said, "response_format", "unsupported_parameter")
 
 
 def test_modalities():

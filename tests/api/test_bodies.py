@@ -26,6 +26,16 @@ from hibachi.api.bodies import (
     taken,
 )
 from hibachi.api.errors import Refused
+from hibachi.api.forms import (
+    GivenSchema,
+    JsonFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    RegexFormat,
+    Structured,
+    TextFormat,
+)
 
 SPEC = Path(__file__).parents[1] / "data" / "openai-openapi.json"
 OPTIONS = StreamOptions(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
@@ -64,6 +74,61 @@ STREAM = (
         '{"include_usage": 1}': ".include_usage int",
         '{"continuous_usage_stats": 1}': ".continuous_usage_stats int",
         '{"include_obfuscation": "no"}': ".include_obfuscation str",
+    },
+)
+BACKEND = {'"auto"': "auto", '"guidance"': "guidance", '"llguidance"': "llguidance"}, {"7": "int", "[]": "array"}
+SCHEMA = OBJECT[0] | {'"{}"': "{}"}, {"[]": "array", "7": "int", "true": "bool"}
+NAMED = {"name": "a", "description": "b", "schema": {"c": []}, "strict": False}
+FORM = (
+    {
+        '{"type": "text"}': TextFormat(),
+        '{"type": "json_object"}': JsonObjectFormat(),
+        '{"schema": {"a": 1}, "type": "json_object"}': JsonObjectFormat(schema={"a": 1}),
+        '{"type": "json_object", "value": "{}"}': JsonObjectFormat(value="{}"),
+        f'{{"type": "json_schema", "json_schema": {json.dumps(NAMED)}}}': JsonSchemaFormat(
+            json_schema=NamedSchema(name="a", description="b", schema={"c": []}, strict=False)
+        ),
+        '{"type": "json_schema", "value": {"schema": {}}}': JsonSchemaFormat(value=GivenSchema(schema={})),
+        '{"type": "json", "value": {"a": 1}}': JsonFormat(value={"a": 1}),
+        '{"type": "regex", "value": "a"}': RegexFormat(value="a"),
+    },
+    {
+        "[]": "array",
+        '"text"': "str",
+        "7": "int",
+        '{"type": "json_object", "schema": "{}"}': ".schema str",
+        '{"type": "json_schema", "json_schema": 7}': ".json_schema int",
+        '{"type": "json_schema", "json_schema": {"name": 7}}': ".json_schema.name int",
+        '{"type": "json_schema", "json_schema": {"name": "a", "schema": true}}': ".json_schema.schema bool",
+        '{"type": "json_schema", "json_schema": {"name": "a", "strict": "yes"}}': ".json_schema.strict str",
+        '{"type": "json_schema", "value": {"schema": "{}"}}': ".value.schema str",
+        '{"type": "json", "value": null}': ".value null",
+        '{"type": "regex", "value": {}}': ".value object",
+    },
+)
+STRUCTURED = (
+    {
+        "{}": Structured(),
+        '{"json": {"a": 1}, "json_object": true, "regex": "b", "choice": ["c"], "grammar": "d"}': Structured(
+            json={"a": 1}, json_object=True, regex="b", choice=["c"], grammar="d"
+        ),
+        '{"json": "{}", "whitespace_pattern": " ", "one_of_as_any_of": true}': Structured(
+            json="{}", whitespace_pattern=" ", one_of_as_any_of=True
+        ),
+        '{"disable_fallback": true, "disable_any_whitespace": false, "structural_tag": 7}': Structured(
+            disable_fallback=True, disable_any_whitespace=False, structural_tag=7
+        ),
+    },
+    {
+        "[]": "array",
+        '"a"': "str",
+        '{"json": []}': ".json array",
+        '{"json_object": 1}': ".json_object int",
+        '{"regex": {}}': ".regex object",
+        '{"choice": "a"}': ".choice str",
+        '{"choice": ["a", 7]}': ".choice[1] int",
+        '{"grammar": 7}': ".grammar int",
+        '{"one_of_as_any_of": "no"}': ".one_of_as_any_of str",
     },
 )
 ANY = {"7": 7, '"a"': "a", "[null]": [None], '{"a": 1}': {"a": 1}}, {}
@@ -120,12 +185,16 @@ GENERATION = FREE | {
     "ec_transfer_params": (OBJECT, None),
     "logprob_token_ids": (ANY, UNSET),
     "repetition_detection": (ANY, UNSET),
-    "response_format": (ANY, UNSET),
-    "guided_json": (ANY, UNSET),
-    "guided_regex": (ANY, UNSET),
-    "guided_choice": (ANY, UNSET),
-    "guided_grammar": (ANY, UNSET),
-    "structured_outputs": (ANY, UNSET),
+    "response_format": (FORM, None),
+    "structured_outputs": (STRUCTURED, None),
+    "guided_json": (SCHEMA, None),
+    "guided_regex": (TEXT, None),
+    "guided_choice": (TEXTS, None),
+    "guided_grammar": (TEXT, None),
+    "grammar": (TEXT, None),
+    "json_schema": (OBJECT, None),
+    "guided_whitespace_pattern": (TEXT, None),
+    "guided_decoding_backend": (BACKEND, None),
 }
 RANKING = FREE | {
     "model": (TEXT, None),
@@ -318,6 +387,26 @@ def test_a_vector_has_one_of_two_formats():
     message, param, code = refused(EmbeddingBody, b'{"input": "a", "encoding_format": "hex"}')
     assert message == "encoding_format: Invalid enum value 'hex'."
     assert (param, code) == ("encoding_format", "invalid_type")
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_a_kind_of_form_that_is_not_served(kind):
+    """By its name, whatever else it says; and what none of them has by the name of that."""
+    for given in ('{"type": "structural_tag", "structures": []}', '{"format": {}, "type": "structural_tag"}'):
+        message, param, code = refused(kind, with_field(kind, "response_format", given))
+        expected = "response_format.type is not supported as 'structural_tag'; docs/serving.md lists what it may be."
+        assert (message, param, code) == (expected, "response_format.type", "unsupported_parameter")
+    message, param, _ = refused(kind, with_field(kind, "response_format", f'{{"type": "{"x" * 9999}"}}'))
+    assert param == "response_format.type" and len(message) < 400
+    for given, field in (
+        ('{"type": "text", "schema": {}}', "schema"),
+        ('{"type": "json_schema", "json_schema": {"name": "a", "a": 1}}', "json_schema.a"),
+    ):
+        _, param, code = refused(kind, with_field(kind, "response_format", given))
+        assert (param, code) == (f"response_format.{field}", "unknown_parameter")
+    for given, field in (("{}", "type"), ('{"type": "json_schema", "json_schema": {}}', "json_schema.name")):
+        _, param, code = refused(kind, with_field(kind, "response_format", given))
+        assert (param, code) == (f"response_format.{field}", "missing_required_parameter")
 
 
 @pytest.mark.parametrize("kind", FIELDS)

@@ -135,9 +135,9 @@ def test_rules_are_looked_at_in_order():
         ("repetition_penalty", 0),
         ("temperature", 0),
         ("best_of", 3),
-        ("grammar", {"type": "regex", "value": "a"}),
+        ("watermark", True),
     )
-    body = {"best_of": 2}
+    body = {"best_of": 2, "grammar": {"type": "json", "value": "{"}}  # which is looked at last
     for name, value in broken:
         body[name] = value
         drawn = {} if name == "truncate" else body
@@ -145,6 +145,7 @@ def test_rules_are_looked_at_in_order():
         assert refused(asked, **given).startswith(f"`{name}`"), name
     assert refused(asked, "", top_n_tokens=9).startswith("`top_n_tokens`")
     assert refused(asked, "", truncate=9).startswith("`inputs`")
+    assert refused(asked, grammar=body["grammar"]).startswith("grammar.value")
 
 
 def test_what_draws():
@@ -174,9 +175,9 @@ def test_what_cannot_be_streamed():
 
 
 def test_what_is_not_served_is_refused_by_name():
-    for name, value in (("watermark", True), ("adapter_id", "x"), ("grammar", {}), ("grammar", False)):
+    for name, value in (("watermark", True), ("adapter_id", "x")):
         assert refused(asked, **{name: value}).startswith(f"`{name}` is not supported")
-    for name, value in (("watermark", False), ("watermark", None), ("adapter_id", None), ("grammar", None)):
+    for name, value in (("watermark", False), ("watermark", None), ("adapter_id", None)):
         asked(**{name: value})
 
 

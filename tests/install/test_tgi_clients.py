@@ -153,7 +153,7 @@ INVALID = {
     "stop_sequences=['a'] * 5": "`stop` supports up to 4 stop sequences. Given: 5",
     "top_n_tokens=6": "`top_n_tokens` must be >= 0 and <= 5. Given: 6",
     "watermark=True": "`watermark` is not supported",
-    "grammar=Grammar(type='regex', value='[a-z]+')": "`grammar` is not supported",
+    "grammar=Grammar(type='json', value='{')": "grammar.value must be a JSON schema",
 }
 
 

@@ -115,7 +115,7 @@ GIVEN = {  # the value, and what becomes of it
     "cuda_graphs": ("1,2", NOTHING),
     "cuda_memory_fraction": ("0.5", NOTHING),
     "disable_custom_kernels": (True, NOTHING),
-    "disable_grammar_support": (True, QUIET),
+    "disable_grammar_support": (True, {"tgi.disable_grammar_support": True}),
     "enable_prefill_logprobs": (True, QUIET),
     "watermark_gamma": ("0.5", NOTHING),
     "watermark_delta": ("-2", NOTHING),

@@ -18,7 +18,7 @@ import pytest
 from hibachi.errors import QueueFull
 from hibachi.lm.own import open_model
 from hibachi.remote.llm import open_remote
-from hibachi.serve import generate, served
+from hibachi.serve import aside, generate
 from hibachi.web import comments
 from hibachi.web.tenants import Tenant, Tenants
 
@@ -292,7 +292,7 @@ def test_what_its_own_reader_refuses(rising, content, kind, accept, status, says
 
 
 def test_slow_bodies_of_a_tenant_are_in_nobody_s_way(monkeypatch):
-    monkeypatch.setattr(served, "MOST_CONVERTED", 18)
+    monkeypatch.setattr(aside, "MOST", 18)
     let, running = threading.Event(), []
 
     def slow():

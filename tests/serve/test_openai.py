@@ -398,8 +398,8 @@ def test_embeddings(server, llm):
     "field, value",
     [
         ("suffix", "x"),
-        ("response_format", {"type": "json_object"}),
-        ("guided_json", {}),
+        ("response_format", "json_object"),
+        ("guided_json", "{"),
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
         ("truncate_prompt_tokens", 0),

@@ -124,7 +124,7 @@ def test_every_reference_leads_somewhere(tiny):
 def test_a_field_that_is_refused_by_name_is_not_described(tiny):
     fields = Site(tiny).document["components"]["schemas"]["CompletionBody"]
     assert {"prompt", "user", "stop"} <= fields["properties"].keys() and fields["required"] == ["prompt"]
-    assert {"suffix", "guided_json"}.isdisjoint(fields["properties"]) and fields["additionalProperties"] is False
+    assert {"suffix", "prompt_embeds"}.isdisjoint(fields["properties"]) and fields["additionalProperties"] is False
 
 
 def test_the_fields_of_a_query_are_described(tiny):

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from hibachi.api.asking import Asked
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import Refused
+from hibachi.api.forms import made, of_format
 from hibachi.api.tgi.bodies import GenerateBody, Parameters
 from hibachi.api.tgi.limits import TgiLimits
 from hibachi.errors import InvalidRequest, shown
@@ -21,7 +22,6 @@ SEEDS = 2**53  # as many as any reader of JSON tells apart
 REFUSED = {
     "watermark": "Texts are not watermarked",
     "adapter_id": "Adapters are not served",
-    "grammar": "Guided decoding is not served yet",
 }
 
 
@@ -56,7 +56,7 @@ def generation(
     p = Parameters(do_sample=True) if body.parameters is None else body.parameters
     for name, why in REFUSED.items():
         value = getattr(p, name)
-        if value not in (UNSET, None) and (value is not False or name == "grammar"):
+        if value not in (UNSET, None) and value is not False:
             raise Refused(f"`{name}` is not supported: {why}.", param=name, code="unsupported_parameter")
     runs = 1 if p.best_of is None else p.best_of
     if stream and runs != 1:
@@ -76,8 +76,12 @@ def generation(
         raise _no("truncate", f"must be strictly positive and less than {most}. Given: {shown(p.truncate)}")
     details = bool(p.details or p.decoder_input_details)
     params = _params(p, runs, seed, scored=stream or details or runs > 1, top=top)
+    asked = Asked(params, Terms(), stream=stream, usage=False, usage_always=False, token_ids=False)
+    asked.prompts = [body.inputs]
+    if p.grammar is not None and (form := of_format(p.grammar, "grammar")):
+        asked.form, asked.params = form[0], params.with_(structured_outputs=made(*form))
     return Generation(
-        Asked(params, Terms(), stream=stream, usage=False, usage_always=False, token_ids=False, prompts=[body.inputs]),
+        asked,
         inputs=body.inputs,
         truncate=p.truncate,
         wanted=p.max_new_tokens,

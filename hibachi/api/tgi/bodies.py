@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from hibachi.api.bodies import Anything
+from hibachi.api.forms import Grammar
 
 
 class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -29,9 +30,9 @@ class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
     decoder_input_details: bool | None = None
     seed: int | None = None
     top_n_tokens: int | None = None
+    grammar: Grammar | None = None
     # Known, and refused by name.
     watermark: Anything = UNSET
-    grammar: Anything = UNSET
     adapter_id: Anything = UNSET
 
 

@@ -20,6 +20,7 @@ class TgiLimits:
     max_total_tokens: int | None = None
     max_client_batch_size: int = 4
     max_concurrent_requests: int | None = 128
+    disable_grammar_support: bool = False  # no request may say what form its answer must have
 
     @classmethod
     def of(cls, bounds: Bounds) -> TgiLimits:

@@ -9,6 +9,7 @@ from typing import Any
 from hibachi.api.asking import request_id, terms_of
 from hibachi.api.bodies import Bounds
 from hibachi.api.errors import Refused
+from hibachi.api.forms import OURS, made, of_structured
 from hibachi.api.tokens.bodies import Parameters
 from hibachi.errors import InvalidRequest, PromptTooLong, shown
 from hibachi.request import SamplingParams, StopRule, Terms
@@ -28,7 +29,7 @@ _SAME = (  # fields of SamplingParams by the same name
     "ignore_eos",
     "logprobs",
 )
-_SAMPLING = ("seed", "logit_bias", "codebooks", *_SAME)
+_SAMPLING = ("seed", "logit_bias", "codebooks", "structured_outputs", *_SAME)
 _GENERATION = ("max_tokens", "atol", "include_stop", "inputs", *_SAMPLING)
 
 
@@ -127,6 +128,8 @@ def _sampling(
         if not all(re.fullmatch(r"[0-9]{1,18}", token) for token in said.logit_bias):
             raise _invalid("logit_bias", "must map token ids to numbers")
         changes["logit_bias"] = {int(token): added for token, added in said.logit_bias.items()}
+    if said.structured_outputs is not None:
+        changes["structured_outputs"] = made(OURS, of_structured(said.structured_outputs))
     if not (said.ignore_eos or defaults.ignore_eos):
         ids = (*ids, *eos_ids)
     return defaults.with_(**changes, max_tokens=limit, stop_token_ids=ids)

@@ -10,6 +10,7 @@ from msgspec import Raw, Struct
 
 from hibachi.api.bodies import read, refused_by
 from hibachi.api.errors import Refused
+from hibachi.api.forms import Structured
 from hibachi.api.tokens.arrays import MAGIC, of_json, of_msgpack, of_npy
 from hibachi.tensor.array_backend import HostArray
 
@@ -51,6 +52,7 @@ class Parameters(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    structured_outputs: Structured | None = None
     # Where its tokens have several codebooks; where the model declares inputs.
     codebooks: list[dict[str, int | float]] | None = None
     inputs: dict[str, Raw] | None = None
@@ -148,6 +150,7 @@ _OF_JSON: Mapping[str, Any] = {
     "allowed_token_ids": list[int],
     "codebooks": list[dict[str, int | float]],
     "inputs": dict[str, Raw],
+    "structured_outputs": Structured,
 }
 
 
