@@ -14,6 +14,7 @@ from hibachi.lm.own import open_texts
 from hibachi.offline.files.rows import Row
 from hibachi.offline.works.columns import _LISTS, PARAMS, Asking, Columns, value_of
 from hibachi.request import SamplingParams
+from hibachi.structured import StructuredOutputs
 
 from .ran import TEMPLATE
 
@@ -54,6 +55,10 @@ def asked(columns, **values):
         ("logit_bias", '{"5": 1.5}', {5: 1.5}),
         ("logit_bias", {"5": 1.5, "6": None}, {5: 1.5}),
         ("logit_bias", {"²": 1.5}, {"²": 1.5}),
+        ("structured_outputs", '{"regex": "a"}', {"regex": "a"}),
+        ("structured_outputs", {"regex": None, "json": {"a": None}}, {"json": {"a": None}}),
+        ("structured_outputs", "", None),
+        ("structured_outputs", "a+", "a+"),
     ],
 )
 def test_a_parameter_is_read_from_a_cell(name, given, value):
@@ -86,6 +91,34 @@ def test_the_sets_of_parameters_that_are_kept_are_bounded(monkeypatch):
     asking = Asking(Columns(prompt="p", param_columns={"seed": "s"}), SamplingParams())
     seeds = [asking.read(Row(0, "f", 1, {"p": "a", "s": i % 6})).params.seed for i in range(20)]
     assert seeds == [i % 6 for i in range(20)]
+
+
+def test_a_row_says_what_form_its_answer_must_have():
+    asking = Asking(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
+
+    def read(form):
+        return asking.read(Row(0, "f", 1, {"p": "a", "f": form})).params
+
+    schema = {"type": "object", "properties": {"b": {}, "a": {"const": None}}}
+    expected = StructuredOutputs(json=schema)
+    for form in ({"json": schema, "regex": None}, {"json": json.dumps(schema)}, json.dumps({"json": schema})):
+        assert read(form).structured_outputs == expected
+    assert read({"choice": ["a", "b"]}).structured_outputs == StructuredOutputs(choice=("a", "b"))
+    assert read("").structured_outputs is read(None).structured_outputs is None
+    for wrong, words in (
+        ("a+", "must be a StructuredOutputs or a mapping"),
+        ({}, "exactly one"),
+        ({"a": 1}, "no field"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            read(wrong)
+
+
+def test_a_long_set_of_parameters_is_not_kept():
+    """Thousands of schemas of a megabyte would be too much."""
+    asking = Asking(Columns(prompt="p", param_columns={"structured_outputs": "f"}), SamplingParams())
+    rows = [Row(0, "f", 1, {"p": "a", "f": {"regex": "a" * n}}) for n in (10, 20_000)]
+    assert [asking.read(row).params is asking.read(row).params for row in rows] == [True, False]
 
 
 def test_who_says_the_seed():
@@ -177,6 +210,7 @@ DICTIONARY = "dictionary<values=string, indices=int32, ordered=0>"
         (Columns(param_columns={"n": "c"}), {"prompt": "string", "c": "double"}, True),
         (Columns(param_columns={"n": "c"}), {"prompt": "string", "c": "date32[day]"}, False),
         (Columns(param_columns={"stop": "c"}), {"prompt": "string", "c": "list<element: string>"}, True),
+        (Columns(param_columns={"structured_outputs": "c"}), {"prompt": "string", "c": "struct<regex: string>"}, True),
         (Columns(template="{a}"), {"prompt": "int64", "a": "int64"}, True),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("msgspec")
 
+from hibachi.errors import InvalidRequest
 from hibachi.offline.files.rows import Row
 from hibachi.offline.works.lines import Lines, are_lines
 from hibachi.offline.works.seen import Seen
@@ -64,7 +65,10 @@ BODIES = [
     (TEXT, {"prompt": "x", "max_tokens": 10_000}),
     (TEXT, {"prompt": "x " * 50_000}),
     (TEXT, {"prompt": "x", "foo": 1}),
-    (TEXT, {"prompt": "x", "guided_json": {}}),
+    (TEXT, {"prompt": "x", "guided_json": "{"}),
+    (TEXT, {"prompt": "x", "guided_json": {}, "guided_regex": "a"}),
+    (TEXT, {"prompt": "x", "response_format": {"type": "structural_tag"}}),
+    (CHAT, {"messages": HI, "response_format": {"type": "json_object"}, "max_tokens": 9, "temperature": 0}),
     (TEXT, {}),
     (CHAT, {"messages": []}),
     (CHAT, {"messages": [1]}),
@@ -104,6 +108,19 @@ def test_an_answer_is_what_a_server_would_say(runs):
 
 
 CHATS = ("--chat-template", TEMPLATE)
+
+
+def test_a_form_that_the_engine_refuses_is_told_by_the_name_that_it_has_in_the_line(runs, monkeypatch):
+    def refuse(*_, **__):
+        raise InvalidRequest("structured_outputs.json is too much.")
+
+    assert runs({"in.jsonl": [short("a")]}) == 0
+    monkeypatch.setattr(runs.texts, "submit", refuse)
+    assert runs({"in.jsonl": [short("a", guided_json={})]}) == 3
+    [row] = runs.rows()
+    error = row["response"]["body"]["error"]
+    assert row["response"]["status_code"] == 400
+    assert (error["message"], error["param"]) == ("guided_json is too much.", "guided_json")
 
 
 def test_answers_have_no_field_of_time_or_company(runs, monkeypatch):

@@ -19,6 +19,8 @@ import pytest
 for name in ("starlette", "uvicorn", "msgspec", "prometheus_client", "httpx"):
     pytest.importorskip(name)
 
+from hibachi.api import asking  # noqa: E402
+from hibachi.api.bodies import Bounds, CompletionBody, read  # noqa: E402
 from hibachi.decode.uniforms import fork  # noqa: E402
 from hibachi.errors import ConfigError, EngineFailed  # noqa: E402
 from hibachi.lm.own import open_texts  # noqa: E402
@@ -32,6 +34,7 @@ from hibachi.offline.works.textwork import EmbeddingWork, TextWork  # noqa: E402
 from hibachi.offline.works.urlbase import Server, begins, signed  # noqa: E402
 from hibachi.offline.works.urlwork import Said, url_work  # noqa: E402
 from hibachi.offline.works.work import Lost, RowError  # noqa: E402
+from hibachi.request import SamplingParams  # noqa: E402
 
 from ..serve.conftest import CHATML, site  # noqa: E402
 
@@ -121,6 +124,14 @@ TABLES = {
         PROMPTS,
     ),
     "ids": (Columns(params={"stop_token_ids": [5, 6], "logit_bias": {5: 2.5}, "bad_words": ["the"]}), PROMPTS),
+    "form": (Columns(params={"structured_outputs": {"regex": "[a-z]{3}"}, "max_tokens": 9}), PROMPTS),
+    "schemas": (
+        Columns(chat=True, param_columns={"structured_outputs": "form"}, params={"max_tokens": 30}),
+        [
+            {**p, "form": form}
+            for p, form in zip(PROMPTS, ({"json": {"type": "integer"}}, {"json_object": True}), strict=False)
+        ],
+    ),
     "chat": (Columns(messages="messages", param_columns={"temperature": "t", "seed": "s"}), MESSAGES),
     "system": (Columns(system="Be brief.", params={"max_tokens": 9}), PROMPTS),
     "template": (Columns(template="{prompt}!", param_columns={"n": "n"}), [{**p, "n": "2"} for p in PROMPTS]),
@@ -958,6 +969,33 @@ def test_parameters_know_which_were_named():
     said = Said().with_(temperature=0.5, max_tokens=16).with_(top_k=-1, seed=4)
     assert said.named == {"temperature", "max_tokens", "top_k", "seed"} and said.seed == 4
     assert said.as_body() == {"max_tokens": 16, "temperature": 0.5, "top_k": -1}
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"const": None}, "a": {}}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "form, said",
+    [
+        ({"json": SCHEMA}, {"response_format": NAMED}),
+        ({"json": json.dumps(SCHEMA)}, {"response_format": NAMED}),
+        ({"json_object": True}, {"response_format": {"type": "json_object"}}),
+        ({"json": "true"}, {"structured_outputs": {"json": "true"}}),
+        ({"json": {}, "whitespace_pattern": ""}, {"structured_outputs": {"json": "{}", "whitespace_pattern": ""}}),
+        ({"json": {}, "one_of_as_any_of": True}, {"structured_outputs": {"json": "{}", "one_of_as_any_of": True}}),
+        ({"regex": "[ab]+"}, {"structured_outputs": {"regex": "[ab]+"}}),
+        ({"choice": ["a", "b"]}, {"structured_outputs": {"choice": ("a", "b")}}),
+        ({"grammar": 'root ::= "a"'}, {"structured_outputs": {"grammar": 'root ::= "a"'}}),
+        (None, {}),
+    ],
+)
+def test_a_form_is_said_as_most_servers_know_it(form, said):
+    """And ours means the same by it."""
+    params = Said().with_(structured_outputs=form, max_tokens=5)
+    assert params.as_body() == {"max_tokens": 5, **said}
+    body = read(CompletionBody, json.dumps({"prompt": "a", **params.as_body()}).encode())
+    assert asking.completion(body, SamplingParams(), Bounds()).params.structured_outputs == params.structured_outputs
 
 
 def test_seeds_have_a_sign_as_others_expect_them():

@@ -19,7 +19,7 @@ PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_proce
 NEW_TOKENS = 16  # of a row for which nothing says a limit, as of a completion over HTTP
 _INTEGERS = ("top_k", "seed", "max_tokens", "logprobs", "min_tokens", "n", "best_of", "prompt_logprobs")
 _TEXTS = ("stop", "bad_words")
-_LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks")
+_LISTS = (*_TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "codebooks", "structured_outputs")
 _FLAGS = {"true": True, "false": False}  # as JSON, Python and spreadsheets write them
 # How Arrow's types begin.
 _TEXT = ("string", "large_string")
@@ -27,6 +27,7 @@ _LIST = ("list", "large_list", "fixed_size_list")
 _NUMBERS = ("int", "uint", "float", "double", "halffloat", "decimal", "bool")
 _OBJECTS = ("struct",)
 _KNOWN = 4096  # distinct sets of parameters that are kept
+_LONGEST = 1 << 14  # characters of one that is kept: a schema may have a million
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,8 @@ class Asking:
             known = self._defaults.with_(**given)
             if len(self._known) >= _KNOWN:
                 self._known.clear()
-            self._known[key] = known
+            if len(key) <= _LONGEST:
+                self._known[key] = known
         return known, known.seed is not None
 
 
@@ -249,6 +251,8 @@ def value_of(name: str, given: Any) -> Any:
         return int(given)  # a column of integers with gaps is one of floats to many programs
     if name == "logit_bias" and isinstance(given, Mapping):
         return {_token(token): bias for token, bias in given.items() if bias is not None}
+    if name == "structured_outputs" and isinstance(given, Mapping):
+        return {field: said for field, said in given.items() if said is not None}  # a struct has all that any row has
     return given
 
 

@@ -11,6 +11,7 @@ from hibachi.api import answers, asking
 from hibachi.api.answers import Vocabulary
 from hibachi.api.bodies import Bounds, ChatBody, CompletionBody, EmbeddingBody, taken
 from hibachi.api.errors import SERVER, Refused
+from hibachi.api.forms import said_by
 from hibachi.api.reading import Reading
 from hibachi.api.vectors import shortened
 from hibachi.api.writing import ChatWriter, CompletionWriter, Writer
@@ -196,7 +197,8 @@ class OpenAIWork(Watching[Texts]):
             else:
                 asked = ready.writer.asked
                 terms = replace(asked.terms, timeout=None, queue_timeout=None)  # or an answer would depend on the time
-                ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=terms)
+                with said_by(asked.form):
+                    ready.writer.streams = self.texts.submit(ready.ids, asked.params, terms=terms)
                 ready.writer.ids = ready.ids
                 streams = [c.tokens for s in ready.streams for c in s.choices]
                 ready.feeding = Feeding(ready.streams)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from hibachi.api.errors import Refused
@@ -36,6 +37,7 @@ from hibachi.offline.works.urlbase import (
 from hibachi.offline.works.watched import judged, why_not
 from hibachi.offline.works.work import Prepared, Result, RowError, Work
 from hibachi.request import SamplingParams
+from hibachi.structured import StructuredOutputs
 
 PATIENT = Patience()
 _NAMES = {"include_stop": "include_stop_str_in_output"}  # where the API's differ
@@ -223,6 +225,19 @@ class Said(SamplingParams):
             value = getattr(self, name)
             if name == "logit_bias":
                 value = {str(token): bias for token, bias in value}
-            if value is not None:
+            if name == "structured_outputs" and value is not None:
+                found |= form_as_body(value)
+            elif value is not None:
                 found[_NAMES.get(name, name)] = value
         return found
+
+
+def form_as_body(form: StructuredOutputs) -> dict[str, Any]:
+    """As a field of a request: OpenAI's, which most servers know, where that can say it, else vLLM's."""
+    said = {f.name: value for f in fields(form) if (value := getattr(form, f.name)) not in (None, False)}
+    if said.keys() == {"json_object"}:
+        return {"response_format": {"type": "json_object"}}
+    if said.keys() == {"json"} and isinstance(schema := json.loads(said["json"]), dict):
+        named = {"name": "answer", "schema": schema, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    return {"structured_outputs": said}
