@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import hibachi
-from hibachi import SamplingParams, StopRule, Terms
+from hibachi import SamplingParams, StopRule, StructuredOutputs, Terms
 
 WORDS = 64  # ordinary token ids of our own models; beyond them are those that make a model hostile
 STOP = 7  # a stop token of some innocent requests
@@ -288,6 +288,19 @@ IDS = (
 TEXTS = ("", "a", ["a", "b"], [LONG], SURROGATES, ["\n"] * MANY, ["a", ""], [b"a"], ["\0"])
 WHOLE = (0, 1, 2, 5, 20, 200, WORDS, 2**31 - 1, 2**31, 2**63, HUGE, None)
 
+SCHEMAS = (
+    *({}, "{}", "{", {"type": "object"}, {"type": "nonsense"}, {"enum": [1, "a", None]}, {"$ref": "#"}, {"a": NAN}),
+    *({"type": "array", "items": {"$ref": "#"}}, {"anyOf": [{}] * MANY}, {"const": SURROGATES}, {"a": HUGE}, [], True),
+    *(
+        Unreadable(),
+        {"properties": {str(i): {} for i in range(MANY)}},
+        "[" * MANY,
+        {"pattern": "(" * WORDS},
+        {"a": b"b"},
+    ),
+)
+PATTERNS = ("", "a", "[a-z]+", "(", "(?=a)", "a{1000000}", "(a*)*b" * 9, SURROGATES, LONG, "\0", ".*", "(?s:.)*")
+
 FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
     SamplingParams: {
         "temperature": (0, 1e-320, 1e-5, 0.7, 1, 50, 1e38, 1e39, 1e300, np.float64(0.7)),
@@ -339,6 +352,25 @@ FIELDS: dict[type, dict[str, tuple[Any, ...]]] = {
             *((), [{}], [{}, {"temperature": 0}], [{"temperature": 0.5}] * 3, [{"top_k": 5, "top_p": 0.5}, {}]),
             *([{"seed": 1}, {}], [{"temperature": NAN}, {}], [{1: 2}, {}], [None, {}], "ab", {"temperature": 1}),
             *([[("min_p", 0.1)], []], [[("min_p",)], []], Unread(), [Unread(), {}], [Unreadable(), {}], [{}] * 1000),
+        ),
+        "structured_outputs": (
+            *(None, *({"json": schema} for schema in SCHEMAS), *({"regex": text} for text in PATTERNS)),
+            *(
+                {"json_object": True},
+                {"json_object": 1},
+                {"choice": TEXTS[3]},
+                {"choice": ["a", "b"] * 99},
+                {"choice": [""]},
+            ),
+            *(
+                {"choice": Unread()},
+                {"grammar": "start: <[0-7]>+"},
+                {"grammar": 'root ::= "a" root'},
+                {"grammar": LONG},
+            ),
+            *({}, {"json": {}, "regex": "a"}, {"regex": "a", "whitespace_pattern": " "}, {"unknown": 1}, {1: 2}),
+            *({"json": {}, "whitespace_pattern": " *"}, {"json": {}, "one_of_as_any_of": True}, Unread(), Unreadable()),
+            *(StructuredOutputs(regex="[a-z]{0,9}"), StructuredOutputs(json={"type": "integer"}), "json", 7),
         ),
     },
     Terms: {

@@ -130,7 +130,7 @@ OTHERS = {
     "repetition_penalty": 1e-40, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {3: 1, 4: 2},
     "allowed_token_ids": [1, 2], "bad_words": ["y"], "logits_processors": [print], "min_tokens": 3,
     "include_stop": True, "best_of": 4, "prompt_logprobs": 2, "skip_special_tokens": False,
-    "codebooks": [{"temperature": 0}, {"top_k": 2**40}],
+    "codebooks": [{"temperature": 0}, {"top_k": 2**40}], "structured_outputs": {"choice": ["a", "b"]},
 }  # fmt: skip
 
 
