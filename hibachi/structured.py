@@ -109,25 +109,23 @@ def _size(text: str) -> int:
 
 
 def _schema(given: Any) -> str:
-    if not isinstance(given, (str, Mapping)):
-        _check(False, "json", "a JSON schema, a mapping or its text", given)
+    """A text is kept as it is: whether it is JSON is seen where a schema is checked, which may take a while."""
+    if isinstance(given, str):
+        return given
+    _check(isinstance(given, Mapping), "json", "a JSON schema, a mapping or its text", given)
     try:
-        if isinstance(given, str):
-            if len(given) > MOST_BYTES:
-                return given  # refused for its size
-            return json.dumps(json.loads(given), ensure_ascii=False)
-        return json.dumps(_plain(given), ensure_ascii=False, allow_nan=False)
+        return json.dumps(given, ensure_ascii=False, allow_nan=False, default=_mapping)
     except RecursionError:
         raise InvalidRequest("structured_outputs.json is nested too deep. Make it flatter.") from None
-    except Exception as e:  # no JSON, what is no data, or a class of the caller's own
+    except Exception as e:  # what is no data, or a class of the caller's own
         raise InvalidRequest(f"structured_outputs.json must be a JSON schema; {type(e).__name__}: {e}.") from e
 
 
-def _plain(given: Any) -> Any:
-    """Dictionaries and lists for mappings of any kind."""
+def _mapping(given: Any) -> Any:
+    """A dictionary for a mapping of another class."""
     if isinstance(given, Mapping):
-        return {str(name): _plain(value) for name, value in given.items()}
-    return [_plain(each) for each in given] if isinstance(given, (list, tuple)) else given
+        return dict(given)
+    raise TypeError(f"{type(given).__name__} is no part of JSON")
 
 
 def _texts(given: Any) -> tuple[str, ...]:
