@@ -13,6 +13,7 @@ Kind: TypeAlias = Literal["json", "json_object", "regex", "choice", "grammar"]
 FORMS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
 MOST_BYTES = 2**20  # of UTF-8, in all
 MOST_CHOICES = 2**15
+AT_ONCE = 2**16  # characters of a schema, which take some milliseconds to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,13 @@ def _size(text: str) -> int:
 
 
 def _schema(given: Any) -> str:
-    """A text is kept as it is: whether it is JSON is seen where a schema is checked, which may take a while."""
-    if isinstance(given, str):
+    """Without blanks; but a long text is kept as it is, as reading it takes a while. It is read where it is checked."""
+    if isinstance(given, str) and len(given) > AT_ONCE:
         return given
-    _check(isinstance(given, Mapping), "json", "a JSON schema, a mapping or its text", given)
+    _check(isinstance(given, (str, Mapping)), "json", "a JSON schema, a mapping or its text", given)
     try:
-        return json.dumps(given, ensure_ascii=False, allow_nan=False, default=_mapping)
+        found = json.loads(given) if isinstance(given, str) else given
+        return json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_mapping)
     except RecursionError:
         raise InvalidRequest("structured_outputs.json is nested too deep. Make it flatter.") from None
     except Exception as e:  # what is no data, or a class of the caller's own

@@ -150,7 +150,7 @@ def test_what_says_none(ask):
 
 def test_the_order_of_a_schema_is_kept():
     found = completion(guided_json=SCHEMA).params.structured_outputs
-    assert found.json == json.dumps(SCHEMA, ensure_ascii=False) and json.loads(found.json) == SCHEMA
+    assert json.loads(found.json) == SCHEMA and found.json.index('"b"') < found.json.index('"a"')
 
 
 @BOTH
