@@ -13,6 +13,7 @@ from typing import Any
 
 from hibachi.engine.batchengine import Facts
 from hibachi.engine.build import eos_ids_of
+from hibachi.engine.forms import Forms
 from hibachi.errors import ConfigError, printable
 from hibachi.lm.named import model_named
 from hibachi.lm.own import is_own
@@ -195,6 +196,7 @@ class _NoEngine:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self.forms = Forms()
 
     def close(self, timeout: float | None = None) -> None:
         """Nothing was begun."""
