@@ -17,6 +17,7 @@ import numpy as np
 
 from hibachi.engine.budget import TokenBudget, guilty_of
 from hibachi.engine.compiling import Compiling
+from hibachi.engine.drafting import Drafting
 from hibachi.engine.stats import Counts, Stats
 from hibachi.errors import EngineFailed, HibachiError, InvalidModelOutput
 from hibachi.guide.protocol import GuideFailed
@@ -88,6 +89,7 @@ class Engine:
         self._flight: Flight | None = None
         self._calm = False  # the next step is waited for
         self._compiling = Compiling(self._made)
+        self.drafting: Drafting | None = None
         self._shares = TimeShares(getattr(scheduler.policy, "weight", lambda tenant: 1.0))
 
     def stats(self) -> Stats:
@@ -254,6 +256,8 @@ class Engine:
         return True
 
     def _plan(self, now: float) -> StepPlan | None:
+        if self.drafting is not None and self._flight is None:
+            self.drafting.propose(self.scheduler, self.runner)
         plan = self.scheduler.schedule(now)
         self.recorder.note("plan", plan, now)
         self._suspend(self.scheduler.preempted)
@@ -521,6 +525,9 @@ class Engine:
                 counts[part.idx] = np.minimum(part.counts, room)
         stopped = stopped[plan.emit]
         counts = None if counts is None else counts[plan.emit]
+        if plan.draft is not None and self.drafting is not None:
+            self.drafting.drafted += int(plan.draft.sum())
+            self.drafting.accepted += 0 if counts is None else int((counts - 1)[plan.draft[plan.emit] > 0].sum())
         committed = self.scheduler.commit(plan, stopped, counts)
         self.recorder.note("commit", stopped, time.perf_counter() - began, counts)
         alive = plan.emit

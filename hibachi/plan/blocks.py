@@ -52,6 +52,11 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     @property
+    def empty(self) -> int:
+        """Of the free blocks, those without contents that may be found again."""
+        return len(self._free)
+
+    @property
     def idle(self) -> int:
         return len(self._idle)
 

@@ -55,10 +55,12 @@ def lower(
     *,
     tiles: tuple[int, ...] = (1, 32),
     score: Ints | None = None,
+    tail: Ints | None = None,
 ) -> Packed:
     """Pack a step's rows [B]. table [rows, blocks]: the scheduler's; an empty one (no paged layer) gives slot 0.
 
-    Outputs are wanted of the last token of each emitting row, and of the first score [B] tokens of each. `tiles`:
+    Outputs are wanted of the last token of each emitting row, of the tail [B] tokens before it, and of the first score
+    [B] tokens of each. `tiles`:
     tokens in a query tile when all rows have one token; then those to choose from when some have several.
     """
     n = len(row)
@@ -82,6 +84,8 @@ def lower(
     pos = start[seg] + offset
     slot = blocks[seg, pos // block_size] * block_size + pos % block_size if width else np.zeros(total, np.int32)
     last = (cu_q[1:] - 1)[emit]
+    if tail is not None:
+        last = np.flatnonzero(emit[seg] & (offset >= (q - 1 - tail)[seg])).astype(np.int32)
     if score is not None:
         last = np.union1d(last, np.flatnonzero(offset < score[seg])).astype(np.int32)
     count = -(-q // tile)

@@ -50,8 +50,11 @@ class RowTable:
         self.computed[rows] = start
         self.known[rows] -= emit
 
-    def gain(self, rows: Index, end: Ints, counts: Ints | None) -> Ints:
-        """Record the tokens that a step sampled behind `end`; None means one for each row. Returns the lengths."""
+    def gain(self, rows: Index, end: Ints, counts: Ints | None, draft: Ints | None = None) -> Ints:
+        """Record the tokens that a step sampled behind `end`; None means one for each row. Returns the lengths.
+
+        draft: how many proposals were computed behind `end`: as many of them as came are computed.
+        """
         if counts is None:
             self.gained[rows] = 1
             self.done[rows] = length = end + np.int32(1)
@@ -59,6 +62,8 @@ class RowTable:
         assert not np.count_nonzero(self.known[rows] != end + 1), "a later step was planned"
         self.gained[rows] = counts
         self.known[rows] = self.done[rows] = length = end + counts
+        if draft is not None:
+            self.computed[rows] = np.maximum(end, np.minimum(length - 1, end + draft))
         return length
 
     def leave(self, row: int) -> None:

@@ -399,6 +399,7 @@ class Scheduler:
             rows, start, q, seqs = rows[order], start[order], q[order], [seqs[i] for i in order.tolist()]
             end = start + q
         emit = end == table.known[rows]
+        draft = self._draft(seqs, rows, end, emit, self.budget - int(q.sum()))
         table.advance(rows, end, emit)
         return StepPlan(
             seqs=seqs,
@@ -413,6 +414,7 @@ class Scheduler:
             restores=restores,
             saves=self._to_save(seqs, rows, start, end, emit) if self.checkpoints else [],
             copies=copied,
+            draft=draft,
         )
 
     def refresh(self) -> None:
@@ -459,6 +461,40 @@ class Scheduler:
             q[i] += more
             tokens_left -= more
         return q, tokens_left
+
+    def _draft(self, seqs: list[Seq], rows: Index, end: Ints, emit: Bools, tokens_left: int) -> Ints | None:
+        """How many of the proposed tokens each row of a step computes: as many as there is room for, in the order of
+        service. Nobody else gets less for it, and nothing in the cache makes way.
+        """
+        if tokens_left <= 0 or not any([seq.draft for seq in seqs]):
+            return None
+        draft = np.zeros(len(seqs), np.int32)
+        # A waiting sequence needs blocks too; running ones need one each before long.
+        spare = self.pool.empty - len(seqs) if self.pool else 0
+        for i in sorted(np.flatnonzero(emit).tolist(), key=lambda i: seqs[i].rank):
+            seq, at = seqs[i], int(end[i])
+            n = min(seq.draft, tokens_left, int(self.table.end[seq.row]) - at - 1)
+            if n > 0 and self.pool:
+                room = int(self.table.capacity[seq.row]) - at
+                if n > room and not self.waiting and (more := min(self.pool.blocks_for(n - room), spare)) > 0:
+                    spare -= more
+                    room += more * self.limits.block_size
+                    self._extend(seq, more)
+                n = min(n, room)
+            if n > 0:
+                draft[i] = n
+                tokens_left -= n
+        return draft if draft.any() else None
+
+    def _extend(self, seq: Seq, blocks: int) -> None:
+        """Give a running sequence so many more blocks, which are free."""
+        assert self.pool
+        more = self.pool.alloc(blocks)
+        assert more is not None
+        have = len(seq.blocks)
+        self.block_table[seq.row, have : have + blocks] = more
+        self.table.capacity[seq.row] += blocks * self.limits.block_size
+        seq.blocks += more
 
     # ---- blocks ------------------------------------------------------------------------------------------------
 
@@ -725,7 +761,7 @@ class Scheduler:
             seqs, stopped = [s for s, ok in zip(seqs, same.tolist(), strict=True) if ok], stopped[same]
             counts = None if counts is None else counts[same]
         assert counts is None or not np.count_nonzero((counts == 0) & ~stopped), "a row got no token, and goes on"
-        length = table.gain(rows, end, counts)
+        length = table.gain(rows, end, counts, None if plan.draft is None else self._proposed(plan, alive))
         if np.count_nonzero(table.emitted[rows]) < len(rows):
             for i in np.flatnonzero(~table.emitted[rows]).tolist():
                 table.emitted[seqs[i].row] = True
@@ -741,6 +777,12 @@ class Scheduler:
                 self.leave(seqs[i], Finish.STOP if stopped[i] else Finish.LENGTH)
                 finished.append(seqs[i])
         return Committed(alive, finished)
+
+    def _proposed(self, plan: StepPlan, alive: Bools | None) -> Ints:
+        """The proposals of the emitting rows that are alive."""
+        assert plan.draft is not None
+        mine = plan.draft[plan.emit]
+        return mine if alive is None else mine[alive]
 
     def _queue(self, seq: Seq) -> None:
         if seq.paused or seq.held:

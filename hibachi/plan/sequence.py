@@ -30,6 +30,9 @@ class Seq:
     # It waits for something else than a row, such as its grammar, and does not start before `Scheduler.free`.
     held: bool = False
 
+    # Tokens that somebody proposes to come next; the caller sets it before each step.
+    draft: int = 0
+
     # The rest belongs to the scheduler and its policy.
     number: int = 0  # in order of arrival
     rank: Any = None  # its place in the order of service

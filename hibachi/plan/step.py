@@ -33,6 +33,7 @@ class StepPlan:
     # (sequence, row, checkpoint) to write after the step
     saves: list[tuple[Seq, int, int]] = field(default_factory=list)
     copies: list[Copied] = field(default_factory=list)  # of what its blocks were found in; see `Copies`
+    draft: Ints | None = None  # proposed tokens to compute behind the q tokens; None means no row has any
 
     @property
     def end(self) -> Ints:

@@ -5,6 +5,7 @@ failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hibachi.runners.inputs import Inputs
 from hibachi.runners.job import Job
 from hibachi.runners.memory import Memory, RecurrentStep
 from hibachi.runners.meters import Tally
+from hibachi.runners.proposals import proposed
 from hibachi.runners.runner import (
     BaseRunner,
     Outcome,
@@ -125,6 +127,10 @@ class CachedRunner(BaseRunner):
                 self.memory.write(seq.blocks, job.kv)
 
     def run(self, plan: StepPlan) -> Outcome:
+        if plan.draft is not None and (self.memory.states or self.inputs.shapes.sizes or self._vectors):
+            plan = replace(plan, draft=None)
+        if plan.draft is not None and self.inputs.scores(plan.rows, plan.start).any():
+            plan = replace(plan, draft=None)
         groups = self._groups(plan, writers_first(plan))
         if len(groups) == 1:
             return self._run(plan, *groups[0])
@@ -222,7 +228,12 @@ class CachedRunner(BaseRunner):
             return self._in_calls(plan, call, idx)
         if self.inputs.scores(rows, start).any():
             return self._scored(plan, call, idx, rows, start, q, emit)
-        x = self.inputs.packed(rows, start, q, emit)
+        draft = None
+        if plan.draft is not None and (mine := plan.draft[idx]).any():
+            draft = mine
+        x = self.inputs.packed(
+            rows, start, q, emit, draft=draft, proposals=None if draft is None else proposed(plan, idx)
+        )
         return call.head.part(plan, idx[emit], self._called(call, x), x.last.shape[0])
 
     def _in_calls(self, plan: StepPlan, call: Call, idx: Any) -> Part:

@@ -19,6 +19,7 @@ from hibachi.plan.step import StepPlan
 from hibachi.runners.frames import FrameSampler
 from hibachi.runners.job import Job
 from hibachi.runners.meters import Tally
+from hibachi.runners.proposals import Along
 from hibachi.runners.runner import NOT_FINITE, Part, check_output, drawn_part, jobs_of, token_part
 from hibachi.runners.sampler import RowSampler
 from hibachi.runners.tokentable import TokenTable
@@ -98,6 +99,10 @@ class Sampled:
             out, faults = self._score(sampler, plan, out, of)
         if not len(idx):
             return Part(idx, np.zeros(0, np.int32), None, np.zeros(0, bool), faults=faults)
+        if plan.draft is not None and plan.draft[idx].any():
+            assert isinstance(sampler, RowSampler)
+            with self._tally:
+                return Along(sampler, self._table, plan, idx, out).run()
         jobs = jobs_of(plan, idx)
         with self._tally:
             drawn = sampler.draw(out, jobs, plan.rows[idx], plan.end[idx])

@@ -66,20 +66,31 @@ class Inputs:
         return self.unscored[rows] > start
 
     def packed(
-        self, rows: Any, start: Any, q: Any, emit: Any, drawn: tuple[Array, Any, int] | None = None
+        self,
+        rows: Any,
+        start: Any,
+        q: Any,
+        emit: Any,
+        drawn: tuple[Array, Any, int] | None = None,
+        draft: Any = None,
+        proposals: HostArray | None = None,
     ) -> StepInputs[Array]:
         """The step's inputs on the device, in fixed shapes if the backend wants them.
 
         drawn: tokens on the device; for each row, which of them is its only token, [B] (-1 means the host knows its
-        tokens); and the size of the vocabulary.
+        tokens); and the size of the vocabulary. draft [B], proposals [sum of it]: tokens behind those of the plan, of
+        which outputs are wanted too.
         """
+        if draft is not None:
+            q = q + draft
         score = np.clip(self.unscored[rows] - start, 0, q)
         scoring = bool(score.any())
         table, size = self.block_table, self.limits.block_size
-        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.choices, score=score if scoring else None)
+        scored = score if scoring else None
+        packed = lower(rows, start, q, emit, table, size, tiles=self.shapes.choices, score=scored, tail=draft)
         if self._reach is not None:
             self._reach(packed.block_table.shape[1] * size or int(packed.pos.max()) + 1)
-        tokens = self.tables.at(rows[0]).packed(rows, start, q, packed.seg, packed.pos)
+        tokens = self._tokens(rows, start, q, packed, draft, proposals)
         wanted = len(tokens)
         widest = self.block_table.shape[1]
         shape = self.shapes.step(
@@ -111,6 +122,18 @@ class Inputs:
         inputs = {name: named.pop(name) for name in self._beside.declared.inputs if name in named}
         x = StepInputs(tok=tok, **named, inputs=inputs or None)
         return self._with_embeds(x, rows, start, q) if self.embeds else x
+
+    def _tokens(
+        self, rows: Any, start: Any, q: Any, packed: Packed, draft: Any, proposals: HostArray | None
+    ) -> HostArray:
+        table = self.tables.at(rows[0])
+        if draft is None or proposals is None:
+            return table.packed(rows, start, q, packed.seg, packed.pos)
+        known = packed.pos < (start + q - draft)[packed.seg]
+        tokens = np.empty(len(known), np.int32)
+        tokens[known] = table.packed(rows, start, q - draft, packed.seg[known], packed.pos[known])
+        tokens[~known] = proposals
+        return tokens
 
     def _beside_of(self, packed: Packed) -> dict[str, HostArray]:
         """What comes beside the tokens of a step: fields of `StepInputs`, and inputs by their names."""

@@ -42,6 +42,7 @@ class Job:
     kv: Any = None  # of its prompt, where that was computed elsewhere: see `Begun`, on the host
     kept: list[Any] | None = None  # see `Request`
     inputs: dict[str, HostArray] | None = None  # see `Request`: as declared
+    draft: Any = None  # tokens that are proposed to come next, int32 [at least seq.draft]
     grammar: tuple[Guides, Grammar] | None = None  # of its output; it waits until `guided` is made of it
     guided: Guided | None = None
     failures: tuple[int, int] = (0, 0)  # steps that failed as a whole with it, and the length that it has not come past

@@ -93,6 +93,7 @@ class RowEdits:
         self.backend, self.vocab_size, self.table = backend, vocab_size, table
         self._always = np.zeros(rows, bool)  # wants changes in every step
         self._guided = np.zeros(rows, bool)  # likewise, but these can be made late: see `RowSampler.plain`
+        self._looks = np.zeros(rows, bool)  # what it changes depends on the tokens before
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
@@ -102,6 +103,7 @@ class RowEdits:
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
         self._guided[row] = job.guided is not None
+        self._looks[row] = bool(job.guided or job.bad_words or params.logits_processors) or penalised(params)
         self._always[row] = bool(
             params.logit_bias or job.bad_words or params.allowed_token_ids or params.logits_processors
         ) or penalised(params)
@@ -128,6 +130,10 @@ class RowEdits:
     def wanted(self, rows: Any, positions: Any) -> Any:
         """Which rows want a change of the logits for the token at `positions`: bool [n]."""
         return self._guided[rows] | self.wanted_at_once(rows, positions)
+
+    def looks_back(self, rows: Any) -> Any:
+        """Rows whose changes depend on the tokens before: bool [n]."""
+        return self._looks[rows]
 
     def wanted_at_once(self, rows: Any, positions: Any) -> Any:
         """`wanted`, but for what a guide wants."""
@@ -242,6 +248,10 @@ class RowEdits:
         """Bring the counts of a row up to its `position`."""
         if penalised(job.sampling):
             changes = job.changes
+            if changes.counted > position:  # tokens that were drawn along proposals, in a step that failed
+                for token in self.table.read(job.seq.row, position, changes.counted).tolist():
+                    changes.counts.add(token, -1)
+                changes.counted = position
             for token in self.table.read(job.seq.row, changes.counted, position).tolist():
                 changes.counts.add(token, 1)
             changes.counted = position

@@ -166,6 +166,11 @@ class BaseRunner:
     def rebuild(self, *, keep: bool) -> None:
         """There is no cache."""
 
+    def tokens_of(self, row: int, n: int) -> HostArray:
+        """The first n tokens of a row, read-only."""
+        assert self.tables is not None
+        return self.tables.at(row).read(row, 0, n)
+
     def written(self, rows: Any, positions: Any, tokens: HostArray) -> None:
         if self.tables is not None and len(rows):
             self.tables.at(rows[0]).write(rows, positions, tokens)

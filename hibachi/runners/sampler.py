@@ -90,6 +90,10 @@ class RowSampler:
             found = dict(zip(asked, self.logprobs(of, tokens[at], list(asked.values())), strict=True))
         return Drawn(tokens, None if ok.all() else ~ok, found, faults)
 
+    def looks_back(self, rows: Any) -> Any:
+        """Which rows draw a token by what came before it, besides by its logits: bool [n]."""
+        return self._edits.looks_back(rows)
+
     def plain(self, jobs: Sequence[Job], rows: Any, positions: Any) -> bool:
         """Whether `begin`, and `begin_late` where they are guided, can draw for these: not where the host must see
         logits or tokens before the draw is over.

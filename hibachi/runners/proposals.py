@@ -1,0 +1,122 @@
+"""Proposed tokens: which of them a row keeps.
+
+Each position draws as it would without proposals, with its own random number. A proposal that equals what was drawn
+makes the next position's draw good as well, as its logits were computed behind the right token. So a row gets the
+tokens that it would get anyhow, in fewer steps; what is proposed decides about time only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hibachi.errors import HibachiError
+from hibachi.plan.step import StepPlan
+from hibachi.runners.guiding import completed
+from hibachi.runners.job import Job, stopped
+from hibachi.runners.runner import Part, jobs_of
+from hibachi.runners.sampler import RowSampler
+from hibachi.runners.tokentable import TokenTable
+from hibachi.tensor.array_backend import Array, HostArray
+
+
+def proposed(plan: StepPlan, idx: Any) -> HostArray:
+    """The proposals of the rows idx of a plan, one row's after another's: int32."""
+    assert plan.draft is not None
+    found = [plan.seqs[i].owner.draft[: plan.draft[i]] for i in idx.tolist() if plan.draft[i]]
+    return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+class Along:
+    """The draws of n rows along their proposals. out: the logits of the last token and of each proposal of each row."""
+
+    def __init__(self, sampler: RowSampler, table: TokenTable, plan: StepPlan, idx: Any, out: Array) -> None:
+        assert plan.draft is not None
+        self._sampler, self._table, self._plan, self._idx, self._out = sampler, table, plan, idx, out
+        self.jobs: list[Job] = jobs_of(plan, idx)
+        self._rows, self._at, self._draft = plan.rows[idx], plan.end[idx], plan.draft[idx]
+        self._first = np.cumsum(self._draft + 1) - (self._draft + 1)  # of each row's outputs
+        n = int((self._draft + 1).sum())
+        self._proposed = np.full(n, -1, np.int32)  # what is proposed for the position that each output draws
+        self._proposed[np.delete(np.arange(n), self._first + self._draft)] = proposed(plan, idx)
+        self.counts = np.zeros(len(idx), np.int64)
+        self.tokens = np.zeros(n, np.int32)
+        self.bad, self.stopped = np.zeros(len(idx), bool), np.zeros(len(idx), bool)
+        self.whole = np.zeros(len(idx), bool)
+        self.logprobs: dict[int, dict[int, float]] = {}
+        self.faults: dict[int, HibachiError] = {}
+
+    def run(self) -> Part:
+        looks = self._sampler.looks_back(self._rows)
+        if len(at := np.flatnonzero(~looks)):
+            self._at_once(at)
+        if len(at := np.flatnonzero(looks)):
+            self._step_by_step(at)
+        keep = np.concatenate([np.arange(f, f + c) for f, c in zip(self._first, self.counts, strict=True)])
+        logprobs = {i: self.logprobs[at] for i, at in enumerate(keep.tolist()) if at in self.logprobs}
+        faults = {int(self._idx[i]): e for i, e in self.faults.items()}
+        whole = self.whole if self.whole.any() else None
+        bad = self.bad if self.bad.any() else None
+        tokens, counts = self.tokens[keep], self.counts
+        return Part(self._idx, tokens, None, self.stopped, bad, logprobs, faults, counts=counts, whole=whole)
+
+    def _at_once(self, at: Any) -> None:
+        """Draw for all positions: what a row draws does not depend on what it drew before."""
+        outs = self._draft[at] + 1
+        row = np.repeat(at, outs)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(outs) - outs, outs)
+        places = self._first[row] + within
+        good = self._draw(row, places, self._at[row] + within)
+        ends = np.cumsum(outs)
+        for i, first, end in zip(at.tolist(), (ends - outs).tolist(), ends.tolist(), strict=True):
+            n = first
+            while n < end - 1 and good.right[n]:
+                n += 1
+            self._keep(i, good, n, n - first + 1)
+
+    def _step_by_step(self, at: Any) -> None:
+        """Draw position by position: the changes of a row's logits depend on the tokens before."""
+        j = 0
+        while len(at):
+            good = self._draw(at, self._first[at] + j, self._at[at] + j)
+            right = good.right & (j < self._draft[at])
+            for n, i in enumerate(at.tolist()):
+                self._keep(i, good, n, j + 1)
+            self._table.write(self._rows[at[right]], self._at[at[right]] + j, good.tokens[right])
+            at = at[right]
+            j += 1
+
+    def _draw(self, row: Any, places: Any, positions: Any) -> _Drawn:
+        jobs = [self.jobs[i] for i in row.tolist()]
+        out = self._out if len(places) == self._out.shape[0] else self._sampler.rows(self._out, places)
+        drawn = self._sampler.draw(out, jobs, self._rows[row], positions)
+        bad = np.zeros(len(row), bool) if drawn.bad is None else drawn.bad
+        over = stopped(jobs, drawn.tokens, None, self._sampler.backend, positions)
+        wrong = bad.copy()
+        wrong[list(drawn.faults)] = True
+        whole, failed = np.zeros(len(row), bool), dict[int, HibachiError]()
+        if any(job.guided is not None for job in jobs):
+            whole, failed = completed(jobs, drawn.tokens, over, wrong)
+            wrong[list(failed)] = True
+        self.tokens[places] = drawn.tokens
+        self.logprobs |= {int(places[i]): found for i, found in drawn.logprobs.items()}
+        right = (drawn.tokens == self._proposed[places]) & ~over & ~whole & ~wrong
+        return _Drawn(drawn.tokens, right, over | whole, whole, bad, drawn.faults | failed)
+
+    def _keep(self, i: int, drawn: _Drawn, last: int, count: int) -> None:
+        """Row i keeps `count` tokens; the last of them is number `last` of those drawn."""
+        self.counts[i] = count
+        self.stopped[i], self.whole[i], self.bad[i] = drawn.over[last], drawn.whole[last], drawn.bad[last]
+        if last in drawn.faults:
+            self.faults[i] = drawn.faults[last]
+
+
+class _Drawn:
+    """Tokens [m]; which are what was proposed, and end nothing; which end their row, and with a complete output; which
+    rows of logits were not finite; errors by place."""
+
+    def __init__(
+        self, tokens: HostArray, right: Any, over: Any, whole: Any, bad: Any, faults: dict[int, HibachiError]
+    ) -> None:
+        self.tokens, self.right, self.over, self.whole, self.bad, self.faults = tokens, right, over, whole, bad, faults
