@@ -28,7 +28,8 @@ class Drafting:
         self._drafter, self._k, self._vocab = drafter, k, vocab_size
         self.drafted = self.accepted = 0
 
-    def propose(self, scheduler: Scheduler, runner: Runner) -> None:
+    def propose(self, scheduler: Scheduler, runner: Runner) -> list[tuple[int, int]]:
+        """Returns the sequences, by number, that have proposals now, and how many."""
         seqs, table = [], scheduler.table
         for seq in scheduler.order:
             seq.draft = 0
@@ -36,9 +37,10 @@ class Drafting:
             if row >= 0 and table.emitted[row] and table.known[row] - table.computed[row] == 1 and not seq.paused:
                 seqs.append(seq)
         if not seqs:
-            return
+            return []
         tokens = [runner.tokens_of(seq.row, int(table.known[seq.row])) for seq in seqs]  # type: ignore[attr-defined]
         for seq, found in zip(seqs, self._drafter.propose(tokens, [self._k] * len(seqs)), strict=True):
             job: Job = seq.owner
             job.draft = np.asarray(found, np.int32)[: self._k]
             seq.draft = len(job.draft)
+        return [(seq.number, seq.draft) for seq in seqs if seq.draft]

@@ -256,8 +256,11 @@ class Engine:
         return True
 
     def _plan(self, now: float) -> StepPlan | None:
+        drafts = None
         if self.drafting is not None and self._flight is None:
-            self.drafting.propose(self.scheduler, self.runner)
+            drafts = self.drafting.propose(self.scheduler, self.runner)
+        if drafts:
+            self.recorder.note("draft", drafts)
         plan = self.scheduler.schedule(now)
         self.recorder.note("plan", plan, now)
         self._suspend(self.scheduler.preempted)
@@ -325,11 +328,15 @@ class Engine:
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         rows, tokens, meters = len(plan.rows), int(np.add.reduce(plan.q)), self._meters
         phase = meters.prefill if plan.fresh or tokens > rows else meters.decode
+        tokens += 0 if plan.draft is None else int(plan.draft.sum())
         phase.add(rows, tokens, meters.limit, seconds, self.runner.tally.seconds - self._worked)
         if self.scheduler.shares_rows and not self.runner.tally.compiles:
             computed: dict[Hashable, int] = {}
             for seq, n in zip(plan.seqs, plan.q.tolist(), strict=True):
                 computed[seq.tenant] = computed.get(seq.tenant, 0) + n
+            if plan.draft is not None:  # also those that were not kept
+                for seq, n in zip(plan.seqs, plan.draft.tolist(), strict=True):
+                    computed[seq.tenant] += n
             self._shares.took(computed, seconds)
 
     # ---- a step in flight ---------------------------------------------------------------------------------------

@@ -466,14 +466,16 @@ class Scheduler:
         """How many of the proposed tokens each row of a step computes: as many as there is room for, in the order of
         service. Nobody else gets less for it, and nothing in the cache makes way.
         """
-        if tokens_left <= 0 or not any([seq.draft for seq in seqs]):
+        if not any([seq.draft for seq in seqs]):
             return None
-        draft = np.zeros(len(seqs), np.int32)
+        draft, wanted = np.zeros(len(seqs), np.int32), [seq.draft for seq in seqs]
+        for seq in seqs:
+            seq.draft = 0
         # A waiting sequence needs blocks too; running ones need one each before long.
         spare = self.pool.empty - len(seqs) if self.pool else 0
         for i in sorted(np.flatnonzero(emit).tolist(), key=lambda i: seqs[i].rank):
             seq, at = seqs[i], int(end[i])
-            n = min(seq.draft, tokens_left, int(self.table.end[seq.row]) - at - 1)
+            n = min(wanted[i], tokens_left, int(self.table.end[seq.row]) - at - 1)
             if n > 0 and self.pool:
                 room = int(self.table.capacity[seq.row]) - at
                 if n > room and not self.waiting and (more := min(self.pool.blocks_for(n - room), spare)) > 0:

@@ -30,7 +30,7 @@ class Seq:
     # It waits for something else than a row, such as its grammar, and does not start before `Scheduler.free`.
     held: bool = False
 
-    # Tokens that somebody proposes to come next; the caller sets it before each step.
+    # Number of tokens that somebody proposes to come next. A caller sets it, and the next step takes it.
     draft: int = 0
 
     # The rest belongs to the scheduler and its policy.

@@ -145,6 +145,8 @@ class Recorder:
                 words |= {"why": why}
             case "limit", (budget,):
                 words |= {"budget": budget}
+            case "draft", (drafts,):
+                words |= {"drafts": drafts}
             case "rest", (tenants,):
                 words |= {"tenants": sorted(map(str, tenants))}
             case (("pause" | "unpause" | "free"), (seq,)):
@@ -185,7 +187,7 @@ def words_of(plan: StepPlan) -> dict[str, Any]:
         "emit": np.flatnonzero(plan.emit).tolist(),
         "fresh": [seq.number for seq in plan.fresh],
         "preempted": sent_words(plan.preempted),
-    }
+    } | ({} if plan.draft is None else {"draft": plan.draft.tolist()})
 
 
 def sent_words(sent: Sent) -> list[list[int]]:

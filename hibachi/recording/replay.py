@@ -86,6 +86,11 @@ class _Player:
                 stopped[event["stopped"]] = True
                 counts = event.get("tokens")
                 s.commit(plan, stopped, None if counts is None else np.array(counts, np.int32))
+            case "draft":
+                for seq in s.order:
+                    seq.draft = 0
+                for number, n in event["drafts"]:
+                    self._seqs[number].draft = n
             case "cancel":
                 s.cancel(self._seqs[event["seq"]], Finish(event["reason"]))
             case "fail":

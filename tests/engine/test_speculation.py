@@ -1,0 +1,164 @@
+"""Proposed tokens: answers are the same bits as without, whatever is proposed."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from hibachi import AutoregressiveBatchInference, NumpyBackend, SamplingParams, StopRule
+from hibachi.engine.drafting import Drafting
+from hibachi.recording.replay import replay
+from hibachi.testing.toys import SumPaged, expected
+
+from ..guide.toyguides import rule, toy_guides
+
+
+class Oracle:
+    """Proposes what will come, wrong from the `wrong`-th on. answers: by the first token of the prompt."""
+
+    def __init__(self, wrong=99):
+        self.wrong, self.calls = wrong, 0
+
+    def propose(self, tokens, most):
+        self.calls += 1
+        out = []
+        for own, k in zip(tokens, most, strict=True):
+            found = np.array(expected(own, k), np.int32)
+            found[self.wrong :] = (found[self.wrong :] + 1) % 10
+            out.append(found)
+        return out
+
+
+class Random:
+    def __init__(self, seed=0, vocab=10):
+        self.random, self.vocab = random.Random(seed), vocab
+
+    def propose(self, tokens, most):
+        return [[self.random.randrange(self.vocab) for _ in range(self.random.randrange(k + 1))] for k in most]
+
+
+class Counting(SumPaged):
+    """Counts its calls, and the tokens of each."""
+
+    def __init__(self, backend):
+        super().__init__(backend)
+        self.sizes = []
+
+    def step(self, params, cache, x):
+        self.sizes.append(len(x.tok))
+        return super().step(params, cache, x)
+
+
+def engine(drafter, k=4, model=SumPaged, **options):
+    found = AutoregressiveBatchInference(
+        model(NumpyBackend()), **{"max_model_len": 64, "overlap": False, "deterministic": False} | options
+    )
+    toy_guides(found)
+    found.core.drafting = Drafting(drafter, k, 10)
+    return found
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def test_four_right_proposals_give_five_tokens_in_one_call_and_a_wrong_first_one_gives_one():
+    """V-28."""
+    for wrong, tokens in ((99, [1, 5, 5, 5, 4]), (0, [1] * 20), (2, [1, 3, 3, 3, 3, 3, 3, 1])):
+        with engine(Oracle(wrong), model=Counting) as e:
+            stream = e.run([1, 2], GREEDY)
+            e.model.sizes.clear()
+            assert stream.collect() == expected([1, 2], 20)
+            stats = e.stats()
+            assert stats.new_tokens == 20
+            if wrong == 99:
+                assert stats.steps == len(tokens), e.model.sizes
+            if wrong == 0:
+                assert stats.steps == 20
+
+
+@pytest.mark.parametrize("drafter", [Oracle(), Oracle(1), Random()], ids=["right", "wrong", "random"])
+def test_answers_are_the_same_whatever_is_proposed(drafter):
+    """V-27: greedy, sampled, with penalties, log-probabilities, guides, stops; many rows, few blocks, preemption."""
+    guided = rule(range(0, 5), range(3, 9), [1, 2, 7], most=12)
+    kinds = [
+        dict(temperature=0),
+        dict(temperature=2.0),
+        dict(temperature=2.0, presence_penalty=1.0, logprobs=2),
+        dict(temperature=0, structured_outputs=guided),
+        dict(temperature=2.0, structured_outputs=guided, repetition_penalty=1.3),
+        dict(temperature=0, stop_token_ids=[2], min_tokens=3),
+        dict(temperature=1.5, top_k=3, logit_bias={3: 2.0}),
+        dict(temperature=0, logits_processors=[lambda ids, x: x + (len(ids) % 3)]),
+    ]
+
+    def all_of(e):
+        streams = [
+            e.run([i % 10, 2, 3 + i % 5], SamplingParams(**kinds[i % 8] | {"seed": i, "max_tokens": 10 + i}))
+            for i in range(24)
+        ]
+        return [(s.collect(), s.logprobs, s.finish_reason, s.stop_token) for s in streams]
+
+    with engine(Random(), k=0) as e:
+        want = all_of(e)
+    for options in ({}, {"max_num_seqs": 5}, {"cache_tokens": 128, "block_size": 4, "max_num_seqs": 12}):
+        with engine(drafter, **options) as e:
+            assert all_of(e) == want
+            assert e.core.drafting.drafted
+            e.core.scheduler.check()
+            assert replay(e.dump())
+    assert e.stats().preemptions
+
+
+def test_nobody_waits_or_is_preempted_for_proposals():
+    """Steps with as many tokens as rows leave no room; and no block with contents makes way."""
+    with engine(Oracle(), max_num_batched_tokens=16, max_num_seqs=16) as e:
+        streams = [e.run([i % 10, 1], GREEDY) for i in range(16)]
+        assert [s.collect() for s in streams] == [expected([i % 10, 1], 20) for i in range(16)]
+    with engine(Oracle(), cache_tokens=64, block_size=4, max_num_seqs=2) as e:
+        for i in range(6):
+            assert e.run([i, *range(9)], GREEDY).collect() == expected([i, *range(9)], 20)
+        evicted = e.stats().evictions
+    with engine(Random(), k=0, cache_tokens=64, block_size=4, max_num_seqs=2) as e:
+        for i in range(6):
+            e.run([i, *range(9)], GREEDY).collect()
+        assert evicted <= e.stats().evictions
+
+
+def test_stops_limits_and_pauses():
+    with engine(Oracle(), pause_after=2) as e:
+        stream = e.run([1, 2], GREEDY, stop_rule=StopRule(where=lambda batch: batch == 2))
+        got = [next(stream)]
+        time.sleep(0.05)
+        assert len(stream.channel.buffer) <= 2 + 4
+        got += list(stream)
+        assert got == [4, 8, 6, 2]
+    with engine(Oracle()) as e:
+        for n in range(1, 9):
+            assert e.run([1, 2], SamplingParams(temperature=0, max_tokens=n)).collect() == expected([1, 2], n)
+        assert e.run([1] * 60, SamplingParams(temperature=0)).collect() == expected([1] * 60, 4)
+
+
+class Strange:
+    """Proposals that are none."""
+
+    def propose(self, tokens, most):
+        return [[-1, 10**9], [3.5], "ab", None][: len(tokens)]
+
+
+def test_random_requests_cancels_and_proposals_leave_nothing_behind():
+    r = random.Random(1)
+    with engine(Random(2), cache_tokens=256, block_size=4, max_num_seqs=8, pause_after=3) as e:
+        live = []
+        for i in range(150):
+            live.append(e.run([r.randrange(10) for _ in range(r.randrange(1, 20))], GREEDY))
+            if r.random() < 0.4:
+                live.pop(r.randrange(len(live))).close()
+        for stream in live:
+            assert len(stream.collect()) == 20
+        end = time.monotonic() + 10
+        while e.stats().running or e.stats().waiting:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        e.core.scheduler.check()
+        assert e.core.scheduler.pool.free == e.core.scheduler.pool.usable
