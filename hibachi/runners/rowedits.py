@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode import edits
-from hibachi.decode.sampling import row_finite
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
 from hibachi.runners.job import Job
 from hibachi.runners.tokentable import TokenTable
 from hibachi.shapes import CallShapes
+from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -76,7 +76,7 @@ class Changes:
     def __init__(self, counted: int) -> None:
         self.bias, self.counts = TokenList(), TokenList()
         self.counted: int = counted  # tokens of the row that are in `counts`
-        self.kept: HostArray | None = None  # where only some tokens are allowed: which, bool [vocab_size]
+        self.kept: HostArray | None = None  # where only some tokens are allowed: packed bits, uint32 [words]
 
 
 class RowEdits:
@@ -92,8 +92,7 @@ class RowEdits:
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        parts: list[Callable[..., Any]] = [_copy, edits.keep_only, edits.add_bias, edits.penalise]
-        self._copy, self._keep, self._add, self._penalise = [backend.program(part) for part in parts]
+        self._add, self._penalise = backend.program(edits.add_bias), backend.program(edits.penalise)
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
@@ -106,8 +105,7 @@ class RowEdits:
             return
         changes = Changes(start)
         if params.allowed_token_ids is not None:
-            changes.kept = np.zeros(self.vocab_size, bool)
-            changes.kept[list(params.allowed_token_ids)] = True
+            changes.kept = masks.packed(params.allowed_token_ids, self.vocab_size)
         for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
@@ -131,16 +129,9 @@ class RowEdits:
         rows [m], positions [n]. Returns float32 [m, V]; whether the rows were finite before, bool [m]; errors by place.
         """
         put, shapes = self.backend.put, self.backend.shapes
-        x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
         faults: dict[int, HibachiError] = {}
         changes, m = [job.changes for job in jobs], len(rows)
-        if any(each.kept is not None for each in changes):
-            kept = np.ones((m, self.vocab_size), bool)
-            for i, each in enumerate(changes):
-                if each.kept is not None:
-                    kept[i] = each.kept
-            kept[len(jobs) :] = kept[len(jobs) - 1]
-            x = self._keep(x, put(kept))
+        x, finite = self.backend.kept_rows(logits, np.asarray(at, np.int32), self._bits(changes, m))
         if any(len(each.bias) for each in changes):
             ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):
@@ -158,6 +149,19 @@ class RowEdits:
             minus = self._frequency[rows, None] * counts + self._presence[rows, None] * (counts > 0)
             x = self._penalise(x, put(ids), put(factor), put(minus))
         return x, finite, faults
+
+    def _bits(self, changes: Sequence[Changes], m: int) -> HostArray | None:
+        """The tokens that may come, packed bits uint32 [m, words]: rows beyond `changes` are like the last. None: all
+        tokens of all rows may.
+        """
+        if all(each.kept is None for each in changes):
+            return None
+        bits = np.full((m, masks.words(self.vocab_size)), ~np.uint32(0))
+        for i, each in enumerate(changes):
+            if each.kept is not None:
+                bits[i] = each.kept
+        bits[len(changes) :] = bits[len(changes) - 1]
+        return bits
 
     def _stop_tokens(self, job: Job) -> list[int]:
         """The stop tokens that min_tokens forbids."""
@@ -222,8 +226,3 @@ class RowEdits:
 
 def penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def _copy(backend: ArrayBackend, logits: Array, at: Array) -> tuple[Array, Array]:
-    x = edits.rows_of(backend, logits, at)
-    return x, row_finite(backend, x)
