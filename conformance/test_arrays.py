@@ -250,6 +250,55 @@ def test_top_gives_the_largest_of_a_row_and_where_they_are(backend):
     np.testing.assert_array_equal(np.take_along_axis(x, places, axis=-1), values)
 
 
+def bits_of(may):
+    """A mask [m, V] as packed bits; what lies beyond the last token is set."""
+    m, size = may.shape
+    bits = np.full((m, -(-size // 32)), 0xFFFFFFFF, "uint32")
+    for row, token in np.argwhere(~may):
+        bits[row, token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
+    return bits
+
+
+def unusual(m, size):
+    """Logits with all that there may be, and a mask with a row of nothing, one of all, and others."""
+    x, may = normal(m, size), np.random.default_rng(size).random((m, size)) < 0.5
+    for i, value in enumerate((np.nan, np.inf, -np.inf, np.nan)):
+        x[:, 7 * i % size] = value
+    may[1:2], may[2:3] = False, True
+    return x, may
+
+
+def test_keep_bits_gives_minus_infinity_to_all_tokens_whose_bit_is_not_set(backend):
+    """NaN as well, which stays where it may come. Also where the tokens fill no word, and without rows."""
+    for m, size in ((5, 96), (5, 75), (1, 75), (0, 75), (1, 1)):
+        x, may = unusual(m, size)
+        got = backend.keep_bits(backend.put(x.copy()), bits_of(may))
+        matches(backend, got, np.where(may, x, np.float32(-np.inf)))
+
+
+def test_keep_bits_refuses_bits_of_another_shape(backend):
+    x = normal(3, 75)
+    for shape in ((3, 2), (3, 4), (1, 3), (3, 75)):
+        with pytest.raises(ValueError, match="keep_bits: expected bits uint32"):
+            backend.keep_bits(backend.put(x.copy()), np.zeros(shape, "uint32"))
+
+
+def test_kept_rows_are_copies_and_tell_which_of_them_were_finite(backend):
+    """Before anything was taken from them; and the logits stay as they were."""
+    x = normal(6, 75)
+    x[1, 74], x[2, 3], x[3], x[4, 5:] = np.nan, np.inf, -np.inf, -np.inf
+    at = np.array([3, 0, 1, 5, 2, 4, 0, 1], "int32")
+    may = np.random.default_rng(0).random((8, 75)) < 0.5
+    may[2, 74], may[3], may[6] = False, False, True
+    for bits, want in ((None, x[at]), (bits_of(may), np.where(may, x[at], np.float32(-np.inf)))):
+        logits = backend.put(x.copy())
+        rows, finite = backend.kept_rows(logits, at, bits)
+        matches(backend, rows, want)
+        matches(backend, finite, np.array([False, True, False, True, False, True, True, False]))
+        backend.keep_bits(rows, np.zeros((8, 3), "uint32"))  # which may write to them
+        matches(backend, logits, x)
+
+
 def test_experts_adds_what_the_chosen_ones_say_by_their_weights(backend):
     x, into, out = normal(5, 4), normal(3, 6, 4), normal(3, 4, 6)
     chosen = np.array([[0, 1], [1, 2], [2, 0], [1, 0], [0, 2]], "int32")  # expert 1 is chosen thrice, no row alike

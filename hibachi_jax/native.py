@@ -21,6 +21,7 @@ from hibachi.errors import UnsupportedOperation
 from hibachi.kernels.library import NUMERICS, Library, library
 from hibachi.kernels.memory import Slabs
 from hibachi.kernels.threads import most_threads
+from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.native import CODES, DEEPEST, LANES, TOP_K, Int8Backend, OwnLayout, int8_packed, unpacked
@@ -31,6 +32,7 @@ from hibachi_jax.backend import JaxBackend
 
 HANDLERS = (
     *("linear", "rows", "attend", "rms_norm", "layer_norm", "softmax", "rope", "activate", "best", "draw", "mass"),
+    "kept_rows",
     *("convolve", "scan", "route", "experts", "int8_linear", "int8_rows"),
 )
 
@@ -328,6 +330,15 @@ class NativeJaxBackend(JaxBackend):
         return _of_rows("mass", jnp.float32, x.astype(jnp.float32))
 
     @override
+    def kept_rows(self, logits: Array, at: HostArray, bits: HostArray | None = None) -> tuple[Array, Array]:
+        shape = len(at), logits.shape[1]
+        if logits.dtype not in _COMPUTED or 0 in shape:
+            return super().kept_rows(logits, at, bits)
+        words = () if bits is None else (self.put(masks.checked(bits, shape).view(np.int32)),)
+        found: tuple[Array, Array] = self.program(_kept_rows)(logits, self.put(np.asarray(at, np.int32)), *words)
+        return found
+
+    @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         turns = (x.shape[0], 1, x.shape[2] // 2)
         fits = x.shape[2] % 2 == 0 and all(t.dtype == x.dtype and t.shape == turns for t in (cos, sin))
@@ -386,6 +397,13 @@ def _of_rows(name: str, dtype: Any, x: Array, *args: Array) -> tuple[Array, Arra
     made = jax.ShapeDtypeStruct((len(x),), dtype), jax.ShapeDtypeStruct((len(x),), jnp.float32)
     one, other = jax.ffi.ffi_call(target(name), made)(x, *args)
     return one, other
+
+
+def _kept_rows(backend: ArrayBackend, logits: Array, at: Array, *bits: Array) -> tuple[Array, Array]:
+    shape = len(at), logits.shape[1]
+    made = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.bool)
+    x, finite = jax.ffi.ffi_call(target("kept_rows"), made)(logits, at, *bits)
+    return x, finite
 
 
 def _like(x: Array) -> jax.ShapeDtypeStruct:

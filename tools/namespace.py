@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLACES = (
     "hibachi/tensor/array_backend.py",
+    "hibachi/tensor/masks.py",
     "hibachi/tensor/terms.py",
     "hibachi/decode",
     "hibachi/model",

@@ -6,24 +6,12 @@ and never a matrix of the vocabulary's size. Definitions are vLLM's.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from hibachi.decode.rows import pick
 from hibachi.tensor.array_backend import Array, ArrayBackend
 
 _quiet = np.errstate(invalid="ignore", over="ignore")  # of rows that are not finite
-
-
-def rows_of(backend: ArrayBackend, logits: Array, at: Array) -> Array:
-    """Rows `at` [m] of logits [n, V], as a copy in float32: [m, V]. What follows may overwrite it."""
-    return backend.float32(backend.take(logits, at))
-
-
-def keep_only(backend: ArrayBackend, logits: Array, kept: Array) -> Array:
-    """-inf for all tokens but those marked in kept, bool [m, V]."""
-    return backend.xp.where(kept, logits, backend.xp.full_like(logits, -math.inf))
 
 
 @_quiet

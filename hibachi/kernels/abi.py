@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-ABI = 3
+ABI = 4
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -98,6 +98,8 @@ FUNCTIONS = {  # name: what it returns ("b": whether it was done) and its argume
     "best": "b:pnnpp",
     "draw": "b:pnnpppppppp",
     "mass": "b:pnnpp",
+    "keep_bits": "b:ppnn",
+    "kept_rows": "b:ipnppppnn",
     "step": "b:ippn",
 }
 

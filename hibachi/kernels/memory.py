@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,3 +44,40 @@ class Slabs:
             piece = self._slab[self._at : self._at + size]
             self._at += size + -size % ALIGNED
         return piece.view(dtype)
+
+
+class Reused:
+    """Uninitialised arrays, of which one gets the memory of another that nobody has any more, nor a part of it.
+
+    For what a step needs for a moment. New memory of the system has to be cleared first: measured for 39 MB, that takes
+    5 ms, or 30 where its pages are small, and to write to them takes 2.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[HostArray] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """An array that begins on a cache line."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = np.empty(0, np.uint8)
+        if len(memory) < size + ALIGNED:
+            memory = np.empty(size + ALIGNED, np.uint8)
+        owner = _Owner(memory)
+        weakref.finalize(owner, self._take_back, memory).atexit = False
+        at = -memory.ctypes.data % ALIGNED
+        found: HostArray = np.asarray(owner)[at : at + size].view(dtype).reshape(shape)
+        return found
+
+    def _take_back(self, memory: HostArray) -> None:
+        if not self._free:  # one is enough, as steps follow each other
+            self._free.append(memory)
+
+
+class _Owner:
+    """What arrays in a piece of memory refer to, however they were cut out of each other."""
+
+    def __init__(self, memory: HostArray) -> None:
+        self.__array_interface__ = memory.__array_interface__

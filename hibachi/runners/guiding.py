@@ -43,7 +43,7 @@ class Guided:
         return self.guide.complete
 
 
-def masks(
+def allowed(
     jobs: Sequence[Any], rows: Any, positions: Any, table: TokenTable, vocab_size: int
 ) -> tuple[HostArray, dict[int, HibachiError]]:
     """What may come next of guided jobs [n]: bits as in `Guides.masks`, uint32 [n, ceil(vocab_size / 32)], and errors

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from hibachi.decode import edits
-from hibachi.decode.sampling import row_finite
 from hibachi.errors import HibachiError, InvalidRequest, text_of
 from hibachi.request import MOST_INT, SamplingParams
-from hibachi.runners.guiding import masks
+from hibachi.runners.guiding import allowed
 from hibachi.runners.job import Job
 from hibachi.runners.tokentable import TokenTable
 from hibachi.shapes import CallShapes
+from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray
 
 
@@ -77,9 +77,7 @@ class Changes:
     def __init__(self, counted: int) -> None:
         self.bias, self.counts = TokenList(), TokenList()
         self.counted: int = counted  # tokens of the row that are in `counts`
-        self.kept: HostArray | None = (
-            None  # where only some tokens are allowed: which, in bits, uint32 [ceil(vocab_size / 32)]
-        )
+        self.kept: HostArray | None = None  # where only some tokens are allowed: packed bits, uint32 [words]
 
 
 class RowEdits:
@@ -97,8 +95,7 @@ class RowEdits:
         self._until = np.zeros(rows, np.int32)  # length before which no stop token may come
         self._factor = np.ones(rows, np.float32)
         self._presence, self._frequency = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
-        parts: list[Callable[..., Any]] = [_copy, edits.keep_only, edits.add_bias, edits.penalise]
-        self._copy, self._keep, self._add, self._penalise = [backend.program(part) for part in parts]
+        self._add, self._penalise = backend.program(edits.add_bias), backend.program(edits.penalise)
 
     def admit(self, job: Job) -> None:
         params, row, start = job.sampling, job.seq.row, job.seq.prompt_len
@@ -113,9 +110,7 @@ class RowEdits:
             return
         changes = Changes(start)
         if params.allowed_token_ids is not None:
-            kept = np.zeros(-(-self.vocab_size // 32) * 32, bool)
-            kept[list(params.allowed_token_ids)] = True
-            changes.kept = np.packbits(kept, bitorder="little").view(np.uint32)
+            changes.kept = masks.packed(params.allowed_token_ids, self.vocab_size)
         for token, value in dict(params.logit_bias).items():
             changes.bias.add(token, value)
         for token in (*(word[-1] for word in job.bad_words), *self._stop_tokens(job)):
@@ -147,14 +142,11 @@ class RowEdits:
         rows [m], positions [n]. Returns float32 [m, V]; whether the rows were finite before, bool [m]; errors by place.
         """
         put, shapes = self.backend.put, self.backend.shapes
-        x, finite = self._copy(logits, put(np.asarray(at, np.int32)))
         faults: dict[int, HibachiError] = {}
         changes, m = [job.changes for job in jobs], len(rows)
-        if (bits := self._bits(jobs, rows, positions, m, faults)) is not None:
-            x = self._keep(
-                x,
-                put(np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little").astype(bool)),
-            )
+        x, finite = self.backend.kept_rows(
+            logits, np.asarray(at, np.int32), self._bits(jobs, rows, positions, m, faults)
+        )
         if any(len(each.bias) for each in changes):
             ids, bias = _side_by_side([each.bias for each in changes], m, shapes)
             for i, job in enumerate(jobs):
@@ -176,16 +168,18 @@ class RowEdits:
     def _bits(
         self, jobs: Sequence[Job], rows: Any, positions: Any, m: int, faults: dict[int, HibachiError]
     ) -> HostArray | None:
-        """Which tokens may come, as `ArrayBackend.keep_bits` takes it: uint32 [m, ceil(V / 32)]; None means any may."""
+        """The tokens that may come, packed bits uint32 [m, words]: rows beyond the jobs are like the last. None: all
+        tokens of all rows may.
+        """
         guided = [i for i, job in enumerate(jobs) if job.guided is not None]
         listed = [i for i, job in enumerate(jobs) if job.changes.kept is not None]
         if not guided and not listed:
             return None
-        bits = np.full((m, -(-self.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        bits = np.full((m, masks.words(self.vocab_size)), ~np.uint32(0))
         if guided:
             at = np.array(guided)
             some = [jobs[i] for i in guided]
-            bits[at], failed = masks(some, rows[at], positions[at], self.table, self.vocab_size)
+            bits[at], failed = allowed(some, rows[at], positions[at], self.table, self.vocab_size)
             faults |= {guided[i]: e for i, e in failed.items()}
         for i in listed:
             bits[i] &= jobs[i].changes.kept
@@ -259,8 +253,3 @@ class RowEdits:
 
 def penalised(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
-def _copy(backend: ArrayBackend, logits: Array, at: Array) -> tuple[Array, Array]:
-    x = edits.rows_of(backend, logits, at)
-    return x, row_finite(backend, x)

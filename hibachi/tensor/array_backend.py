@@ -15,6 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from hibachi.errors import InvalidTensorOperation, UnsupportedOperation
+from hibachi.tensor import masks
 from hibachi.tensor.layout import Paged, State, StepInputs
 from hibachi.tensor.library import Library
 from hibachi.tensor.terms import by_distance, terms
@@ -551,6 +552,25 @@ class ArrayBackend(Library):
         where it `draws`."""
         raise NotImplementedError
 
+    def keep_bits(self, x: Array, bits: HostArray) -> Array:
+        """Logits x float32 [m, V] with -inf for the tokens that may not come. May overwrite `x`.
+
+        bits: uint32 [m, ceil(V / 32)] on the host: bit t % 32 of word t // 32 says whether token t may come. They must
+        stay as they are until the result was read. Raises ValueError for others.
+        """
+        given = self.put(masks.as_bytes(masks.checked(bits, x.shape)))
+        found: Array = self.program(masks.keep)(x, given)
+        return found
+
+    def kept_rows(self, logits: Array, at: HostArray, bits: HostArray | None = None) -> tuple[Array, Array]:
+        """Rows `at`, int32 [m] on the host, of logits [n, V]: a copy in float32, [m, V], with -inf as in `keep_bits`.
+        And whether each of these rows was finite, bool [m]: no NaN, no infinity, and not -inf alone.
+
+        bits: as in `keep_bits`; None means that all tokens may come.
+        """
+        x, finite = self.program(masks.copied)(logits, self.put(at))
+        return x if bits is None else self.keep_bits(x, bits), finite
+
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotary position embedding (Su et al. 2021), halves paired as in Hugging Face.
 
@@ -586,15 +606,7 @@ class ArrayBackend(Library):
         return self.silu(y if b is None else y + b), seen[:, tokens:, :]
 
     def selective_scan(
-        self,
-        state: Array,
-        x: Array,
-        dt: Array,
-        gate: Array,
-        write: Array,
-        read: Array,
-        decay: Array,
-        skip: Array,
+        self, state: Array, x: Array, dt: Array, gate: Array, write: Array, read: Array, decay: Array, skip: Array
     ) -> tuple[Array, Array]:
         """Mamba's scan over time (Gu & Dao 2023). For each token, step = softplus(dt), and
 

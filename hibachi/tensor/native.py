@@ -19,9 +19,10 @@ from typing_extensions import override
 from hibachi.errors import UnsupportedOperation
 from hibachi.kernels.abi import Sizes
 from hibachi.kernels.library import NUMERICS, library
-from hibachi.kernels.memory import Slabs, zeros
+from hibachi.kernels.memory import Reused, Slabs, zeros
 from hibachi.kernels.threads import most_threads
 from hibachi.shapes import CallShapes
+from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, HostArray, LayerCache
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import Paged, State, StepInputs
@@ -85,7 +86,7 @@ class NativeBackend(NativeLayers):
         """To be called at the end of `__init__`. Raises NativeUnavailable."""
         self.library = library()
         self._run = self.library.kernels
-        self._slabs = Slabs()
+        self._slabs, self._reused = Slabs(), Reused()
         self.codes = {self.dtype(name): code for name, code in CODES.items()}
         self._names = {self.dtype(name): name for name in CODES}
         self._threads: int | None = -1
@@ -323,6 +324,27 @@ class NativeBackend(NativeLayers):
         most, mass = (self.empty((len(x),), self.xp.float32) for _ in range(2))
         self._run.mass(self.address(x), *x.shape, self.address(most), self.address(mass))
         return most, mass
+
+    @override
+    def keep_bits(self, x: Array, bits: HostArray) -> Array:
+        if x.dtype != self.xp.float32:
+            return super().keep_bits(x, bits)
+        x, bits = self.row_major(x), masks.checked(bits, x.shape)
+        self._run.keep_bits(self.address(x), bits.ctypes.data, *x.shape)
+        return x
+
+    @override
+    def kept_rows(self, logits: Array, at: HostArray, bits: HostArray | None = None) -> tuple[Array, Array]:
+        code, shape = self.codes.get(logits.dtype), (len(at), logits.shape[1])
+        if code is None:
+            return super().kept_rows(logits, at, bits)
+        logits, at = self.row_major(logits), np.require(at, np.int32, ["C", "A"])
+        bits = None if bits is None else masks.checked(bits, shape)
+        x = self.from_host(self._reused.empty(shape, np.float32), self.xp.float32)
+        finite = self.empty(shape[:1], self.xp.bool)
+        places = at.ctypes.data, None if bits is None else bits.ctypes.data, self.address(x), self.address(finite)
+        self._run.kept_rows(code, self.address(logits), len(logits), *places, *shape)
+        return x, finite
 
     @override
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:

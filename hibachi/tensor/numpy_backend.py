@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from hibachi.errors import ConfigError, UnsupportedOperation
 from hibachi.kernels.library import state, why_missing
+from hibachi.tensor import masks
 from hibachi.tensor.array_backend import Array, ArrayBackend, HostArray, LayerCache
 from hibachi.tensor.host_arrays import PackedWeight
 from hibachi.tensor.layout import StepInputs
@@ -197,6 +198,11 @@ class NumpyBackend(ArrayBackend):
         values = np.take_along_axis(x, some, axis=-1)
         order = np.argsort(values, axis=-1)[:, ::-1]
         return np.take_along_axis(values, order, axis=-1), np.take_along_axis(some, order, axis=-1)
+
+    @override
+    def keep_bits(self, x: Array, bits: HostArray) -> Array:
+        np.copyto(x, -np.inf, where=masks.forbidden(bits, x.shape))
+        return x
 
     @override
     def invariant(self) -> ArrayBackend:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibachi.decode.edits import add_bias, keep_only, penalise, rows_of
+from hibachi.decode.edits import add_bias, penalise
+from hibachi.tensor.masks import packed
 
 from .libraries import INF, LIBRARIES, every_library, host
 from .reference import edited
@@ -14,20 +15,13 @@ ROWS = np.array([[0.5, -2.0, 3.0, -INF, 0.0], [1.0, 1.0, -1.0, 4.0, -0.5]], np.f
 
 
 @every_library
-def test_rows_are_copied_in_float32(library):
-    logits = library.put(ROWS, "float32" if library.name == "numpy" else None)
-    copy = rows_of(library, logits, library.put(np.array([1, 0, 1], np.int32)))
-    add_bias(library, copy, library.put(np.zeros((3, 1), np.int32)), library.put(np.full((3, 1), 9, np.float32)))
-    np.testing.assert_array_equal(library.get(logits), ROWS)
-    assert library.get(copy).dtype == np.float32 and copy.shape == (3, 5)
-
-
-@every_library
 def test_only_what_is_kept_is_left(library):
-    mask = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1]], bool)
-    found = host(library, keep_only, ROWS, mask)
+    kept = np.stack([packed([0, 2, 3], 5), packed(range(5), 5)])
+    logits = library.put(ROWS[::-1].copy())
+    found, finite = map(library.get, library.kept_rows(logits, np.array([1, 0], np.int32), kept))
     np.testing.assert_array_equal(found[0], edited(ROWS[0], allowed_token_ids=[0, 2, 3]))
     np.testing.assert_array_equal(found[1], ROWS[1])
+    assert found.dtype == np.float32 and finite.tolist() == [True, True]
 
 
 @every_library

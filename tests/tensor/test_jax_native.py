@@ -352,6 +352,21 @@ def test_the_largest_of_a_row_is_the_first_one_and_a_nan_is_seen(native):
     np.testing.assert_array_equal(np.asarray(place)[keep], np.asarray(x).argmax(1)[keep])
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_kept_rows_are_the_rows_in_float32_with_minus_infinity(native, dtype):
+    x = normal(6, 75, dtype=dtype).at[1, 74].set(jnp.nan).at[2, 3].set(jnp.inf).at[3].set(-jnp.inf)
+    at, random = np.array([3, 0, 1, 5, 2], np.int32), np.random.default_rng(0)
+    bits = random.integers(0, 2**32, (5, 3), dtype=np.uint32)
+    may = np.unpackbits(bits.astype("<u4").view(np.uint8), axis=1, bitorder="little", count=75).astype(bool)
+    want = np.asarray(x, np.float32)[at]
+    for given, rows in ((None, want), (bits, np.where(may, want, np.float32(-np.inf)))):
+        got, finite = native.kept_rows(x, at, given)
+        np.testing.assert_array_equal(np.asarray(got), rows, strict=True)
+        assert finite.dtype == jnp.bool and finite.tolist() == [False, True, False, True, False]
+    with pytest.raises(ValueError, match=r"expected bits uint32 \[5, 3\]"):
+        native.kept_rows(x, at, bits[:, :2])
+
+
 # ---- the backend that users ask for --------------------------------------------------------------------------------
 
 

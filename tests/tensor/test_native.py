@@ -521,6 +521,89 @@ def test_rows_without_an_answer_are_told(native):
     assert torch.isfinite(most).tolist() == [False, False, False, False, True] and place[4] == 32
 
 
+# ---- masks of tokens -----------------------------------------------------------------------------------------------
+
+
+def masked(rows, size, seed=0):
+    """Bits uint32 [rows, words] of which many words are all zeros or all ones, and the mask that they are."""
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 2**32, (rows, -(-size // 32)), dtype=np.uint32)
+    bits[random.random(bits.shape) < 0.3] = 0
+    bits[random.random(bits.shape) < 0.3] = 0xFFFFFFFF
+    may = np.unpackbits(bits.astype("<u4").view(np.uint8), axis=1, bitorder="little", count=size).astype(bool)
+    return bits, torch.from_numpy(may)
+
+
+def same_bits(got, want):
+    """Those of NaN as well."""
+    assert got.dtype == want.dtype and torch.equal(got.view(torch.int32), want.view(torch.int32))
+
+
+@pytest.mark.parametrize("size", (1, 15, 31, 32, 33, 63, 64, 4099, 40_000))
+def test_tokens_that_may_not_come_have_minus_infinity_and_others_what_they_had(native, threads, size):
+    x = normal(7, size)
+    x[::2, size // 2], x[1, -1] = float("nan"), float("inf")
+    bits, may = masked(7, size)
+    want = torch.where(may, x, torch.tensor(-float("inf")))
+    mine = x.clone()
+    got = native.keep_bits(mine, bits)
+    same_bits(got, want)
+    assert got is mine  # in its own memory
+    same_bits(native.keep_bits(x.T.contiguous().T, bits), want)
+    rows = torch.from_numpy(NumpyBackend(native=True).keep_bits(x.numpy().copy(), bits))
+    same_bits(rows, want)
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, "float16"))
+@pytest.mark.parametrize("size", (1, 31, 33, 64, 4099, 40_000))
+def test_kept_rows_are_the_rows_in_float32(native, threads, size, dtype):
+    x = normal(9, size, dtype=dtype)
+    x[1, size // 2], x[3, -1], x[4], x[5, : size - 1] = float("nan"), float("inf"), -float("inf"), -float("inf")
+    at = np.array([4, 0, 8, 1, 3, 1, 5], np.int32)
+    bits, may = masked(7, size)
+    there, want = x.clone(), x[at.tolist()].float()
+    for given in (None, bits):
+        rows, finite = native.kept_rows(x, at, given)
+        same_bits(rows, want if given is None else torch.where(may, want, torch.tensor(-float("inf"))))
+        assert finite.dtype == torch.bool
+        assert finite.tolist() == [False, True, True, False, False, False, True]
+    assert torch.equal(x.view(torch.int16), there.view(torch.int16))
+    flat = native.kept_rows(x.T.contiguous().T, at, bits)[0]
+    same_bits(flat, rows)
+
+
+def test_kept_rows_that_somebody_has_are_not_written_to(native):
+    x, at = normal(4, 50), np.arange(4, dtype=np.int32)
+    row = native.kept_rows(x, at)[0][2][5:]
+    rows = native.kept_rows(-x, at)[0]
+    assert torch.equal(row, x[2, 5:]) and torch.equal(rows, -x)
+
+
+def test_masks_of_wrong_sizes_and_places_are_refused(native):
+    at = np.arange(3, dtype=np.int32)
+    for backend, x in ((native, normal(3, 70)), (NumpyBackend(native=True), normal(3, 70).numpy())):
+        for bits in (np.zeros((3, 2), np.uint32), np.zeros((2, 3), np.uint32), np.zeros((3, 3), np.int64)):
+            with pytest.raises(ValueError, match=r"expected bits uint32 \[3, 3\]"):
+                backend.keep_bits(x, bits)
+            with pytest.raises(ValueError, match=r"expected bits uint32 \[3, 3\]"):
+                backend.kept_rows(x, at, bits)
+        for place in (3, -1):
+            with pytest.raises(IndexError, match="A place lies outside"):
+                backend.kept_rows(x, np.array([0, place], np.int32))
+
+
+def test_other_variants_mask_alike(native, monkeypatch):
+    x, at = normal(3, 4099), np.array([2, 0, 1], np.int32)
+    bits, may = masked(3, 4099)
+    for backend in every_variant(NativeTorchBackend, monkeypatch):
+        same_bits(backend.keep_bits(x.clone(), bits), torch.where(may, x, torch.tensor(-float("inf"))))
+        for dtype in DTYPES:
+            want = x.to(getattr(torch, dtype))
+            rows, finite = backend.kept_rows(want, at, bits)
+            same_bits(rows, torch.where(may, want[at.tolist()].float(), torch.tensor(-float("inf"))))
+            assert finite.all()
+
+
 # ---- drawing tokens ------------------------------------------------------------------------------------------------
 
 
@@ -573,6 +656,8 @@ def test_no_rows_give_no_answers(native):
         x = backend.put(np.zeros((0, 9), np.float32))
         for found in (backend.best(x), backend.mass(x), drawn(backend, np.zeros((0, 9), np.float32), parameters(0))):
             assert [tuple(t.shape) for t in found] == [(0,), (0,)]
+        kept = backend.kept_rows(x, np.zeros(0, np.int32), np.zeros((0, 1), np.uint32))
+        assert [tuple(t.shape) for t in kept] == [(0, 9), (0,)]
         assert tuple(backend.softmax(x).shape) == (0, 9)
 
 

@@ -7,6 +7,7 @@
 #include "experts.h"
 #include "int8.h"
 #include "linear.h"
+#include "masks.h"
 #include "small.h"
 #include "softmax.h"
 #include "states.h"
@@ -454,6 +455,30 @@ EXPORT int hibachi_draw(
 
 EXPORT int hibachi_mass(const float* x, int64_t rows, int64_t columns, float* most, float* mass) {
   return told(share(Mass{x, rows, columns, most, mass}));
+}
+
+// See masks.h.
+EXPORT int hibachi_keep_bits(float* x, const uint32_t* bits, int64_t rows, int64_t columns) {
+  return told(share(KeepBits{x, bits, rows, columns}));
+}
+
+// x [rows, columns], finite [rows]: rows `at` of logits [n, columns]; bits: or null.
+EXPORT int hibachi_kept_rows(
+    int dtype,
+    const void* logits,
+    int64_t n,
+    const int32_t* at,
+    const uint32_t* bits,
+    float* x,
+    bool* finite,
+    int64_t rows,
+    int64_t columns
+) {
+  if (!below(at, rows, n)) return OUTSIDE;
+  return by_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return share(KeptRows<T>{in<T>(logits), at, bits, x, finite, rows, columns});
+  });
 }
 }
 

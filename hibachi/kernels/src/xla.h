@@ -399,4 +399,21 @@ EXPORT void* hibachi_xla_mass(Frame* f) {
     );
   });
 }
+
+// logits [n, columns], at [rows], perhaps bits [rows, words] -> x [rows, columns], finite [rows]
+EXPORT void* hibachi_xla_kept_rows(Frame* f) {
+  return handle(f, [](const Call& c) {
+    return hibachi_kept_rows(
+        c.dtype(),
+        c.in(0),
+        c.size(0, 0),
+        c.in<int32_t>(1),
+        c.in<uint32_t>(2),
+        static_cast<float*>(c.out(0)),
+        static_cast<bool*>(c.out(1)),
+        c.count(1),
+        c.size(0, 1)
+    );
+  });
+}
 }

@@ -1,0 +1,69 @@
+"""Memory that is used again."""
+
+import gc
+import threading
+
+import numpy as np
+
+from hibachi.kernels.memory import Reused
+
+
+def place(t):
+    return t.__array_interface__["data"][0]
+
+
+def test_an_array_gets_the_memory_of_one_that_is_gone():
+    reused = Reused()
+    first = reused.empty((8, 100), np.float32)
+    assert first.shape == (8, 100) and first.dtype == np.float32 and place(first) % 64 == 0
+    first[...] = 1
+    at = place(first)
+    del first
+    smaller = reused.empty((3, 33), np.float32)
+    assert place(smaller) == at and smaller.flags.c_contiguous and smaller.flags.writeable
+    del smaller
+    assert place(reused.empty((1,), np.float32)) == at
+    larger = reused.empty((800, 100), np.float64)
+    larger[...] = 2  # is all there
+    at = place(larger)
+    del larger
+    assert place(reused.empty((8, 100), np.float32)) == at
+
+
+def test_what_somebody_has_a_part_of_is_left_alone():
+    reused = Reused()
+    whole = reused.empty((8, 100), np.float32)
+    whole[...] = np.arange(8)[:, None]
+    row = whole[3].reshape(10, 10)[2:].T
+    del whole
+    gc.collect()
+    for _ in range(3):
+        other = reused.empty((8, 100), np.float32)
+        other[...] = -1
+    assert (row == 3).all()
+
+
+def test_what_is_kept_is_one_piece_however_many_there_were():
+    reused = Reused()
+    some = [reused.empty((100,), np.float32) for _ in range(5)]
+    assert len({place(t) for t in some}) == 5
+    some.clear()
+    assert len(reused._free) == 1
+
+
+def test_threads_get_memory_of_their_own():
+    reused, wrong = Reused(), []
+
+    def use(mine):
+        for _ in range(300):
+            t = reused.empty((500,), np.int64)
+            t[...] = mine
+            if not (t == mine).all():
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
