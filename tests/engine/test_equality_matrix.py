@@ -17,6 +17,7 @@ import transformers
 
 from hibachi import AutoregressiveBatchInference, SamplingParams, load_model
 from hibachi.engine import build
+from hibachi.engine.drafting import Drafting
 from hibachi.model.files import TINY
 from hibachi.plan.scheduler import Scheduler
 from hibachi.tensor.numpy_backend import NumpyBackend
@@ -60,6 +61,7 @@ CONDITIONS = {
     "cache": (False, True),
     "memory": ("ample", "preempted"),
     "order": ("as it is", "shuffled"),
+    "proposals": ("none", "some"),
 }
 NEW, CHECKED, COMPANY = 10, 6, 32
 
@@ -152,7 +154,20 @@ class Preempting(Scheduler):
         return super().schedule(now)
 
 
-def engine(model, *, chunk, cache, memory, deterministic):
+class Proposing:
+    """Proposes what the row said before, and anything."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(3)
+
+    def propose(self, tokens, most):
+        return [
+            own[-3:] if self.random.random() < 0.5 else self.random.integers(3, 97, self.random.integers(0, k + 1))
+            for own, k in zip(tokens, most, strict=True)
+        ]
+
+
+def engine(model, *, chunk, cache, memory, deterministic, proposals):
     with pytest.MonkeyPatch.context() as patch:
         if memory == "preempted":
             patch.setattr(build, "Scheduler", Preempting)
@@ -167,17 +182,20 @@ def engine(model, *, chunk, cache, memory, deterministic):
             max_prefill_tokens=chunk,
         )
     toy_guides(made)
+    if proposals == "some":
+        made.core.drafting = Drafting(Proposing(), 4, 97)
     return made
 
 
-def run(model, *, company, chunk, cache, memory, order, deterministic=True):
+def run(model, *, company, chunk, cache, memory, order, proposals, deterministic=True):
     """What the checked requests answer under these conditions, and the engine's figures."""
     given = prompts(model)
     places = list(range(CHECKED if company == "solo" else COMPANY))
     if order == "shuffled":
         np.random.default_rng(1).shuffle(places)
     answers = {}
-    with engine(model, chunk=chunk, cache=cache, memory=memory, deterministic=deterministic) as e:
+    options = dict(chunk=chunk, cache=cache, memory=memory, deterministic=deterministic, proposals=proposals)
+    with engine(model, **options) as e:
         if company == "solo":
             for i in places:
                 answers[i] = said(e.run(given[i], kind(i)))
@@ -191,7 +209,7 @@ def run(model, *, company, chunk, cache, memory, order, deterministic=True):
         return [answers[i] for i in range(CHECKED)], e.stats()
 
 
-ALONE = dict(company="solo", chunk=None, cache=False, memory="ample", order="as it is")
+ALONE = dict(company="solo", chunk=None, cache=False, memory="ample", order="as it is", proposals="none")
 
 
 def compare(model, alone, conditions):

@@ -150,7 +150,7 @@ def test_random_requests_cancels_and_proposals_leave_nothing_behind():
     r = random.Random(1)
     with engine(Random(2), cache_tokens=256, block_size=4, max_num_seqs=8, pause_after=3) as e:
         live = []
-        for i in range(150):
+        for _ in range(150):
             live.append(e.run([r.randrange(10) for _ in range(r.randrange(1, 20))], GREEDY))
             if r.random() < 0.4:
                 live.pop(r.randrange(len(live))).close()
