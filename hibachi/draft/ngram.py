@@ -5,17 +5,13 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from hibachi.draft.protocol import NOTHING, Tokens
 from hibachi.errors import ConfigError
 
-Tokens: TypeAlias = "npt.NDArray[np.int32]"
-
 LENGTH = 5  # of the n-grams that are looked for, unless told otherwise; vLLM's default
-NOTHING: Tokens = np.zeros(0, np.int32)
 _WORD = 0xFFFFFFFF
 # Odd, and another one in each process: nobody can write a prompt whose n-grams all fall into one slot.
 _FACTOR = (random.SystemRandom().getrandbits(32) & ~7) | 5
@@ -112,6 +108,7 @@ class _Table:
     def __init__(self, m: int) -> None:
         self.m = m
         self._out = pow(_FACTOR, m + 1, _WORD + 1)  # what a token counts once it is no longer among the last m
+        self._hash = 0  # of the last m tokens, or of all while they are fewer
         self.fill(array("i"))
 
     @property
@@ -148,7 +145,7 @@ class _Table:
         bits = max(6, (3 * count).bit_length())
         self._slots, self._mask, self._shift = array("i", [-1]) * (1 << bits), (1 << bits) - 1, 32 - bits
         self._taken = 0
-        self._hash: int = 0
+        self._hash = 0
         for token in tokens[-m:]:
             self._hash = (self._hash + token) * _FACTOR & _WORD
         if not count:
@@ -180,7 +177,7 @@ class NgramDrafter:
         NgramIndex(least, most)  # raises if they are wrong
 
     def propose(self, keys: Sequence[Hashable], tokens: Sequence[Tokens], most: Sequence[int]) -> list[Tokens]:
-        """As `hibachi.draft.protocol.Drafter`. From call to call, a request's tokens only get more or are cut."""
+        """As `Drafter.propose`."""
         found = []
         for key, row, k in zip(keys, tokens, most, strict=True):
             index = self._indices.get(key)
