@@ -15,7 +15,9 @@ import pytest
 import hibachi
 
 ROOT = Path(__file__).parents[1]
-BELOW_ENGINE = "errors structured request options installed named shapes phases tensor plan decode guide model streams"
+BELOW_ENGINE = (
+    "errors structured request options installed named shapes phases tensor plan decode draft guide model streams"
+)
 BATCH = f"{BELOW_ENGINE} recording runners engine"
 BACKEND = "errors shapes tensor decode model"
 SOCKETS = "socket socketserver ssl http urllib"
@@ -34,6 +36,7 @@ RULES = {
     "hibachi/structured.py": Rule("errors", third_party=""),
     "hibachi/request.py": Rule("errors structured", third_party=""),
     "hibachi/guide": Rule("errors structured installed guide", third_party="numpy llguidance"),
+    "hibachi/draft": Rule("errors draft"),
     "hibachi/options.py": Rule("errors request", third_party=""),
     "hibachi/installed.py": Rule("", third_party=""),
     "hibachi/shapes.py": Rule("errors", third_party=""),

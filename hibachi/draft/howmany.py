@@ -1,0 +1,203 @@
+"""How many proposals pay: what a step costs by its number of tokens, how often a row's proposals are right, and from
+both the set that raises the expected tokens per second the most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+SAMPLES = 15  # steps of a size whose median is what such a step costs
+TRIALS = 3  # steps after which a size is known: the first may compile or grow something
+REFRESH = 16  # steps after which what was learned counts
+AGE = 1000  # steps after which a size that did not run is forgotten, as contexts and machines change
+PRIOR = 0.6  # of proposals, how many are right before any was seen
+HIGHEST = 0.98  # no guess is certain, however long the record
+WEIGHT = 3.0  # what a record begins with counts as so many proposals
+MEMORY, COMMON_MEMORY = 0.95, 0.99  # how much of a record counts still after a step
+START, STAY = 1.08, 1.04  # gains from which a step has guesses: after a step without any, after one with some
+
+
+class Costs:
+    """What a step of so many tokens takes, in seconds, learned from the steps that run.
+
+    Steps are put together by size: 1, 2, 3, 4, up to 6, 8, 12, 16, ... tokens. Of each size the median counts. Between
+    known sizes the cost is linear. Beyond the largest, and before one that is further away than twice the tokens, it
+    goes on as before up to twice the tokens; from there it is taken to grow in proportion, or towards the next. So
+    larger steps are tried out little by little.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sizes: dict[int, _Size] = {}
+        self._curve: tuple[Any, Any] | None = None  # tokens and seconds at the corners
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens, with its proposals among them, has taken so many seconds."""
+        self._steps += 1
+        size = self._sizes.get(_size_of(tokens))
+        if size is None:
+            size = self._sizes[_size_of(tokens)] = _Size()
+        if self._steps - size.last > AGE:
+            size.steps.clear()
+        size.last = self._steps
+        size.steps.append((tokens, max(seconds, 1e-9)))
+        if len(size.steps) <= TRIALS or self._steps % REFRESH == 0:
+            self._curve = None
+
+    def knows(self, tokens: int) -> bool:
+        """Whether steps of this size were measured."""
+        size = self._sizes.get(_size_of(tokens))
+        return size is not None and self._is_known(size)
+
+    def predict(self, tokens: Any) -> Any:
+        """Seconds for a step of so many tokens, or for each number of an array. Some size must be known."""
+        if self._curve is None:
+            self._curve = self._corners()
+        return np.interp(tokens, *self._curve)
+
+    def _is_known(self, size: _Size) -> bool:
+        return len(size.steps) >= TRIALS and self._steps - size.last <= AGE
+
+    def _corners(self) -> tuple[Any, Any]:
+        known = sorted(size.cost() for size in self._sizes.values() if self._is_known(size))
+        if not known:
+            raise ValueError("No size of a step is known: ask knows() first.")
+        corners: list[tuple[float, float]] = []
+        slope = 0.0
+        for (x, y), (after, more) in zip(known, [*known[1:], (1000 * known[-1][0], np.inf)], strict=True):
+            if corners:
+                slope = max(0.0, (y - corners[-1][1]) / (x - corners[-1][0]))
+            corners.append((x, y))
+            if after > 2 * x and y + slope * x < y + (more - y) * x / (after - x):
+                corners.append((2 * x, y + slope * x))
+        x, y = corners[-1]
+        xs, ys = zip(*corners, (1000 * x, 1000 * y), strict=True)
+        return np.array(xs), np.array(ys)
+
+
+class _Size:
+    """The last steps of a size: tokens, seconds. last: the number of the newest one."""
+
+    def __init__(self) -> None:
+        self.steps: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+        self.last = 0
+
+    def cost(self) -> tuple[float, float]:
+        seconds = sorted(s for _, s in self.steps)
+        return sum(t for t, _ in self.steps) / len(self.steps), seconds[len(seconds) // 2]
+
+
+def _size_of(tokens: int) -> int:
+    """The largest number of tokens of the same size: a power of two, or three quarters of one."""
+    power: int = 1 << (tokens - 1).bit_length()
+    return 3 * power // 4 if tokens <= 3 * power // 4 else power
+
+
+class Records:
+    """Of each request, how likely its next proposed token is right. A new one begins with what is common."""
+
+    def __init__(self) -> None:
+        self._common = _Record(PRIOR)
+        self._each: dict[Hashable, _Record] = {}
+
+    def rate(self, key: Hashable) -> float:
+        return min(self._each.get(key, self._common).rate, HIGHEST)
+
+    def note(self, key: Hashable, tried: int, right: int) -> None:
+        """Of `tried` proposals the first `right` were what came.
+
+        A step that took none of a request's proposals can say whether the first would have been right: so a record
+        gets better again without a step that costs more.
+        """
+        record = self._each.get(key)
+        if record is None:
+            record = self._each[key] = _Record(self._common.rate)
+        seen = min(right + 1, tried)  # of those behind a wrong one, nothing is known
+        record.note(seen, right, MEMORY)
+        self._common.note(seen, right, COMMON_MEMORY)
+
+    def forget(self, key: Hashable) -> None:
+        self._each.pop(key, None)
+
+
+class _Record:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._seen, self._right = WEIGHT, WEIGHT * rate
+
+    def note(self, seen: int, right: int, memory: float) -> None:
+        self._seen = memory * self._seen + seen
+        self._right = memory * self._right + right
+        self.rate = self._right / self._seen
+
+
+def best(
+    tokens: int, counts: Sequence[int], rates: Sequence[float], seconds: Callable[[Any], Any], budget: int
+) -> tuple[list[int], float]:
+    """Of n rows' proposals, how many of each are worth computing, and the gain in tokens per second.
+
+    tokens: of the step without proposals. counts: how many proposals each row has. rates: how likely the next one of
+    each row is right, if those before it are; below 1. seconds: what steps of so many tokens cost. budget: the most
+    proposals.
+    """
+    n = np.asarray(counts, np.int64)
+    row = np.repeat(np.arange(len(n)), n)
+    nth = np.arange(1, len(row) + 1) - np.repeat(np.cumsum(n) - n, n)
+    likely = np.asarray(rates, np.float64)[row] ** nth
+    order = np.argsort(-likely, kind="stable")[:budget]  # of a row, the earlier ones first
+    if not len(order):
+        return [0] * len(n), 1.0
+    more = np.arange(len(order) + 1)
+    speed = (tokens + np.concatenate([[0.0], np.cumsum(likely[order])])) / seconds(tokens + more)
+    most = int(np.argmax(speed))
+    return np.bincount(row[order[:most]], minlength=len(n)).tolist(), float(speed[most] / speed[0])
+
+
+class HowMany:
+    """Chooses for each step how many proposals its rows compute."""
+
+    def __init__(self) -> None:
+        self.costs, self.records = Costs(), Records()
+        self._some = False  # the last step that could have guesses had some
+
+    def worth(self, tokens: int, most: int) -> bool:
+        """Whether `most` guesses could pay in a step of so many tokens if they were as good as any: else nobody needs
+        to make them. False where it is not known yet what the step costs without them.
+        """
+        if most <= 0 or not self.costs.knows(tokens):
+            return False
+        more = np.arange(most + 1)
+        speed = (tokens + HIGHEST * more) / self.costs.predict(tokens + more)
+        return bool(speed.max() >= self._enough() * speed[0])
+
+    def choose(self, tokens: int, counts: Sequence[int], rates: Sequence[float], budget: int) -> list[int]:
+        """How many of its proposals each of n rows computes.
+
+        tokens: of the step without proposals: all that it computes, prompts as well. counts: how many proposals each
+        row has. rates: of each row, as `Records.rate`; 1 for what is certain, as a grammar allows nothing else. What is
+        certain is always taken, guesses where they pay. budget: the most proposals of the step.
+        """
+        taken = [0] * len(counts)
+        for i, (n, rate) in enumerate(zip(counts, rates, strict=True)):
+            if rate >= 1:
+                taken[i] = min(n, budget)
+                budget -= taken[i]
+                tokens += taken[i]
+        guesses = [i for i, rate in enumerate(rates) if rate < 1 and counts[i]]
+        if not guesses or budget <= 0 or not self.costs.knows(tokens):
+            return taken
+        found, gain = best(
+            tokens, [counts[i] for i in guesses], [rates[i] for i in guesses], self.costs.predict, budget
+        )
+        self._some = gain >= self._enough()
+        if self._some:
+            for i, n in zip(guesses, found, strict=True):
+                taken[i] = n
+        return taken
+
+    def _enough(self) -> float:
+        return STAY if self._some else START
